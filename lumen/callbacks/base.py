@@ -1,0 +1,195 @@
+"""Callback: code that runs beside any task, at the places drawn below."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from lumen.task import TaskModule
+    from lumen.trainer import Trainer
+
+
+class Callback:
+    """Subclass it and define the hooks you need; a hook that nobody defines costs nothing.
+
+    Every hook exists on the task too, without `trainer` and `task`; callbacks run first, in their order, then the
+    task. The order, as a test records it:
+
+        prepare_data                                    # the data module's, then the task's; likewise setup
+        setup
+        configure_model
+        on_load_checkpoint                              # when resuming
+        configure_optimizers
+        on_fit_start
+        on_sanity_check_start                           # when starting, not when resuming
+            ... validation ...
+        on_sanity_check_end
+        on_train_start
+        for each epoch:
+            on_train_epoch_start
+            for each optimizer step:
+                for each micro-batch:
+                    on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer
+                    on_train_batch_start
+                    on_before_zero_grad                 # first micro-batch of the step, before its forward, so that
+                    training_step                       #   the last gradients can be read until here
+                    on_before_backward
+                    on_after_backward
+                    on_before_optimizer_step            # last micro-batch: gradients complete, unscaled, not clipped
+                    ... optimizer.step, schedulers ...
+                    on_train_batch_end
+                if a validation is due:
+                    on_validation_start
+                    on_validation_epoch_start
+                    for each batch:
+                        on_validation_batch_start
+                        validation_step
+                        on_validation_batch_end
+                    on_validation_epoch_end
+                    on_validation_end
+                on_boundary                             # not after an epoch's last step
+            on_train_epoch_end
+            ... epoch schedulers ...
+            on_boundary
+        on_train_end
+        on_fit_end
+        teardown
+
+    `test` and `predict` follow the same pattern with their own names. A **boundary** is the one moment of each step at
+    which nothing is half done: after its update and its validation, and for an epoch's last step after that epoch's
+    end. Checkpoints are made there.
+    """
+
+    @property
+    def state_key(self) -> str:
+        """Name of this callback's state in checkpoints."""
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data and tensors to keep in checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Get back what `state_dict` gave."""
+
+    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Prepare for a stage: "fit", "validate", "test" or "predict"."""
+
+    def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """`fit` begins; optimizers exist, a resumed state is loaded."""
+
+    def on_sanity_check_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """The sanity check begins."""
+
+    def on_sanity_check_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """The sanity check ends."""
+
+    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Training begins, after the sanity check."""
+
+    def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """An epoch begins."""
+
+    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> int | None:
+        """Before a micro-batch; -1 ends the epoch here."""
+
+    def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+        """Before the gradients of the last step are dropped."""
+
+    def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
+        """Before backward of one micro-batch."""
+
+    def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
+        """After backward of one micro-batch; gradients are partial sums."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients are complete and unscaled, not yet clipped."""
+
+    def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After a micro-batch, and after the update if it was a step's last; gradients can still be read."""
+
+    def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """A validation begins."""
+
+    def on_validation_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """The pass over the validation data begins."""
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before a validation batch."""
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After a validation batch."""
+
+    def on_validation_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """The pass over the validation data ends; what is logged here joins its values."""
+
+    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """A validation ends."""
+
+    def on_train_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """An epoch ends, after its validation."""
+
+    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+        """A step is complete; `trainer.save_checkpoint` is exact here."""
+
+    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Training ends."""
+
+    def on_fit_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """`fit` ends."""
+
+    def on_test_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """A test begins."""
+
+    def on_test_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """The pass over the test data begins."""
+
+    def on_test_batch_start(
+        self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before a test batch."""
+
+    def on_test_batch_end(
+        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After a test batch."""
+
+    def on_test_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """The pass over the test data ends."""
+
+    def on_test_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """A test ends."""
+
+    def on_predict_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """A prediction begins."""
+
+    def on_predict_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """The pass over the prediction data begins."""
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before a prediction batch."""
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After a prediction batch."""
+
+    def on_predict_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """The pass over the prediction data ends."""
+
+    def on_predict_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """A prediction ends."""
+
+    def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
+        """The run ends with an error or a stop request."""
+
+    def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Clean up after a stage."""

@@ -1,0 +1,114 @@
+"""Stop when a value has stopped getting better."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from lumen.callbacks.base import Callback
+from lumen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lumen.task import TaskModule
+    from lumen.trainer import Trainer
+
+_log = logging.getLogger("lumen")
+
+
+@final
+class EarlyStopping(Callback):
+    """Ends training when the monitor has not improved for `patience` of its values.
+
+    Args:
+        monitor: A logged name, such as `val_loss`. It is looked at whenever it has a new value.
+        min_delta: An improvement must be larger than this, >= 0.
+        patience: Values without improvement to accept.
+        mode: "min": smaller is better; "max": larger is better.
+        strict: A monitor that was never logged by the end of an epoch with validation is an error.
+        check_finite: Stop at a NaN or infinite value.
+        stopping_threshold: Stop at once when the value is better than this.
+        divergence_threshold: Stop at once when the value is worse than this.
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        mode: Literal["min", "max"] = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigError(f'EarlyStopping: mode must be "min" or "max", found {mode!r}.')
+        if min_delta < 0 or patience < 0:
+            raise ConfigError("EarlyStopping: min_delta and patience must be >= 0.")
+        self.monitor = monitor
+        self.min_delta = min_delta
+        self.patience = patience
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self._sign = 1.0 if mode == "min" else -1.0
+        self.best_score = self._sign * math.inf
+        self.wait_count = 0
+        self.stopped_reason: str | None = None
+        self._seen = 0
+
+    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+        """Look at a new value, if there is one."""
+        count = trainer.published(self.monitor)
+        if count == self._seen:
+            self._check_logged(trainer, count)
+            return
+        self._seen = count
+        reason = self._judge(float(trainer.callback_metrics[self.monitor]))
+        if reason is not None:
+            self.stopped_reason = f"{self.monitor}: {reason}"
+            _log.info("early stopping: %s", self.stopped_reason)
+            trainer.should_stop = True
+
+    def _check_logged(self, trainer: Trainer, count: int) -> None:
+        if self.strict and count == 0 and trainer.current_epoch > 0 and trainer.has_validated:
+            raise ConfigError(
+                f"EarlyStopping: the monitor {self.monitor!r} was never logged; logged so far: "
+                f"{', '.join(trainer.callback_metrics) or 'nothing'}. Use one of these, log it, or set strict: false."
+            )
+
+    def _judge(self, value: float) -> str | None:
+        """Why to stop at this value, or None."""
+        distance = self._sign * value
+        if self.check_finite and not math.isfinite(value):
+            return f"the value {value} is not finite"
+        if self.stopping_threshold is not None and distance < self._sign * self.stopping_threshold:
+            return f"{value:g} reached the threshold {self.stopping_threshold:g}"
+        if self.divergence_threshold is not None and distance > self._sign * self.divergence_threshold:
+            return f"{value:g} diverged beyond {self.divergence_threshold:g}"
+        if distance < self._sign * self.best_score - self.min_delta:
+            self.best_score = value
+            self.wait_count = 0
+            return None
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return None
+        return f"no improvement on {self.best_score:g} in the last {self.wait_count} values"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and how long ago it was."""
+        return {
+            "best_score": self.best_score,
+            "wait_count": self.wait_count,
+            "stopped_reason": self.stopped_reason,
+            "seen": self._seen,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.best_score = state["best_score"]
+        self.wait_count = state["wait_count"]
+        self.stopped_reason = state["stopped_reason"]
+        self._seen = state["seen"]

@@ -1,0 +1,24 @@
+"""Log the learning rate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from lumen.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from lumen.task import TaskModule
+    from lumen.trainer import Trainer
+
+
+@final
+class LearningRateMonitor(Callback):
+    """Logs the learning rate that each update uses, as `lr`, or `lr/group_N` with several parameter groups."""
+
+    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
+        """Log the rates of the update in progress."""
+        groups = trainer.optimizers[0].param_groups
+        for number, group in enumerate(groups):
+            task.log(
+                "lr" if len(groups) == 1 else f"lr/group_{number}", float(group["lr"]), on_step=True, on_epoch=False
+            )

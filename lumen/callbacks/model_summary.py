@@ -1,0 +1,7 @@
+"""ModelSummary (placeholder while it is written)."""
+
+from lumen.callbacks.base import Callback
+
+
+class ModelSummary(Callback):
+    """x."""

@@ -1,0 +1,205 @@
+"""Plain Python data as JSON and back, exactly: types, order of dictionaries and every bit of a float survive.
+
+JSON has no tuples, sets, bytes or integer keys: such a value becomes an object with one key, its tag, that starts
+with "$".
+Tensors and arrays are left out of the JSON: they are collected by name, and the JSON refers to that name.
+"""
+
+import base64
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from lumen.errors import CheckpointDamaged, CheckpointError
+
+JSON: TypeAlias = Any
+"""What `json.dumps` writes and `json.loads` reads."""
+
+_MAX_DEPTH = 100  # far below Python's recursion limit, so that whatever could be saved can also be loaded
+
+_LEAVES: dict[type, tuple[str, Callable[[Any], str]]] = {
+    bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
+    type(Path()): ("$path", str),
+    torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("$device", str),
+}
+_SEQUENCES: dict[type, str] = {tuple: "$tuple", torch.Size: "$size", set: "$set", frozenset: "$frozenset"}
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+_KEYS = (str, int, float, bool, type(None), tuple)
+
+
+def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> JSON:
+    """Turn plain data into JSON, and collect its tensors.
+
+    Plain data: None, bool, int, float, str, bytes, list, tuple, dict (keys: str, int, float, bool, None, tuple), set,
+    frozenset, `pathlib.Path`, `torch.dtype`, `torch.device`, `torch.Size`, numpy scalars (they become Python scalars),
+    numeric numpy arrays and tensors. Ordered, default and counting dictionaries become plain ones.
+
+    Args:
+        value: The data.
+        tensors: Receives every tensor and array of any shape and dtype, under its path. They share memory with `value`.
+        where: Path of `value` for error messages and names of tensors, for example "callbacks.EarlyStopping".
+
+    Raises:
+        CheckpointError: `value` holds anything else, contains itself, or is nested more than 100 deep.
+    """
+    return _encode(value, tensors, where, ())
+
+
+def _encode(value: Any, tensors: dict[str, torch.Tensor], where: str, above: tuple[int, ...]) -> JSON:
+    if id(value) in above:
+        raise CheckpointError(f"{where}: this {type(value).__name__} contains itself. Remove the cycle.")
+    if len(above) > _MAX_DEPTH:
+        raise CheckpointError(f"{where}: nested more than {_MAX_DEPTH} deep. Flatten it.")
+    inside = (*above, id(value))
+    value = _python_scalar(value)
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:  # Python refuses to print or parse decimal integers of more than 4300 digits
+        return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+    if kind is list:
+        return [_encode(item, tensors, f"{where}[{i}]", inside) for i, item in enumerate(value)]
+    if kind in _DICTS:
+        return _encode_dict(value, tensors, where, inside)
+    if kind in _SEQUENCES:
+        items = [_encode(item, tensors, f"{where}[{i}]", inside) for i, item in enumerate(value)]
+        return {_SEQUENCES[kind]: sorted(items, key=json.dumps) if kind in (set, frozenset) else items}
+    if kind in _LEAVES:
+        tag, text = _LEAVES[kind]
+        return {tag: text(value)}
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": _collect(value.detach(), tensors, where)}
+    if kind is np.ndarray:
+        return {"$array": _collect(_array_as_tensor(value, where), tensors, where)}
+    raise _refusal(value, where)
+
+
+def _encode_dict(value: Any, tensors: dict[str, torch.Tensor], where: str, inside: tuple[int, ...]) -> JSON:
+    pairs = [(_python_scalar(key), item, _entry(where, key)) for key, item in value.items()]
+    for key, _, path in pairs:
+        if type(key) not in _KEYS:
+            raise _refusal(key, f"{path} (a key)")
+    if all(type(key) is str and not key.startswith("$") for key, _, _ in pairs):
+        return {key: _encode(item, tensors, path, inside) for key, item, path in pairs}
+    return {
+        "$dict": [[_encode_key(key, path, inside), _encode(item, tensors, path, inside)] for key, item, path in pairs]
+    }
+
+
+def _encode_key(key: Any, path: str, inside: tuple[int, ...]) -> JSON:
+    found: dict[str, torch.Tensor] = {}
+    encoded = _encode(key, found, f"{path} (a key)", inside)
+    if found:
+        raise CheckpointError(f"{path} (a key): a tensor cannot be saved as part of a key. Use a name or a number.")
+    return encoded
+
+
+def _entry(where: str, key: Any) -> str:
+    return f"{where}.{key}" if isinstance(key, str) else f"{where}[{key!r}]"
+
+
+def _python_scalar(value: Any) -> Any:
+    """Return the equal Python scalar of a numpy scalar that has one (a long double has none), else the value itself."""
+    if not isinstance(value, np.generic) or value.dtype.kind not in "biufUS":
+        return value
+    scalar = value.item()
+    return value if isinstance(scalar, np.longdouble) else scalar
+
+
+def _array_as_tensor(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.require(array, requirements=["C", "A", "W"]))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{where}: a numpy array of {array.dtype} cannot be saved. Convert it to a native numeric dtype."
+        ) from error
+
+
+def _collect(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> str:
+    name = where
+    while name in tensors:  # {"a.b": x, "a": {"b": y}} gives one path twice
+        name += "'"
+    tensors[name] = tensor
+    return name
+
+
+def _refusal(value: Any, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: an object of type {type(value).__name__} cannot be saved; checkpoints hold plain data and tensors. "
+        "Convert it to a dict, list, number, string or tensor (an Enum: its value), or leave it out."
+    )
+
+
+def decode(value: JSON, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the data that `encode` turned into JSON.
+
+    Args:
+        value: JSON that `encode` returned.
+        tensors: Must give every tensor that was collected, on any device. They become part of the result; arrays share
+            their memory.
+
+    Raises:
+        CheckpointDamaged: `value` is not what `encode` writes, or refers to a tensor that is not there.
+    """
+    try:
+        return _decode(value, tensors)
+    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, struct.error) as error:
+        raise CheckpointDamaged(f"the saved data cannot be decoded: {type(error).__name__}: {error}") from error
+
+
+def _decode(value: JSON, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: _decode(item, tensors) for key, item in value.items()}
+    if len(value) != 1 or tag not in _DECODERS:
+        raise ValueError(f"an unknown tag in {sorted(value)}")
+    return _DECODERS[tag](value[tag], tensors)
+
+
+def _decode_items(items: JSON, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+    if not isinstance(items, list):
+        raise TypeError(f"a list was expected, not {items!r}")
+    return [_decode(item, tensors) for item in items]
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name such as "bfloat16".
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    if name not in _DTYPES:
+        raise ValueError(f"torch has no dtype {name!r}")
+    return _DTYPES[name]
+
+
+_DECODERS: dict[str, Callable[[JSON, Mapping[str, torch.Tensor]], Any]] = {
+    "$int": lambda text, _: int(text, 16),
+    "$float": lambda text, _: struct.unpack(">d", bytes.fromhex(text))[0],
+    "$bytes": lambda text, _: base64.b64decode(text, validate=True),
+    "$path": lambda text, _: Path(text),
+    "$dtype": lambda text, _: named_dtype(text),
+    "$device": lambda text, _: torch.device(text),
+    "$tuple": lambda items, tensors: tuple(_decode_items(items, tensors)),
+    "$size": lambda items, tensors: torch.Size(_decode_items(items, tensors)),
+    "$set": lambda items, tensors: set(_decode_items(items, tensors)),
+    "$frozenset": lambda items, tensors: frozenset(_decode_items(items, tensors)),
+    "$dict": lambda pairs, tensors: dict(_decode_items(pairs, tensors)),
+    "$tensor": lambda name, tensors: tensors[name],
+    "$array": lambda name, tensors: tensors[name].cpu().numpy(),
+}

@@ -1,0 +1,70 @@
+"""`save_hyperparameters`: the arguments that a task or a data module was built with."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any, final
+
+
+@final
+class Hyperparameters(dict[str, Any]):
+    """A dictionary whose entries are attributes too: `hparams.lr` is `hparams["lr"]`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"no hyperparameter is named {name!r}; there are: {', '.join(self) or 'none'}"
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+class HasHyperparameters:
+    """Mixin of `TaskModule` and `DataModule`."""
+
+    @property
+    def hparams(self) -> Hyperparameters:
+        """What `save_hyperparameters` collected; saved in every checkpoint."""
+        return self.__dict__.setdefault("_hparams", Hyperparameters())  # type: ignore[no-any-return]
+
+    def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = ()) -> None:
+        """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call it inside `__init__`.
+
+        The arguments of every class of the object are collected, also when a base class makes the call.
+
+        Args:
+            names: Only these arguments (names), or instead one dictionary or dataclass to keep as it is.
+            ignore: Names to leave out: arguments that are no plain data, such as a module.
+        """
+        frame = inspect.currentframe()
+        collected = _constructor_arguments(self, frame.f_back if frame else None)
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+        if names and not isinstance(names[0], str):
+            given = names[0]
+            collected = dataclasses.asdict(given) if dataclasses.is_dataclass(given) else dict(given)  # type: ignore[arg-type]
+        elif names:
+            collected = {name: collected[name] for name in names}
+        self.hparams.update({name: value for name, value in collected.items() if name not in ignored})
+
+
+def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
+    """Arguments of the `__init__` calls of one object, found on the stack; a subclass's value wins."""
+    collected: dict[str, Any] = {}
+    while frame is not None:
+        names, _, keywords, values = inspect.getargvalues(frame)
+        if frame.f_code.co_name == "__init__" and names and values.get(names[0]) is owner:
+            collected.update({name: values[name] for name in names[1:]})
+            keyword_only = frame.f_code.co_varnames[len(names) : len(names) + frame.f_code.co_kwonlyargcount]
+            collected.update({name: values[name] for name in keyword_only if name in values})
+            if keywords:
+                collected.pop(keywords, None)
+                for name, value in values[keywords].items():
+                    collected.setdefault(name, value)
+        frame = frame.f_back
+    return collected

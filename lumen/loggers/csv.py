@@ -1,0 +1,122 @@
+"""metrics.csv and system.csv."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, final
+
+from lumen.loggers.base import Logger
+
+
+@final
+class _Table:
+    """A CSV file that gains columns as new names appear; its header is always complete."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.columns: list[str] = []
+        self.rows = 0
+        self._file: IO[str] | None = None
+        if path.exists():
+            with path.open(newline="") as file:
+                reader = csv.reader(file)
+                self.columns = next(reader, [])
+                self.rows = sum(1 for _ in reader)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row; a name not seen before rewrites the file with one more column."""
+        new = [name for name in row if name not in self.columns]
+        if new:
+            self.rewrite([*self.columns, *new], self.rows)
+        if self._file is None:
+            self._file = self.path.open("a", newline="")
+        csv.writer(self._file).writerow([row.get(name, "") for name in self.columns])
+        self._file.flush()
+        self.rows += 1
+
+    def rewrite(self, columns: list[str], rows: int) -> None:
+        """Keep the first rows and the given columns."""
+        self.close()
+        kept: list[dict[str, str]] = []
+        if self.path.exists():
+            with self.path.open(newline="") as file:
+                kept = [row for row, _ in zip(csv.DictReader(file), range(rows), strict=False)]
+        temporary = self.path.with_suffix(".csv.tmp")
+        with temporary.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows([row.get(name) or "" for name in columns] for row in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)
+        self.columns, self.rows = columns, len(kept)
+
+    def flush(self) -> None:
+        """To the disk."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; `append` opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@final
+class CSVLogger(Logger):
+    """Writes `metrics.csv`, which repeats bit for bit in a repeated run, and `system.csv` in the run directory.
+
+    One row per logged event: `step`, `epoch`, then one column per name in order of first appearance. Numbers are
+    written with all their digits.
+    """
+
+    def __init__(self) -> None:
+        self._metrics: _Table | None = None
+        self._system: _Table | None = None
+
+    def open(self, directory: Path, *, resumed: bool) -> None:
+        """See `Logger.open`."""
+        paths = [directory / name for name in ("metrics.csv", "system.csv")]
+        if not resumed:
+            for path in paths:
+                path.unlink(missing_ok=True)
+        self._metrics, self._system = map(_Table, paths)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int) -> None:
+        """See `Logger.log_metrics`."""
+        assert self._metrics is not None
+        self._metrics.append({"step": step, "epoch": epoch, **metrics})
+
+    def log_system(self, values: Mapping[str, float], step: int) -> None:
+        """See `Logger.log_system`."""
+        assert self._system is not None
+        self._system.append({"step": step, **values})
+
+    def flush(self) -> None:
+        """See `Logger.flush`."""
+        for table in self._tables():
+            table.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows and columns of each file."""
+        return {table.path.name: {"rows": table.rows, "columns": table.columns} for table in self._tables()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Cut both files back."""
+        for table in self._tables():
+            saved = state[table.path.name]
+            if (table.rows, table.columns) != (saved["rows"], saved["columns"]):
+                table.rewrite(list(saved["columns"]), saved["rows"])
+
+    def close(self) -> None:
+        """See `Logger.close`."""
+        for table in self._tables():
+            table.close()
+
+    def _tables(self) -> list[_Table]:
+        return [table for table in (self._metrics, self._system) if table is not None]

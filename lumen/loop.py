@@ -1,0 +1,336 @@
+"""The order of things: training, one optimizer step, evaluation, prediction, as plain functions.
+
+Every step ends in exactly one boundary, at which nothing is half done: after its update and its validation, and for
+the last step of an epoch after the end of that epoch. Checkpoints are made and stop requests obeyed only there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from lumen.data.loaders import Feed, Position
+from lumen.data.weights import StepWeights
+from lumen.data.windows import MicroBatch, Window
+from lumen.errors import ConfigError, TrainingError
+from lumen.metrics import StageMetrics
+from lumen.random import Domain, make_key, preserved_generators, seed_generators
+from lumen.run import Run, overrides
+
+_log = logging.getLogger("lumen")
+_DOMAINS = {
+    "validate": Domain.VALIDATE,
+    "sanity": Domain.SANITY,
+    "test": Domain.TEST,
+    "predict": Domain.PREDICT,
+}
+
+
+class StopRequested(Exception):
+    """The run was asked to leave; a checkpoint of this boundary exists if checkpoints are on."""
+
+
+class _EpochSkipped(Exception):
+    """A hook ended the epoch."""
+
+
+def train(run: Run) -> None:
+    """Run epochs until a limit is reached, a callback stops the run, or it is asked to leave."""
+    for hook in run.hooks.on_train_start:
+        hook()
+    run.tick()
+    while not run.finished:
+        train_epoch(run)
+    for hook in run.hooks.on_train_end:
+        hook()
+
+
+def train_epoch(run: Run) -> None:
+    """Run the rest of the epoch in progress, from wherever a checkpoint left it."""
+    progress, plan, feed = run.progress, run.plan, run.train_feed
+    assert feed is not None
+    fresh, steps_before = not progress.in_epoch, progress.step
+    if fresh:
+        progress.in_epoch = True
+        run.train_metrics = run.stage_metrics = StageMetrics()
+        run.seed_hooks(0)
+        for hook in run.hooks.on_train_epoch_start:
+            hook()
+    run.stage_metrics = run.train_metrics
+
+    windows = feed.windows(progress.epoch, progress.position, plan.limit("train", feed))
+    window = next(windows, None)
+    over = progress.validation_due and finish_step(run, last=window is None)  # a checkpoint made while validating
+    while window is not None and not over:
+        try:
+            updated = train_step(run, window)
+        except _EpochSkipped:
+            run.in_train_step = False
+            break
+        if updated and progress.step % plan.log_every_n_steps == 0:
+            log_step(run)
+        progress.validation_due = run.validation_due(window, updated=updated)
+        over = finish_step(run, last=window.last)
+        window = None if over else next(windows, None)
+
+    end_epoch(run, complete=not over)
+    if fresh and not over and progress.step == steps_before and not run.precision.handles_overflow:
+        if plan.max_epochs is None:
+            raise TrainingError(
+                f"epoch {progress.epoch - 1} made no optimizer step, so max_steps would never be reached: every "
+                "micro-batch was skipped, or the loader is empty. Look at the loader and at what training_step returns."
+            )
+        _log.warning("epoch %d made no optimizer step", progress.epoch - 1)
+
+
+def train_step(run: Run, window: Window) -> bool:
+    """One optimizer step. Returns False if no update was made."""
+    hooks, strategy, precision, optimizer = run.hooks, run.strategy, run.precision, run.optimizer
+    updated = False
+    run.train_metrics.window += 1
+    run.in_train_step = True
+    micro_batches, weights = weigh(run, window)
+    for micro in micro_batches:
+        run.seed_micro_batch(micro)
+        batch = run.receive(micro.batch)
+        for hook in hooks.on_train_batch_start:
+            if hook(batch, micro.index) == -1:
+                raise _EpochSkipped
+        if micro.first:
+            for hook in hooks.on_before_zero_grad:
+                hook(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        with strategy.gradient_sync(micro.last):
+            with precision.forward():
+                output = run.call_step("training_step", batch, micro.index)
+            loss, returned_weight = read_output(output)
+            if loss is not None:
+                share = weights.share(micro.weight, returned_weight)
+                run.check_loss(loss, share)
+                if share:
+                    scaled = loss if share == 1.0 else loss * share
+                    for hook in hooks.on_before_backward:
+                        hook(scaled)
+                    precision.backward(scaled)
+                    for hook in hooks.on_after_backward:
+                        hook()
+        if micro.last:
+            updated = update(run, window, weights)
+        for hook in hooks.on_train_batch_end:
+            hook(output, batch, micro.index)
+    run.in_train_step = False
+    return updated
+
+
+def update(run: Run, window: Window, weights: StepWeights) -> bool:
+    """Turn the gradients of a window into one update. Returns False if it was skipped: then no schedule moves."""
+    strategy, precision, plan, optimizer = run.strategy, run.precision, run.plan, run.optimizer
+    updated = bool(weights.total)
+    if updated:
+        precision.unscale(optimizer)
+        if weights.correction != 1.0:
+            strategy.correct_gradients(run.parameters, weights.correction)
+        for hook in run.hooks.on_before_optimizer_step:
+            hook(optimizer)
+        if plan.clip_norm is not None:
+            run.grad_norm = strategy.clip_grad_norm(run.parameters, plan.clip_norm)
+        if plan.clip_value is not None:
+            strategy.clip_grad_value(run.parameters, plan.clip_value)
+        updated = precision.step(optimizer)
+    else:
+        _log.warning("update after step %d skipped: the weights of its micro-batches sum to 0", run.progress.step)
+    run.count(window, weights, updated=updated)
+    if updated:
+        for scheduler in run.schedulers:
+            if scheduler.interval == "step" and run.progress.step % scheduler.frequency == 0:
+                scheduler.step(run.metrics)
+    return updated
+
+
+def weigh(run: Run, window: Window) -> tuple[Iterable[MicroBatch], StepWeights]:
+    """The micro-batches of a step and their weights; fetched all at once only if the task weighs them itself."""
+    by_task = overrides(run.task, "batch_weight")
+    micro_batches: Iterable[MicroBatch] = window
+    planned: float = window.samples
+    if by_task:
+        micro_batches = list(window)
+        for micro in micro_batches:
+            micro.weight = float(run.task.batch_weight(micro.batch))
+        planned = sum(micro.weight for micro in micro_batches)
+    alone = len(window.sizes) == 1 and run.strategy.world_size == 1
+    return micro_batches, StepWeights(planned, alone=alone, by_task=by_task, guess=run.progress.weight_guess)
+
+
+def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:
+    """Loss and weight out of what `training_step` returned."""
+    weight = None
+    if isinstance(output, dict):
+        output, weight = output.get("loss"), output.get("weight")
+    elif isinstance(output, tuple) and len(output) == 2:
+        output, weight = output
+    if output is None:
+        return None, None
+    if not isinstance(output, torch.Tensor) or output.numel() != 1:
+        found = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise ConfigError(
+            "training_step must return a scalar loss, (loss, weight), a dictionary with 'loss', or None; "
+            f"the loss found is {f'a tensor of shape {found}' if isinstance(found, tuple) else f'of type {found}'}."
+        )
+    return output, None if weight is None else float(weight)
+
+
+def log_step(run: Run) -> None:
+    """Write the step's values."""
+    values = run.train_metrics.step_values(lambda options: options.logger)
+    if run.grad_norm is not None:
+        values["grad_norm"] = run.grad_norm
+    run.write(values)
+
+
+def finish_step(run: Run, *, last: bool) -> bool:
+    """Validate if it is due, then reach the boundary, unless the epoch's end comes first. Returns whether to end."""
+    if run.progress.validation_due:
+        if evaluate(run, "validate", run.eval_feeds):
+            run.validation_done()
+        run.stage_metrics = run.train_metrics
+    return (not last or run.progress.validation_due) and reach_boundary(run)
+
+
+def reach_boundary(run: Run) -> bool:
+    """Let callbacks act on a complete step. Returns whether the run is over.
+
+    Raises:
+        StopRequested: The run was asked to leave, and callbacks have saved what they save.
+    """
+    run.tick()
+    for hook in run.hooks.on_boundary:
+        hook()
+    if run.stop_signal is not None:
+        raise StopRequested
+    run.finished = run.limit_reached is not None
+    return run.finished
+
+
+def end_epoch(run: Run, *, complete: bool) -> None:
+    """Close an epoch: its hooks, its values, its schedulers.
+
+    Args:
+        complete: False if the run ends in its middle: then progress keeps its place, for a longer run to go on from.
+    """
+    progress = run.progress
+    run.seed_hooks(1)
+    run.batch_samples = 1
+    run.publish(run.train_metrics.epoch_values())
+    for hook in run.hooks.on_train_epoch_end:
+        hook()
+    values = run.train_metrics.epoch_values()
+    run.publish(values)
+    run.write(run.train_metrics.epoch_values(lambda options: options.logger))
+    run.train_metrics.reset_metrics()
+    run.stage_metrics = None
+    if complete:
+        for scheduler in run.schedulers:
+            if scheduler.interval == "epoch" and (progress.epoch + 1) % scheduler.frequency == 0:
+                scheduler.step(run.metrics)
+        progress.next_epoch()
+        reach_boundary(run)
+
+
+def sanity_check(run: Run) -> None:
+    """Run the first validation batches before training, and forget what they gave.
+
+    Raises:
+        StopRequested: The run was asked to leave.
+    """
+    limits, run.plan.limits = run.plan.limits, {**run.plan.limits, "sanity": run.plan.sanity_batches}
+    for hook in run.hooks.on_sanity_check_start:
+        hook()
+    complete = evaluate(run, "sanity", run.eval_feeds)
+    for hook in run.hooks.on_sanity_check_end:
+        hook()
+    run.plan.limits = limits
+    run.metrics.clear()
+    run.published.clear()
+    if not complete:
+        raise StopRequested
+
+
+def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
+    """One pass over evaluation loaders: eval mode, no gradients; everything else is afterwards as it was before.
+
+    Args:
+        run: The run.
+        stage: "validate", "sanity", "test" or "predict".
+        feeds: One per loader.
+
+    Returns:
+        False if the run was asked to leave: then nothing of the pass is published.
+    """
+    name = "validation" if stage in ("validate", "sanity") else stage
+    task, hooks = run.task, run.hooks
+    before = run.stage, run.stage_metrics, [(module, module.training) for module in task.modules()]
+    run.stage, run.stage_metrics = stage, StageMetrics()
+    metrics, run.batch_samples = run.stage_metrics, 1
+    no_gradients: AbstractContextManager[Any] = torch.inference_mode() if run.plan.inference_mode else torch.no_grad()
+    try:
+        with preserved_generators(), no_gradients:
+            task.eval()
+            seed_generators(make_key(run.seed, _DOMAINS[stage]))
+            for hook in (*getattr(hooks, f"on_{name}_start"), *getattr(hooks, f"on_{name}_epoch_start")):
+                hook()
+            for number, feed in enumerate(feeds):
+                run.loader_suffix = f"/dataloader_idx_{number}" if len(feeds) > 1 else ""
+                outputs = evaluate_feed(run, stage, name, feed, number)
+                if stage == "predict":
+                    run.predictions.append(outputs)
+                if run.stop_signal is not None:
+                    return False
+            run.loader_suffix, run.batch_samples = "", 1
+            seed_generators(make_key(run.seed, _DOMAINS[stage], 1))
+            for hook in getattr(hooks, f"on_{name}_epoch_end"):
+                hook()
+            values = metrics.epoch_values()
+            run.publish(values)
+            if stage != "sanity":
+                run.write(metrics.epoch_values(lambda options: options.logger))
+            for hook in getattr(hooks, f"on_{name}_end"):
+                hook()
+    finally:
+        metrics.reset_metrics()
+        run.loader_suffix = ""
+        run.stage, run.stage_metrics, modes = before
+        for module, training in modes:
+            module.training = training
+    return True
+
+
+def evaluate_feed(run: Run, stage: str, name: str, feed: Feed, dataloader_idx: int) -> list[Any]:
+    """Evaluate the batches of one loader; returns what the steps returned, for predictions only."""
+    hooks = run.hooks
+    starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
+    metrics = run.stage_metrics
+    assert metrics is not None
+    outputs = []
+    for window in feed.windows(0, Position(), run.plan.limit(stage, feed)):
+        for micro in window:
+            metrics.window += 1
+            run.batch_samples = micro.samples
+            seed_generators(make_key(run.seed, _DOMAINS[stage], 2, dataloader_idx, micro.index))
+            batch = run.receive(micro.batch, dataloader_idx)
+            for hook in starts:
+                hook(batch, micro.index, dataloader_idx)
+            with run.precision.forward():
+                output = run.call_step(f"{name}_step", batch, micro.index, dataloader_idx)
+            for hook in ends:
+                hook(output, batch, micro.index, dataloader_idx)
+            if stage == "predict":
+                outputs.append(output)
+            elif stage != "sanity":
+                run.write(metrics.step_values(lambda options: options.logger))
+        if run.stop_signal is not None:
+            break
+    return outputs

@@ -1,0 +1,78 @@
+"""A loss that is not a finite number ends the run, with the step that made it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import final
+
+import torch
+
+from lumen.errors import NonFiniteLoss
+
+
+@final
+class LossCheck:
+    """Looks at every loss. On the CPU at once; on CUDA without making the host wait.
+
+    On CUDA each value travels to pinned memory behind the step's work and is read when it has arrived, so the error
+    may come some steps late; it names the true step, and `flush` before a commit keeps checkpoints clean.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor, float, tuple[int, int, int]]] = deque()
+
+    def check(self, loss: torch.Tensor, share: float, step: int, epoch: int, micro_batch: int) -> None:
+        """Look at one loss.
+
+        Args:
+            loss: One element.
+            share: The factor its weight gives it; 0 for a micro-batch that counts nothing.
+            step: The step it belongs to.
+            epoch: The epoch it belongs to.
+            micro_batch: Its number in the run.
+
+        Raises:
+            NonFiniteLoss: This loss, or on CUDA an earlier one, is NaN or infinite.
+        """
+        where = (step, epoch, micro_batch)
+        if loss.device.type != "cuda":
+            _refuse(loss.item(), share, where)
+            return
+        arriving = torch.empty((), dtype=loss.dtype, pin_memory=True)
+        arriving.copy_(loss.detach().reshape(()), non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._under_way.append((event, arriving, share, where))
+        while self._under_way and self._under_way[0][0].query():  # type: ignore[no-untyped-call]
+            self._read_oldest()
+
+    def flush(self) -> None:
+        """Wait for every loss under way.
+
+        Raises:
+            NonFiniteLoss: One of them is NaN or infinite.
+        """
+        while self._under_way:
+            self._under_way[0][0].synchronize()
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        _, value, share, where = self._under_way.popleft()
+        _refuse(value.item(), share, where)
+
+
+def _refuse(value: float, share: float, where: tuple[int, int, int]) -> None:
+    if math.isfinite(value):
+        return
+    step, epoch, micro_batch = where
+    place = f"step {step} (epoch {epoch}, micro-batch {micro_batch} of the run)"
+    if not share:
+        raise NonFiniteLoss(
+            f"the loss of {place} is {value} although its weight is 0: a mean over nothing, and 0 x NaN is NaN. "
+            "Divide by max(count, 1), or return None for such a micro-batch."
+        )
+    raise NonFiniteLoss(
+        f"the loss of {place} is {value}. Lower the learning rate, clip gradients, look at this batch, or run with "
+        "detect_anomaly: true to find the operation."
+    )

@@ -1,0 +1,441 @@
+"""Run: the one list of what a run is. The trainer fills it, the loop moves it, checkpoints save it."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.optim import Optimizer
+
+from lumen.batches import move
+from lumen.data.loaders import Feed, Position
+from lumen.data.weights import StepWeights
+from lumen.data.windows import MicroBatch, Window
+from lumen.datamodule import DataModule
+from lumen.errors import ConfigError
+from lumen.losses import LossCheck
+from lumen.metrics import StageMetrics
+from lumen.precision import Precision
+from lumen.random import Domain, make_key, seed_generators
+from lumen.strategies import Strategy
+from lumen.task import TaskModule
+
+if TYPE_CHECKING:
+    from lumen.checkpoint import Checkpoint
+    from lumen.loggers import Logger
+
+
+@final
+@dataclass
+class Progress:
+    """How far a run is; part of every checkpoint. A step is a completed optimizer update, everywhere.
+
+    Attributes:
+        step: Optimizer updates completed.
+        epoch: Epochs completed.
+        samples: Samples consumed of the epoch in progress: the position in its order.
+        batches: Micro-batches consumed of the epoch in progress.
+        micro_batches: Micro-batches consumed in the whole run; keys dropout.
+        in_epoch: The epoch in progress has begun.
+        validation_due: This step's validation has not been completed.
+        elapsed_s: Seconds of training, over all resumed parts.
+        weight_guess: See `StepWeights`.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    batches: int = 0
+    micro_batches: int = 0
+    in_epoch: bool = False
+    validation_due: bool = False
+    elapsed_s: float = 0.0
+    weight_guess: float = 1.0
+
+    def advance(self, window: Window, *, updated: bool) -> None:
+        """Count one window; a step only if the update was not skipped."""
+        self.step += updated
+        self.samples += window.samples
+        self.batches += len(window.sizes)
+
+    def next_epoch(self) -> None:
+        """The epoch in progress is complete."""
+        self.epoch += 1
+        self.samples = self.batches = 0
+        self.in_epoch = False
+
+    @property
+    def position(self) -> Position:
+        """Where the epoch in progress stands."""
+        return Position(self.samples, self.batches)
+
+
+@final
+@dataclass
+class Plan:
+    """How long a run is and what happens when, in resolved units.
+
+    Attributes:
+        max_steps: Optimizer steps; None: no limit.
+        max_epochs: Epochs; None: no limit.
+        max_time_s: Seconds; None: no limit.
+        min_steps: Steps before anything but a limit may stop the run.
+        min_epochs: Epochs before anything but a limit may stop the run.
+        clip_norm: Largest gradient norm; None: no clipping by norm.
+        clip_value: Largest gradient element; None: no clipping by value.
+        val_every_n_steps: Validate after every n-th step of the run.
+        val_every_epoch_fraction: Validate after this fraction of an epoch, (0, 1].
+        val_every_s: Validate after this many seconds.
+        val_every_n_epochs: Validate in every n-th epoch only.
+        limits: Per stage ("train", "validate", "test", "predict"): a count or a fraction of the batches; None: all.
+        log_every_n_steps: Steps between two written values.
+    """
+
+    max_steps: int | None = None
+    max_epochs: int | None = None
+    max_time_s: float | None = None
+    min_steps: int = 0
+    min_epochs: int = 0
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    val_every_n_steps: int | None = None
+    val_every_epoch_fraction: float | None = 1.0
+    val_every_s: float | None = None
+    val_every_n_epochs: int = 1
+    sanity_batches: int = 2
+    limits: dict[str, int | float | None] = field(default_factory=dict)
+    log_every_n_steps: int = 50
+    inference_mode: bool = True
+
+    def limit(self, stage: str, feed: Feed) -> int | None:
+        """Batches of a feed to use at most.
+
+        Raises:
+            ConfigError: A fraction of an unknown length, or one that leaves no batch.
+        """
+        limit = self.limits.get(stage)
+        if not isinstance(limit, float):
+            return limit
+        if limit == 1.0:
+            return None
+        name = f"limit_{'val' if stage == 'validate' else stage}_batches"
+        if feed.length is None:
+            raise ConfigError(f"{name}: {limit} is a fraction, but the loader has no length. Give a number of batches.")
+        if limit and feed.length and int(feed.length * limit) == 0:
+            raise ConfigError(
+                f"{name}: {limit} of {feed.length} batches is less than one. Give at least {1 / feed.length:g} or a count."
+            )
+        return int(feed.length * limit)
+
+
+@final
+@dataclass
+class SchedulerConfig:
+    """A scheduler and when it steps.
+
+    Attributes:
+        interval: "step" or "epoch".
+        frequency: Every how many of them.
+        monitor: Logged name that a plateau scheduler reads.
+        strict: A missing monitor is an error.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Move the schedule by one."""
+        if self.monitor is None:
+            self.scheduler.step()
+        elif self.monitor in metrics:
+            self.scheduler.step(metrics[self.monitor])
+        elif self.strict:
+            raise ConfigError(
+                f"lr_scheduler: the monitor {self.monitor!r} was never logged; logged so far: "
+                f"{', '.join(metrics) or 'nothing'}. Log it, or set strict: false."
+            )
+
+
+#: Every hook, in the order in which `Callback` draws them.
+HOOKS = (
+    "setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start",
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end",
+    "on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end",
+    "on_validation_epoch_end", "on_validation_end",
+    "on_train_epoch_end", "on_boundary", "on_train_end", "on_fit_end",
+    "on_test_start", "on_test_epoch_start", "on_test_batch_start", "on_test_batch_end", "on_test_epoch_end",
+    "on_test_end",
+    "on_predict_start", "on_predict_epoch_start", "on_predict_batch_start", "on_predict_batch_end",
+    "on_predict_epoch_end", "on_predict_end",
+    "on_exception", "teardown",
+)  # fmt: skip
+
+
+@final
+class Hooks:
+    """For each hook the calls to make, found once: what nobody overrides costs an empty loop.
+
+    Args:
+        task: Called last, without `trainer` and `task`.
+        callbacks: Called first, in order.
+        trainer: First argument of every callback's hook.
+    """
+
+    def __init__(self, task: TaskModule, callbacks: Iterable[Any], trainer: Any) -> None:
+        self._calls: dict[str, tuple[Callable[..., Any], ...]] = {}
+        for name in HOOKS:
+            calls: list[Callable[..., Any]] = [
+                partial(getattr(callback, name), trainer, task) for callback in callbacks if overrides(callback, name)
+            ]
+            if overrides(task, name):
+                calls.append(getattr(task, name))
+            self._calls[name] = tuple(calls)
+
+    def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
+        calls = self._calls[name]
+        setattr(self, name, calls)  # found as an ordinary attribute from now on
+        return calls
+
+
+def overrides(thing: Any, method: str) -> bool:
+    """Whether a user's object changed a method that its Lumen base class defines as doing nothing."""
+    found = getattr(type(thing), method, None)
+    return found is not None and not found.__module__.startswith(
+        ("lumen.task", "lumen.datamodule", "lumen.callbacks.base")
+    )
+
+
+def step_arguments(step: Callable[..., Any]) -> tuple[int, ...]:
+    """Which of (batch, batch_idx, dataloader_idx) a step's signature asks for, as positions.
+
+    Raises:
+        ConfigError: It asks for something else.
+    """
+    names = ("batch", "batch_idx", "dataloader_idx")
+    parameters = list(inspect.signature(step).parameters.values())
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return (0, 1, 2)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    chosen = [names.index(p.name) if p.name in names[1:] else place for place, p in enumerate(positional)]
+    if not positional or max(chosen) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
+        raise ConfigError(
+            f"{getattr(step, '__qualname__', step)}{inspect.signature(step)}: a step takes (batch), (batch, batch_idx) "
+            "or (batch, batch_idx, dataloader_idx)."
+        )
+    return tuple(chosen)
+
+
+@final
+class Run:
+    """Everything that a run consists of. One exists from the start of a stage to its end.
+
+    Attributes:
+        metrics: The newest value of every name, by name; what monitors read.
+        published: By name: how many values it has had, so that a monitor can tell a new value from an old one.
+        stop_signal: Number of the signal that asked the run to end.
+        should_stop: A callback or the user asked the run to end; honoured after the minimum of steps and epochs.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        task: TaskModule,
+        datamodule: DataModule | None,
+        strategy: Strategy,
+        precision: Precision,
+        plan: Plan,
+        seed: int,
+        callbacks: Sequence[Any],
+        loggers: Sequence[Logger],
+    ) -> None:
+        self.trainer = trainer
+        self.task = task
+        self.datamodule = datamodule
+        self.strategy = strategy
+        self.precision = precision
+        self.plan = plan
+        self.seed = seed
+        self.callbacks = callbacks
+        self.loggers = loggers
+        self.hooks = Hooks(task, callbacks, trainer)
+        self.progress = Progress()
+        self.optimizer: Optimizer  # once `fit` has built it
+        self.parameters: list[torch.nn.Parameter] = []
+        self.schedulers: list[SchedulerConfig] = []
+        self.train_feed: Feed | None = None
+        self.eval_feeds: list[Feed] = []
+        self.stage = ""
+        self.loaders: tuple[Any, Any] | None = None  # given to fit instead of a data module: training, evaluation
+        self.checkpoint: Checkpoint | None = None  # what `fit` goes on from
+        self.train_metrics = StageMetrics()
+        self.metrics: dict[str, float] = {}
+        self.published: dict[str, int] = {}
+        self.predictions: list[list[Any]] = []
+        # what self.log reads
+        self.stage_metrics: StageMetrics | None = None
+        self.in_train_step = False
+        self.batch_samples = 1
+        self.loader_suffix = ""
+        # how a batch reaches the task
+        self.step_arguments = {
+            step: step_arguments(getattr(task, step))
+            for step in ("training_step", "validation_step", "test_step", "predict_step")
+        }
+        self._transfer_hooks = self._find_transfer_hooks()
+        # how a run ends
+        self.should_stop = False
+        self.stop_signal: int | None = None
+        self.time_is_up = False
+        self.finished = False
+        # what the bar shows
+        self.last_loss: torch.Tensor | None = None
+        self.grad_norm: torch.Tensor | None = None
+        self.waited_s = 0.0
+        self.samples_seen = 0
+        self.losses = LossCheck()
+        self._clock = time.monotonic()
+        self._validated_at_s = time.monotonic()
+
+    # ------------------------------------------------------------------ batches
+
+    def receive(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Bring a batch to the device through the user's transfer hooks."""
+        for hook in self._transfer_hooks:
+            batch = hook(batch, dataloader_idx)
+        return batch
+
+    def call_step(self, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Run a step of the task with the arguments its signature has."""
+        given = (batch, batch_idx, dataloader_idx)
+        return self.strategy.call(step, *[given[place] for place in self.step_arguments[step]])
+
+    def _find_transfer_hooks(self) -> list[Callable[[Any, int], Any]]:
+        device = self.strategy.device
+
+        def owner(method: str) -> Any:
+            return next((thing for thing in (self.datamodule, self.task) if thing and overrides(thing, method)), None)
+
+        hooks: list[Callable[[Any, int], Any]] = []
+        if (before := owner("on_before_batch_transfer")) is not None:
+            hooks.append(before.on_before_batch_transfer)
+        if (mover := owner("transfer_batch_to_device")) is not None:
+            hooks.append(lambda batch, index: mover.transfer_batch_to_device(batch, device, index))
+        elif device.type != "cpu":
+            hooks.append(lambda batch, index: move(batch, device))
+        if (after := owner("on_after_batch_transfer")) is not None:
+            hooks.append(after.on_after_batch_transfer)
+        return hooks
+
+    def seed_micro_batch(self, micro: MicroBatch) -> None:
+        """Key everything random in a training micro-batch by its number in the run."""
+        seed_generators(make_key(self.seed, Domain.TRAIN, self.progress.micro_batches))
+        self.progress.micro_batches += 1
+        self.batch_samples = micro.samples
+
+    def check_loss(self, loss: torch.Tensor, share: float) -> None:
+        """Refuse a NaN or infinite loss; fp16 leaves one with a weight to its scaler."""
+        self.last_loss = loss
+        if not (share and self.precision.handles_overflow):
+            progress = self.progress
+            self.losses.check(loss, share, progress.step + 1, progress.epoch, progress.micro_batches - 1)
+
+    def count(self, window: Window, weights: StepWeights, *, updated: bool) -> None:
+        """Advance by one window."""
+        self.progress.advance(window, updated=updated)
+        self.progress.weight_guess = weights.next_guess
+        self.waited_s += window.waited_s
+        self.samples_seen += window.samples
+
+    def seed_hooks(self, place: int) -> None:
+        """Key what hooks draw at the start (0) and the end (1) of an epoch."""
+        seed_generators(make_key(self.seed, Domain.HOOK, self.progress.epoch, place))
+
+    # ------------------------------------------------------------------ values
+
+    def publish(self, values: Mapping[str, float]) -> None:
+        """Make values known to monitors, `callback_metrics` and the progress bar."""
+        self.metrics.update(values)
+        for name in values:
+            self.published[name] = self.published.get(name, 0) + 1
+
+    def write(self, values: Mapping[str, float | torch.Tensor]) -> None:
+        """Give values to every logger at the current step."""
+        if values:
+            numbers = {name: float(value) for name, value in values.items()}
+            for logger in self.loggers:
+                logger.log_metrics(numbers, self.progress.step, self.progress.epoch)
+
+    # ------------------------------------------------------------------ what is due
+
+    def validation_due(self, window: Window, *, updated: bool) -> bool:
+        """Whether the plan asks for a validation now, after a window."""
+        plan, progress = self.plan, self.progress
+        if not self.eval_feeds or (progress.epoch + 1) % plan.val_every_n_epochs:
+            return False
+        if plan.val_every_n_steps is not None:
+            return updated and progress.step % plan.val_every_n_steps == 0
+        if plan.val_every_s is not None:
+            return time.monotonic() - self._validated_at_s >= plan.val_every_s
+        fraction = plan.val_every_epoch_fraction
+        if fraction is None:
+            return False
+        if fraction == 1.0:
+            return window.last
+        assert self.train_feed is not None
+        per_epoch = self.train_feed.length
+        if per_epoch is None:
+            raise ConfigError(
+                f"val_check_interval: {fraction} is a fraction of an epoch, but the loader has no length. "
+                "Give a number of optimizer steps."
+            )
+        limit = self.plan.limit("train", self.train_feed)
+        batches = per_epoch if limit is None else min(per_epoch, limit)
+        done = progress.batches
+        before = done - len(window.sizes)
+        return int(done / (batches * fraction) + 1e-9) > int(before / (batches * fraction) + 1e-9)
+
+    def validation_done(self) -> None:
+        """The validation of this step is complete."""
+        self.progress.validation_due = False
+        self._validated_at_s = time.monotonic()
+
+    def tick(self) -> None:
+        """Read the clock, at boundaries only, and decide whether the run ends here."""
+        now = time.monotonic()
+        self.progress.elapsed_s += now - self._clock
+        self._clock = now
+        limit = self.plan.max_time_s
+        self.time_is_up = limit is not None and self.progress.elapsed_s >= limit
+        self.finished = self.limit_reached is not None
+
+    @property
+    def limit_reached(self) -> str | None:
+        """Why the run is over, or None."""
+        plan, progress = self.plan, self.progress
+        if plan.max_steps is not None and progress.step >= plan.max_steps:
+            return f"max_steps={plan.max_steps} reached"
+        if plan.max_epochs is not None and progress.epoch >= plan.max_epochs:
+            return f"max_epochs={plan.max_epochs} reached"
+        if self.time_is_up:
+            return f"max_time of {plan.max_time_s:g} s reached"
+        if self.should_stop and progress.step >= plan.min_steps and progress.epoch >= plan.min_epochs:
+            return "stopped early"
+        return None
+
+    @property
+    def is_ending(self) -> bool:
+        """This boundary is the last one: the run is over, or was asked to leave."""
+        return self.limit_reached is not None or self.stop_signal is not None
+
+    def progress_state(self) -> dict[str, Any]:
+        """Progress as plain data."""
+        return {item.name: getattr(self.progress, item.name) for item in fields(Progress)}

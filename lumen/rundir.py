@@ -1,0 +1,194 @@
+"""The directory of one run: claimed by one job, and locked for as long as that job lives."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+from lumen.checkpoint.storage import clean_leftovers, fsync_directory
+from lumen.errors import ConfigError, RunDirectoryError
+
+_LOCK = ".lock"
+_PATIENCE_S = 1.0  # the lock of a dying job, or of a process that only looks, is gone by then
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+# Within one process record locks do not exclude each other, and closing any descriptor of the file drops them: a run
+# named here is never locked or opened again. Forked children do not inherit the locks and start without these entries.
+_held_here: dict[str, dict[str, Any]] = {}
+os.register_at_fork(after_in_child=_held_here.clear)
+
+
+@final
+class RunDirectory:
+    """A run's directory, held by this process until `release` or its end; also a context manager.
+
+    It is held by a POSIX record lock on `.lock`, because forked data workers do not inherit such a lock and the kernel
+    frees it however the process ends.
+
+    Attributes:
+        path: The directory, for example `runs/gpt`.
+        checkpoints: Its directory of checkpoints.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._descriptor: int | None = descriptor
+        self._key = os.path.realpath(path)
+
+    @staticmethod
+    def claim(root: Path, name: str, *, reuse: bool) -> "RunDirectory":
+        """Create or take over a run's directory, lock it, and remove what killed saves left in it.
+
+        Args:
+            root: Directory of all runs; created if absent.
+            name: The run's name, a plain directory name.
+            reuse: True takes `root/name`, new or not. False creates a new directory: `root/name`, or if that exists
+                `root/name-2`, `root/name-3` and so on.
+
+        Raises:
+            ConfigError: `name` is no plain directory name.
+            RunDirectoryError: A live job has it, or it cannot be created or written.
+        """
+        if not re.fullmatch(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]*", name):
+            raise ConfigError(
+                f"{name!r} cannot name a run: use a name without '/' or '\\' that does not begin with '.'."
+            )
+        with _explained(root / name):
+            root.mkdir(parents=True, exist_ok=True)
+            path = root / name
+            if reuse:
+                path.mkdir(exist_ok=True)
+            else:
+                path = _create_new(path)
+            run = RunDirectory(path, _lock(path))
+            try:
+                run.checkpoints.mkdir(exist_ok=True)
+                for directory in (path, root):
+                    fsync_directory(directory)
+                clean_leftovers(run.checkpoints)
+            except BaseException:
+                run.release()
+                raise
+        return run
+
+    @staticmethod
+    def is_locked(path: Path) -> dict[str, Any] | None:
+        """Return the live job that holds a run's directory, as `host`, `pid` and `started`, or None if there is none.
+
+        Raises:
+            RunDirectoryError: This user may not look.
+        """
+        if holder := _held_here.get(os.path.realpath(path)):
+            return dict(holder)
+        with _explained(path):
+            try:
+                descriptor = os.open(path / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            try:
+                return None if _try_lock(descriptor, fcntl.LOCK_SH, path) else _read_holder(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def release(self) -> None:
+        """Free the directory for other jobs; a second call does nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            _held_here.pop(self._key, None)
+
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _create_new(path: Path) -> Path:
+    candidate, k = path, 1
+    while True:
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            k += 1
+            candidate = path.with_name(f"{path.name}-{k}")
+
+
+def _lock(path: Path) -> int:
+    """Lock a run's directory, note who holds it, and return the lock's open descriptor."""
+    key = os.path.realpath(path)
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "started": datetime.now(UTC).isoformat(timespec="seconds")}
+    if (holder := _held_here.setdefault(key, me)) is not me:
+        raise _in_use(path, holder)
+    try:
+        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            deadline = time.monotonic() + _PATIENCE_S
+            while not _try_lock(descriptor, fcntl.LOCK_EX, path):
+                if time.monotonic() > deadline:
+                    raise _in_use(path, _read_holder(descriptor))
+                time.sleep(_PATIENCE_S / 20)
+            os.ftruncate(descriptor, os.pwrite(descriptor, json.dumps(me).encode(), 0))
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except BaseException:
+        del _held_here[key]
+        raise
+    return descriptor
+
+
+def _try_lock(descriptor: int, kind: int, path: Path) -> bool:
+    """Return whether no other process holds the lock; it is then ours, unless the file system has no locks."""
+    try:
+        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _TAKEN:
+            return False
+        if error.errno not in _UNSUPPORTED:
+            raise
+        warnings.warn(
+            f"The file system of {path} has no locks ({error.strerror}): make sure that no two jobs use this run.",
+            stacklevel=5,
+        )
+    return True
+
+
+def _read_holder(descriptor: int) -> dict[str, Any]:
+    try:
+        return dict(json.loads(os.pread(descriptor, 4096, 0)))
+    except (ValueError, TypeError):  # it is about to write it
+        return {"host": "unknown", "pid": "unknown", "started": "unknown"}
+
+
+def _in_use(path: Path, holder: dict[str, Any]) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{path} is in use by a live job: process {holder.get('pid')} on {holder.get('host')}, started "
+        f"{holder.get('started')}. Wait until it ends, stop it, or choose another run name."
+    )
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot use the run directory {error.filename or path}: {error.strerror or error}. "
+            "Move what is in the way, make it readable and writable, or choose another directory."
+        ) from error

@@ -1,0 +1,130 @@
+"""What a run changes in its process while it lasts: signals, log handlers, torch's switches. All of it is put back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from lumen.console import ConsoleHandler, logger
+from lumen.errors import ConfigError
+from lumen.run import Run
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def stop_signals(run: Run) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM lets the step finish and the run save; a second one takes effect at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def request(number: int, frame: FrameType | None) -> None:
+        if run.stop_signal is not None:
+            for known, handler in before.items():
+                signal.signal(known, handler)
+            raise interruption(number)
+        run.stop_signal = number
+        logger.info("%s: finishing this step; once more leaves at once", signal.Signals(number).name)
+
+    before = {number: signal.signal(number, request) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def interruption(number: int | None) -> BaseException:
+    """How a process ends that was asked to: as Python does for Ctrl-C, else with 128 + the signal's number."""
+    return KeyboardInterrupt() if number in (None, signal.SIGINT) else SystemExit(128 + int(number or 0))
+
+
+def resume_command(run_directory: Path) -> str:
+    """The command that goes on from where a run stopped."""
+    if (run_directory / "config.yaml").exists():
+        return f"lumen fit --config {shlex.quote(str(run_directory / 'config.yaml'))} --trainer.resume auto"
+    script = " ".join(shlex.quote(word) for word in [Path(sys.executable).name, *sys.orig_argv[1:]])
+    return f'{script}   # with Trainer(name="{run_directory.name}", resume="auto")'
+
+
+@contextmanager
+def console_log(level: str) -> Iterator[None]:
+    """Show Lumen's messages in the terminal, unless the user's program listens to them already."""
+    if not isinstance(logging.getLevelName(level.upper()), int):
+        raise ConfigError(f"log_level: expected DEBUG, INFO, WARNING or ERROR, found {level!r}.")
+    if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+        yield
+        return
+    with _handler(ConsoleHandler(), level):
+        yield
+
+
+@contextmanager
+def log_file(path: Path, level: str) -> Iterator[None]:
+    """Append Lumen's messages to a file."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    with _handler(handler, level):
+        yield
+
+
+@contextmanager
+def _handler(handler: logging.Handler, level: str) -> Iterator[None]:
+    before = logger.level
+    logger.setLevel(level.upper())
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        handler.close()
+
+
+@contextmanager
+def torch_settings(deterministic: bool, detect_anomaly: bool) -> Iterator[None]:
+    """Torch's global switches for the time of a run."""
+    before = torch.are_deterministic_algorithms_enabled()
+    with torch.autograd.set_detect_anomaly(detect_anomaly or torch.is_anomaly_enabled()):
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+def write_environment(directory: Path) -> None:
+    """Record what the run runs on, as `environment.json`."""
+    versions = {}
+    for package in ("lumen", "torch", "numpy", "torchmetrics", "safetensors"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    record = {
+        "command": sys.orig_argv,
+        "working_directory": os.getcwd(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": versions,
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+    (directory / "environment.json").write_text(json.dumps(record, indent=2) + "\n")

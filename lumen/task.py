@@ -1,0 +1,372 @@
+"""TaskModule: the part of a training that is the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from lumen.batches import move
+from lumen.errors import ConfigError
+from lumen.hyperparameters import HasHyperparameters
+from lumen.metrics import LogOptions, Reduction
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+    from lumen.run import Run
+    from lumen.trainer import Trainer
+
+
+class TaskModule(HasHyperparameters, nn.Module):
+    """A model, its losses and its optimizer.
+
+    Subclass it and define `training_step` and `configure_optimizers`; everything else is optional. A step is called
+    with what its signature has: `(batch)`, `(batch, batch_idx)` or `(batch, batch_idx, dataloader_idx)`.
+
+    A task is an ordinary `nn.Module`: its steps can be called without a trainer, `self.log` then does nothing.
+    """
+
+    #: False asks for manual optimization, which this version refuses with a clear error.
+    automatic_optimization = True
+
+    _run: Run | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and workers get the task without the run it is in."""
+        return {name: value for name, value in self.__dict__.items() if name != "_run"}
+
+    # ------------------------------------------------------------------ steps
+
+    def training_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        """Compute the loss of one micro-batch.
+
+        Returns:
+            A scalar loss: the mean over the micro-batch's samples; or `(loss, weight)`: the mean over `weight` units
+            (tokens, boxes); or a dictionary with `"loss"` (and `"weight"`); or None to leave this micro-batch out.
+            The gradient of a step is that of the mean over all units of all its micro-batches. A weight is a number
+            >= 0; as a tensor on an accelerator it makes the host wait once a micro-batch, so return a number or
+            define `batch_weight`.
+        """
+        raise ConfigError(f"{type(self).__name__} has no training_step. Define `training_step(self, batch)`.")
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        """Evaluate one batch during `fit` or `validate`: no gradients, eval mode."""
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        """Evaluate one batch during `test`."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        """Predict for one batch. Default: `self(batch)`, or `self(inputs)` for a batch `(inputs, ...)`."""
+        return self(batch[0] if isinstance(batch, (list, tuple)) else batch)
+
+    def batch_weight(self, batch: Any) -> float:
+        """Units (tokens, boxes) in a batch as it comes from the loader, when the loss is a mean over units.
+
+        Defining it is optional: it makes the total of a step known before its first forward, so gradients need no
+        second pass.
+        """
+        raise ConfigError("batch_weight is not defined")
+
+    def configure_optimizers(self) -> Any:
+        """Build the optimizer.
+
+        Returns:
+            An optimizer; or `([optimizer], [scheduler])`, each scheduler stepped per epoch or given as a dictionary;
+            or `{"optimizer": optimizer, "lr_scheduler": scheduler or dictionary}`. The dictionary of a scheduler has
+            `scheduler`, and optionally `interval` ("epoch", the default, or "step"), `frequency` (1), `monitor` (the
+            logged name that `ReduceLROnPlateau` reads) and `strict` (True: a missing monitor is an error).
+        """
+        raise ConfigError(
+            f"{type(self).__name__} has no configure_optimizers and the config has no optimizer. "
+            "Define `configure_optimizers(self)` or set `optimizer:` in the config."
+        )
+
+    def configure_model(self) -> None:
+        """Build the layers here instead of in `__init__`, when they should be built by the strategy's rules."""
+
+    # ------------------------------------------------------------------ logging
+
+    def log(
+        self,
+        name: str,
+        value: float | torch.Tensor | Metric,
+        *,
+        weight: float | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        prog_bar: bool = False,
+        logger: bool = True,
+        reduce_fx: Reduction = "mean",
+        add_dataloader_idx: bool = True,
+        batch_size: float | None = None,
+        sync_dist: bool = True,
+    ) -> None:
+        """Record a number. Never waits for a device, never communicates.
+
+        Args:
+            name: Unique within a stage; with `on_step` and `on_epoch` the two are named `x_step` and `x_epoch`.
+            value: A number, a tensor of one element, or a `torchmetrics.Metric`, which is computed over the epoch and
+                reset at its end.
+            weight: Samples the value stands for in epoch means. Default: the samples of this batch.
+            on_step: Write it at every `log_every_n_steps`-th step, averaged over the step's micro-batches. Default:
+                True for numbers in training steps.
+            on_epoch: Write its mean over the epoch. Default: True everywhere else.
+            prog_bar: Show it in the progress bar.
+            logger: Give it to the loggers.
+            reduce_fx: How values become one over an epoch.
+            add_dataloader_idx: With several evaluation loaders, append `/dataloader_idx_N`.
+            batch_size: Another name of `weight`.
+            sync_dist: Accepted for users of Lightning; values are always those of all processes.
+        """
+        run = self._run
+        if run is None:
+            return
+        metrics = run.stage_metrics
+        if metrics is None:
+            raise ConfigError(
+                f"self.log({name!r}) was called outside of a training or evaluation epoch, where there is no step to "
+                "log it at. Call it in a step or in an epoch or batch hook, or use self.logger."
+            )
+        number = isinstance(value, (torch.Tensor, float, int))
+        options = LogOptions(
+            (run.in_train_step and number) if on_step is None else on_step,
+            (not (run.in_train_step and number)) if on_epoch is None else on_epoch,
+            prog_bar,
+            logger,
+            reduce_fx,
+        )
+        if weight is None:
+            weight = run.batch_samples if batch_size is None else batch_size
+        if add_dataloader_idx and run.loader_suffix:
+            name += run.loader_suffix
+        metrics.log(name, value, weight, options)
+
+    def log_dict(self, values: Mapping[str, float | torch.Tensor | Metric], **options: Any) -> None:
+        """`log` each entry of a mapping (a `MetricCollection` too) with the same options."""
+        for name, value in values.items():
+            self.log(name, value, **options)
+
+    def print(self, *values: Any) -> None:
+        """Print once, above the progress bar."""
+        from lumen.console import console
+
+        console.print(*values, markup=False, highlight=False)
+
+    # ------------------------------------------------------------------ the run
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer this task is attached to.
+
+        Raises:
+            ConfigError: No trainer runs this task.
+        """
+        if self._run is None:
+            raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
+        return self._run.trainer  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer updates completed."""
+        return 0 if self._run is None else self._run.progress.step
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed."""
+        return 0 if self._run is None else self._run.progress.epoch
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self.trainer.logger
+
+    def optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        return self.trainer.optimizers[0]
+
+    def lr_schedulers(self) -> Any:
+        """None, the scheduler, or the list of schedulers."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return schedulers if len(schedulers) > 1 else next(iter(schedulers), None)
+
+    def freeze(self) -> None:
+        """Take every parameter out of training and set eval mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Put every parameter into training and set train mode."""
+        self.requires_grad_(True)
+        self.train()
+
+    @classmethod
+    def load_from_checkpoint(cls, path: str | Path, *, strict: bool = True, **overrides: Any) -> Self:
+        """Build the task from the hyperparameters of a checkpoint and load its parameters.
+
+        Args:
+            path: A checkpoint directory, or a run directory (its newest valid checkpoint).
+            strict: Missing and unexpected names are errors; otherwise they are reported and left alone. A shape or
+                dtype that differs is an error always.
+            overrides: Constructor arguments that replace saved ones.
+
+        Raises:
+            CheckpointDamaged: The checkpoint is not whole.
+            CheckpointMismatch: It belongs to another model.
+        """
+        from lumen.checkpoint import load_task  # checkpoints are floors above; this is the one way up
+
+        return load_task(cls, Path(path), strict=strict, overrides=overrides)
+
+    # ------------------------------------------------------------------ hooks, called in the order drawn in Callback
+
+    def setup(self, stage: str) -> None:
+        """Prepare for a stage: "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Clean up after a stage."""
+
+    def on_fit_start(self) -> None:
+        """`fit` begins; optimizers exist, a resumed state is loaded."""
+
+    def on_fit_end(self) -> None:
+        """`fit` ends."""
+
+    def on_train_start(self) -> None:
+        """Training begins, after the sanity check."""
+
+    def on_train_end(self) -> None:
+        """Training ends."""
+
+    def on_sanity_check_start(self) -> None:
+        """The sanity check begins."""
+
+    def on_sanity_check_end(self) -> None:
+        """The sanity check ends."""
+
+    def on_boundary(self) -> None:
+        """A step is complete: after its validation, and after the epoch's end if it was the epoch's last."""
+
+    def on_train_epoch_start(self) -> None:
+        """An epoch begins."""
+
+    def on_train_epoch_end(self) -> None:
+        """An epoch ends, after its validation."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Before a micro-batch; -1 ends the epoch here."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After a micro-batch, and after the update if it was a step's last; gradients can still be read."""
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the gradients of the last step are dropped."""
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        """Before backward of one micro-batch."""
+
+    def on_after_backward(self) -> None:
+        """After backward of one micro-batch; gradients are partial sums."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients are complete and unscaled, not yet clipped."""
+
+    def on_validation_start(self) -> None:
+        """A validation begins."""
+
+    def on_validation_end(self) -> None:
+        """A validation ends."""
+
+    def on_validation_epoch_start(self) -> None:
+        """The pass over the validation data begins."""
+
+    def on_validation_epoch_end(self) -> None:
+        """The pass over the validation data ends; what is logged here joins its values."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before a validation batch."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After a validation batch."""
+
+    def on_test_start(self) -> None:
+        """A test begins."""
+
+    def on_test_end(self) -> None:
+        """A test ends."""
+
+    def on_test_epoch_start(self) -> None:
+        """The pass over the test data begins."""
+
+    def on_test_epoch_end(self) -> None:
+        """The pass over the test data ends."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before a test batch."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After a test batch."""
+
+    def on_predict_start(self) -> None:
+        """A prediction begins."""
+
+    def on_predict_end(self) -> None:
+        """A prediction ends."""
+
+    def on_predict_epoch_start(self) -> None:
+        """The pass over the prediction data begins."""
+
+    def on_predict_epoch_end(self) -> None:
+        """The pass over the prediction data ends."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before a prediction batch."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After a prediction batch."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add plain data and tensors of the task's own to a checkpoint."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Get back what `on_save_checkpoint` added, before the optimizers are built."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """The run ends with an error or a stop request."""
+
+    # ------------------------------------------------------------------ data, for tasks that bring their own
+
+    def prepare_data(self) -> None:
+        """Download and unpack, once per node."""
+
+    def train_dataloader(self) -> Any:
+        """The training loader."""
+
+    def val_dataloader(self) -> Any:
+        """One validation loader or a list."""
+
+    def test_dataloader(self) -> Any:
+        """One test loader or a list."""
+
+    def predict_dataloader(self) -> Any:
+        """One prediction loader or a list."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch before it is copied to the device."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Copy a batch to the device. Default: every tensor in it."""
+        return move(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the device: augmentation there is keyed like dropout."""
+        return batch

