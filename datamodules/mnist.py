@@ -1,4 +1,7 @@
-"""Handwritten digits: 5,000 that come with a package, or all 70,000."""
+"""Handwritten digits: 5,000 that come with a package, or all 70,000.
+
+They are MNIST, by Yann LeCun, Corinna Cortes and Christopher Burges, under the licence CC BY-SA 3.0.
+"""
 
 import gzip
 import math
@@ -68,6 +71,10 @@ class MNIST5k(lumen.DataModule):
     def val_dataloader(self) -> DataLoader:
         """The validation images, never moved."""
         return DataLoader(self.val, self.hparams.batch_size, num_workers=self.hparams.num_workers)
+
+    def predict_dataloader(self) -> DataLoader:
+        """The validation images again; their labels are not looked at."""
+        return self.val_dataloader()
 
 
 class Shifted(Dataset):

@@ -218,8 +218,7 @@ def reach_boundary(run: Run) -> bool:
 def end_epoch(run: Run, *, complete: bool) -> None:
     """Close an epoch: its hooks, its values, its schedulers.
 
-    Args:
-        complete: False if the run ends in its middle: then progress keeps its place, for a longer run to go on from.
+    Where it is not complete, because the run ends in its middle, progress keeps its place for a longer run to go on.
     """
     progress = run.progress
     run.seed_hooks(1)

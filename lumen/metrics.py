@@ -169,6 +169,14 @@ class StageMetrics:
                 )
         return values
 
+    def epoch_names(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> list[str]:
+        """The names that `epoch_values` gives, without computing a value."""
+        return [
+            f"{name}_epoch" if entry.options.on_step else name
+            for name, entry in self._entries.items()
+            if entry.options.on_epoch and keep(entry.options)
+        ]
+
     def epoch_values(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> dict[str, float]:
         """The value of each name over the epoch, `x_epoch` where `x_step` exists too. Waits for the device."""
         values: dict[str, float] = {}

@@ -128,7 +128,8 @@ class Plan:
             raise ConfigError(f"{name}: {limit} is a fraction, but the loader has no length. Give a number of batches.")
         if limit and feed.length and int(feed.length * limit) == 0:
             raise ConfigError(
-                f"{name}: {limit} of {feed.length} batches is less than one. Give at least {1 / feed.length:g} or a count."
+                f"{name}: {limit} of {feed.length} batches is less than one. "
+                f"Give at least {1 / feed.length:g} or a count."
             )
         return int(feed.length * limit)
 

@@ -16,6 +16,7 @@ from lumen import loop, session
 from lumen.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from lumen.checkpoint import Checkpoint, find_checkpoint, load_model, load_run, load_user_state, save
 from lumen.checkpoint.state import capture
+from lumen.checkpoint.storage import find_checkpoints, set_aside
 from lumen.data.loaders import Feed, make_feed
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError, DataError
@@ -526,6 +527,9 @@ class Trainer:
         checkpoint = find_checkpoint(self.resume, self.default_root_dir / str(self.name))
         if checkpoint is not None:
             _log.info("going on from %s", checkpoint.path)
+            for path in find_checkpoints(checkpoint.path.parent) if self.resume in ("auto", "last") else ():
+                if path > checkpoint.path:  # damaged: its name will be needed again
+                    set_aside(path)
         return checkpoint
 
     def _resolve_seed(self, checkpoint: Checkpoint | None) -> int:

@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 
-from lumen.errors import ConfigError
+import lumen
+from datamodules.text import CharText
+from lumen.errors import ConfigError, DataError
 from models.gpt import GPT, PRESETS, decay_groups, warmup_cosine
 
 VOCABULARY = 11
@@ -207,3 +210,90 @@ def test_the_same_random_state_writes_the_same_text(gpt):
 def test_a_temperature_of_zero_is_refused(gpt):
     with pytest.raises(ConfigError, match="set greedy"):
         gpt.generate(tokens(1, 1), 1, temperature=0.0)
+
+
+# -------------------------------------------------------------------- training
+
+
+class RecordRates(lumen.Callback):
+    def __init__(self):
+        self.rates = []
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def quiet_trainer(tmp_path, **options):
+    return lumen.Trainer(
+        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False, log_level="ERROR", **options
+    )
+
+
+def test_a_gpt_learns_a_text_and_continues_it(tmp_path):
+    sentence = "the quick brown fox jumps over the lazy dog; "
+    (tmp_path / "book.txt").write_text(sentence * 60)
+    data = CharText(str(tmp_path / "book.txt"), block_size=16, batch_size=32, prompt="the quick")
+    torch.manual_seed(0)
+    gpt = GPT(data.vocab_size, block_size=16, preset="gpt-nano", learning_rate=1e-2, warmup_steps=10, greedy=True)
+    trainer = quiet_trainer(tmp_path, max_steps=120, seed=1, gradient_clip_val=1.0)
+    trainer.fit(gpt, data)
+    assert trainer.callback_metrics["val_loss"] < 0.3
+
+    fresh = GPT(data.vocab_size, block_size=16, preset="gpt-nano", greedy=True, max_new_tokens=90)
+    predictions = quiet_trainer(tmp_path, name="gpt").predict(fresh, data, ckpt_path="last")
+    assert predictions == [[(sentence * 3)[: 9 + 90]]]
+
+
+def test_the_learning_rate_follows_the_steps_of_the_run(tmp_path):
+    (tmp_path / "book.txt").write_text("abc" * 100)
+    data = CharText(str(tmp_path / "book.txt"), block_size=8)
+    recorded = RecordRates()
+    gpt = GPT(data.vocab_size, block_size=8, preset="gpt-nano", learning_rate=0.5, warmup_steps=3)
+    quiet_trainer(tmp_path, max_steps=9, callbacks=recorded).fit(gpt, data)
+    assert recorded.rates == [0.5 * warmup_cosine(step, 3, 9, 0.1) for step in range(9)]
+
+
+def test_a_checkpoint_of_another_vocabulary_is_not_continued(tmp_path):
+    for name, content in (("one.txt", "abcd" * 50), ("other.txt", "wxyz" * 50)):
+        (tmp_path / name).write_text(content)
+    data = CharText(str(tmp_path / "one.txt"), block_size=8)
+    gpt = GPT(data.vocab_size, block_size=8, preset="gpt-nano")
+    quiet_trainer(tmp_path, max_steps=1).fit(gpt, data)
+    with pytest.raises(DataError, match="'abcd'"):
+        quiet_trainer(tmp_path, name="gpt").predict(
+            gpt, CharText(str(tmp_path / "other.txt"), block_size=8), ckpt_path="last"
+        )
+
+
+def instantiate(*arguments):
+    """Build what a config file describes, with the data's vocabulary given to the model."""
+    parser = ArgumentParser()
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--seed_everything", type=int)
+    parser.add_subclass_arguments(lumen.TaskModule, "model")
+    parser.add_subclass_arguments(lumen.DataModule, "data")
+    parser.add_class_arguments(lumen.Trainer, "trainer")
+    parser.link_arguments("data.vocab_size", "model.init_args.vocab_size", apply_on="instantiate")
+    config = parser.parse_args(arguments)
+    config.trainer.seed = config.seed_everything
+    lumen.seed_everything(config.seed_everything)
+    return parser.instantiate(config)
+
+
+def test_the_model_of_the_config_gets_the_vocabulary_of_its_text(tmp_path):
+    (tmp_path / "book.txt").write_text("only nine" * 50)
+    parts = instantiate("--config", "models/gpt.yaml", "--data.path", str(tmp_path / "book.txt"))
+    assert parts.data.vocab_size == 7
+    assert parts.model.transformer.head.out_features == 7
+    assert parts.model.hparams.block_size == parts.data.hparams.block_size
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(240)
+def test_the_config_reaches_a_validation_loss_of_2_05_in_500_steps(tmp_path):
+    parts = instantiate(
+        "--config", "models/gpt.yaml", "--trainer.default_root_dir", str(tmp_path), "--trainer.seed=1337"
+    )
+    parts.trainer.fit(parts.model, parts.data)
+    assert parts.trainer.global_step == 500
+    assert parts.trainer.callback_metrics["val_loss"] <= 2.05

@@ -10,6 +10,7 @@ import socket
 import time
 import warnings
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,8 +142,31 @@ def test_kill_9_frees_the_directory_although_a_forked_child_lives_on(tmp_path):
             os.kill(job.process.pid, signal.SIGKILL)
             with RunDirectory.claim(tmp_path, "gpt", reuse=True) as run:
                 assert run.path == path
-                os.kill(child, 0)  # it is still there
-                assert os.path.exists(f"/proc/{child}/fd")
+                open_there = [os.readlink(link) for link in Path(f"/proc/{child}/fd").iterdir()]
+                assert str(path / ".lock") in open_there
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def fork_an_heir(run):
+    job, child = os.getpid(), os.fork()
+    if child == 0:
+        while os.getppid() == job:
+            time.sleep(0.01)
+        RunDirectory.claim(run.path.parent, run.path.name, reuse=True)
+        signal.pause()
+    return child
+
+
+def test_a_child_that_outlives_its_job_can_claim_the_directory(tmp_path):
+    with Job(hold, tmp_path, "gpt", True, fork_an_heir) as job:
+        path, child = job.hear()
+        try:
+            job.kill()
+            deadline = time.monotonic() + 10
+            while (RunDirectory.is_locked(path) or {}).get("pid") != child:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
         finally:
             os.kill(child, signal.SIGKILL)
 
@@ -238,6 +262,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_and_stays_free(tmp_path,
         raise OSError(code, os.strerror(code), str(tmp_path / "gpt"))
 
     (tmp_path / "gpt").mkdir()
+    open_before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
         patch.setattr(os, operation, refuse)
         if operation == "mkdir":
@@ -246,6 +271,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_and_stays_free(tmp_path,
         else:
             with pytest.raises(RunDirectoryError, match=rf"gpt: {os.strerror(code)}"):
                 RunDirectory.claim(tmp_path, "gpt", reuse=True)
+    assert len(os.listdir("/proc/self/fd")) == len(open_before)
     RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
 
 

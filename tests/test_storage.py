@@ -407,6 +407,19 @@ def test_chunks_that_do_not_cover_a_tensor_exactly_are_damage(tmp_path, regions,
         Checkpoint.open(tmp_path / "step-1")
 
 
+def test_stored_bytes_cannot_stand_for_two_chunks(tmp_path):
+    handmade(tmp_path / "step-1", torch.float32, (4, 3), [((0, 2), (0, 3)), ((2, 4), (0, 3))])
+
+    def edit(manifest):
+        first, second = manifest["sections"]["model"]["w"]["chunks"]
+        del manifest["files"][second[0]]
+        second[0] = first[0]
+
+    tamper(tmp_path / "step-1", edit)
+    with pytest.raises(CheckpointDamaged, match="places model/w in 'model/00000-00000.safetensors'"):
+        Checkpoint.open(tmp_path / "step-1")
+
+
 # ----------------------------------------------------------------------------------------------- damage and attacks
 
 
@@ -490,6 +503,8 @@ TAMPERINGS = {
     "an empty chunk twice": lambda m: chunks_of(m).append([FILES[2], [0, 0], [0, 4]]),
     "short chunk": lambda m: chunks_of(m)[0].pop(),
     "chunk outside": lambda m: chunks_of(m)[0].__setitem__(1, [1, 0]),
+    "fractional shape": lambda m: m["sections"]["model"]["a"].__setitem__("shape", [4.0, 4]),
+    "fractional chunk": lambda m: chunks_of(m)[0].__setitem__(2, [4.0, 4]),
     "chunk of other rank": lambda m: chunks_of(m)[0].__setitem__(2, [16]),
     "other dtype": lambda m: m["sections"]["model"]["a"].__setitem__("dtype", "int32"),
     "wider dtype": lambda m: m["sections"]["model"]["a"].__setitem__("dtype", "float64"),
@@ -535,14 +550,15 @@ HEADERS = [
     *(b"", b"[]", b"{", b"[" * 50_000, b'{"a": 3}', json.dumps({"a": ENTRY | {"shape": [8, 2]}}).encode()),
     *(json.dumps({"a": ENTRY | {"data_offsets": x}}).encode() for x in ([], [0], [4, 68], [-64, 0], ["0", 64], None)),
     *(json.dumps({"a": ENTRY | {"dtype": "I32"}}).encode(), json.dumps({"b": ENTRY}).encode()),
-    json.dumps({"a": {"dtype": "F32", "shape": [4, 4]}}).encode(),
+    *(json.dumps({"a": entry}).encode() for entry in ({"dtype": "F32", "shape": [4, 4]}, ENTRY | {"x": 1})),
 ]
+CASES = [*((header, 64) for header in HEADERS), (json.dumps({"a": ENTRY}).encode(), 72)]
 
 
-@pytest.mark.parametrize("header", HEADERS, ids=lambda header: header[:70].decode())
-def test_a_header_that_disagrees_with_the_manifest_is_damage(tmp_path, header):
+@pytest.mark.parametrize(("header", "data_bytes"), CASES, ids=lambda x: x[:70].decode() if isinstance(x, bytes) else x)
+def test_a_header_that_disagrees_with_the_manifest_is_damage(tmp_path, header, data_bytes):
     path = small(tmp_path / "step-1")
-    data = len(header).to_bytes(8, "little") + header + bytes(64)
+    data = len(header).to_bytes(8, "little") + header + bytes(data_bytes)
     (path / FILES[2]).write_bytes(data)
     record = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     tamper(path, lambda manifest: manifest["files"].__setitem__(FILES[2], record))
@@ -669,10 +685,28 @@ def test_what_is_no_checkpoint_is_not_removed(tmp_path):
 # --------------------------------------------------------------------------------------------- saves that must fail
 
 
+class Saboteur(dict):
+    """Tensors whose reading removes something on the disk."""
+
+    def __init__(self, tensors, target):
+        super().__init__(tensors)
+        self.target = target
+        self.reads = 0
+
+    def __getitem__(self, name):
+        self.reads += 1
+        if self.reads == 2 * len(self):
+            for path in self.target():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return super().__getitem__(name)
+
+
 def test_a_committed_checkpoint_is_never_overwritten(tmp_path):
     path = small(tmp_path / "step-1")
+    tensors = Saboteur({"w": torch.ones(1)}, list)
     with pytest.raises(CheckpointError, match="never overwritten"):
-        small(path, value=2.0)
+        save(path, model=tensors)
+    assert tensors.reads == 0  # refused before any work
     assert_small(path)
     assert os.listdir(tmp_path) == ["step-1"]
 
@@ -716,22 +750,6 @@ def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "checkpoints").touch()
     with pytest.raises(CheckpointError, match=r"cannot write .*checkpoints.* A file is in the way"):
         small(tmp_path / "checkpoints" / "step-1")
-
-
-class Saboteur(dict):
-    """Tensors whose reading removes something on the disk."""
-
-    def __init__(self, tensors, target):
-        super().__init__(tensors)
-        self.target = target
-        self.reads = 0
-
-    def __getitem__(self, name):
-        self.reads += 1
-        if self.reads == 2 * len(self):
-            for path in self.target():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        return super().__getitem__(name)
 
 
 @pytest.mark.parametrize("pattern", ["step-2.tmp-*", "step-2.tmp-*/model/00000-00000.safetensors", "."])
@@ -816,6 +834,28 @@ def test_a_fault_at_any_operation_leaves_all_or_nothing(tmp_path, forever, occup
         assert error is None or "No space left on device" in str(error)
     assert k > 30
     assert error is None
+
+
+def test_everything_is_on_the_disk_before_the_commit_and_the_commit_after_it(tmp_path, monkeypatch):
+    events = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor):
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_fsync(descriptor)
+
+    def rename(source, target):
+        events.append("renamed")
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    path = small(tmp_path / "step-1")
+    commit = events.index("renamed")
+    synced = [os.path.relpath(event, tmp_path).partition("/")[2] for event in events[:commit]]
+    assert sorted(synced) == sorted(["", "model", "optimizer", *FILES])
+    assert synced[-1] == ""
+    assert events[commit + 1 :] == [str(path.parent)]
 
 
 def test_a_file_system_that_cannot_sync_directories_is_tolerated(tmp_path, monkeypatch):

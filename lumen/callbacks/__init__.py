@@ -6,6 +6,7 @@ from lumen.callbacks.lr_monitor import LearningRateMonitor
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.callbacks.model_summary import ModelSummary
 from lumen.callbacks.progress_bar import ProgressBar
+from lumen.callbacks.system_monitor import SystemMonitor
 
 __all__ = [
     "Callback",
@@ -14,4 +15,5 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "ProgressBar",
+    "SystemMonitor",
 ]

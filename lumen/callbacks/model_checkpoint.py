@@ -105,9 +105,13 @@ class ModelCheckpoint(Callback):
             self.dirpath = trainer.run_directory / "checkpoints"
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Start the clock."""
+        """Start the clock, and finish what a kill between a commit and its clean-up left undone."""
         self._saved_at_s = time.monotonic()
         self._epoch = trainer.current_epoch
+        resumed = trainer.run.checkpoint
+        if resumed is not None and resumed.path.parent == self.dirpath:
+            self._prune(resumed.path)
+        self.scores = {name: score for name, score in self.scores.items() if self._exists(name)}
 
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
         """Save if one of the rules says so."""
@@ -159,6 +163,9 @@ class ModelCheckpoint(Callback):
             trainer.save_checkpoint(path, info={"best": self._best_name(), "finished": trainer.finish_reason})
         self._saved_at_s = time.monotonic()
         self._prune(path)
+
+    def _exists(self, name: str) -> bool:
+        return self.dirpath is not None and (self.dirpath / name).is_dir()
 
     def _prune(self, newest: Path) -> None:
         """Remove what no rule keeps; the newest is committed already."""

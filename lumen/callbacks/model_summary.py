@@ -1,7 +1,144 @@
-"""ModelSummary (placeholder while it is written)."""
+"""Print what a model consists of."""
 
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from lumen import console as terminal
 from lumen.callbacks.base import Callback
+from lumen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lumen.task import TaskModule
+    from lumen.trainer import Trainer
+
+_log = logging.getLogger("lumen")
+_WIDE = 200  # columns of a table that goes to a file
 
 
+class Row(NamedTuple):
+    """A module of a model, everything below it included; a tied parameter is counted once in each row.
+
+    Attributes:
+        name: Dotted path; "" is the model itself.
+        type: Its class; "Parameter" for one that the model holds directly.
+        trainable: Elements of its parameters that require gradients.
+        frozen: Elements of its other parameters.
+    """
+
+    name: str
+    type: str
+    trainable: int
+    frozen: int
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all its parameters."""
+        return self.trainable + self.frozen
+
+
+@final
 class ModelSummary(Callback):
-    """x."""
+    """Prints a table of the model when `fit` begins; its totals go to `run.log` too.
+
+    Args:
+        max_depth: Levels of modules to list; 0: the totals only; -1: all.
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        if max_depth < -1:
+            raise ConfigError(f"ModelSummary: max_depth must be at least -1 (all levels), found {max_depth}.")
+        self.max_depth = max_depth
+
+    def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Print the table."""
+        if not trainer.is_global_zero:
+            return
+        total, *rows = summarize(task, self.max_depth)
+        if rows:
+            _print(rows)
+        _log.info("%s", _totals(task, total))
+
+
+def summarize(model: nn.Module, max_depth: int = 1) -> list[Row]:
+    """Count the parameters of a model and of its modules.
+
+    Args:
+        model: Any module.
+        max_depth: Levels of modules below it; -1: all.
+
+    Returns:
+        First the model itself, whose numbers are the totals; then, in the order of their definition, the parameters
+        it holds directly and its modules.
+    """
+    own = [_row(name, "Parameter", [parameter]) for name, parameter in model.named_parameters(recurse=False)]
+    modules = [
+        _row(name, type(module).__name__, module.parameters())
+        for name, module in model.named_modules()
+        if name and (max_depth == -1 or name.count(".") < max_depth)
+    ]
+    total = _row("", type(model).__name__, model.parameters())
+    return [total, *own, *modules] if max_depth else [total]
+
+
+def _row(name: str, kind: str, parameters: Iterable[nn.Parameter]) -> Row:
+    counts = {True: 0, False: 0}
+    for parameter in parameters:
+        counts[parameter.requires_grad] += parameter.numel()
+    return Row(name, kind, counts[True], counts[False])
+
+
+def _print(rows: list[Row]) -> None:
+    console = terminal.console
+    plain = not console.is_terminal
+    table = Table(box=None if plain else box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    table.add_column("name", overflow="fold")
+    table.add_column("type", overflow="fold")
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("trainable", justify="right", no_wrap=True)
+    for row in rows:
+        share = f"{100 * row.trainable / row.parameters:.3g} %" if row.parameters else ""
+        style = "dim" if row.trainable == 0 else ""
+        table.add_row(row.name, row.type, _humane(row.parameters), share, style=style)
+    (Console(file=console.file, width=_WIDE) if plain else console).print(table, highlight=False)
+
+
+def _totals(model: nn.Module, total: Row) -> str:
+    """One line: how many parameters, how large they and the buffers are."""
+    groups: dict[str, list[Any]] = {"parameters": list(model.parameters()), "buffers": list(model.buffers())}
+    every = sum(parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False))
+    tied = f", {_humane(every - total.parameters)} more are tied to these" if every > total.parameters else ""
+    sizes = "".join(
+        f"; {_size(tensors)} of {kind}" for kind, tensors in groups.items() if tensors
+    )
+    return (
+        f"{total.type}: {_humane(total.parameters)} parameters ({_humane(total.trainable)} trainable, "
+        f"{_humane(total.frozen)} frozen{tied}){sizes}"
+    )
+
+
+def _size(tensors: Sequence[torch.Tensor]) -> str:
+    """Megabytes (10^6 bytes) and dtypes, the largest share first."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype, _ in sizes.most_common())
+    return f"{sizes.total() / 1e6:.3g} MB ({dtypes})"
+
+
+def _humane(count: int) -> str:
+    """In few digits: 954, 12.3 k, 0.81 M, 7.24 B."""
+    if count < 1000:
+        return str(count)
+    if count < 100_000:
+        return f"{count / 1e3:.3g} k"
+    return f"{count / 1e6:.3g} M" if count < 999_500_000 else f"{count / 1e9:.4g} B"

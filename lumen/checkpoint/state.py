@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lumen.checkpoint.codec import decode, encode
-from lumen.checkpoint.storage import Checkpoint, newest_valid, write_checkpoint
+from lumen.checkpoint.storage import Checkpoint, find_checkpoints, newest_valid, write_checkpoint
 from lumen.console import logger as _log
 from lumen.errors import CheckpointError, CheckpointMismatch
 from lumen.hyperparameters import HasHyperparameters
@@ -214,6 +214,10 @@ def find_checkpoint(where: str, run_directory: Path) -> Checkpoint | None:
                 "Set `monitor` of ModelCheckpoint, or use last or a path."
             )
         return Checkpoint.open(folder / Path(best).name)
+    if newest is None and folder.is_dir() and find_checkpoints(folder):
+        raise CheckpointError(
+            f"every checkpoint in {folder} is damaged. Set trainer.resume to null to start a new run; nothing was changed."
+        )
     if newest is None and where != "auto":
         raise CheckpointError(
             f"no valid checkpoint found in {folder}. Give the path of a checkpoint (a step-... directory) or of a run."

@@ -34,7 +34,7 @@ FORMAT_VERSION = 1
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 _FILE_NAME = re.compile(r"state\.json|[a-z_]+/[\w-]+\.safetensors", re.ASCII)
-_STEP_NAME = re.compile(r"step-([0-9]+)")
+_STEP_NAME = re.compile(r"step-([0-9]+)(-validating)?")  # the suffix: saved before that step's validation was done
 _PIECE_BYTES = 4 << 20  # hashed and then written while it is still in the processor's cache
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError)
 
@@ -493,7 +493,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO):
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EIO):
             raise CheckpointDamaged(f"{path} is missing or unreadable: {error.strerror}.") from error
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror or error}."
@@ -717,11 +717,24 @@ def remove_checkpoint(path: Path) -> None:
         shutil.rmtree(doomed)
 
 
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint to `<name>.damaged-<k>`, so that its name is free and its bytes are kept.
+
+    Raises:
+        CheckpointError: It cannot be renamed.
+    """
+    aside = Path(_free_name(f"{path}.damaged"))
+    with _explained("rename", path):
+        os.rename(path, aside)
+        fsync_directory(path.parent)
+    return aside
+
+
 def _step_directories(folder: Path) -> list[Path]:
     with _readable(folder):
         names = os.listdir(folder) if folder.is_dir() else []
-    steps = sorted((int(match[1]), name) for name in names if (match := _STEP_NAME.fullmatch(name)))
-    return [folder / name for _, name in steps]
+    steps = sorted((int(match[1]), match[2] is None, name) for name in names if (match := _STEP_NAME.fullmatch(name)))
+    return [folder / name for _, _, name in steps]
 
 
 def _is_committed(path: Path) -> bool:

@@ -1,0 +1,92 @@
+"""How fast a run is, read off its counters, and how much memory it takes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections import deque
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple, final
+
+import torch
+
+if TYPE_CHECKING:
+    from lumen.run import Run
+
+
+class Rates(NamedTuple):
+    """Speed of training over some time, evaluations left out.
+
+    Attributes:
+        steps_per_s: Optimizer updates per second.
+        samples_per_s: Training samples per second.
+        data_wait_share: Part of the time spent waiting for the loader, 0 to 1.
+    """
+
+    steps_per_s: float
+    samples_per_s: float
+    data_wait_share: float
+
+
+class _Mark(NamedTuple):
+    time_s: float
+    steps: int
+    samples: int
+    waited_s: float
+
+
+@final
+class Throughput:
+    """Measures the speed of a run between two looks at its counters.
+
+    Args:
+        window_s: Time to average over; 0: since the last look.
+    """
+
+    def __init__(self, window_s: float = 0.0) -> None:
+        self._window_s = window_s
+        self._marks: deque[_Mark] = deque()
+        self._paused_s = 0.0
+        self._paused_at_s = 0.0
+
+    def start(self, run: Run) -> None:
+        """Forget what was before."""
+        self._marks = deque([self._mark(run)])
+
+    def pause(self) -> None:
+        """Training stands still: an evaluation begins."""
+        self._paused_at_s = perf_counter()
+
+    def resume(self) -> None:
+        """Training goes on."""
+        self._paused_s += perf_counter() - self._paused_at_s
+
+    def measure(self, run: Run) -> Rates:
+        """The speed up to now; after `start` and not during a pause."""
+        marks, now = self._marks, self._mark(run)
+        marks.append(now)
+        while len(marks) > 2 and marks[1].time_s <= now.time_s - self._window_s:
+            marks.popleft()
+        then = marks[0]
+        seconds = max(now.time_s - then.time_s, 1e-9)
+        return Rates(
+            (now.steps - then.steps) / seconds,
+            (now.samples - then.samples) / seconds,
+            min((now.waited_s - then.waited_s) / seconds, 1.0),
+        )
+
+    def _mark(self, run: Run) -> _Mark:
+        return _Mark(perf_counter() - self._paused_s, run.progress.step, run.samples_seen, run.waited_s)
+
+
+def memory_mb(device: torch.device) -> float:
+    """Megabytes (10^6 bytes): on CUDA the most that tensors ever took, elsewhere what this process holds in RAM."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    except FileNotFoundError:  # no Linux: the highest value so far
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

@@ -1,0 +1,101 @@
+"""Kill -9 at any moment, run it again: the result has the bits of a run that was never killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lumen.checkpoint import Checkpoint, find_checkpoints
+from tests.promises.resumable_run import EPOCHS, SAMPLES
+
+ROOT = Path(__file__).parents[2]
+#: Where each of the twelve kills strikes: the kind of event, and which of its occurrences in that process.
+STRIKES = {
+    (0, "fp32"): [("train", 7), ("validate", 3), ("save", 20)],
+    (2, "fp32"): [("save", 9), ("train", 20), ("validate", 5)],
+    (0, "bf16"): [("validate", 8), ("save", 33), ("train", 4)],
+    (2, "bf16"): [("train", 11), ("save", 4), ("save", 27)],
+}
+
+
+def run(directory, workers, precision, strike=None):
+    """Run the child to its end, or until it is killed at an event."""
+    command = [sys.executable, "-u", "-m", "tests.promises.resumable_run", str(directory), str(workers), precision]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        if strike is not None:
+            kind, occurrence = strike
+            for line in child.stdout:
+                occurrence -= line.strip() == kind
+                if occurrence == 0:
+                    os.kill(child.pid, signal.SIGKILL)
+                    break
+        errors = child.communicate()[1]
+    assert child.returncode == (0 if strike is None else -signal.SIGKILL), errors
+
+
+def final_state(directory):
+    """All tensors of the last checkpoint, everything else it holds, and the metrics, in comparable form."""
+    checkpoint = Checkpoint.open(find_checkpoints(directory / "run" / "checkpoints")[-1])
+    tensors = {
+        (section, name): checkpoint.tensor(section, name).contiguous().view(-1).tolist()
+        for section in ("model", "optimizer", "extra")
+        for name in checkpoint.names(section)
+    }
+    state = {key: value for key, value in checkpoint.state.items() if key not in ("progress", "loggers")}
+    progress = {key: value for key, value in checkpoint.state["progress"].items() if key != "elapsed_s"}
+    return tensors, state, progress, (directory / "run" / "metrics.csv").read_text()
+
+
+def surviving_samples(directory):
+    """Per epoch, how often each sample was trained on; what a resumed process repeats must repeat exactly."""
+    history = {}
+    for line in (directory / "samples.jsonl").read_text().splitlines():
+        epoch, step, batch, indices = json.loads(line)
+        assert history.setdefault((epoch, batch), (step, indices)) == (step, indices)
+    seen = {epoch: Counter() for epoch in range(EPOCHS)}
+    for (epoch, _), (_, indices) in history.items():
+        seen[epoch].update(indices)
+    return seen
+
+
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize(("workers", "precision"), STRIKES)
+def test_three_kills_leave_no_trace(tmp_path, workers, precision):
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    for directory in (undisturbed, killed):
+        directory.mkdir()
+    run(undisturbed, workers, precision)
+    for strike in STRIKES[workers, precision]:
+        run(killed, workers, precision, strike)
+    run(killed, workers, precision)
+
+    for kept, expected in zip(final_state(killed), final_state(undisturbed), strict=True):
+        assert kept == expected
+    once = {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
+    assert surviving_samples(killed) == surviving_samples(undisturbed) == once
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(1800)
+@pytest.mark.parametrize("seed", range(4))
+def test_ten_kills_at_random_moments_leave_no_trace(tmp_path, seed):
+    draw = random.Random(seed)
+    workers, precision = draw.choice([0, 2]), draw.choice(["fp32", "bf16"])
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    for directory in (undisturbed, killed):
+        directory.mkdir()
+    run(undisturbed, workers, precision)
+    for _ in range(10):
+        run(killed, workers, precision, (draw.choice(["train", "validate", "save"]), draw.randint(1, 4)))
+    run(killed, workers, precision)
+
+    assert final_state(killed) == final_state(undisturbed)

@@ -1,0 +1,84 @@
+"""Small real tasks that many tests train."""
+
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import lumen
+
+FEATURES = 6
+
+
+def regression_data(samples=50, dtype=torch.float32, seed=0):
+    """Inputs (samples, 6) and targets (samples, 1) of a noisy linear map."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
+    targets = inputs.sum(1, keepdim=True).sin() + 0.1 * torch.randn(samples, 1, generator=generator, dtype=torch.float64)
+    return inputs.to(dtype), targets.to(dtype)
+
+
+def loader(samples=50, batch_size=8, *, shuffle=True, dtype=torch.float32, **options):
+    """A standard loader over `regression_data`."""
+    return DataLoader(TensorDataset(*regression_data(samples, dtype)), batch_size, shuffle=shuffle, **options)
+
+
+def network(dropout=0.0, dtype=torch.float32, seed=0):
+    """A two-layer perceptron with known initial weights."""
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
+    return layers.to(dtype)
+
+
+class Regression(lumen.TaskModule):
+    """Least squares with everything a typical task logs."""
+
+    def __init__(self, lr=1e-2, dropout=0.0, dtype=torch.float32, optimizer="AdamW"):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = network(dropout, dtype)
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        loss = nn.functional.mse_loss(self(inputs), targets)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch):
+        inputs, targets = batch
+        self.log("val_loss", nn.functional.mse_loss(self(inputs), targets))
+
+    def test_step(self, batch):
+        inputs, targets = batch
+        self.log("test_loss", nn.functional.mse_loss(self(inputs), targets))
+
+    def predict_step(self, batch):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return getattr(torch.optim, self.hparams.optimizer)(self.parameters(), lr=self.hparams.lr)
+
+
+class Drawing(Dataset):
+    """A data set whose augmentation draws from torch, numpy and `random`, as careless user code does."""
+
+    def __init__(self, samples=40):
+        self.inputs, self.targets = regression_data(samples)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        noise = torch.randn(FEATURES) + np.random.randn() + random.random()
+        return self.inputs[index] + 0.05 * noise, self.targets[index], index
+
+
+def quiet_trainer(tmp_path, **options):
+    """A trainer that writes below a test's directory and shows nothing."""
+    options = {"seed": 3, "enable_progress_bar": False, "enable_model_summary": False, "log_level": "ERROR"} | options
+    return lumen.Trainer(default_root_dir=tmp_path / "runs", name="run", **options)
