@@ -13,7 +13,7 @@ from typing import Any, Literal, final
 import torch
 
 from lumen import loop, session
-from lumen.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
+from lumen.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar, SystemMonitor
 from lumen.checkpoint import Checkpoint, find_checkpoint, load_model, load_run, load_user_state, save
 from lumen.checkpoint.state import capture
 from lumen.checkpoint.storage import find_checkpoints, set_aside
@@ -178,7 +178,11 @@ class Trainer:
             if isinstance(logger, Logger)
             else logger
         )
-        self.callbacks = _callbacks(callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
+        self.callbacks = _callbacks(
+            callbacks,
+            {SystemMonitor: bool(self.loggers), ModelSummary: enable_model_summary, ProgressBar: enable_progress_bar},
+            enable_checkpointing,
+        )
         self.enable_checkpointing = enable_checkpointing
         self.run_directory: Path | None = None
         self._run: Run | None = None
@@ -646,7 +650,7 @@ class Trainer:
             )
 
 
-def _callbacks(given: Any, bar: bool, summary: bool, checkpointing: bool) -> list[Callback]:
+def _callbacks(given: Any, defaults: Mapping[type[Callback], bool], checkpointing: bool) -> list[Callback]:
     """The user's callbacks with the defaults that they do not replace; those that save come last."""
     listed = (
         [given] if isinstance(given, Callback) else list(given.values() if isinstance(given, dict) else given or ())
@@ -658,7 +662,7 @@ def _callbacks(given: Any, bar: bool, summary: bool, checkpointing: bool) -> lis
     savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     if savers and not checkpointing:
         raise ConfigError("enable_checkpointing is False, but callbacks hold a ModelCheckpoint. Remove one of the two.")
-    for wanted, kind in ((summary, ModelSummary), (bar, ProgressBar)):
+    for kind, wanted in defaults.items():
         if wanted and not any(isinstance(callback, kind) for callback in callbacks):
             callbacks.append(kind())
     if checkpointing and not savers:

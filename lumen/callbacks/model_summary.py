@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lumen import console as terminal
 from lumen.callbacks.base import Callback
+from lumen.callbacks.display import number
 from lumen.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ def summarize(model: nn.Module, max_depth: int = 1) -> list[Row]:
 def _row(name: str, kind: str, parameters: Iterable[nn.Parameter]) -> Row:
     counts = {True: 0, False: 0}
     for parameter in parameters:
-        counts[parameter.requires_grad] += parameter.numel()
+        counts[parameter.requires_grad] += _elements(parameter)
     return Row(name, kind, counts[True], counts[False])
 
 
@@ -114,25 +116,29 @@ def _print(rows: list[Row]) -> None:
 
 def _totals(model: nn.Module, total: Row) -> str:
     """One line: how many parameters, how large they and the buffers are."""
-    groups: dict[str, list[Any]] = {"parameters": list(model.parameters()), "buffers": list(model.buffers())}
-    every = sum(parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False))
-    tied = f", {_humane(every - total.parameters)} more are tied to these" if every > total.parameters else ""
-    sizes = "".join(
-        f"; {_size(tensors)} of {kind}" for kind, tensors in groups.items() if tensors
-    )
+    every = sum(_elements(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    tied = f", {_humane(every - total.parameters)} more tied to these" if every > total.parameters else ""
+    buffers = list(model.buffers())
     return (
         f"{total.type}: {_humane(total.parameters)} parameters ({_humane(total.trainable)} trainable, "
-        f"{_humane(total.frozen)} frozen{tied}){sizes}"
+        f"{_humane(total.frozen)} frozen{tied}), {_size(model.parameters())}"
+        f"{f'; buffers {_size(buffers)}' if buffers else ''}"
     )
 
 
-def _size(tensors: Sequence[torch.Tensor]) -> str:
+def _size(tensors: Iterable[torch.Tensor]) -> str:
     """Megabytes (10^6 bytes) and dtypes, the largest share first."""
-    sizes: Counter[torch.dtype] = Counter()
+    sizes: Counter[str] = Counter()
     for tensor in tensors:
-        sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
-    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype, _ in sizes.most_common())
-    return f"{sizes.total() / 1e6:.3g} MB ({dtypes})"
+        sizes[str(tensor.dtype).removeprefix("torch.")] += _elements(tensor) * tensor.element_size()
+    mb = sizes.total() / 1e6
+    dtypes = ", ".join(dtype for dtype, _ in sizes.most_common())
+    return f"{'< 0.01' if mb < 0.01 else number(mb, 3)} MB {dtypes}".rstrip()
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    """Its elements; 0 while a lazy module has not seen its first batch."""
+    return 0 if is_lazy(tensor) else tensor.numel()
 
 
 def _humane(count: int) -> str:

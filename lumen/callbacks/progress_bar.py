@@ -58,13 +58,11 @@ class ProgressBar(Callback):
         self._total_steps: int | None = None
         self._bar_is_epoch = False
         self._began_at_s = 0.0
-        self._rated_from: tuple[float, int] | None = None
+        self._rated_from, self._is_rated = (0.0, 0), False
         self._look: tuple[Line, _Arrival] | None = None
         self._step_values: dict[str, float] = {}
         self._epoch_names: dict[str, None] = {}  # a set that keeps its order
-        self._evaluation = ""
-        self._batches = 0
-        self._total_batches: int | None = None
+        self._evaluation = _Pass("", None)
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Choose a display."""
@@ -79,11 +77,13 @@ class ProgressBar(Callback):
         run, plan = trainer.run, trainer.plan
         assert run.train_feed is not None
         per_epoch = run.train_feed.steps(plan.limit("train", run.train_feed))
-        totals = (plan.max_steps, per_epoch and plan.max_epochs and per_epoch * plan.max_epochs)
-        self._total_steps = min((total for total in totals if total is not None), default=None)
+        by_epochs = None if per_epoch is None or plan.max_epochs is None else per_epoch * plan.max_epochs
+        totals = [total for total in (plan.max_steps, by_epochs) if total is not None]
+        self._total_steps = min(totals, default=None)
         self._bar_is_epoch = per_epoch is not None and (self._total_steps is None or per_epoch < self._total_steps)
         self._training = True
         self._began_at_s = perf_counter()
+        self._rated_from = self._began_at_s, run.progress.step
         self._throughput.start(run)
         self._take_look(trainer)
         self._take_in_look()
@@ -137,16 +137,217 @@ class ProgressBar(Callback):
 
     def _position(self, trainer: Trainer) -> Line:
         run = trainer.run
-        progress, plan = run.progress, run.plan
-        step = f"step {_of(progress.step, self._total_steps)}"
-        epoch = f"epoch {_of(progress.epoch, plan.max_epochs)}"
-        left_s = self._seconds_left(run)
-        rates = self._throughput.measure(run)
-        speeds = [speed(rates.steps_per_s, "step"), f"{number(rates.samples_per_s, 3)} samples/s"]
+        progress, rates, left_s = run.progress, self._throughput.measure(run), self._seconds_left(run)
+        speeds = []
+        if rates.steps_per_s:
+            speeds = [speed(rates.steps_per_s, "step"), f"{number(rates.samples_per_s, 3)} samples/s"]
         return Line(
-            heads=[step, epoch] if self._bar_is_epoch else [epoch, step],
+            head=f"step {_of(progress.step, self._total_steps)} · epoch {_of(progress.epoch, run.plan.max_epochs)}",
             fraction=self._fraction(trainer),
             tail="" if left_s is None else f"{duration(left_s)} left",
             values={name: run.metrics[name] for name in self._epoch_names if name in run.metrics},
-            costs=[*(speeds if rates.steps_per_s else []), f"data {rates.data_wait_share:.0%}"],
+            costs=[
+                *speeds,
+                f"data {100 * rates.data_wait_share:.0f} %",
+                size(memory_mb(run.strategy.device)),
+            ],
         )
+
+    def _fraction(self, trainer: Trainer) -> float | None:
+        """How much of the epoch, or else of the run, is done; None if nobody knows."""
+        progress, plan = trainer.run.progress, trainer.plan
+        if self._bar_is_epoch:
+            return progress.batches / max(trainer.num_training_batches or 1, 1)
+        if self._total_steps is not None:
+            return progress.step / max(self._total_steps, 1)
+        return None if plan.max_time_s is None else progress.elapsed_s / plan.max_time_s
+
+    def _seconds_left(self, run: Run) -> float | None:
+        """By the mean speed so far, evaluations included; None if nobody knows."""
+        now, step = perf_counter(), run.progress.step
+        began_at_s, began_step = self._rated_from
+        if step > began_step and not self._is_rated:  # the first step compiled, started workers: rate from its end
+            self._rated_from, self._is_rated = (now, step), True
+        estimates = []
+        if self._total_steps is not None and step > began_step:
+            estimates.append((self._total_steps - step) * (now - began_at_s) / (step - began_step))
+        if run.plan.max_time_s is not None:
+            estimates.append(run.plan.max_time_s - run.progress.elapsed_s)
+        return max(min(estimates), 0.0) if estimates else None
+
+    # ------------------------------------------------------------------ evaluations
+
+    def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Show that a validation, or the sanity check, begins."""
+        self._start_evaluation(trainer, "sanity check" if trainer.sanity_checking else "validation")
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count a batch."""
+        self._count_batch()
+
+    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Show the values."""
+        self._end_evaluation(trainer)
+
+    def on_test_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Show that a test begins."""
+        self._start_evaluation(trainer, "test")
+
+    def on_test_batch_end(
+        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count a batch."""
+        self._count_batch()
+
+    def on_test_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Show the values."""
+        self._end_evaluation(trainer)
+
+    def on_predict_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Show that a prediction begins."""
+        self._start_evaluation(trainer, "predict")
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count a batch."""
+        self._count_batch()
+
+    def on_predict_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Show that it is complete."""
+        self._end_evaluation(trainer)
+
+    def _start_evaluation(self, trainer: Trainer, name: str) -> None:
+        if self._training:
+            self._take_look(trainer)
+            self._take_in_look()
+        self._throughput.pause()
+        self._evaluation = _Pass(name, _batches_of(trainer.run))
+        self._board.evaluation = self._evaluation.line()
+        self._display.draw(self._board)
+        self._due_at_s = perf_counter() + self._display.interval_s
+
+    def _count_batch(self) -> None:
+        self._evaluation.done += 1
+        if perf_counter() >= self._due_at_s:
+            self._take_in_look()
+            self._board.evaluation = self._evaluation.line()
+            self._show()
+
+    def _end_evaluation(self, trainer: Trainer) -> None:
+        self._throughput.resume()
+        run = trainer.run
+        if run.stage == "sanity":
+            self._board.evaluation = None
+            self._display.draw(self._board)
+            return
+        names = _names(run)
+        if self._training:
+            self._epoch_names |= dict.fromkeys(names)
+            self._board.evaluation = None
+            self._take_look(trainer)
+            self._take_in_look(wait=True)
+            self._show()
+        else:
+            self._board.evaluation = self._evaluation.line({name: run.metrics[name] for name in names}, over=True)
+            self._show()
+            self._close()
+
+    # ------------------------------------------------------------------ the end
+
+    def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
+        """Show where a run that was asked to leave ended; leave the terminal as it was."""
+        run = trainer.run
+        if self._training and run.stop_signal is not None and not run.in_train_step:
+            if self._board.evaluation is not None:
+                self._throughput.resume()
+                self._board.evaluation = None
+            self._take_look(trainer)
+            self._take_in_look()
+            self._show()
+        self._close()
+
+    def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Leave the terminal as it was."""
+        self._close()
+
+    def _close(self) -> None:
+        self._display.close()
+        self._training = False
+        self._due_at_s = math.inf
+
+
+@final
+class _Pass:
+    """One evaluation in progress."""
+
+    def __init__(self, name: str, total: int | None) -> None:
+        self.name = name
+        self.total = total
+        self.done = 0
+        self.began_at_s = perf_counter()
+
+    def line(self, values: dict[str, float] | None = None, *, over: bool = False) -> Line:
+        """What to show of it."""
+        seconds = perf_counter() - self.began_at_s
+        fraction, tail = None, f"took {duration(seconds)}" if over else ""
+        if self.total and not over:
+            fraction = self.done / self.total
+            tail = f"{duration((self.total - self.done) * seconds / self.done)} left" if self.done else ""
+        return Line(f"{self.name} {_of(self.done, self.total)}", fraction, tail, values or {}, [])
+
+
+@final
+class _Arrival:
+    """Numbers on their way to the host; nobody waits for a CUDA device that is still computing them."""
+
+    def __init__(self, values: Mapping[str, float | torch.Tensor]) -> None:
+        tensors = {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
+        on_device = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
+        self._values = {**values, **tensors}
+        self._names = list(on_device)
+        self._event: torch.cuda.Event | None = None
+        if on_device:
+            stacked = torch.stack([tensor.reshape(()).double() for tensor in on_device.values()])
+            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            self._host.copy_(stacked, non_blocking=True)
+            self._event = torch.cuda.current_stream(stacked.device).record_event()
+
+    def is_here(self) -> bool:
+        """Whether `read` returns at once."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> dict[str, float]:
+        """The numbers, waited for if necessary."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._values |= zip(self._names, self._host.tolist(), strict=True)
+        return {name: float(value) for name, value in self._values.items()}
+
+
+def _asked_for(options: LogOptions) -> bool:
+    return options.prog_bar
+
+
+def _names(run: Run) -> list[str]:
+    """What to show of the evaluation that has just published its values."""
+    metrics: StageMetrics | None = run.stage_metrics
+    assert metrics is not None
+    return metrics.epoch_names(_asked_for) or metrics.epoch_names()[:_UNASKED_VALUES]
+
+
+def _batches_of(run: Run) -> int | None:
+    """Batches of the evaluation that begins; None if a loader does not know."""
+    total = 0
+    for feed in run.eval_feeds:
+        known = [count for count in (feed.length, run.plan.limit(run.stage, feed)) if count is not None]
+        if not known:
+            return None
+        total += min(known)
+    return total
+
+
+def _of(done: int, total: int | None) -> str:
+    return str(done) if total is None else f"{done}/{total}"

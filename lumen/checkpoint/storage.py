@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -142,7 +143,7 @@ def write_checkpoint(
         with _explained("write", directory):
             fsync_directory(temporary)
             if _holds_damaged(directory):
-                os.rename(directory, _free_name(f"{directory}.damaged"))
+                set_aside(directory)
             os.rename(temporary, directory)
             fsync_directory(directory.parent)
     finally:
@@ -329,13 +330,6 @@ def fsync_directory(path: Path) -> None:
 
 def _temporary_name(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.tmp-{secrets.token_hex(4)}")
-
-
-def _free_name(prefix: str) -> str:
-    k = 1
-    while os.path.lexists(f"{prefix}-{k}"):
-        k += 1
-    return f"{prefix}-{k}"
 
 
 def _holds_damaged(directory: Path) -> bool:
@@ -697,7 +691,10 @@ def clean_leftovers(folder: Path) -> None:
     """Remove what killed saves left behind. Only for the holder of the run's lock: a living save looks the same."""
     for leftover in sorted(folder.glob("*.tmp-*")):
         try:
-            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
         except OSError as error:
             warnings.warn(f"The leftover {leftover} of a killed save cannot be removed: {error}.", stacklevel=2)
 
@@ -723,7 +720,7 @@ def set_aside(path: Path) -> Path:
     Raises:
         CheckpointError: It cannot be renamed.
     """
-    aside = Path(_free_name(f"{path}.damaged"))
+    aside = next(name for k in count(1) if not os.path.lexists(name := path.with_name(f"{path.name}.damaged-{k}")))
     with _explained("rename", path):
         os.rename(path, aside)
         fsync_directory(path.parent)

@@ -25,21 +25,24 @@ STRIKES = {
 
 
 def run(directory, workers, precision, strike=None):
-    """Run the child to its end, or until it is killed at an event."""
+    """Run the child until it is killed at an event, or to its end. Returns whether it was killed."""
     command = [sys.executable, "-u", "-m", "tests.promises.resumable_run", str(directory), str(workers), precision]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
+        killed = False
         if strike is not None:
             kind, occurrence = strike
             for line in child.stdout:
                 occurrence -= line.strip() == kind
                 if occurrence == 0:
                     os.kill(child.pid, signal.SIGKILL)
+                    killed = True
                     break
         errors = child.communicate()[1]
-    assert child.returncode == (0 if strike is None else -signal.SIGKILL), errors
+    assert child.returncode == (-signal.SIGKILL if killed else 0), errors
+    return killed
 
 
 def final_state(directory):
@@ -75,7 +78,7 @@ def test_three_kills_leave_no_trace(tmp_path, workers, precision):
         directory.mkdir()
     run(undisturbed, workers, precision)
     for strike in STRIKES[workers, precision]:
-        run(killed, workers, precision, strike)
+        assert run(killed, workers, precision, strike)
     run(killed, workers, precision)
 
     for kept, expected in zip(final_state(killed), final_state(undisturbed), strict=True):
@@ -84,18 +87,32 @@ def test_three_kills_leave_no_trace(tmp_path, workers, precision):
     assert surviving_samples(killed) == surviving_samples(undisturbed) == once
 
 
-@pytest.mark.slow
-@pytest.mark.time_limit(1800)
-@pytest.mark.parametrize("seed", range(4))
-def test_ten_kills_at_random_moments_leave_no_trace(tmp_path, seed):
+def kill_at_random(directory, seed, kills):
+    """Undisturbed and often killed runs, drawn by a seed, end alike."""
     draw = random.Random(seed)
     workers, precision = draw.choice([0, 2]), draw.choice(["fp32", "bf16"])
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    for directory in (undisturbed, killed):
-        directory.mkdir()
+    undisturbed, killed = directory / "undisturbed", directory / "killed"
+    for part in (undisturbed, killed):
+        part.mkdir(parents=True)
     run(undisturbed, workers, precision)
-    for _ in range(10):
+    expected = final_state(undisturbed)
+    for _ in range(kills):
         run(killed, workers, precision, (draw.choice(["train", "validate", "save"]), draw.randint(1, 4)))
     run(killed, workers, precision)
+    assert final_state(killed) == expected
 
-    assert final_state(killed) == final_state(undisturbed)
+
+@pytest.mark.slow
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_at_random_moments_leave_no_trace(tmp_path, seed):
+    kill_at_random(tmp_path, seed, kills=10)
+
+
+@pytest.mark.torture
+@pytest.mark.time_limit(100_000)
+def test_hundreds_of_kills_leave_no_trace(tmp_path):
+    kills = int(os.environ.get("LUMEN_TORTURE_KILLS", "200"))
+    for seed in range(-(-kills // 12)):
+        kill_at_random(tmp_path / str(seed), seed, kills=12)
+        print(f"{12 * (seed + 1)} kills, no trace", flush=True)

@@ -1,0 +1,40 @@
+# Two commands do everything: `make demo` and `make test`. Both work in a virtual environment of their own.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+
+.PHONY: demo test test-all torture lint format clean
+
+demo: $(READY) ## Train a small GPT on real text, then let it write.
+	$(BIN)/lumen fit --config models/gpt.yaml
+	@run=$$(ls -dt runs/gpt*/ | head -n 1); echo; echo "The last values of $${run}metrics.csv:"; \
+	  tail -n 2 $${run}metrics.csv; echo; echo "What it writes:"; \
+	  $(BIN)/lumen predict --config $${run}config.yaml --ckpt_path last --data.prompt "In the beginning "
+
+test: $(READY) lint ## Everything but the long proofs.
+	$(BIN)/python -m pytest -m "not slow and not torture"
+
+test-all: $(READY) lint ## The long proofs too.
+	$(BIN)/python -m pytest -m "not torture"
+
+torture: $(READY) ## Kills at random moments, for as long as you like: make torture KILLS=1000
+	LUMEN_TORTURE_KILLS=$(or $(KILLS),200) $(BIN)/python -m pytest -m torture -s
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lumen needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,231 @@
+"""How progress reaches the user's eyes, and how its numbers are written."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from datetime import timedelta
+from time import perf_counter
+from typing import final
+
+import rich.live
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress_bar import ProgressBar as Bar
+from rich.text import Text
+
+from lumen import console as terminal
+
+_SEPARATOR = " · "
+_WIDEST_BAR = 60
+_NARROWEST_BAR = 8
+_WIDE_TERMINAL = 120
+_MOST_DETAIL_LINES = 3
+_DRAWING_SHARE = 0.01
+
+
+@final
+@dataclass
+class Line:
+    """What there is to say about training, or about one evaluation.
+
+    Attributes:
+        head: Where it is.
+        fraction: How full the bar is, 0 to 1; None: no bar.
+        tail: How long it takes.
+        values: What was logged.
+        costs: Speed and memory.
+    """
+
+    head: str
+    fraction: float | None = None
+    tail: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+    costs: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return _SEPARATOR.join(filter(None, [self.head, *self._values(), *self.costs, self.tail]))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        percent = "" if self.fraction is None else f" {min(int(100 * self.fraction), 100)} %"
+        tail = percent + (_SEPARATOR + self.tail if self.tail else "")
+        room = min(width - Text(self.head + tail).cell_len - 1, _WIDEST_BAR)
+        if self.fraction is None or room < _NARROWEST_BAR:
+            yield _fitted(self.head + tail, width)
+        else:
+            yield Text(self.head + " ", end="")
+            yield Bar(total=1.0, completed=min(self.fraction, 1.0), width=room)
+            yield Text(tail)
+        wide = width >= _WIDE_TERMINAL  # decided by the width alone, so that lines do not jump as numbers change
+        for pieces in ([*self._values(), *self.costs],) if wide else (self._values(), self.costs):
+            for text in _wrapped(pieces, width):
+                yield _fitted(text, width)
+
+    def _values(self) -> list[str]:
+        return [f"{name} {number(value, 4)}" for name, value in self.values.items()]
+
+
+@final
+@dataclass
+class Board:
+    """Everything on show."""
+
+    training: Line | None = None
+    evaluation: Line | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.training is not None:
+            yield self.training
+        if self.evaluation is not None:
+            yield self.evaluation
+
+
+class Display(ABC):
+    """Where a board is shown.
+
+    Attributes:
+        interval_s: Seconds from one time to the next.
+    """
+
+    interval_s: float = math.inf
+
+    @abstractmethod
+    def draw(self, board: Board) -> None:
+        """Bring a picture up to date; no event worth a line of its own."""
+
+    @abstractmethod
+    def show(self, board: Board) -> None:
+        """It is time, or something has happened."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+@final
+class NoDisplay(Display):
+    """For the processes that do not talk to the user."""
+
+    def draw(self, board: Board) -> None:
+        """Do nothing."""
+
+    def show(self, board: Board) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@final
+class Plain(Display):
+    """One line at a time, for files and pipes.
+
+    Args:
+        interval_s: Seconds between two lines.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+
+    def draw(self, board: Board) -> None:
+        """Do nothing: there is no picture."""
+
+    def show(self, board: Board) -> None:
+        """Print the line of what is going on."""
+        line = board.evaluation or board.training
+        terminal.console.print(str(line), markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@final
+class Live(Display):
+    """A picture at the bottom of a terminal, below everything that is printed meanwhile.
+
+    It is drawn by the training loop itself: a thread of its own would take its time from the loop at any moment, and
+    would be copied half alive into forked loader workers.
+
+    Args:
+        interval_s: Seconds between two pictures at least; more where drawing is slow.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._shortest_interval_s = self.interval_s = interval_s
+        self._live: rich.live.Live | None = None
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether the console is a terminal in which the cursor can move."""
+        return terminal.console.is_terminal and not terminal.console.is_dumb_terminal
+
+    def draw(self, board: Board) -> None:
+        """Draw; on the first call begin."""
+        start = perf_counter()
+        if self._live is None:
+            self._live = rich.live.Live(
+                board,
+                console=terminal.console,
+                auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),  # what goes to a file or a pipe must go on going there
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            atexit.register(self._live.stop)  # whatever happens, the cursor comes back
+            self._live.start()
+        self._live.update(board, refresh=True)
+        self.interval_s = max(self._shortest_interval_s, (perf_counter() - start) / _DRAWING_SHARE)
+
+    def show(self, board: Board) -> None:
+        """Draw."""
+        self.draw(board)
+
+    def close(self) -> None:
+        """Leave the last picture where it is and give the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+            atexit.unregister(self._live.stop)
+            self._live = None
+
+
+def _fitted(text: str, width: int) -> Text:
+    line = Text(text)
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _wrapped(pieces: list[str], width: int) -> list[str]:
+    """Pieces joined to a few lines that are broken between them only."""
+    lines: list[str] = []
+    for piece in pieces:
+        if lines and Text(joined := lines[-1] + _SEPARATOR + piece).cell_len <= width:
+            lines[-1] = joined
+        else:
+            lines.append(piece)
+    if len(lines) > _MOST_DETAIL_LINES:
+        lines[_MOST_DETAIL_LINES - 1] += " …"
+    return lines[:_MOST_DETAIL_LINES]
+
+
+def number(value: float, digits: int) -> str:
+    """A number in so many digits: 2.731, 0.02731, 12,346, 2.731e-05."""
+    if 10**digits <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:#.{digits}g}".rstrip(".")
+
+
+def speed(per_s: float, unit: str) -> str:
+    """43.1 steps/s, or 2.50 s/step; more than 0."""
+    return f"{number(per_s, 3)} {unit}s/s" if per_s >= 1 else f"{number(1 / per_s, 3)} s/{unit}"
+
+
+def size(mb: float) -> str:
+    """612 MB, 1.9 GB."""
+    return f"{mb:.0f} MB" if mb < 1000 else f"{mb / 1000:.1f} GB"
+
+
+def duration(seconds: float) -> str:
+    """0:01:23."""
+    return str(timedelta(seconds=round(seconds)))
