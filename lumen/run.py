@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -20,6 +20,7 @@ from lumen.datamodule import DataModule
 from lumen.errors import ConfigError
 from lumen.losses import LossCheck
 from lumen.metrics import StageMetrics
+from lumen.plan import Plan
 from lumen.precision import Precision
 from lumen.random import Domain, make_key, seed_generators
 from lumen.strategies import Strategy
@@ -73,65 +74,6 @@ class Progress:
     def position(self) -> Position:
         """Where the epoch in progress stands."""
         return Position(self.samples, self.batches)
-
-
-@final
-@dataclass
-class Plan:
-    """How long a run is and what happens when, in resolved units.
-
-    Attributes:
-        max_steps: Optimizer steps; None: no limit.
-        max_epochs: Epochs; None: no limit.
-        max_time_s: Seconds; None: no limit.
-        min_steps: Steps before anything but a limit may stop the run.
-        min_epochs: Epochs before anything but a limit may stop the run.
-        clip_norm: Largest gradient norm; None: no clipping by norm.
-        clip_value: Largest gradient element; None: no clipping by value.
-        val_every_n_steps: Validate after every n-th step of the run.
-        val_every_epoch_fraction: Validate after this fraction of an epoch, (0, 1].
-        val_every_s: Validate after this many seconds.
-        val_every_n_epochs: Validate in every n-th epoch only.
-        limits: Per stage ("train", "validate", "test", "predict"): a count or a fraction of the batches; None: all.
-        log_every_n_steps: Steps between two written values.
-    """
-
-    max_steps: int | None = None
-    max_epochs: int | None = None
-    max_time_s: float | None = None
-    min_steps: int = 0
-    min_epochs: int = 0
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    val_every_n_steps: int | None = None
-    val_every_epoch_fraction: float | None = 1.0
-    val_every_s: float | None = None
-    val_every_n_epochs: int = 1
-    sanity_batches: int = 2
-    limits: dict[str, int | float | None] = field(default_factory=dict)
-    log_every_n_steps: int = 50
-    inference_mode: bool = True
-
-    def limit(self, stage: str, feed: Feed) -> int | None:
-        """Batches of a feed to use at most.
-
-        Raises:
-            ConfigError: A fraction of an unknown length, or one that leaves no batch.
-        """
-        limit = self.limits.get(stage)
-        if not isinstance(limit, float):
-            return limit
-        if limit == 1.0:
-            return None
-        name = f"limit_{'val' if stage == 'validate' else stage}_batches"
-        if feed.length is None:
-            raise ConfigError(f"{name}: {limit} is a fraction, but the loader has no length. Give a number of batches.")
-        if limit and feed.length and int(feed.length * limit) == 0:
-            raise ConfigError(
-                f"{name}: {limit} of {feed.length} batches is less than one. "
-                f"Give at least {1 / feed.length:g} or a count."
-            )
-        return int(feed.length * limit)
 
 
 @final

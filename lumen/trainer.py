@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -17,20 +16,20 @@ from lumen.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from lumen.checkpoint import Checkpoint, find_checkpoint, load_model, load_run, load_user_state, save
 from lumen.checkpoint.state import capture
 from lumen.checkpoint.storage import find_checkpoints, set_aside
-from lumen.data.loaders import Feed, make_feed
 from lumen.datamodule import DataModule
-from lumen.errors import ConfigError, DataError
+from lumen.errors import ConfigError
+from lumen.feeds import eval_feeds, open_feeds
 from lumen.loggers import CSVLogger, Logger
 from lumen.optimizers import build_optimizers
+from lumen.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
 from lumen.precision import make_precision
 from lumen.random import Domain, make_key, seed_generators
-from lumen.run import Plan, Run, overrides
+from lumen.run import Run, overrides
 from lumen.rundir import RunDirectory
 from lumen.strategies import Strategy, make_strategy
 from lumen.task import TaskModule
 
 _log = logging.getLogger("lumen")
-Duration = str | timedelta | dict[str, float]
 
 
 @final
@@ -147,9 +146,9 @@ class Trainer:
         self.detect_anomaly = detect_anomaly
         self.log_level = log_level
         self.plan = Plan(
-            max_steps=_limit("max_steps", max_steps),
-            max_epochs=_limit("max_epochs", max_epochs),
-            max_time_s=None if max_time is None else _seconds("max_time", max_time),
+            max_steps=count_limit("max_steps", max_steps),
+            max_epochs=count_limit("max_epochs", max_epochs),
+            max_time_s=None if max_time is None else duration_s("max_time", max_time),
             min_steps=min_steps,
             min_epochs=min_epochs,
             clip_norm=gradient_clip_val if gradient_clip_algorithm == "norm" else None,
@@ -157,14 +156,14 @@ class Trainer:
             val_every_n_epochs=check_val_every_n_epoch,
             sanity_batches=num_sanity_val_steps,
             limits={
-                "train": _batches("limit_train_batches", limit_train_batches),
-                "validate": _batches("limit_val_batches", limit_val_batches),
-                "test": _batches("limit_test_batches", limit_test_batches),
-                "predict": _batches("limit_predict_batches", limit_predict_batches),
+                "train": batch_limit("limit_train_batches", limit_train_batches),
+                "validate": batch_limit("limit_val_batches", limit_val_batches),
+                "test": batch_limit("limit_test_batches", limit_test_batches),
+                "predict": batch_limit("limit_predict_batches", limit_predict_batches),
             },
             log_every_n_steps=log_every_n_steps,
             inference_mode=inference_mode,
-            **_validation_interval(val_check_interval),
+            **validation_interval(val_check_interval),
         )
         if self.fast_dev_run:
             self.plan.max_steps, self.plan.max_epochs = self.fast_dev_run, 1
@@ -216,7 +215,7 @@ class Trainer:
             run.parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
             if checkpoint is not None:
                 load_run(run, checkpoint)
-            self._open_train_feeds(run)
+            open_feeds(run, self.accumulate_grad_batches, self.global_batch_size)
             if self.enable_checkpointing:
                 capture(run)  # what cannot be saved is found now, not after the first epoch
             if checkpoint is not None and (reason := run.limit_reached or checkpoint.info.get("finished")):
@@ -260,9 +259,9 @@ class Trainer:
         Returns:
             What `predict_step` returned for each batch, in order; with several loaders a list of such lists.
         """
-        with self._stage("predict", task, data, None) as run:
+        with self._stage("predict", task, data, data) as run:
             self._start(run, ckpt_path)
-            run.eval_feeds = self._eval_feeds(run, "predict")
+            run.eval_feeds = eval_feeds(run, "predict")
             if not loop.evaluate(run, "predict", run.eval_feeds):
                 raise loop.StopRequested
             return run.predictions if len(run.predictions) > 1 else run.predictions[0]
@@ -439,7 +438,7 @@ class Trainer:
             ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
         """
         if self.run.train_feed is None:
-            self._open_train_feeds(self.run)
+            open_feeds(self.run, self.accumulate_grad_batches, self.global_batch_size)
         feed = self.run.train_feed
         assert feed is not None
         steps = feed.steps(self.plan.limit("train", feed))
@@ -578,7 +577,7 @@ class Trainer:
             raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")
         with self._stage(stage, task, data, data) as run:
             self._start(run, ckpt_path)
-            run.eval_feeds = self._eval_feeds(run, stage)
+            run.eval_feeds = eval_feeds(run, stage)
             if not loop.evaluate(run, stage, run.eval_feeds):
                 raise loop.StopRequested
             count = len(run.eval_feeds)
@@ -591,48 +590,6 @@ class Trainer:
                 }
                 for suffix in suffixes
             ]
-
-    # ------------------------------------------------------------------ data
-
-    def _loader(self, run: Run, stage: str) -> Any:
-        """What the user gives for a stage: from the call, the data module or the task."""
-        method = {"fit": "train"}.get(stage, "val" if stage == "validate" else stage) + "_dataloader"
-        if run.loaders is not None:
-            given = run.loaders[stage == "validate"] if stage in ("fit", "validate") else run.loaders[0]
-            if given is not None:
-                return given
-        for owner in (run.datamodule, run.task):
-            if owner is not None and overrides(owner, method):
-                return getattr(owner, method)()
-        return None
-
-    def _open_train_feeds(self, run: Run) -> None:
-        if run.train_feed is not None:
-            return
-        loader = self._loader(run, "fit")
-        if loader is None:
-            raise DataError(
-                "there is no training data. Give a DataModule or a loader to fit, or define train_dataloader."
-            )
-        run.train_feed = make_feed(loader, run.seed, self.accumulate_grad_batches, self.global_batch_size)
-        self.plan.limit("train", run.train_feed)
-        if run.train_feed.length == 0:
-            _log.warning("the training loader is empty")
-        if overrides(run.task, "validation_step") and self.plan.limits["validate"] != 0:
-            run.eval_feeds = self._eval_feeds(run, "validate", required=False)
-
-    def _eval_feeds(self, run: Run, stage: str, *, required: bool = True) -> list[Feed]:
-        loaders = self._loader(run, stage)
-        if loaders is None:
-            if required:
-                raise DataError(
-                    f"there is no data to {stage}. Give a DataModule or a loader, or define the loader's method."
-                )
-            return []
-        feeds = [make_feed(loader, run.seed) for loader in (loaders if isinstance(loaders, Sequence) else [loaders])]
-        for feed in feeds:
-            self.plan.limit(stage, feed)
-        return feeds
 
     def _check_fit(self, task: TaskModule, configure_optimizers: Any) -> None:
         plan = self.plan
@@ -668,39 +625,3 @@ def _callbacks(given: Any, defaults: Mapping[type[Callback], bool], checkpointin
     if checkpointing and not savers:
         savers = [ModelCheckpoint()]
     return [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)] + savers
-
-
-def _limit(name: str, value: int | None) -> int | None:
-    if value is not None and value < -1:
-        raise ConfigError(f"{name}: must be at least 0 (or -1 for no limit), found {value}.")
-    return None if value == -1 else value
-
-
-def _batches(name: str, value: int | float | None) -> int | float | None:
-    if value is not None and (value < 0 or (isinstance(value, float) and value > 1.0)):
-        raise ConfigError(f"{name}: expected a count >= 0 or a fraction of at most 1.0, found {value}.")
-    return value
-
-
-def _seconds(name: str, value: Duration) -> float:
-    """A duration in seconds."""
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, dict):
-        return timedelta(**value).total_seconds()
-    parts = value.split(":")
-    if not 2 <= len(parts) <= 4 or not all(part.isdigit() for part in parts):
-        raise ConfigError(f'{name}: expected a duration "DD:HH:MM:SS", found {value!r}.')
-    return float(sum(int(part) * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
-
-
-def _validation_interval(value: int | float | Duration) -> dict[str, Any]:
-    if isinstance(value, (str, timedelta, dict)):
-        return {"val_every_s": _seconds("val_check_interval", value), "val_every_epoch_fraction": None}
-    if isinstance(value, float):
-        if not 0.0 < value <= 1.0:
-            raise ConfigError(f"val_check_interval: a fraction of an epoch is in (0, 1], found {value}.")
-        return {"val_every_epoch_fraction": value}
-    if value < 1:
-        raise ConfigError(f"val_check_interval: expected at least 1 optimizer step, found {value}.")
-    return {"val_every_n_steps": value, "val_every_epoch_fraction": None}

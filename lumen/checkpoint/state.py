@@ -216,7 +216,7 @@ def find_checkpoint(where: str, run_directory: Path) -> Checkpoint | None:
         return Checkpoint.open(folder / Path(best).name)
     if newest is None and folder.is_dir() and find_checkpoints(folder):
         raise CheckpointError(
-            f"every checkpoint in {folder} is damaged. Set trainer.resume to null to start a new run; nothing was changed."
+            f"every checkpoint in {folder} is damaged; nothing was changed. To start a new run set trainer.resume to null."
         )
     if newest is None and where != "auto":
         raise CheckpointError(
@@ -318,7 +318,7 @@ def load_run(run: Run, checkpoint: Checkpoint) -> None:
 def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
     saved, tensors = checkpoint.state["optimizer"], checkpoint.tensors("optimizer")
     optimizer, names = run.optimizer, _parameter_names(run.task)
-    parameters = {name: parameter for name, parameter in run.task.named_parameters()}
+    parameters = dict(run.task.named_parameters())
     groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     if saved["class"] != type(optimizer).__qualname__ or [group["params"] for group in saved["groups"]] != groups:
         raise CheckpointMismatch(

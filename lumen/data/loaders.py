@@ -113,7 +113,7 @@ class _KeyedDataset(Dataset[Any]):
 def _init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id: int) -> None:
     info = get_worker_info()
     assert info is not None
-    object.__setattr__(info, "dataset", dataset)  # a user's worker_init_fn expects its own data set there, not our wrapper
+    object.__setattr__(info, "dataset", dataset)  # where a user's worker_init_fn expects its own, not our wrapper
     if user_init is not None:
         user_init(worker_id)
 

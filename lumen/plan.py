@@ -1,0 +1,110 @@
+"""Plan: how long a run is and what happens when, in resolved units, and how a user's settings become one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, final
+
+from lumen.data.loaders import Feed
+from lumen.errors import ConfigError
+
+Duration = str | timedelta | dict[str, float]
+
+
+@final
+@dataclass
+class Plan:
+    """How long a run is and what happens when, in resolved units.
+
+    Attributes:
+        max_steps: Optimizer steps; None: no limit.
+        max_epochs: Epochs; None: no limit.
+        max_time_s: Seconds; None: no limit.
+        min_steps: Steps before anything but a limit may stop the run.
+        min_epochs: Epochs before anything but a limit may stop the run.
+        clip_norm: Largest gradient norm; None: no clipping by norm.
+        clip_value: Largest gradient element; None: no clipping by value.
+        val_every_n_steps: Validate after every n-th step of the run.
+        val_every_epoch_fraction: Validate after this fraction of an epoch, (0, 1].
+        val_every_s: Validate after this many seconds.
+        val_every_n_epochs: Validate in every n-th epoch only.
+        limits: Per stage ("train", "validate", "test", "predict"): a count or a fraction of the batches; None: all.
+        log_every_n_steps: Steps between two written values.
+    """
+
+    max_steps: int | None = None
+    max_epochs: int | None = None
+    max_time_s: float | None = None
+    min_steps: int = 0
+    min_epochs: int = 0
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    val_every_n_steps: int | None = None
+    val_every_epoch_fraction: float | None = 1.0
+    val_every_s: float | None = None
+    val_every_n_epochs: int = 1
+    sanity_batches: int = 2
+    limits: dict[str, int | float | None] = field(default_factory=dict)
+    log_every_n_steps: int = 50
+    inference_mode: bool = True
+
+    def limit(self, stage: str, feed: Feed) -> int | None:
+        """Batches of a feed to use at most.
+
+        Raises:
+            ConfigError: A fraction of an unknown length, or one that leaves no batch.
+        """
+        limit = self.limits.get(stage)
+        if not isinstance(limit, float):
+            return limit
+        if limit == 1.0:
+            return None
+        name = f"limit_{'val' if stage == 'validate' else stage}_batches"
+        if feed.length is None:
+            raise ConfigError(f"{name}: {limit} is a fraction, but the loader has no length. Give a number of batches.")
+        if limit and feed.length and int(feed.length * limit) == 0:
+            raise ConfigError(
+                f"{name}: {limit} of {feed.length} batches is less than one. "
+                f"Give at least {1 / feed.length:g} or a count."
+            )
+        return int(feed.length * limit)
+
+
+def count_limit(name: str, value: int | None) -> int | None:
+    """A limit in steps or epochs; -1 means none, as in Lightning."""
+    if value is not None and value < -1:
+        raise ConfigError(f"{name}: must be at least 0 (or -1 for no limit), found {value}.")
+    return None if value == -1 else value
+
+
+def batch_limit(name: str, value: int | float | None) -> int | float | None:
+    """A limit of batches: a count, or a fraction of at most 1.0."""
+    if value is not None and (value < 0 or (isinstance(value, float) and value > 1.0)):
+        raise ConfigError(f"{name}: expected a count >= 0 or a fraction of at most 1.0, found {value}.")
+    return value
+
+
+def duration_s(name: str, value: Duration) -> float:
+    """A duration in seconds."""
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, dict):
+        return timedelta(**value).total_seconds()
+    parts = value.split(":")
+    if not 2 <= len(parts) <= 4 or not all(part.isdigit() for part in parts):
+        raise ConfigError(f'{name}: expected a duration "DD:HH:MM:SS", found {value!r}.')
+    return float(sum(int(part) * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
+
+
+def validation_interval(value: int | float | Duration) -> dict[str, Any]:
+    """`val_check_interval` as fields of a `Plan`: an int counts steps, a float is a fraction, the rest is a duration."""
+    if isinstance(value, (str, timedelta, dict)):
+        return {"val_every_s": duration_s("val_check_interval", value), "val_every_epoch_fraction": None}
+    if isinstance(value, float):
+        if not 0.0 < value <= 1.0:
+            raise ConfigError(f"val_check_interval: a fraction of an epoch is in (0, 1], found {value}.")
+        return {"val_every_epoch_fraction": value}
+    if value < 1:
+        raise ConfigError(f"val_check_interval: expected at least 1 optimizer step, found {value}.")
+    return {"val_every_n_steps": value, "val_every_epoch_fraction": None}
