@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -167,20 +168,28 @@ def weigh(run: Run, window: Window) -> tuple[Iterable[MicroBatch], StepWeights]:
 
 def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:
     """Loss and weight out of what `training_step` returned."""
-    weight = None
-    if isinstance(output, dict):
-        output, weight = output.get("loss"), output.get("weight")
+    loss, weight = output, None
+    if isinstance(output, dict) and "loss" in output:
+        loss, weight = output["loss"], output.get("weight")
     elif isinstance(output, tuple) and len(output) == 2:
-        output, weight = output
-    if output is None:
+        loss, weight = output
+    if loss is None:
         return None, None
-    if not isinstance(output, torch.Tensor) or output.numel() != 1:
-        found = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise ConfigError(
-            "training_step must return a scalar loss, (loss, weight), a dictionary with 'loss', or None; "
-            f"the loss found is {f'a tensor of shape {found}' if isinstance(found, tuple) else f'of type {found}'}."
-        )
-    return output, None if weight is None else float(weight)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise _wrong_output("loss", loss)
+    if weight is None:
+        return loss, None
+    if not isinstance(weight, Real) and not (isinstance(weight, torch.Tensor) and weight.numel() == 1):
+        raise _wrong_output("weight", weight)
+    return loss, float(weight)
+
+
+def _wrong_output(part: str, value: Any) -> ConfigError:
+    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return ConfigError(
+        "training_step must return a scalar loss, (loss, weight), a dictionary with 'loss' (and 'weight'), or None; "
+        f"the {part} found is {found}."
+    )
 
 
 def log_step(run: Run) -> None:

@@ -98,7 +98,7 @@ def duration_s(name: str, value: Duration) -> float:
 
 
 def validation_interval(value: int | float | Duration) -> dict[str, Any]:
-    """`val_check_interval` as fields of a `Plan`: an int counts steps, a float is a fraction, the rest is a duration."""
+    """`val_check_interval` as fields of a `Plan`: an int counts steps, a float is a fraction, else a duration."""
     if isinstance(value, (str, timedelta, dict)):
         return {"val_every_s": duration_s("val_check_interval", value), "val_every_epoch_fraction": None}
     if isinstance(value, float):

@@ -235,6 +235,7 @@ class Run:
         }
         self._transfer_hooks = self._find_transfer_hooks()
         # how a run ends
+        self.started = False
         self.should_stop = False
         self.stop_signal: int | None = None
         self.time_is_up = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -218,9 +219,10 @@ class Trainer:
             open_feeds(run, self.accumulate_grad_batches, self.global_batch_size)
             if self.enable_checkpointing:
                 capture(run)  # what cannot be saved is found now, not after the first epoch
-            if checkpoint is not None and (reason := run.limit_reached or checkpoint.info.get("finished")):
-                _log.info("nothing to do: %s is finished (%s, step %d)", self.run_directory, reason, run.progress.step)
+            if checkpoint is not None and (reason := run.limit_reached or self._stopped_early(checkpoint)):
+                _log.info("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
                 return
+            run.started = True
             for hook in run.hooks.on_fit_start:
                 hook()
             if checkpoint is None and run.eval_feeds and run.plan.sanity_batches:
@@ -492,6 +494,8 @@ class Trainer:
             except BaseException as error:
                 for hook in run.hooks.on_exception:
                     hook(error)
+                if directory is not None and not run.started and self.resume not in ("auto", "last"):
+                    closing.callback(shutil.rmtree, directory.path)  # nothing was trained: its name stays free
                 raise
             finally:
                 for hook in run.hooks.teardown:
@@ -534,6 +538,10 @@ class Trainer:
                 if path > checkpoint.path:  # damaged: its name will be needed again
                     set_aside(path)
         return checkpoint
+
+    def _stopped_early(self, checkpoint: Checkpoint) -> str | None:
+        """Why a callback ended the run that is to go on; a new run from its checkpoint may train all the same."""
+        return checkpoint.info.get("finished") if self.resume in ("auto", "last") else None
 
     def _resolve_seed(self, checkpoint: Checkpoint | None) -> int:
         if checkpoint is not None:

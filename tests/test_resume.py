@@ -321,3 +321,11 @@ def test_state_json_is_json_and_nothing_is_pickled(tmp_path):
     files = [path for path in newest(tmp_path).rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json"}
     assert json.loads((newest(tmp_path) / "state.json").read_text())
+
+
+def test_a_run_that_never_started_leaves_no_directory(tmp_path):
+    with pytest.raises(ConfigError):
+        fit(tmp_path, task=Regression(optimizer="SGD"), limit_train_batches=0.0001)
+    assert not (tmp_path / "runs" / "run").exists()
+    trainer, _ = fit(tmp_path)
+    assert trainer.run_directory.name == "run"

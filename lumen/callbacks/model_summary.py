@@ -130,7 +130,7 @@ def _size(tensors: Iterable[torch.Tensor]) -> str:
     """Megabytes (10^6 bytes) and dtypes, the largest share first."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        sizes[str(tensor.dtype).removeprefix("torch.")] += _elements(tensor) * tensor.element_size()
+        sizes[str(tensor.dtype).removeprefix("torch.")] += _elements(tensor) * tensor.dtype.itemsize
     mb = sizes.total() / 1e6
     dtypes = ", ".join(dtype for dtype, _ in sizes.most_common())
     return f"{'< 0.01' if mb < 0.01 else number(mb, 3)} MB {dtypes}".rstrip()

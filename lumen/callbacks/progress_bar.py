@@ -138,19 +138,19 @@ class ProgressBar(Callback):
     def _position(self, trainer: Trainer) -> Line:
         run = trainer.run
         progress, rates, left_s = run.progress, self._throughput.measure(run), self._seconds_left(run)
-        speeds = []
+        costs = [size(memory_mb(run.strategy.device))]
         if rates.steps_per_s:
-            speeds = [speed(rates.steps_per_s, "step"), f"{number(rates.samples_per_s, 3)} samples/s"]
+            samples, waiting = (
+                f"{number(rates.samples_per_s, 3)} samples/s",
+                f"data {100 * rates.data_wait_share:.0f} %",
+            )
+            costs = [speed(rates.steps_per_s, "step"), samples, waiting, *costs]
         return Line(
             head=f"step {_of(progress.step, self._total_steps)} · epoch {_of(progress.epoch, run.plan.max_epochs)}",
             fraction=self._fraction(trainer),
             tail="" if left_s is None else f"{duration(left_s)} left",
             values={name: run.metrics[name] for name in self._epoch_names if name in run.metrics},
-            costs=[
-                *speeds,
-                f"data {100 * rates.data_wait_share:.0f} %",
-                size(memory_mb(run.strategy.device)),
-            ],
+            costs=costs,
         )
 
     def _fraction(self, trainer: Trainer) -> float | None:

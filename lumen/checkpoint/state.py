@@ -216,7 +216,7 @@ def find_checkpoint(where: str, run_directory: Path) -> Checkpoint | None:
         return Checkpoint.open(folder / Path(best).name)
     if newest is None and folder.is_dir() and find_checkpoints(folder):
         raise CheckpointError(
-            f"every checkpoint in {folder} is damaged; nothing was changed. To start a new run set trainer.resume to null."
+            f"every checkpoint in {folder} is damaged; nothing was changed. Set trainer.resume to null for a new run."
         )
     if newest is None and where != "auto":
         raise CheckpointError(

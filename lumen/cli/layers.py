@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import yaml
 
@@ -20,6 +20,7 @@ CLASSES = ("model", "data", "optimizer", "lr_scheduler")
 SCHEDULE = ("interval", "frequency", "monitor")  # stand next to lr_scheduler's class_path
 COMMAND_LINE = "command line"
 _NODE_KEYS = ("class_path", "init_args")
+_CLASS_NAME = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*")
 
 SameClass = Callable[[tuple[str, ...], str, str], bool]
 
@@ -44,6 +45,13 @@ class Node:
         return isinstance(self.value, dict) and "class_path" in self.value
 
 
+def as_node(value: Any, origin: str) -> Node:
+    """Plain data with one origin."""
+    if isinstance(value, dict):
+        return Node({key: as_node(item, origin) for key, item in value.items()}, origin)
+    return Node([as_node(item, origin) for item in value] if isinstance(value, (list, tuple)) else value, origin)
+
+
 # ---------------------------------------------------------------------- files
 
 
@@ -51,7 +59,7 @@ class Node:
 class _Loader(yaml.SafeLoader):
     """Reads the scalars of YAML 1.2: `no` is a word, `1e-4` a number, and `12:30` not a count of minutes."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+    yaml_implicit_resolvers = {}  # type: ignore[misc]  # noqa: RUF012
 
 
 for _tag, _pattern, _first in (
@@ -167,13 +175,18 @@ def normalized(layer: Node) -> Node:
     tree = dict(layer.value)
     for key in CLASSES:
         if key in tree:
-            tree[key] = _as_class(tree[key], key, SCHEDULE if key == "lr_scheduler" else ())
+            tree[key] = _as_class(tree[key], key, _beside((key,)))
     if "trainer" in tree:
         trainer = tree["trainer"]
-        if not isinstance(trainer.value, dict):
+        if not isinstance(trainer.value or {}, dict):
             raise ConfigError(f"trainer ({trainer.origin}): expected the Trainer's options, found {_shown(trainer)}.")
-        tree["trainer"] = Node({**trainer.value, **_callbacks(trainer.value)}, trainer.origin)
-    return Node({key: _inner(node) for key, node in tree.items()}, layer.origin)
+        tree["trainer"] = Node({**(trainer.value or {}), **_callbacks(trainer.value or {})}, trainer.origin)
+    return Node({key: _inner(node, _beside((key,))) for key, node in tree.items()}, layer.origin)
+
+
+def _beside(path: tuple[str, ...]) -> tuple[str, ...]:
+    """What stands next to `class_path` and is no argument of the class."""
+    return SCHEDULE if path == ("lr_scheduler",) else ()
 
 
 def _callbacks(trainer: dict[str, Node]) -> dict[str, Node]:
@@ -211,14 +224,14 @@ def _as_class(node: Node, key: str, beside: tuple[str, ...] = ()) -> Node:
     return Node(kept, node.origin)
 
 
-def _inner(node: Node) -> Node:
-    """Classes further down, such as a network given to a model."""
+def _inner(node: Node, beside: tuple[str, ...] = ()) -> Node:
+    """Normalize the classes further down too, such as a network given to a model."""
     if isinstance(node.value, list):
         return Node([_inner(child) for child in node.value], node.origin)
     if not isinstance(node.value, dict):
         return node
     if node.is_class:
-        node = _as_class(node, "class", SCHEDULE)
+        node = _as_class(node, "class", beside)
     return Node({key: _inner(child) for key, child in node.value.items()}, node.origin)
 
 
@@ -239,13 +252,13 @@ def merged(old: Node, new: Node, same_class: SameClass, path: tuple[str, ...] = 
     """
     if path == ("trainer", "callbacks") and isinstance(old.value, list) and isinstance(new.value, dict):
         raise ConfigError(
-            f"trainer.callbacks ({new.origin}): only callbacks that have names can be changed by name, and {old.origin} "
-            "lists them without. Write them there as `name: {class_path: ...}`."
+            f"trainer.callbacks ({new.origin}): callbacks are changed by name, and {old.origin} lists them without "
+            "names. Write them there as `name: {class_path: ...}`."
         )
     if not isinstance(new.value, dict):
         return new
-    if not new.is_class and path != () and (old.is_class or isinstance(old.value, str)):
-        old, new = _as_class(old, ".".join(path)), _as_class(new, ".".join(path), SCHEDULE)
+    if not new.is_class and (old.is_class or (isinstance(old.value, str) and _CLASS_NAME.fullmatch(old.value))):
+        old, new = (_as_class(node, ".".join(path), _beside(path)) for node in (old, new))
     if not isinstance(old.value, dict):
         return new
     if old.is_class and new.is_class:

@@ -1,0 +1,200 @@
+"""Checkpoints used outside of the run that wrote them, and the hyperparameters they carry."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import lumen
+from lumen.checkpoint import Checkpoint
+from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from tests.tasks import FEATURES, Regression, loader, quiet_trainer
+
+
+class Rich(lumen.TaskModule):
+    """Tied weights, buffers kept and not kept, a frozen layer, a module with extra state, several dtypes."""
+
+    def __init__(self, width: int = 8, folder: Path = Path("here"), rates: tuple = (0.1, 0.2), **rest):
+        super().__init__()
+        self.save_hyperparameters()
+        self.first = nn.Linear(FEATURES, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.second = nn.Linear(width, 1)
+        self.again = nn.Linear(FEATURES, width)
+        self.again.weight = self.first.weight
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.small = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("kept", torch.tensor(7))
+        self.register_buffer("not_kept", torch.zeros(2), persistent=False)
+        self.counter = Counter()
+
+    def forward(self, inputs):
+        return self.second(self.norm(self.first(inputs) + self.again(inputs))) + self.small.float().sum()
+
+    def training_step(self, batch):
+        self.counter.value += 1
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Counter(nn.Module):
+    value = 0
+
+    def get_extra_state(self):
+        return {"value": self.value}
+
+    def set_extra_state(self, state):
+        self.value = state["value"]
+
+
+def trained(tmp_path, task):
+    trainer = quiet_trainer(tmp_path, max_epochs=1)
+    trainer.fit(task, loader())
+    return Path(trainer.checkpoint_callback.last_model_path)
+
+
+def test_a_task_comes_back_with_its_bits_ties_and_hyperparameters(tmp_path):
+    task = Rich(width=5, extra=3)
+    path = trained(tmp_path, task)
+    for where in (path, path.parents[1]):  # the checkpoint, and its run
+        loaded = Rich.load_from_checkpoint(where)
+        assert loaded.again.weight is loaded.first.weight
+        assert loaded.counter.value == task.counter.value == 7
+        assert loaded.hparams == {"width": 5, "folder": Path("here"), "rates": (0.1, 0.2), "extra": 3}
+        for name, tensor in task.state_dict().items():
+            if torch.is_tensor(tensor):
+                assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_the_files_are_plain_safetensors_with_the_model_own_names(tmp_path):
+    task = Rich()
+    (file,) = (trained(tmp_path, task) / "model").iterdir()
+    tensors = safetensors.torch.load_file(file)
+    assert "again.weight" not in tensors
+    assert "not_kept" not in tensors
+    assert torch.equal(tensors["first.weight"], task.first.weight)
+    assert tensors["small"].dtype == torch.bfloat16
+
+
+def test_absent_optimizer_state_stays_absent(tmp_path):
+    class HalfUsed(Regression):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.Parameter(torch.ones(2))
+
+    task = HalfUsed()
+    checkpoint = Checkpoint.open(trained(tmp_path, task))
+    assert not [name for name in checkpoint.names("optimizer") if name.startswith("unused")]
+    trainer = quiet_trainer(tmp_path, max_epochs=2, resume="auto")
+    resumed = HalfUsed()
+    trainer.fit(resumed, loader())
+    assert resumed.unused not in trainer.optimizers[0].state
+
+
+def test_strict_loading_names_what_differs_and_lenient_loading_leaves_it_alone(tmp_path, caplog):
+    class More(Regression):
+        def __init__(self, lr=1e-2, dropout=0.0, dtype=torch.float32, optimizer="AdamW"):
+            super().__init__(lr, dropout, dtype, optimizer)
+            self.extra = nn.Linear(2, 2)
+
+    task = Regression()
+    path = trained(tmp_path, task)
+    with pytest.raises(CheckpointMismatch, match=r"not in the checkpoint: extra\.weight, extra\.bias"):
+        More.load_from_checkpoint(path)
+    loaded = More.load_from_checkpoint(path, strict=False)
+    assert torch.equal(loaded.net[0].weight, task.net[0].weight)
+    assert "extra.weight" in caplog.text
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_another_shape_is_an_error_and_changes_nothing(tmp_path, strict):
+    path = trained(tmp_path, Rich(width=8))
+    with pytest.raises(CheckpointMismatch, match=r"first\.weight: \(8, 6\).* saved, \(9, 6\).* in the model"):
+        Rich.load_from_checkpoint(path, strict=strict, width=9)
+
+
+def test_overrides_replace_hyperparameters(tmp_path):
+    path = trained(tmp_path, Rich())
+    assert Rich.load_from_checkpoint(path, rates=(3.0,)).hparams.rates == (3.0,)
+
+
+def test_missing_hyperparameters_are_named(tmp_path):
+    class Forgetful(Regression):
+        def __init__(self, needed):
+            lumen.TaskModule.__init__(self)
+            self.net = Regression().net
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    path = trained(tmp_path, Forgetful(1))
+    with pytest.raises(CheckpointMismatch, match="needed.*save_hyperparameters"):
+        Forgetful.load_from_checkpoint(path)
+
+
+def test_a_place_without_a_checkpoint_is_one_clear_error(tmp_path):
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+        Rich.load_from_checkpoint(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path):
+    path = trained(tmp_path, Rich())
+    (file,) = (path / "model").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointDamaged, match=file.name):
+        Rich.load_from_checkpoint(path)
+
+
+@dataclass
+class Settings:
+    depth: int = 2
+    name: str = "x"
+
+
+def test_hyperparameters_are_collected_through_inheritance():
+    class Base(lumen.TaskModule):
+        def __init__(self, lr, *, momentum=0.9):
+            super().__init__()
+            self.save_hyperparameters(ignore="secret")
+
+    class Child(Base):
+        def __init__(self, width, lr=0.1, secret=None, **rest):
+            super().__init__(lr * 2)
+
+    assert Child(3, secret=4, deep=5).hparams == {"width": 3, "lr": 0.1, "momentum": 0.9, "deep": 5}
+
+
+def test_hyperparameters_by_name_dictionary_and_dataclass():
+    class Named(lumen.TaskModule):
+        def __init__(self, a, b):
+            super().__init__()
+            self.save_hyperparameters("b")
+
+    class Given(lumen.DataModule):
+        def __init__(self, settings):
+            self.save_hyperparameters(settings)
+
+    assert Named(1, 2).hparams == {"b": 2}
+    assert Given({"x": 1}).hparams.x == 1
+    assert Given(Settings()).hparams == {"depth": 2, "name": "x"}
+    with pytest.raises(AttributeError, match="no hyperparameter is named 'y'; there are: x"):
+        _ = Given({"x": 1}).hparams.y
+
+
+def test_a_hyperparameter_that_is_no_plain_data_is_named_before_training(tmp_path):
+    class Holding(Regression):
+        def __init__(self, encoder):
+            lumen.TaskModule.__init__(self)
+            self.save_hyperparameters()
+            self.net = Regression().net
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(CheckpointError, match=r"hyperparameters\.encoder"):
+        trained(tmp_path, Holding(nn.Linear(2, 2)))
