@@ -63,12 +63,12 @@ class Plan:
         name = f"limit_{'val' if stage == 'validate' else stage}_batches"
         if feed.length is None:
             raise ConfigError(f"{name}: {limit} is a fraction, but the loader has no length. Give a number of batches.")
-        if limit and feed.length and int(feed.length * limit) == 0:
+        batches = int(feed.length * limit + 1e-9)  # 0.29 * 100 is a little less than 29
+        if limit and feed.length and batches == 0:
             raise ConfigError(
-                f"{name}: {limit} of {feed.length} batches is less than one. "
-                f"Give at least {1 / feed.length:g} or a count."
+                f"{name}: {limit} of {feed.length} batches is less than one. Give a larger fraction or a count."
             )
-        return int(feed.length * limit)
+        return batches
 
 
 def count_limit(name: str, value: int | None) -> int | None:

@@ -7,6 +7,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -167,10 +168,12 @@ class Trainer:
             **validation_interval(val_check_interval),
         )
         if self.fast_dev_run:
-            self.plan.max_steps, self.plan.max_epochs = self.fast_dev_run, 1
-            self.plan.sanity_batches = 0
-            self.plan.limits = dict.fromkeys(self.plan.limits, self.fast_dev_run)
-            logger, enable_checkpointing = False, False
+            self.plan = replace(
+                self.plan, max_steps=self.fast_dev_run, max_epochs=1, max_time_s=None, sanity_batches=0,
+                limits=dict.fromkeys(self.plan.limits, self.fast_dev_run), val_every_n_steps=None, val_every_s=None,
+                val_every_epoch_fraction=1.0, val_every_n_epochs=1,
+            )  # fmt: skip
+            logger = False
         self.loggers: list[Logger] = (
             ([CSVLogger()] if logger else [])
             if isinstance(logger, bool)
@@ -183,7 +186,9 @@ class Trainer:
             {SystemMonitor: bool(self.loggers), ModelSummary: enable_model_summary, ProgressBar: enable_progress_bar},
             enable_checkpointing,
         )
-        self.enable_checkpointing = enable_checkpointing
+        self.enable_checkpointing = enable_checkpointing and not self.fast_dev_run
+        if self.fast_dev_run:
+            self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, ModelCheckpoint)]
         self.run_directory: Path | None = None
         self._run: Run | None = None
 

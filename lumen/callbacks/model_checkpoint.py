@@ -171,7 +171,8 @@ class ModelCheckpoint(Callback):
         """Remove what no rule keeps; the newest is committed already."""
         assert self.dirpath is not None
         found = find_checkpoints(self.dirpath)
-        kept = {newest, *(found if self.keep_last < 0 else found[len(found) - self.keep_last :])}
+        newest_few = found if self.keep_last < 0 else found[max(0, len(found) - self.keep_last) :]
+        kept = {newest, *newest_few}
         kept |= {self.dirpath / name for name in self._ranked()[: self.keep_best]}
         if self.keep_every_n_steps is not None:
             kept |= {path for path in found if int(path.name.split("-")[1]) % self.keep_every_n_steps == 0}
