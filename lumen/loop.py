@@ -254,13 +254,11 @@ def sanity_check(run: Run) -> None:
     Raises:
         StopRequested: The run was asked to leave.
     """
-    limits, run.plan.limits = run.plan.limits, {**run.plan.limits, "sanity": run.plan.sanity_batches}
     for hook in run.hooks.on_sanity_check_start:
         hook()
     complete = evaluate(run, "sanity", run.eval_feeds)
     for hook in run.hooks.on_sanity_check_end:
         hook()
-    run.plan.limits = limits
     run.metrics.clear()
     run.published.clear()
     if not complete:

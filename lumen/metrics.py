@@ -164,7 +164,7 @@ class StageMetrics:
                 for value, weight in entry.latest:
                     window.add(value, weight)
                 both = entry.options.on_epoch
-                values[f"{name}_step" if both else name] = (
+                values[_variant(name, "step") if both else name] = (
                     entry.latest[0][0] if len(entry.latest) == 1 else window.compute()
                 )
         return values
@@ -172,7 +172,7 @@ class StageMetrics:
     def epoch_names(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> list[str]:
         """The names that `epoch_values` gives, without computing a value."""
         return [
-            f"{name}_epoch" if entry.options.on_step else name
+            _variant(name, "epoch") if entry.options.on_step else name
             for name, entry in self._entries.items()
             if entry.options.on_epoch and keep(entry.options)
         ]
@@ -191,7 +191,7 @@ class StageMetrics:
                         )
                 else:
                     value = entry.epoch.compute()
-                values[f"{name}_epoch" if entry.options.on_step else name] = float(value)
+                values[_variant(name, "epoch") if entry.options.on_step else name] = float(value)
         return values
 
     def reset_metrics(self) -> None:
@@ -223,6 +223,12 @@ class StageMetrics:
             metric = None if saved["metric"] is None else metric_named(saved["metric"])
             entry = self._entries[name] = _Entry(LogOptions(**saved["options"]), metric)
             entry.epoch = Accumulator.from_state(saved["epoch"], device)
+
+
+def _variant(name: str, of: str) -> str:
+    """`x_step` or `x_epoch`; the number of a loader stays at the end."""
+    stem, *loader = name.partition("/dataloader_idx_")
+    return f"{stem}_{of}{''.join(loader)}"
 
 
 def _as_metric(name: str, value: Any) -> Metric | None:

@@ -69,6 +69,8 @@ def _scheduler(given: Any) -> SchedulerConfig:
     options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     if unknown := set(options) - set(_KEYS):
         raise ConfigError(f"lr_scheduler: unknown key {', '.join(sorted(unknown))}; there are {', '.join(_KEYS)}.")
+    if "scheduler" not in options:
+        raise ConfigError(f"lr_scheduler: the key 'scheduler' is missing; found {', '.join(options) or 'no key'}.")
     options.pop("name", None)
     config = SchedulerConfig(**options)
     if not isinstance(config.scheduler, (LRScheduler, ReduceLROnPlateau)) and not hasattr(config.scheduler, "step"):

@@ -55,6 +55,9 @@ class Plan:
         Raises:
             ConfigError: A fraction of an unknown length, or one that leaves no batch.
         """
+        if stage == "sanity":
+            whole, tried = self.limit("validate", feed), self.sanity_batches
+            return whole if tried < 0 else tried if whole is None else min(tried, whole)
         limit = self.limits.get(stage)
         if not isinstance(limit, float):
             return limit
@@ -69,6 +72,11 @@ class Plan:
                 f"{name}: {limit} of {feed.length} batches is less than one. Give a larger fraction or a count."
             )
         return batches
+
+    def batches(self, stage: str, feed: Feed) -> int | None:
+        """Batches of a feed that are used; None if only its end will tell."""
+        limit = self.limit(stage, feed)
+        return limit if feed.length is None else feed.length if limit is None else min(limit, feed.length)
 
 
 def count_limit(name: str, value: int | None) -> int | None:

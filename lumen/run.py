@@ -335,14 +335,12 @@ class Run:
         if fraction == 1.0:
             return window.last
         assert self.train_feed is not None
-        per_epoch = self.train_feed.length
-        if per_epoch is None:
+        batches = plan.batches("train", self.train_feed)
+        if batches is None:
             raise ConfigError(
                 f"val_check_interval: {fraction} is a fraction of an epoch, but the loader has no length. "
-                "Give a number of optimizer steps."
+                "Give a number of optimizer steps, or set limit_train_batches to a number."
             )
-        limit = self.plan.limit("train", self.train_feed)
-        batches = per_epoch if limit is None else min(per_epoch, limit)
         done = progress.batches
         before = done - len(window.sizes)
         return int(done / (batches * fraction) + 1e-9) > int(before / (batches * fraction) + 1e-9)
@@ -379,6 +377,12 @@ class Run:
     def is_ending(self) -> bool:
         """This boundary is the last one: the run is over, or was asked to leave."""
         return self.limit_reached is not None or self.stop_signal is not None
+
+    def close(self) -> None:
+        """End the loaders' workers."""
+        for feed in (self.train_feed, *self.eval_feeds):
+            if feed is not None:
+                feed.close()
 
     def progress_state(self) -> dict[str, Any]:
         """Progress as plain data."""

@@ -25,7 +25,8 @@ class TaskModule(HasHyperparameters, nn.Module):
     """A model, its losses and its optimizer.
 
     Subclass it and define `training_step` and `configure_optimizers`; everything else is optional. A step is called
-    with what its signature has: `(batch)`, `(batch, batch_idx)` or `(batch, batch_idx, dataloader_idx)`.
+    with what its signature has: `(batch)`, `(batch, batch_idx)` or `(batch, batch_idx, dataloader_idx)`; a batch is what
+    the loader gives, on the device; `batch_idx` counts an epoch's micro-batches as one process would.
 
     A task is an ordinary `nn.Module`: its steps can be called without a trainer, `self.log` then does nothing.
     """
@@ -41,7 +42,7 @@ class TaskModule(HasHyperparameters, nn.Module):
 
     # ------------------------------------------------------------------ steps
 
-    def training_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss of one micro-batch.
 
         Returns:
@@ -53,14 +54,15 @@ class TaskModule(HasHyperparameters, nn.Module):
         """
         raise ConfigError(f"{type(self).__name__} has no training_step. Define `training_step(self, batch)`.")
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch during `fit` or `validate`: no gradients, eval mode."""
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch during `test`."""
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict for one batch. Default: `self(batch)`, or `self(inputs)` for a batch `(inputs, ...)`."""
+        batch = args[0]
         return self(batch[0] if isinstance(batch, (list, tuple)) else batch)
 
     def batch_weight(self, batch: Any) -> float:

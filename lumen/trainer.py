@@ -434,8 +434,7 @@ class Trainer:
         """Micro-batches of a training epoch; None if the loader has no length."""
         feed = self.run.train_feed
         assert feed is not None
-        limit = self.plan.limit("train", feed)
-        return limit if feed.length is None else feed.length if limit is None else min(limit, feed.length)
+        return self.plan.batches("train", feed)
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -492,6 +491,7 @@ class Trainer:
                     closing.callback(logger.close)
             closing.enter_context(session.stop_signals(run))
             closing.callback(self.strategy.teardown)
+            closing.callback(run.close)
             try:
                 yield run
             except loop.StopRequested:

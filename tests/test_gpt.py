@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 
 import lumen
 from datamodules.text import CharText
+from lumen.cli import main
 from lumen.errors import ConfigError, DataError
 from models.gpt import GPT, PRESETS, decay_groups, warmup_cosine
 
@@ -265,35 +265,37 @@ def test_a_checkpoint_of_another_vocabulary_is_not_continued(tmp_path):
         )
 
 
-def instantiate(*arguments):
-    """Build what a config file describes, with the data's vocabulary given to the model."""
-    parser = ArgumentParser()
-    parser.add_argument("--config", action="config")
-    parser.add_argument("--seed_everything", type=int)
-    parser.add_subclass_arguments(lumen.TaskModule, "model")
-    parser.add_subclass_arguments(lumen.DataModule, "data")
-    parser.add_class_arguments(lumen.Trainer, "trainer")
-    parser.link_arguments("data.vocab_size", "model.init_args.vocab_size", apply_on="instantiate")
-    config = parser.parse_args(arguments)
-    config.trainer.seed = config.seed_everything
-    lumen.seed_everything(config.seed_everything)
-    return parser.instantiate(config)
+# -------------------------------------------------------------------- the config, through the command line
 
 
-def test_the_model_of_the_config_gets_the_vocabulary_of_its_text(tmp_path):
-    (tmp_path / "book.txt").write_text("only nine" * 50)
-    parts = instantiate("--config", "models/gpt.yaml", "--data.path", str(tmp_path / "book.txt"))
-    assert parts.data.vocab_size == 7
-    assert parts.model.transformer.head.out_features == 7
-    assert parts.model.hparams.block_size == parts.data.hparams.block_size
+def test_the_config_gives_the_model_the_vocabulary_and_writes_on_from_the_best_checkpoint(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("only nine" * 100)
+    arguments = ["--config", "models/gpt.yaml", "--data.path", str(tmp_path / "book.txt")]
+    arguments += ["--trainer.default_root_dir", str(tmp_path)]
+    assert main(["fit", *arguments, "--trainer.max_steps", "2", "--trainer.val_check_interval", "1"]) == 0
+    gpt = GPT.load_from_checkpoint(tmp_path / "gpt")
+    assert gpt.hparams.vocab_size == gpt.transformer.head.out_features == 7
+
+    writing = ["--data.prompt", "only", "--model.max_new_tokens", "20", "--model.temperature", "0.5"]
+    capsys.readouterr()
+    assert main(["predict", *arguments, "--ckpt_path", "best", *writing]) == 0
+    text = capsys.readouterr().out.rstrip("\n")
+    assert text.startswith("only")
+    assert len(text) == 4 + 20
+    assert set(text) <= set("only nine")
+
+
+def test_a_prompt_of_unknown_characters_is_refused_on_the_command_line(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("only nine" * 100)
+    arguments = ["--config", "models/gpt.yaml", "--data.path", str(tmp_path / "book.txt"), "--data.prompt", "zero"]
+    assert main(["predict", *arguments, "--trainer.default_root_dir", str(tmp_path)]) == 1
+    assert "'rz' in 'zero' never occurs" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.time_limit(240)
 def test_the_config_reaches_a_validation_loss_of_2_05_in_500_steps(tmp_path):
-    parts = instantiate(
-        "--config", "models/gpt.yaml", "--trainer.default_root_dir", str(tmp_path), "--trainer.seed=1337"
-    )
-    parts.trainer.fit(parts.model, parts.data)
-    assert parts.trainer.global_step == 500
-    assert parts.trainer.callback_metrics["val_loss"] <= 2.05
+    assert main(["fit", "--config", "models/gpt.yaml", "--trainer.default_root_dir", str(tmp_path)]) == 0
+    gpt = GPT.load_from_checkpoint(tmp_path / "gpt")
+    (metrics,) = quiet_trainer(tmp_path).validate(gpt, CharText())
+    assert metrics["val_loss"] <= 2.05

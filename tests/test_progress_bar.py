@@ -139,8 +139,8 @@ def test_samples_per_second_are_steps_per_second_times_the_batch(
         Task(pause_s=0.003), loader(90)
     )
     rates = [
-        (float(steps), float(samples))
-        for steps, samples in re.findall(r"([\d.]+) steps/s · ([\d.]+) samples/s", written())
+        (float(steps), float(samples.replace(",", "")))
+        for steps, samples in re.findall(r"([\d.]+) steps/s · ([\d.,]+) samples/s", written())
     ]
     assert len(rates) >= 25  # a step that takes a second is written as s/step
     assert all(samples == pytest.approx(steps * 3 * BATCH, rel=0.02) for steps, samples in rates)
@@ -262,8 +262,8 @@ def test_a_terminal_shows_everything_within_its_width(
     assert len(training) == 19
     rest = re.sub(r"\s+", " ", training[-2])
     assert re.search(
-        r"(━|1/2) \d+ % · 0:00:0\d left number \d\d.00 · val_number 1020 (· )?[\d.]+ steps/s · "
-        r"[\d.]+ samples/s (· )?data \d+ % · \d+ MB",
+        r"(━|1/2) \d+ % · 0:00:0\d left number \d\d.00 · val_number 1020 (· )?[\d.,]+ steps/s · "
+        r"[\d.,]+ samples/s (· )?data \d+ % · \d+ MB",
         rest,
     ), rest
     assert any("━" in frame and "validation " in frame for frame in seen)

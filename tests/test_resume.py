@@ -329,3 +329,25 @@ def test_a_run_that_never_started_leaves_no_directory(tmp_path):
     assert not (tmp_path / "runs" / "run").exists()
     trainer, _ = fit(tmp_path)
     assert trainer.run_directory.name == "run"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_persistent_workers_end_with_the_run(tmp_path, fails):
+    class Failing(Regression):
+        def training_step(self, batch, batch_idx):
+            if fails and self.global_step == 3:
+                raise RuntimeError("on purpose")
+            return super().training_step(batch)
+
+    trainer = quiet_trainer(tmp_path, max_epochs=2)
+    data = loader(num_workers=2, persistent_workers=True)
+    try:
+        trainer.fit(Failing(), data, val_dataloaders=loader(10, num_workers=1, persistent_workers=True))
+    except RuntimeError as error:
+        assert "on purpose" in str(error)
+        del error
+    import gc
+    import multiprocessing
+
+    gc.collect()
+    assert multiprocessing.active_children() == []

@@ -140,10 +140,8 @@ class ProgressBar(Callback):
         progress, rates, left_s = run.progress, self._throughput.measure(run), self._seconds_left(run)
         costs = [size(memory_mb(run.strategy.device))]
         if rates.steps_per_s:
-            samples, waiting = (
-                f"{number(rates.samples_per_s, 3)} samples/s",
-                f"data {100 * rates.data_wait_share:.0f} %",
-            )
+            samples = f"{number(rates.samples_per_s, 3)} samples/s"
+            waiting = f"data {100 * rates.data_wait_share:.0f} %"
             costs = [speed(rates.steps_per_s, "step"), samples, waiting, *costs]
         return Line(
             head=f"step {_of(progress.step, self._total_steps)} · epoch {_of(progress.epoch, run.plan.max_epochs)}",

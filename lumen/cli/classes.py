@@ -98,7 +98,7 @@ def _by_short_name(name: str, bases: tuple[type, ...], where: str) -> tuple[Any,
 
 
 def _subclasses(base: type) -> set[type]:
-    found = set() if base is object else set(base.__subclasses__())
+    found: set[type] = set() if base is object else set(base.__subclasses__())
     return found.union(*(_subclasses(subclass) for subclass in found))
 
 

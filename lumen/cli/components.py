@@ -211,6 +211,7 @@ def _annotation(parameter: ParamData) -> Any:
 
 
 def is_required(parameter: ParamData) -> bool:
+    """Whether a parameter has no default."""
     return parameter.default is Parameter.empty
 
 

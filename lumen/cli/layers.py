@@ -17,7 +17,7 @@ import yaml
 from lumen.errors import ConfigError
 
 CLASSES = ("model", "data", "optimizer", "lr_scheduler")
-SCHEDULE = ("interval", "frequency", "monitor")  # stand next to lr_scheduler's class_path
+SCHEDULE = ("interval", "frequency", "monitor", "strict")  # stand next to lr_scheduler's class_path
 COMMAND_LINE = "command line"
 _NODE_KEYS = ("class_path", "init_args")
 _CLASS_NAME = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*")
@@ -59,7 +59,7 @@ def as_node(value: Any, origin: str) -> Node:
 class _Loader(yaml.SafeLoader):
     """Reads the scalars of YAML 1.2: `no` is a word, `1e-4` a number, and `12:30` not a count of minutes."""
 
-    yaml_implicit_resolvers = {}  # type: ignore[misc]  # noqa: RUF012
+    yaml_implicit_resolvers = {}  # noqa: RUF012
 
 
 for _tag, _pattern, _first in (

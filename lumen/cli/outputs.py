@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -36,13 +37,15 @@ def check_output(command: str, path: Path | None) -> None:
 
 def show_values(values: Sequence[Mapping[str, float]], title: str) -> None:
     """Print a table of values, one column per loader."""
-    table = Table(title=title, title_justify="left")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("metric")
     for number in range(len(values)):
         table.add_column("value" if len(values) == 1 else f"loader {number}", justify="right")
     for name in dict.fromkeys(name for column in values for name in column):
         table.add_row(name, *(format(column[name], ".6g") if name in column else "" for column in values))
-    Console().print(table)
+    console = Console()
+    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
 
 
 def write_values(values: Sequence[Mapping[str, float]], path: Path) -> None:
@@ -75,8 +78,9 @@ def write_predictions(batches: Sequence[Any], path: Path) -> None:
         lines = [json.dumps(_plain(sample)) + "\n" for batch in batches for sample in _samples(batch)]
         _write(path, "".join(lines))
     else:
-        temporary = path.with_name(f".{path.name}.tmp")
-        write_safetensors(temporary, _joined(batches))
+        tensors, temporary = _joined(batches), path.with_name(f".{path.name}.tmp")
+        temporary.unlink(missing_ok=True)  # of a killed process
+        write_safetensors(temporary, tensors)
         os.replace(temporary, path)
 
 
@@ -127,9 +131,14 @@ def _joined(batches: Sequence[Any]) -> dict[str, torch.Tensor]:
                 )
             columns.setdefault(str(name), []).append(tensor.detach().cpu())
     try:
-        return {name: torch.cat([torch.atleast_1d(part) for part in parts]) for name, parts in columns.items()}
+        return {
+            name: torch.cat([part.reshape(1) if part.ndim == 0 else part for part in parts])
+            for name, parts in columns.items()
+        }
     except RuntimeError as error:
-        raise DataError(f"the batches' tensors cannot be joined along dimension 0: {error}. Write a .jsonl file.") from error
+        raise DataError(
+            f"the batches' tensors cannot be joined along dimension 0: {error}. Write a .jsonl file."
+        ) from error
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from lumen.trainer import Trainer
 
 NAME = "config.yaml"
+_log = logging.getLogger("lumen")
 
 
 @final
@@ -38,6 +40,7 @@ class SaveConfig(Callback):
         directory = trainer.run_directory
         if directory is None or not trainer.is_global_zero:
             return
+        _log.info("the run is in %s", directory)
         path = directory / NAME
         before = path.read_text(encoding="utf-8") if path.exists() else None
         record = self._settings.record()

@@ -43,7 +43,7 @@ def top_level(
 
 
 def schedule(
-    interval: Literal["step", "epoch"] = "epoch", frequency: int = 1, monitor: str | None = None
+    interval: Literal["step", "epoch"] = "epoch", frequency: int = 1, monitor: str | None = None, strict: bool = True
 ) -> dict[str, Any]:
     """What stands next to the scheduler's `class_path`.
 
@@ -51,8 +51,9 @@ def schedule(
         interval: What the scheduler counts.
         frequency: Every how many of them it moves.
         monitor: The logged name that ReduceLROnPlateau reads.
+        strict: A monitor that was not logged is an error.
     """
-    return {"interval": interval, "frequency": frequency, "monitor": monitor}
+    return {"interval": interval, "frequency": frequency, "monitor": monitor, "strict": strict}
 
 
 @final
@@ -132,7 +133,9 @@ class Settings:
         for source, target in self._links().items():
             name, argument = source.removeprefix("data."), target.removeprefix("model.")
             if argument not in model.given and not self._take(model, argument, data, name):
-                problems.append(f"link_arguments: {type(data).__name__} has no attribute {name}, or it is not plain data.")
+                problems.append(
+                    f"link_arguments: {type(data).__name__} has no attribute {name}, or it is not plain data."
+                )
         for name, parameter in model.parameters.items():
             if name not in model.given and (is_required(parameter) or parameter.default is None):
                 self._take(model, name, data, name)
@@ -219,7 +222,7 @@ class Settings:
     def _take(self, model: Component, argument: str, data: DataModule | None, name: str) -> bool:
         if data is None or hasattr(DataModule, name):
             return False
-        value = getattr(data, name, None)
+        value: Any = getattr(data, name, None)
         if value is None:
             value = data.hparams.get(name)
         if hasattr(value, "item") and not value.shape:  # a number of torch or numpy
@@ -234,4 +237,3 @@ class Settings:
 def _raise(problems: list[str]) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
-

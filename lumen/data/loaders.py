@@ -61,6 +61,9 @@ class Feed(ABC):
     def steps(self, limit: int | None) -> int | None:
         """Optimizer steps of an epoch; None if the loader has no length."""
 
+    def close(self) -> None:
+        """End the workers; the lengths stay known."""
+
 
 class _Draw(NamedTuple):
     """What the batch sampler hands to a worker: everything that a micro-batch's randomness depends on."""
@@ -193,6 +196,10 @@ class MapFeed(Feed):
     def steps(self, limit: int | None) -> int:
         """See `Feed.steps`."""
         return sum(1 for _ in self._steps(0, limit))
+
+    def close(self) -> None:
+        """See `Feed.close`: persistent workers end with their loader."""
+        del self._loader
 
     def _steps(self, start: int, limit: int | None) -> Iterator[list[Slice]]:
         end, drop_last = self._samples, self._drop_last

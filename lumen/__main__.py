@@ -1,0 +1,8 @@
+"""`python -m lumen`."""
+
+import sys
+
+from lumen.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What the documentation shows works as shown."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lumen.cli import main
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+def test_the_readme_task_runs_and_goes_on_when_run_again(tmp_path):
+    (script,) = blocks("python")
+    (tmp_path / "train.py").write_text(script)
+    for said in ("finished: ", "nothing to do"):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert said in done.stderr
+        assert "val_loss" in done.stdout
+    assert (tmp_path / "runs/regression/metrics.csv").exists()
+
+
+def test_the_readme_commands_run(tmp_path, monkeypatch, capsys):
+    """In their order, with few steps and small data."""
+    commands = [line.split("#")[0].split() for line in README.splitlines() if line.startswith("lumen ")]
+    assert [command[1] for command in commands] == ["fit", "fit", "fit", "validate", "predict"]
+    small = {
+        "fit": ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=2"],
+        "validate": ["--trainer.limit_val_batches=2"],
+        "predict": ["--model.max_new_tokens=3"],
+    }
+    for entry in ("models", "datamodules"):
+        (tmp_path / entry).symlink_to(ROOT / entry)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for command in commands:
+        words = [word.strip('"') for word in _joined(command[1:])]
+        assert main([*words, *small[command[1]]]) == 0, command
+    assert "In the beginning" in capsys.readouterr().out
+
+
+def _joined(words):
+    """Words of a shell line, with a quoted one kept whole."""
+    line = " ".join(words)
+    return re.findall(r'"[^"]*"|\S+', line)
+
+
+def test_every_linked_file_exists():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "models").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_config_trains(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    overrides = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.val_check_interval=2"]
+    assert main(["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}", *overrides]) == 0
+    assert (tmp_path / config.stem / "config.yaml").exists()

@@ -1,0 +1,412 @@
+"""When validation runs, what it gives, and that it leaves nothing else behind; test and predict likewise."""
+
+import random
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
+
+import lumen
+from lumen.errors import ConfigError, DataError
+from tests.tasks import FEATURES, Regression, loader, quiet_trainer, regression_data
+
+
+def bare_trainer(tmp_path, **options):
+    """A trainer that writes nothing."""
+    return quiet_trainer(tmp_path, **{"logger": False, "enable_checkpointing": False} | options)
+
+
+class When(lumen.Callback):
+    """Notes (epoch, step) of every validation and its number of batches."""
+
+    def __init__(self):
+        self.starts, self.batches, self.sanity_batches = [], [], 0
+
+    def on_validation_start(self, trainer, task):
+        if not trainer.sanity_checking:
+            assert trainer.validating
+            self.starts.append((trainer.current_epoch, trainer.global_step))
+            self.batches.append(0)
+
+    def on_validation_batch_end(self, trainer, task, outputs, batch, batch_idx, dataloader_idx=0):
+        if trainer.sanity_checking:
+            self.sanity_batches += 1
+        else:
+            self.batches[-1] += 1
+
+
+# ---------------------------------------------------------------------- when
+
+
+@pytest.mark.parametrize(
+    ("options", "validations"),
+    [
+        ({}, [(0, 5), (1, 10)]),
+        ({"val_check_interval": 2}, [(0, 2), (0, 4), (1, 6), (1, 8), (1, 10)]),
+        ({"val_check_interval": 7}, [(1, 7)]),
+        ({"val_check_interval": 11}, []),
+        ({"val_check_interval": 1.0}, [(0, 5), (1, 10)]),
+        ({"val_check_interval": 0.5}, [(0, 3), (0, 5), (1, 8), (1, 10)]),
+        ({"val_check_interval": 0.4, "limit_train_batches": 0.8}, [(0, 2), (0, 4), (1, 6), (1, 8)]),
+        ({"val_check_interval": 0.5, "limit_train_batches": 4}, [(0, 2), (0, 4), (1, 6), (1, 8)]),
+        ({"val_check_interval": 0.5, "check_val_every_n_epoch": 2}, [(1, 8), (1, 10)]),
+        ({"check_val_every_n_epoch": 2}, [(1, 10)]),
+        ({"check_val_every_n_epoch": 3}, []),
+        ({"accumulate_grad_batches": 2}, [(0, 3), (1, 6)]),
+        ({"accumulate_grad_batches": 2, "val_check_interval": 2}, [(0, 2), (1, 4), (1, 6)]),
+        ({"accumulate_grad_batches": 2, "val_check_interval": 0.5}, [(0, 2), (0, 3), (1, 5), (1, 6)]),
+        ({"val_check_interval": timedelta(0), "max_epochs": 1}, [(0, step) for step in range(1, 6)]),
+        ({"val_check_interval": "01:00:00"}, []),
+        ({"limit_val_batches": 0}, []),
+        ({"limit_val_batches": 0.0}, []),
+    ],
+)
+def test_a_validation_runs_when_it_is_due(tmp_path, options, validations):
+    when = When()
+    trainer = bare_trainer(tmp_path, callbacks=[when], **{"max_epochs": 2} | options)
+    trainer.fit(Regression(), loader(40, 8), val_dataloaders=loader(16, 8))
+    assert when.starts == validations
+    assert when.batches == [2] * len(validations)
+
+
+def test_an_early_stop_does_not_add_a_validation(tmp_path):
+    when = When()
+    trainer = bare_trainer(
+        tmp_path, max_epochs=9, val_check_interval=2, callbacks=[when, lumen.EarlyStopping("val_loss", patience=1)]
+    )
+    trainer.fit(Regression(lr=0.0), loader(40, 8), val_dataloaders=loader(16, 8))
+    assert when.starts == [(0, 2), (0, 4)]
+    assert trainer.global_step == 4
+
+
+def test_a_fraction_of_an_unknown_length_needs_a_limit(tmp_path):
+    class Endless:
+        def __iter__(self):
+            while True:
+                yield torch.randn(8, FEATURES), torch.randn(8, 1)
+
+    with pytest.raises(ConfigError, match=r"val_check_interval: 0.5 is a fraction .* no length"), pytest.warns(match="Endless"):
+        bare_trainer(tmp_path, max_steps=4, val_check_interval=0.5).fit(
+            Regression(), Endless(), val_dataloaders=loader(16, 8)
+        )
+    when = When()
+    trainer = bare_trainer(
+        tmp_path, max_steps=8, val_check_interval=0.5, limit_train_batches=4, callbacks=[when]
+    )
+    with pytest.warns(match="Endless"):
+        trainer.fit(Regression(), Endless(), val_dataloaders=loader(16, 8))
+    assert when.starts == [(0, 2), (0, 4), (1, 6), (1, 8)]
+
+
+# ---------------------------------------------------------------------- the sanity check
+
+
+@pytest.mark.parametrize(
+    ("steps", "limit", "batches"), [(0, None, 0), (1, None, 1), (2, None, 2), (-1, None, 4), (2, 1, 1), (-1, 3, 3), (2, 0.25, 1)]
+)
+def test_the_sanity_check_tries_the_first_batches(tmp_path, steps, limit, batches):
+    when = When()
+    trainer = bare_trainer(
+        tmp_path, max_steps=1, num_sanity_val_steps=steps, limit_val_batches=limit, callbacks=[when]
+    )
+    trainer.fit(Regression(), loader(), val_dataloaders=loader(32, 8))
+    assert when.sanity_batches == batches
+    assert when.starts == []
+
+
+class Measured(Regression):
+    """Logs a metric object and draws in its hooks."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.error = MeanSquaredError()
+        self.found = []
+
+    def validation_step(self, batch):
+        super().validation_step(batch)
+        self.error(self(batch[0]), batch[1])
+        self.log("val_error", self.error, on_step=True, on_epoch=True)
+
+    def on_validation_epoch_start(self):
+        torch.rand(3), np.random.rand(3), random.random()
+
+    def on_train_start(self):
+        self.found.append((dict(self.trainer.callback_metrics), self.error.update_count, self.trainer.published("val_loss")))
+
+
+def test_the_sanity_check_leaves_no_trace(tmp_path):
+    rows, tasks = [], []
+    for steps in (0, 2):
+        task = Measured(dropout=0.5)
+        trainer = quiet_trainer(
+            tmp_path / str(steps), max_epochs=2, num_sanity_val_steps=steps, log_every_n_steps=1, enable_checkpointing=False
+        )
+        trainer.fit(task, loader(), val_dataloaders=loader(20, 8))
+        assert task.found == [({}, 0, 0)]
+        rows.append((trainer.run_directory / "metrics.csv").read_text())
+        tasks.append(task)
+    assert rows[0] == rows[1]
+    for one, other in zip(tasks[0].parameters(), tasks[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+# ---------------------------------------------------------------------- nothing else is touched
+
+
+class Modes(Regression):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(1)).eval()
+        self.while_evaluating = set()
+
+    def forward(self, inputs):
+        return self.frozen(super().forward(inputs))
+
+    def modes(self):
+        return {name: module.training for name, module in self.named_modules()}
+
+    def validation_step(self, batch):
+        self.while_evaluating |= set(self.modes().values())
+        assert not torch.is_grad_enabled()
+
+    def test_step(self, batch):
+        self.validation_step(batch)
+
+
+def test_each_submodule_gets_its_own_mode_back(tmp_path):
+    task = Modes()
+    task.net[2].eval()
+    before = task.modules_modes = task.modes()
+    assert set(before.values()) == {True, False}
+
+    class Watch(lumen.Callback):
+        def on_train_batch_start(self, trainer, task, batch, batch_idx):
+            assert task.modes() == before
+
+    trainer = bare_trainer(tmp_path, max_epochs=2, val_check_interval=2, callbacks=[Watch()])
+    trainer.fit(task, loader(), val_dataloaders=loader(8, 8))
+    trainer.test(task, loader(8, 8))
+    trainer.predict(task, loader(8, 8))
+    assert task.while_evaluating == {False}
+    assert task.modes() == before
+
+
+def test_modes_come_back_after_an_error_too(tmp_path):
+    class Failing(Modes):
+        def test_step(self, batch):
+            raise ZeroDivisionError
+
+    task = Failing()
+    before = task.modes()
+    with pytest.raises(ZeroDivisionError):
+        bare_trainer(tmp_path).test(task, loader())
+    assert task.modes() == before
+
+
+def test_validation_disturbs_neither_gradients_nor_generators(tmp_path):
+    class Watch(lumen.Callback):
+        def state(self, task):
+            gradients = [parameter.grad.clone() for parameter in task.parameters()]
+            return [*gradients, torch.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(np.int64)), random.getstate()]
+
+        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+            self.before = self.state(task)
+
+        def on_boundary(self, trainer, task):
+            for before, after in zip(self.before, self.state(task), strict=True):
+                assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
+
+    when = When()
+    trainer = bare_trainer(tmp_path, max_steps=6, val_check_interval=1, callbacks=[Watch(), when])
+    trainer.fit(Measured(dropout=0.5), loader(100, 8), val_dataloaders=loader(20, 8))
+    assert len(when.starts) == 6
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_evaluation_runs_without_gradients(tmp_path, inference_mode):
+    class Look(Regression):
+        seen = ()
+
+        def validation_step(self, batch):
+            self.seen = (*self.seen, (torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+    task = Look()
+    bare_trainer(tmp_path, inference_mode=inference_mode).validate(task, loader(8, 8))
+    assert task.seen == ((False, inference_mode),)
+
+
+# ---------------------------------------------------------------------- values
+
+
+def full_loss(task, samples):
+    inputs, targets = regression_data(samples, torch.float64)
+    with torch.no_grad():
+        return nn.functional.mse_loss(task(inputs), targets).item()
+
+
+@pytest.mark.parametrize(("samples", "batch_size", "workers"), [(50, 8, 0), (50, 8, 2), (7, 3, 0), (5, 100, 0), (9, 8, 0)])
+def test_a_mean_is_that_over_all_samples_whatever_the_batches(tmp_path, samples, batch_size, workers):
+    task = Regression(dtype=torch.float64)
+    data = loader(samples, batch_size, dtype=torch.float64, num_workers=workers)
+    (values,) = bare_trainer(tmp_path).validate(task, data)
+    assert values.keys() == {"val_loss"}
+    assert values["val_loss"] == pytest.approx(full_loss(task, samples), rel=1e-12)
+
+
+def test_each_stage_returns_its_own_values(tmp_path):
+    task = Regression(dtype=torch.float64)
+    trainer = bare_trainer(tmp_path)
+    for stage, name in ((trainer.validate, "val_loss"), (trainer.test, "test_loss")):
+        (values,) = stage(task, loader(50, 8, dtype=torch.float64))
+        assert values == {name: pytest.approx(full_loss(task, 50), rel=1e-12)}
+        assert {key: value.item() for key, value in trainer.callback_metrics.items()} == values
+
+
+class Several(Regression):
+    """Logs in every way there is, in a step that knows its loader."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("val_loss", loss)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        self.log("joint", loss, add_dataloader_idx=False)
+        self.log("number", float(dataloader_idx))
+
+    def on_validation_epoch_end(self):
+        self.log("at_the_end", 3.0)
+
+
+def test_several_loaders_have_a_value_each(tmp_path):
+    task = Several(dtype=torch.float64)
+    loaders = [loader(samples, 8, dtype=torch.float64) for samples in (20, 50)]
+    trainer = bare_trainer(tmp_path)
+    values = trainer.validate(task, loaders)
+    losses = [full_loss(task, 20), full_loss(task, 50)]
+    joint = (20 * losses[0] + 50 * losses[1]) / 70
+    for number, (found, loss) in enumerate(zip(values, losses, strict=True)):
+        suffix = f"/dataloader_idx_{number}"
+        assert found == {
+            f"val_loss{suffix}": pytest.approx(loss, rel=1e-12),
+            f"both_epoch{suffix}": pytest.approx(loss, rel=1e-12),
+            f"number{suffix}": number,
+            "joint": pytest.approx(joint, rel=1e-12),
+            "at_the_end": 3.0,
+        }
+
+
+def test_several_loaders_validate_during_fit(tmp_path):
+    task = Several(dtype=torch.float64)
+    trainer = bare_trainer(
+        tmp_path, max_epochs=1, callbacks=[lumen.EarlyStopping("val_loss/dataloader_idx_1", patience=9)]
+    )
+    trainer.fit(
+        task,
+        loader(40, 8, dtype=torch.float64),
+        val_dataloaders=[loader(20, 8, dtype=torch.float64), loader(50, 8, dtype=torch.float64)],
+    )
+    assert trainer.callback_metrics["val_loss/dataloader_idx_1"].item() == pytest.approx(full_loss(task, 50), rel=1e-12)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_predict_returns_each_sample_once_in_order(tmp_path, workers):
+    task = Regression()
+    inputs, targets = regression_data(50)
+    data = DataLoader(TensorDataset(inputs, targets), 8, num_workers=workers)
+    predictions = bare_trainer(tmp_path).predict(task, data)
+    assert [len(part) for part in predictions] == [8] * 6 + [2]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(predictions), task(inputs))
+
+
+def test_predict_calls_forward_by_default(tmp_path):
+    class Plain(lumen.TaskModule):
+        def forward(self, inputs):
+            return inputs * 2
+
+    inputs = torch.arange(6.0)
+    for data in (DataLoader(inputs, 4), DataLoader(TensorDataset(inputs, -inputs), 4)):
+        predictions = bare_trainer(tmp_path).predict(Plain(), data)
+        assert torch.equal(torch.cat(predictions), inputs * 2)
+
+
+def test_predict_with_several_loaders_gives_a_list_for_each(tmp_path):
+    predictions = bare_trainer(tmp_path).predict(Regression(), [loader(8, 8), loader(16, 8)])
+    assert [[len(batch) for batch in each] for each in predictions] == [[8], [8, 8]]
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(None, 4), (2, 2), (0.5, 2), (9, 4), (0, 0)])
+def test_limits_hold_for_every_evaluation(tmp_path, limit, batches):
+    class Counted(Regression):
+        counts = (0, 0, 0)
+
+        def count(self, place):
+            self.counts = tuple(count + (number == place) for number, count in enumerate(self.counts))
+
+        def validation_step(self, batch):
+            self.count(0)
+
+        def test_step(self, batch):
+            self.count(1)
+
+        def predict_step(self, batch):
+            self.count(2)
+
+    task = Counted()
+    trainer = bare_trainer(
+        tmp_path, limit_val_batches=limit, limit_test_batches=limit, limit_predict_batches=limit
+    )
+    trainer.validate(task, loader(32, 8))
+    trainer.test(task, loader(32, 8))
+    assert len(trainer.predict(task, loader(32, 8))) == batches
+    assert task.counts == (batches,) * 3
+
+
+def test_an_evaluation_that_cannot_run_is_refused(tmp_path):
+    trainer = bare_trainer(tmp_path)
+    with pytest.raises(ConfigError, match="Plain has no test_step"):
+        trainer.test(type("Plain", (lumen.TaskModule,), {})(), loader())
+    with pytest.raises(DataError, match=r"no data to predict.*predict_dataloader"):
+        trainer.predict(Regression())
+    with pytest.raises(ConfigError, match="limit_test_batches: 0.1 of 5 batches"):
+        bare_trainer(tmp_path, limit_test_batches=0.1).test(Regression(), loader(40, 8))
+
+
+def test_an_empty_evaluation_gives_nothing(tmp_path):
+    empty = DataLoader(TensorDataset(torch.empty(0, FEATURES), torch.empty(0, 1)), 8)
+    trainer = bare_trainer(tmp_path)
+    assert trainer.validate(Regression(), empty) == [{}]
+    assert trainer.predict(Regression(), empty) == []
+
+
+def test_a_trainer_says_what_it_is_doing(tmp_path):
+    class Ask(Regression):
+        said = ()
+
+        def ask(self):
+            trainer = self.trainer
+            doing = ("training", "validating", "testing", "predicting", "sanity_checking")
+            self.said += tuple(name for name in doing if getattr(trainer, name))
+
+        def training_step(self, batch):
+            self.ask()
+            return super().training_step(batch)
+
+        def validation_step(self, batch):
+            self.ask()
+
+        def test_step(self, batch):
+            self.ask()
+
+        def predict_step(self, batch):
+            self.ask()
+
+    task = Ask()
+    trainer = bare_trainer(tmp_path, max_epochs=1)
+    trainer.fit(task, loader(8, 8), val_dataloaders=loader(8, 8))
+    trainer.test(task, loader(8, 8))
+    trainer.predict(task, loader(8, 8))
+    assert task.said == ("sanity_checking", "training", "validating", "testing", "predicting")
