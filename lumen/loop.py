@@ -43,7 +43,7 @@ def train(run: Run) -> None:
     """Run epochs until a limit is reached, a callback stops the run, or it is asked to leave."""
     for hook in run.hooks.on_train_start:
         hook()
-    run.tick()
+    run.start_clock()
     while not run.finished:
         train_epoch(run)
     for hook in run.hooks.on_train_end:

@@ -235,7 +235,6 @@ class Run:
         }
         self._transfer_hooks = self._find_transfer_hooks()
         # how a run ends
-        self.started = False
         self.should_stop = False
         self.stop_signal: int | None = None
         self.time_is_up = False
@@ -349,6 +348,11 @@ class Run:
         """The validation of this step is complete."""
         self.progress.validation_due = False
         self._validated_at_s = time.monotonic()
+
+    def start_clock(self) -> None:
+        """Training begins now; what came before does not count."""
+        self._clock = self._validated_at_s = time.monotonic()
+        self.tick()
 
     def tick(self) -> None:
         """Read the clock, at boundaries only, and decide whether the run ends here."""

@@ -191,6 +191,7 @@ class Trainer:
             self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, ModelCheckpoint)]
         self.run_directory: Path | None = None
         self._run: Run | None = None
+        self._started = False
 
     # ------------------------------------------------------------------ the four loops
 
@@ -227,7 +228,7 @@ class Trainer:
             if checkpoint is not None and (reason := run.limit_reached or self._stopped_early(checkpoint)):
                 _log.info("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
                 return
-            run.started = True
+            self._started = True
             for hook in run.hooks.on_fit_start:
                 hook()
             if checkpoint is None and run.eval_feeds and run.plan.sanity_batches:
@@ -462,7 +463,8 @@ class Trainer:
         if not isinstance(task, TaskModule):
             raise ConfigError(f"expected a TaskModule, found {type(task).__name__}. Subclass lumen.TaskModule.")
         datamodule = data if isinstance(data, DataModule) else None
-        self.name = self.name or type(task).__name__.lower()
+        self.name = type(task).__name__.lower() if self.name is None else self.name
+        self._started = False
         with ExitStack() as closing:
             closing.enter_context(session.torch_settings(self.deterministic, self.detect_anomaly))
             closing.enter_context(session.console_log(self.log_level))
@@ -492,6 +494,10 @@ class Trainer:
             closing.enter_context(session.stop_signals(run))
             closing.callback(self.strategy.teardown)
             closing.callback(run.close)
+            if datamodule is not None:
+                closing.callback(datamodule.teardown, stage)
+            for hook in reversed(run.hooks.teardown):
+                closing.callback(hook, stage)
             try:
                 yield run
             except loop.StopRequested:
@@ -499,14 +505,7 @@ class Trainer:
             except BaseException as error:
                 for hook in run.hooks.on_exception:
                     hook(error)
-                if directory is not None and not run.started and self.resume not in ("auto", "last"):
-                    closing.callback(shutil.rmtree, directory.path)  # nothing was trained: its name stays free
                 raise
-            finally:
-                for hook in run.hooks.teardown:
-                    hook(stage)
-                if datamodule is not None:
-                    datamodule.teardown(stage)
 
     def _leave(self, run: Run, directory: RunDirectory | None) -> None:
         """Say how to go on, and end as the signal asks."""
@@ -527,11 +526,17 @@ class Trainer:
             self.run_directory = None
             return None
         assert self.name is not None
-        directory = closing.enter_context(
-            RunDirectory.claim(self.default_root_dir, self.name, reuse=self.resume in ("auto", "last"))
-        )
+        goes_on = self.resume in ("auto", "last")
+        directory = closing.enter_context(RunDirectory.claim(self.default_root_dir, self.name, reuse=goes_on))
+        if not goes_on:
+            closing.callback(self._give_back_if_unused, directory.path)
         self.run_directory = directory.path
         return directory
+
+    def _give_back_if_unused(self, directory: Path) -> None:
+        """Leave nothing behind of a run that failed before its training began: its name stays free."""
+        if not self._started:
+            shutil.rmtree(directory)
 
     def _find_resumed(self) -> Checkpoint | None:
         if self.resume is None:

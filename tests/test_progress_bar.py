@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import timeit
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -414,23 +413,6 @@ def test_a_callback_that_fails_while_closing_does_not_cost_the_cursor(tmp_path: 
 
 
 # ---------------------------------------------------------------------- what it costs
-
-
-def test_a_step_that_shows_nothing_costs_less_than_a_microsecond(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    show_on(monkeypatch, terminal=True)
-    bar = ProgressBar(refresh_per_second=0.001)
-    costs_s = []
-
-    class Clock(Callback):
-        def on_boundary(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
-            costs_s.extend(timeit.repeat(lambda: bar.on_boundary(trainer, task), number=1000, repeat=20))
-
-    run = trainer(tmp_path, bar, max_steps=1)
-    run.callbacks.append(Clock())
-    run.fit(Task(), loader(2))
-    assert min(costs_s) / 1000 < 1e-6
 
 
 def test_the_bar_does_not_change_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

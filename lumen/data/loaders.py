@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
+from time import perf_counter
 from typing import Any, NamedTuple, final
 
 import torch
@@ -240,9 +241,11 @@ class StreamFeed(Feed):
         index = position.batches
         ahead = list(islice(batches, self._accumulate))
         while ahead:
+            start = perf_counter()
             current, ahead = ahead, list(islice(batches, self._accumulate))
+            waited_s = perf_counter() - start
             sizes = [self._count(batch) for batch in current]
-            yield Window(iter(current), sizes, index, last=not ahead)
+            yield Window(iter(current), sizes, index, last=not ahead, waited_s=waited_s)
             index += len(current)
 
     def steps(self, limit: int | None) -> int | None:

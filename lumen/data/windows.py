@@ -44,13 +44,15 @@ class Window:
 
     __slots__ = ("_batches", "_first_index", "last", "samples", "sizes", "waited_s")
 
-    def __init__(self, batches: Iterator[Any], sizes: list[int], first_index: int, last: bool) -> None:
+    def __init__(
+        self, batches: Iterator[Any], sizes: list[int], first_index: int, last: bool, waited_s: float = 0.0
+    ) -> None:
         self._batches = batches
         self._first_index = first_index
         self.sizes = sizes
         self.samples = sum(sizes)
         self.last = last
-        self.waited_s = 0.0
+        self.waited_s = waited_s
 
     def __iter__(self) -> Iterator[MicroBatch]:
         closing = len(self.sizes) - 1

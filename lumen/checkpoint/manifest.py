@@ -1,0 +1,188 @@
+"""The manifest: every file and every tensor that must be in a checkpoint, checked before anything else is believed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from lumen.checkpoint.codec import JSON, decode, named_dtype
+from lumen.checkpoint.disk import check_inside, read_json
+from lumen.errors import CheckpointDamaged, CheckpointError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_FILE_NAME = re.compile(r"state\.json|[a-z_]+/[\w-]+\.safetensors", re.ASCII)
+
+
+@final
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, stored in one file: where it begins in each dimension of the tensor, and its own shape."""
+
+    file: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Spec:
+    """A tensor: its chunks fill its shape exactly."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest that does not contradict itself.
+
+    Attributes:
+        files: Size in bytes and sha256 of every file, by its path in the checkpoint.
+        sections: Tensors by section and name.
+        contents: Dtype and shape of what every safetensors file holds, by file and name.
+        aliases: Tied tensors of the section "model": alias to stored name.
+        info: What was given as `info` to `write_checkpoint`.
+    """
+
+    files: Mapping[str, tuple[int, str]]
+    sections: Mapping[str, Mapping[str, Spec]]
+    contents: Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]
+    aliases: dict[str, str]
+    info: dict[str, Any]
+
+
+def digest(manifest: Mapping[str, JSON]) -> str:
+    """Return the digest of a manifest's JSON, which its entry "digest" must be."""
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def is_committed(directory: Path) -> bool:
+    """Whether there is a manifest whose digest is right, whatever its format version.
+
+    Raises:
+        CheckpointError: This user may not read it.
+    """
+    try:
+        _read_json(directory)
+    except CheckpointDamaged:
+        return False
+    return True
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of a checkpoint; no other file is looked at.
+
+    Raises:
+        CheckpointDamaged: There is none, or it was changed, or it contradicts itself.
+        CheckpointError: It has another format version, or this user may not read it.
+    """
+    manifest, path = _read_json(directory), directory / MANIFEST
+    if manifest.get("format") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format {manifest.get('format')!r} (by Lumen {manifest.get('lumen')!r}), but this Lumen reads "
+            f"format {FORMAT_VERSION}. Use the Lumen that wrote it."
+        )
+    try:
+        return _parse(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError, CheckpointDamaged) as error:
+        raise CheckpointDamaged(f"{path} is malformed: {type(error).__name__}: {error}.") from error
+
+
+def _read_json(directory: Path) -> dict[str, JSON]:
+    path = directory / MANIFEST
+    if not os.path.lexists(path):
+        raise CheckpointDamaged(f"{directory} is no committed checkpoint: it has no {MANIFEST}.")
+    check_inside(directory, MANIFEST)
+    manifest = read_json(path)
+    if manifest.get("digest") != digest(manifest):
+        raise CheckpointDamaged(f"{path} was changed or cut off: its digest is wrong.")
+    return manifest
+
+
+def _parse(manifest: dict[str, JSON]) -> Manifest:
+    files = {name: (_count(record["bytes"]), str(record["sha256"])) for name, record in manifest["files"].items()}
+    _check_file_names(files)
+    sections = {
+        section: {name: _parse_spec(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
+        for section, tensors in manifest["sections"].items()
+    }
+    aliases = dict(manifest["aliases"])
+    for alias, name in aliases.items():
+        if name not in sections["model"]:
+            raise ValueError(f"{alias!r} is an alias of {name!r}, which is not there")
+    return Manifest(files, sections, _contents(files, sections), aliases, dict(decode(manifest["info"], {})))
+
+
+def _count(value: JSON) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"a count was expected, not {value!r}")
+    return value
+
+
+def _check_file_names(files: Mapping[str, Any]) -> None:
+    for name in files:
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"the file name {name!r} is not allowed: it could lie outside the checkpoint")
+    if STATE not in files:
+        raise ValueError(f"{STATE} is not listed")
+
+
+def _parse_spec(where: str, tensor: JSON) -> Spec:
+    shape = tuple(_count(n) for n in tensor["shape"])
+    chunks = tuple(
+        Chunk(str(file), tuple(_count(o) for o in offsets), tuple(_count(n) for n in chunk_shape))
+        for file, offsets, chunk_shape in tensor["chunks"]
+    )
+    _check_cover(where, shape, chunks)
+    return Spec(named_dtype(tensor["dtype"]), shape, chunks)
+
+
+def _check_cover(where: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
+    """Check that chunks fill a shape exactly: inside it, as many elements as it has, none of them twice."""
+    for chunk in chunks:
+        if any(o + n > size for o, n, size in zip(chunk.offsets, chunk.shape, shape, strict=True)):
+            raise ValueError(f"a chunk of {where} in {chunk.file} exceeds its shape {list(shape)}")
+    covered = sum(math.prod(chunk.shape) for chunk in chunks)
+    if covered != math.prod(shape):
+        raise ValueError(f"the chunks of {where} have {covered} of its {math.prod(shape)} elements")
+    ordered = sorted((chunk for chunk in chunks if math.prod(chunk.shape)), key=lambda chunk: chunk.offsets)
+    for i, one in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            if shape and other.offsets[0] >= one.offsets[0] + one.shape[0]:
+                break  # all further ones start behind it in the first dimension
+            if _overlap(one, other):
+                raise ValueError(f"the chunks of {where} in {one.file} and {other.file} overlap")
+
+
+def _overlap(one: Chunk, other: Chunk) -> bool:
+    return all(
+        o < p + m and p < o + n for o, n, p, m in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+    )
+
+
+def _contents(
+    files: Mapping[str, Any], sections: Mapping[str, Mapping[str, Spec]]
+) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    contents: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {file: {} for file in files if file != STATE}
+    for section, specs in sections.items():
+        for name, spec in specs.items():
+            for chunk in spec.chunks:
+                held = contents.get(chunk.file)
+                if held is None or name in held or not chunk.file.startswith(f"{section}/"):
+                    raise ValueError(f"it places {section}/{name} in {chunk.file!r}, where it cannot be")
+                held[name] = spec.dtype, chunk.shape
+    return contents

@@ -1,0 +1,94 @@
+"""One safetensors file: streamed out tensor by tensor, and its header compared with what it must hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from lumen.checkpoint.codec import JSON
+from lumen.checkpoint.disk import new_file, parse_json, readable
+from lumen.errors import CheckpointDamaged
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int | str]:
+    """Write one safetensors file, one tensor at a time, and wait until it is on the disk.
+
+    A dtype that safetensors does not know (complex128) is stored as its bytes: U8 with one more dimension.
+
+    Returns:
+        The file's size in `bytes` and its `sha256`.
+
+    Raises:
+        CheckpointError: The file exists, or the disk refuses.
+    """
+    widest_first = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # aligns each to its item size
+    header: dict[str, JSON] = {"__metadata__": {"format": "pt"}}  # which some readers insist on
+    end = 0
+    for name in widest_first:
+        header[name] = _entry(tensors[name].dtype, tuple(tensors[name].shape), end)
+        end = header[name]["data_offsets"][1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with new_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in widest_first:
+            file.write(_bytes_of(tensors[name]))
+    return file.record()
+
+
+def check_header(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, int]:
+    """Check that a file holds exactly the tensors that the manifest places there, and not a byte more.
+
+    Args:
+        path: The file.
+        tensors: Dtype and shape by name.
+
+    Returns:
+        The byte of the file at which each tensor begins, by name.
+
+    Raises:
+        CheckpointDamaged: It does not; the message names the first difference.
+    """
+    with readable(path), open(path, "rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
+        if start > size:
+            raise CheckpointDamaged(f"{path} ends inside its header.")
+        header = parse_json(path, file.read(start - 8))
+    header.pop("__metadata__", None)
+    if odd := sorted(header.keys() ^ tensors.keys()):
+        raise CheckpointDamaged(f"{path} and the manifest disagree: only one of them has the tensor {odd[0]!r}.")
+    try:
+        begins = _begins(header, tensors)
+        end = max((header[name]["data_offsets"][1] for name in header), default=0)
+        if start + end != size:
+            raise ValueError(f"{size - start - end} bytes belong to no tensor")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{path} and the manifest disagree: {error}.") from error
+    return {name: start + begin for name, begin in begins.items()}

@@ -1,0 +1,531 @@
+"""The command line: `main([...])` in process, with real runs of a tiny task."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from lumen.cli import main
+from tests.cli_tasks import Grid, Line, Noise, Points, Slope, Spy
+
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    """A working directory of its own, with a config file, and no environment from outside."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in os.environ:
+        if name.startswith("LUMEN_"):
+            monkeypatch.delenv(name)
+    write("line.yaml", CONFIG)
+    Spy.trainer = Spy.task = None
+
+
+CONFIG = {
+    "seed_everything": 7,
+    "model": {"class_path": "tests.cli_tasks.Line", "init_args": {"lr": 0.05}},
+    "data": {"class_path": "tests.cli_tasks.Points", "init_args": {"samples": 12}},
+    "trainer": {"max_epochs": 2, "log_every_n_steps": 1, "callbacks": {"spy": "tests.cli_tasks.Spy"}, **QUIET},
+}
+
+
+def write(path, config):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False))
+    return str(path)
+
+
+def fit(*words, config="line.yaml"):
+    assert main(["fit", "--config", config, *words]) == 0
+    return Spy.trainer, Spy.task
+
+
+def group(trainer):
+    return trainer.optimizers[0].param_groups[0]
+
+
+def saved(path="runs/line"):
+    return yaml.safe_load((Path(path) / "config.yaml").read_text())
+
+
+def metrics(path):
+    return list(csv.DictReader((Path(path) / "metrics.csv").read_text().splitlines()))
+
+
+# ---------------------------------------------------------------------- starting
+
+
+def python(*words, cwd=None):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], []])
+def test_lumen_answers_without_torch(words):
+    code = (
+        f"import sys; from lumen.cli import main; code = main({words}); "
+        "sys.exit(code or 'torch' in sys.modules or 'jsonargparse' in sys.modules)"
+    )
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "lumen" in done.stdout
+    assert ("validate" in done.stdout) == (words != ["--version"])
+
+
+def test_a_users_class_is_found_in_the_working_directory_of_python_m_lumen(tmp_path):
+    Path("my_task.py").write_text("from tests.cli_tasks import Line\n\nclass Mine(Line):\n    pass\n")
+    write("mine.yaml", {**CONFIG, "model": "my_task.Mine"})
+    done = python("-P", "-m", "lumen", "fit", "--config", "mine.yaml", cwd=tmp_path)  # -P: Python itself does not look here
+    assert done.returncode == 0, done.stderr
+    assert saved("runs/mine")["model"]["class_path"] == "my_task.Mine"
+    assert "finished: max_epochs=2 reached at step 6" in done.stderr
+
+
+def test_help_shows_the_options_of_the_trainer_and_of_the_classes_that_are_named(capsys):
+    assert main(["fit", "--help"]) == 0
+    plain = capsys.readouterr().out
+    assert "--trainer.max_epochs" in plain
+    assert "Epochs to train." in plain
+    assert "--config FILE" in plain
+    assert "LUMEN_FIT__TRAINER__MAX_STEPS=100" in plain
+    assert "interval" in plain
+    assert "--ckpt_path" not in plain
+    assert main(["fit", "--help", "--config", "line.yaml", "--optimizer", "SGD"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--model.lr Learning rate. (float, set to 0.05)" in shown
+    assert "--data.batch_size Samples in a batch. (int, default 4)" in shown
+    assert "--model.width Inputs of a sample. (int, required)" in shown
+    assert "--optimizer.momentum momentum factor (float, default 0" in shown
+    assert "--optimizer.params" not in shown
+    assert main(["validate", "--help"]) == 0
+    assert "--ckpt_path" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- layers
+
+
+def test_the_command_line_beats_files_in_order_beats_the_environment_beats_defaults(monkeypatch):
+    for number, key in enumerate(("MAX_STEPS", "LOG_EVERY_N_STEPS", "MIN_STEPS", "NUM_SANITY_VAL_STEPS"), start=10):
+        monkeypatch.setenv(f"LUMEN_FIT__TRAINER__{key}", str(number))
+    monkeypatch.setenv("LUMEN_FIT__MODEL__LR", "0.5")
+    monkeypatch.setenv("LUMEN_VALIDATE__TRAINER__MAX_STEPS", "abc")
+    write("first.yaml", {"trainer": {"max_steps": 20, "log_every_n_steps": 21, "min_steps": 22}, "model": {"lr": 0.06}})
+    write("second.yaml", {"trainer": {"max_steps": 30, "log_every_n_steps": 31}})
+    words = ["--config", "first.yaml", "--config", "second.yaml", "--trainer.max_steps=4", "--trainer.min_epochs", "1"]
+    trainer, task = fit(*words)
+    plan = trainer.plan
+    assert (plan.max_steps, plan.log_every_n_steps, plan.min_steps, plan.sanity_batches) == (4, 31, 22, 13)
+    assert plan.val_every_n_epochs == 1
+    assert task.hparams.lr == 0.06
+
+
+def test_values_are_read_by_the_type_of_their_parameter():
+    words = ["--model.lr=1e-3", "--data.label", "12", "--trainer.name", "2024", "--trainer.deterministic", "--model.widths"]
+    trainer, task = fit(*words, "[3, 4]", "--trainer.max_time", "00:00:01:00", "--trainer.val_check_interval", "1.0")
+    assert (task.hparams.lr, task.hparams.label, task.hparams.widths) == (0.001, "12", (3, 4))
+    assert (trainer.run_directory.name, trainer.deterministic) == ("2024", True)
+    assert (trainer.plan.max_time_s, trainer.plan.val_every_epoch_fraction) == (60.0, 1.0)
+
+
+def test_words_of_yaml_1_1_stay_words():
+    write("words.yaml", "data: {init_args: {label: no}}\nmodel: {init_args: {lr: 1e-3}}\ntrainer: {max_time: 12:30:00}\n")
+    trainer, task = fit("--config", "words.yaml")
+    assert task.hparams.label == "no"  # from the data
+    assert task.hparams.lr == 0.001
+    assert trainer.plan.max_time_s == 45000.0
+
+
+def test_print_config_is_a_config_that_means_the_same(capsys):
+    assert main(["fit", "--config", "line.yaml", "--model.lr", "0.3", "--optimizer", "SGD", "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    assert not Path("runs").exists()
+    assert main(["fit", "--config", write("printed.yaml", printed), "--print_config"]) == 0
+    assert capsys.readouterr().out == printed
+    config = yaml.safe_load(printed)
+    assert config["model"]["init_args"]["lr"] == 0.3
+    assert config["model"]["init_args"]["widths"] == [1, 2]
+    assert config["trainer"]["name"] == "line"
+    assert config["optimizer"]["class_path"] == "torch.optim.SGD"
+
+
+def test_a_nested_class_and_a_dataclass_are_built():
+    write("nested.yaml", {"model": {"init_args": {"noise": {"scale": 0.5}, "encoder": {"class_path": "ReLU"}}}})
+    _, task = fit("--config", "nested.yaml", "--model.noise.kind", "uniform", "--model.encoder.inplace", "true")
+    assert isinstance(task.encoder, torch.nn.ReLU)
+    assert task.encoder.inplace
+    assert task.noise == Noise(0.5, "uniform")
+    assert saved()["model"]["init_args"]["encoder"] == {"class_path": "torch.nn.ReLU", "init_args": {"inplace": True}}
+    assert main(["fit", "--config", "runs/line/config.yaml"]) == 0
+    assert Spy.task.noise == Noise(0.5, "uniform")
+
+
+# ---------------------------------------------------------------------- classes that are switched
+
+ADAMW = {"class_path": "AdamW", "init_args": {"lr": 0.3, "weight_decay": 0.7}}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--optimizer", "SGD"],
+        ["--optimizer=torch.optim.SGD"],
+        ["--optimizer.class_path", "SGD"],
+        ["--optimizer", "{class_path: SGD}"],
+        ["--config", "sgd.yaml"],
+        ["--config", "short.yaml"],
+    ],
+)
+def test_another_optimizer_starts_without_the_arguments_of_the_old_one(words):
+    write("adamw.yaml", {"optimizer": ADAMW})
+    write("sgd.yaml", {"optimizer": {"class_path": "torch.optim.SGD"}})
+    write("short.yaml", {"optimizer": "SGD"})
+    trainer, _ = fit("--config", "adamw.yaml", *words)
+    assert type(trainer.optimizers[0]) is torch.optim.SGD
+    assert group(trainer)["weight_decay"] == 0.0
+    assert group(trainer)["lr"] == 1e-3
+    assert saved()["optimizer"]["init_args"]["weight_decay"] == 0.0
+
+
+def test_arguments_given_with_the_new_class_are_used_whatever_their_order():
+    write("adamw.yaml", {"optimizer": ADAMW})
+    for words in (["--optimizer.lr", "0.2", "--optimizer", "SGD"], ["--optimizer", "SGD", "--optimizer.lr", "0.2"]):
+        trainer, _ = fit("--config", "adamw.yaml", *words)
+        assert (group(trainer)["lr"], group(trainer)["weight_decay"]) == (0.2, 0.0)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "torch.optim.AdamW", "torch.optim.adamw.AdamW"])
+def test_naming_the_same_class_again_keeps_its_arguments(name):
+    write("adamw.yaml", {"optimizer": ADAMW})
+    trainer, _ = fit("--config", "adamw.yaml", "--optimizer", name, "--optimizer.lr=0.1")
+    assert (group(trainer)["lr"], group(trainer)["weight_decay"]) == (0.1, 0.7)
+
+
+def test_an_environments_optimizer_leaves_nothing_behind_either(monkeypatch):
+    monkeypatch.setenv("LUMEN_FIT__OPTIMIZER", "AdamW")
+    monkeypatch.setenv("LUMEN_FIT__OPTIMIZER__WEIGHT_DECAY", "0.7")
+    assert group(fit()[0])["weight_decay"] == 0.7
+    assert group(fit("--optimizer", "SGD")[0])["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_switching_model_data_scheduler_or_callback_drops_the_old_arguments(by_file):
+    before = {
+        "model": {"class_path": "tests.cli_tasks.Line", "init_args": {"lr": 0.9}},
+        "data": {"class_path": "tests.cli_tasks.Points", "init_args": {"samples": 40, "width": 5}},
+        "optimizer": "SGD",
+        "lr_scheduler": {"class_path": "StepLR", "init_args": {"step_size": 1, "gamma": 0.5}, "interval": "step"},
+        "trainer": {"callbacks": {"other": {"class_path": "tests.cli_tasks.Spy", "init_args": {"name": "old"}}}},
+    }
+    after = {
+        "model": "tests.cli_tasks.Slope",
+        "data": "tests.cli_tasks.Grid",
+        "lr_scheduler": "ExponentialLR",
+        "trainer": {"callbacks": {"other": "tests.cli_tasks.Loud"}},
+    }
+    words = ["--config", write("before.yaml", before)]
+    if by_file:
+        words += ["--config", write("after.yaml", after)]
+    else:
+        words += ["--model", after["model"], "--data", after["data"], "--lr_scheduler", after["lr_scheduler"]]
+        words += ["--trainer.callbacks.other", after["trainer"]["callbacks"]["other"]]
+    trainer, task = fit(*words, "--lr_scheduler.gamma", "0.9")
+    assert type(task) is Slope
+    assert task.hparams.lr == 0.02
+    assert type(trainer.datamodule) is Grid
+    assert (trainer.datamodule.samples, trainer.datamodule.width) == (6, 2)
+    assert trainer.lr_scheduler_configs[0].interval == "epoch"
+    assert trainer.lr_scheduler_configs[0].scheduler.gamma == 0.9
+    assert [callback.name for callback in trainer.callbacks if type(callback).__name__ == "Loud"] == ["loud"]
+
+
+def test_switching_a_nested_class_drops_its_arguments_too():
+    write("nested.yaml", {"model": {"init_args": {"encoder": {"class_path": "Softmax", "init_args": {"dim": 1}}}}})
+    write("other.yaml", {"model": {"init_args": {"encoder": {"class_path": "LogSoftmax"}}}})
+    assert fit("--config", "nested.yaml", "--model.encoder.dim=0")[1].encoder.dim == 0
+    assert fit("--config", "nested.yaml", "--config", "other.yaml")[1].encoder.dim is None
+    assert fit("--config", "nested.yaml", "--model.encoder", "torch.nn.LogSoftmax")[1].encoder.dim is None
+
+
+# ---------------------------------------------------------------------- optimizer, scheduler, callbacks
+
+
+def test_a_configured_optimizer_replaces_configure_optimizers_and_says_so_once(capsys):
+    trainer, task = fit("--optimizer", "Adagrad", "--optimizer.lr", "0.25")
+    assert type(trainer.optimizers[0]) is torch.optim.Adagrad
+    assert {id(p) for p in group(trainer)["params"]} == {id(p) for p in task.parameters()}
+    said = capsys.readouterr().err
+    assert said.count("torch.optim.Adagrad from the configuration is used instead of configure_optimizers of Line") == 1
+    trainer, _ = fit("--optimizer", "null")
+    assert type(trainer.optimizers[0]) is torch.optim.SGD
+    assert "instead of configure_optimizers" not in capsys.readouterr().err
+
+
+def test_the_optimizer_holds_only_what_is_trained():
+    Path("frozen_task.py").write_text(
+        "from tests.cli_tasks import Line\n\n"
+        "class Frozen(Line):\n"
+        "    def configure_model(self):\n"
+        "        self.layer.bias.requires_grad_(False)\n"
+    )
+    trainer, task = fit("--model", "frozen_task.Frozen", "--optimizer", "SGD")
+    assert [id(p) for p in group(trainer)["params"]] == [id(task.layer.weight)]
+
+
+def test_the_keys_beside_a_scheduler_say_when_it_steps():
+    scheduler = {"class_path": "StepLR", "init_args": {"step_size": 2, "gamma": 0.5}, "interval": "step"}
+    config = write("scheduled.yaml", {"optimizer": {"class_path": "SGD", "lr": 1.0}, "lr_scheduler": scheduler})
+    trainer, _ = fit("--config", config)
+    assert group(trainer)["lr"] == 0.125  # 6 steps
+    assert fit("--config", config, "--lr_scheduler.interval=epoch")[0].optimizers[0].param_groups[0]["lr"] == 0.5
+    trainer, _ = fit("--config", config, "--lr_scheduler.frequency", "3")
+    assert group(trainer)["lr"] == 0.5
+    plateau = ["--lr_scheduler", "ReduceLROnPlateau", "--lr_scheduler.monitor", "val_loss", "--lr_scheduler.patience=5"]
+    trainer, _ = fit("--config", config, *plateau)
+    assert (trainer.lr_scheduler_configs[0].monitor, trainer.lr_scheduler_configs[0].scheduler.patience) == ("val_loss", 5)
+    assert saved("runs/line-4")["lr_scheduler"]["monitor"] == "val_loss"
+
+
+def stoppers(trainer):
+    return [callback for callback in trainer.callbacks if type(callback).__name__ == "EarlyStopping"]
+
+
+def test_named_callbacks_are_merged_over_configs_and_removed_by_null():
+    early = {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss", "patience": 8}}
+    config = write("early.yaml", {"trainer": {"callbacks": {"early": early}}})
+    trainer, _ = fit("--config", config)
+    assert [callback.patience for callback in stoppers(trainer)] == [8]
+    assert Spy.trainer is not None  # the first file's is still there
+    trainer, _ = fit("--config", config, "--trainer.callbacks.early.patience", "9", "--trainer.callbacks.lr=LearningRateMonitor")
+    assert [(callback.patience, callback.monitor) for callback in stoppers(trainer)] == [(9, "val_loss")]
+    assert any(type(callback).__name__ == "LearningRateMonitor" for callback in trainer.callbacks)
+    assert set(saved("runs/line-2")["trainer"]["callbacks"]) == {"spy", "early", "lr"}
+    assert main(["fit", "--config", "runs/line-2/config.yaml"]) == 0
+    assert [callback.patience for callback in stoppers(Spy.trainer)] == [9]
+    trainer, _ = fit("--config", config, "--trainer.callbacks.early=null")
+    assert stoppers(trainer) == []
+    off = write("off.yaml", {"trainer": {"callbacks": {"early": None}}})
+    assert stoppers(fit("--config", config, "--config", off)[0]) == []
+
+
+def test_callbacks_may_be_a_list_or_a_single_one():
+    write("list.yaml", {"trainer": {"callbacks": ["tests.cli_tasks.Spy", {"class_path": "EarlyStopping", "monitor": "loss"}]}})
+    assert main(["fit", "--config", "line.yaml", "--config", "list.yaml"]) == 0
+    assert [callback.monitor for callback in stoppers(Spy.trainer)] == ["loss"]
+    trainer, _ = fit("--trainer.callbacks", "tests.cli_tasks.Spy", "--trainer.logger", "CSVLogger")
+    assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger"]
+
+
+# ---------------------------------------------------------------------- links
+
+
+def test_what_the_model_leaves_open_comes_from_the_data_and_is_recorded(capsys):
+    _, task = fit("--data.width", "5", "--data.label", "five")
+    assert (task.hparams.width, task.hparams.label) == (5, "five")
+    said = capsys.readouterr().err
+    assert said.count("model.width is 5, from data.width") == 1
+    assert saved()["model"]["init_args"] | {"width": 5, "label": "five"} == saved()["model"]["init_args"]
+    _, task = fit(config="runs/line/config.yaml")
+    assert task.hparams.width == 5
+    assert "from data.width" not in capsys.readouterr().err
+
+
+def test_what_is_set_is_not_taken_from_the_data():
+    _, task = fit("--data.label", "five", "--model.label", "null", "--model.width", "3")
+    assert task.hparams.label is None
+
+
+def test_a_link_reads_another_name_and_a_number_of_torch():
+    links = {"data.count": "model.width", "data.samples": "model.lr"}
+    config = write("links.yaml", {"link_arguments": links})
+    _, task = fit("--config", config, "--data.width", "4", "--model", "tests.cli_tasks.Slope")
+    assert task.hparams.width == 4
+    assert type(task.hparams.width) is int
+    assert task.hparams.lr == 12.0
+    assert saved()["model"]["init_args"]["lr"] == 12.0
+    assert "link_arguments" not in saved()
+    assert fit("--config", config, "--model", "tests.cli_tasks.Slope", "--model.lr=0.5")[1].hparams.lr == 0.5
+
+
+# ---------------------------------------------------------------------- the run's name, seed and config
+
+
+def test_a_run_is_named_by_its_config_file_its_name_or_its_task():
+    assert fit()[0].run_directory == Path("runs/line")
+    assert fit("--trainer.name", "chosen")[0].run_directory == Path("runs/chosen")
+    words = ["--model=tests.cli_tasks.Line", "--data=tests.cli_tasks.Points", "--trainer.max_steps=1"]
+    assert main(["fit", *words, "--trainer.callbacks.spy=tests.cli_tasks.Spy"]) == 0
+    assert Spy.trainer.run_directory == Path("runs/line-2")
+    assert saved("runs/line-2")["model"]["class_path"] == "tests.cli_tasks.Line"
+
+
+def test_the_saved_config_repeats_the_run_bit_for_bit_in_a_new_directory():
+    _, first = fit("--optimizer=AdamW", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1")
+    _, second = fit(config="runs/line/config.yaml")
+    assert Spy.trainer.run_directory == Path("runs/line-2")
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, second.get_parameter(name))
+    assert metrics("runs/line") == metrics("runs/line-2")
+    assert len(metrics("runs/line")) >= 6
+    renamed = saved("runs/line-2")
+    assert renamed["trainer"].pop("name") == "line-2"
+    original = saved("runs/line")
+    assert original["trainer"].pop("name") == "line"
+    assert renamed == original
+
+
+def test_a_drawn_seed_is_recorded_and_repeats_the_run():
+    _, first = fit("--seed_everything", "null")
+    seed = saved()["seed_everything"]
+    assert isinstance(seed, int)
+    assert Spy.trainer.seed == seed
+    _, second = fit(config="runs/line/config.yaml")
+    assert torch.equal(first.layer.weight, second.layer.weight)
+    fit("--seed_everything", "null")
+    assert saved("runs/line-3")["seed_everything"] != seed
+
+
+def test_the_model_does_not_depend_on_what_the_data_draws():
+    first = fit("--trainer.max_epochs", "0")[1].layer.weight
+    second = fit("--trainer.max_epochs", "0", "--data.samples", "20", "--model.width", "3")[1].layer.weight
+    assert torch.equal(first, second)
+
+
+def test_resuming_goes_on_in_place_with_the_checkpoints_seed_and_the_same_numbers():
+    fit("--trainer.max_epochs", "4", "--trainer.name", "whole", "--seed_everything", "null")
+    seed = saved("runs/whole")["seed_everything"]
+    fit("--trainer.max_epochs", "2", "--seed_everything", str(seed))
+    trainer, task = fit("--trainer.max_epochs", "4", "--seed_everything", "null", "--trainer.resume", "auto")
+    assert trainer.run_directory == Path("runs/line")
+    assert (trainer.seed, trainer.global_step) == (seed, 12)
+    assert metrics("runs/whole") == metrics("runs/line")
+    assert saved()["seed_everything"] == seed
+
+
+def test_a_resume_with_changed_options_keeps_the_old_config():
+    fit()
+    first = Path("runs/line/config.yaml").read_text()
+    fit("--trainer.resume", "auto", config="runs/line/config.yaml")  # finished: nothing to do
+    assert not Path("runs/line/config-1.yaml").exists()
+    fit("--trainer.resume", "auto", "--trainer.max_epochs", "3", config="runs/line/config.yaml")
+    second = Path("runs/line/config.yaml").read_text()
+    fit("--trainer.resume", "last", "--trainer.max_epochs", "4", config="runs/line/config.yaml")
+    assert Path("runs/line/config-1.yaml").read_text() == first
+    assert Path("runs/line/config-2.yaml").read_text() == second
+    assert saved()["trainer"]["max_epochs"] == 4
+    assert saved()["trainer"]["resume"] is None
+    assert not list(Path("runs/line").glob("*.tmp"))
+
+
+def test_a_resume_that_fails_leaves_the_config_alone():
+    fit()
+    before = Path("runs/line/config.yaml").read_text()
+    words = ["fit", "--config", "runs/line/config.yaml", "--trainer.resume", "auto", "--trainer.max_epochs", "3"]
+    assert main([*words, "--data.width", "4", "--model.width", "4"]) == 1
+    assert Path("runs/line/config.yaml").read_text() == before
+    assert not Path("runs/line/config-1.yaml").exists()
+
+
+def test_a_run_that_starts_from_anothers_checkpoint_records_which_and_goes_on_by_itself():
+    fit()
+    fit("--trainer.resume", "runs/line", "--trainer.max_epochs", "3", "--trainer.name", "child")
+    origin = saved("runs/child")["trainer"]["resume"]
+    assert origin == "runs/line/checkpoints/step-00000006"
+    fit("--trainer.resume", "auto", "--trainer.max_epochs", "4", config="runs/child/config.yaml")
+    assert Spy.trainer.run_directory == Path("runs/child")
+    assert Spy.trainer.global_step == 12
+    assert saved("runs/child")["trainer"]["resume"] == origin
+    fit(config="runs/child/config.yaml")  # repeated: from the same checkpoint
+    assert Spy.trainer.run_directory == Path("runs/child-2")
+    assert metrics("runs/child-2")[-1] == metrics("runs/child")[-1]
+
+
+def test_fast_dev_run_writes_nothing():
+    fit("--trainer.fast_dev_run", "true")
+    assert not Path("runs").exists()
+
+
+# ---------------------------------------------------------------------- validate, test, predict
+
+
+def values(*words):
+    assert main([*words, "--output", "values.json"]) == 0
+    return json.loads(Path("values.json").read_text())
+
+
+def test_evaluation_prints_a_table_and_writes_json(capsys):
+    fit()
+    capsys.readouterr()
+    by_name = values("validate", "--config", "line.yaml", "--ckpt_path", "last")
+    table = capsys.readouterr().out
+    assert by_name == [{"val_loss": float(metrics("runs/line")[-1]["val_loss"])}]
+    assert "val_loss" in table
+    assert f"{by_name[0]['val_loss']:.6g}" in table
+    assert values("validate", "--config", "runs/line/config.yaml", "--ckpt_path=last") == by_name
+    assert values("validate", "--ckpt_path", "runs/line") == by_name
+    assert values("validate", "--ckpt_path", "runs/line/checkpoints/step-00000006") == by_name
+    assert values("test", "--ckpt_path", "runs/line") == [{"test_loss": by_name[0]["val_loss"]}]
+    untrained = values("validate", "--config", "line.yaml")
+    assert untrained != by_name
+    assert "no ckpt_path is given" in capsys.readouterr().err
+
+
+def test_best_is_the_checkpoint_that_the_monitor_names():
+    saver = ["--trainer.callbacks.saver=ModelCheckpoint", "--trainer.callbacks.saver.monitor=val_loss"]
+    fit(*saver, "--model.lr", "0.3", "--trainer.callbacks.saver.mode=max")  # the best is the worst: not the last one
+    best = values("validate", "--config", "runs/line/config.yaml", "--ckpt_path", "best")[0]["val_loss"]
+    assert best == max(float(row["val_loss"]) for row in metrics("runs/line") if row["val_loss"])
+    assert best != values("validate", "--ckpt_path", "runs/line")[0]["val_loss"]
+
+
+def test_evaluation_has_the_checkpoints_seed_when_none_is_set():
+    fit()
+    assert main(["validate", "--config", "line.yaml", "--seed_everything", "null", "--ckpt_path", "runs/line"]) == 0
+    assert Spy.trainer.seed == 7
+
+
+def test_predicted_text_is_printed_and_written_line_by_line(capsys):
+    words = ["--model", "tests.cli_tasks.Slope"]
+    fit(*words)
+    capsys.readouterr()
+    predict = ["predict", "--config", "line.yaml", *words, "--ckpt_path", "last"]
+    assert main([*predict, "--output", "text.jsonl"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 12
+    assert all(line.startswith("y = ") for line in printed)
+    assert [json.loads(line) for line in Path("text.jsonl").read_text().splitlines()] == printed
+
+
+def test_predicted_tensors_are_written_per_sample_or_joined(capsys):
+    fit()
+    predict = ["predict", "--ckpt_path", "runs/line", "--output"]
+    assert main([*predict, "lines.jsonl"]) == 0
+    assert main([*predict, "tensors.safetensors"]) == 0
+    assert main([*predict, "tensors.safetensors"]) == 0  # again: replaced
+    joined = load_file("tensors.safetensors")["predictions"]
+    assert joined.shape == (12, 1)
+    assert [json.loads(line) for line in Path("lines.jsonl").read_text().splitlines()] == joined.tolist()
+    assert main([*predict, "named.jsonl", "--model", "tests.cli_tasks.Columns"]) == 0
+    assert main([*predict, "named.safetensors", "--model", "tests.cli_tasks.Columns"]) == 0
+    named = load_file("named.safetensors")
+    assert (named["x"].shape, named["y"].shape) == ((12, 3), (12,))
+    first = json.loads(Path("named.jsonl").read_text().splitlines()[0])
+    assert first == {"x": named["x"][0].tolist(), "y": named["y"][0].item()}
+    assert capsys.readouterr().out == ""
+
+
+def test_every_subcommand_takes_the_saved_config():
+    fit("--optimizer=SGD", "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.9")
+    for command in ("validate", "test", "predict"):
+        assert main([command, "--config", "runs/line/config.yaml", "--ckpt_path", "last"]) == 0
+    assert isinstance(Spy.task, Line)
+    assert isinstance(Spy.trainer.datamodule, Points)
