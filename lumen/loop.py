@@ -18,7 +18,7 @@ from lumen.data.loaders import Feed, Position
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.errors import ConfigError, TrainingError
-from lumen.metrics import StageMetrics
+from lumen.metrics import LOADER, StageMetrics
 from lumen.random import Domain, make_key, preserved_generators, seed_generators
 from lumen.run import Run, overrides
 
@@ -216,8 +216,10 @@ def reach_boundary(run: Run) -> bool:
         StopRequested: The run was asked to leave, and callbacks have saved what they save.
     """
     run.tick()
+    metrics, run.stage_metrics = run.stage_metrics, None  # what is logged here would belong to no step
     for hook in run.hooks.on_boundary:
         hook()
+    run.stage_metrics = metrics
     if run.stop_signal is not None:
         raise StopRequested
     run.finished = run.limit_reached is not None
@@ -289,7 +291,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
             for hook in (*getattr(hooks, f"on_{name}_start"), *getattr(hooks, f"on_{name}_epoch_start")):
                 hook()
             for number, feed in enumerate(feeds):
-                run.loader_suffix = f"/dataloader_idx_{number}" if len(feeds) > 1 else ""
+                run.loader_suffix = f"{LOADER}{number}" if len(feeds) > 1 else ""
                 outputs = evaluate_feed(run, stage, name, feed, number)
                 if stage == "predict":
                     run.predictions.append(outputs)
@@ -303,6 +305,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
             run.publish(values)
             if stage != "sanity":
                 run.write(metrics.epoch_values(lambda options: options.logger))
+            metrics.closed = True
             for hook in getattr(hooks, f"on_{name}_end"):
                 hook()
     finally:

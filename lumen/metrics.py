@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final, get_args
 
 import torch
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a 
     from torchmetrics import Metric
 
 Reduction = Literal["mean", "sum", "min", "max"]
+LOADER = "/dataloader_idx_"  # with its number ends the names of what is logged for one of several loaders
 
 
 class LogOptions(NamedTuple):
@@ -117,20 +119,22 @@ class _Entry:
 class StageMetrics:
     """Everything logged during one epoch of training or one evaluation.
 
-    Args:
+    Attributes:
         window: Number of the optimizer step (or evaluation batch) in progress; values logged in the same window are
             averaged into one step value.
+        closed: The epoch's values are out: what is logged now would be lost.
     """
 
     def __init__(self) -> None:
         self.window = 0
+        self.closed = False
         self._entries: dict[str, _Entry] = {}
 
     def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, options: LogOptions) -> None:
         """Collect a value; on an accelerator nothing is copied and nobody waits."""
         entry = self._entries.get(name)
         if entry is None:
-            entry = self._entries[name] = _Entry(options, _as_metric(name, value))
+            entry = self._entries[name] = self._new_entry(name, value, options)
         elif entry.options != options:
             raise ConfigError(
                 f"self.log({name!r}) was called with {options} after {entry.options}. "
@@ -140,20 +144,34 @@ class StageMetrics:
             if not options.on_step:
                 return
             value = entry.metric._forward_cache  # type: ignore[assignment]  # of the metric's last call: this batch
-            if value is None:
+            if not isinstance(value, torch.Tensor):
                 raise ConfigError(
-                    f"self.log({name!r}, ..., on_step=True): the {type(entry.metric).__name__} was not called on this "
-                    "batch (update() keeps no value of one batch). Call it as metric(preds, target)."
+                    f"self.log({name!r}, ..., on_step=True): the {type(entry.metric).__name__} has no number for this "
+                    "batch (update() keeps none). Call it as metric(preds, target); log parts of a dictionary apart."
                 )
-        if isinstance(value, torch.Tensor):
-            value = _read(name, value)
+        number = _read(name, value)
         if options.on_step:
             if entry.window != self.window:
                 entry.window = self.window
                 entry.latest = []
-            entry.latest.append((value, weight))  # type: ignore[arg-type]
+            entry.latest.append((number, weight))
         if options.on_epoch and entry.metric is None:
-            entry.epoch.add(value, weight)  # type: ignore[arg-type]
+            entry.epoch.add(number, weight)
+
+    def _new_entry(self, name: str, value: Any, options: LogOptions) -> _Entry:
+        if options.reduce_fx not in get_args(Reduction):
+            raise ConfigError(
+                f"self.log({name!r}, reduce_fx={options.reduce_fx!r}): expected one of "
+                f"{', '.join(get_args(Reduction))}. Log a torchmetrics.Metric for any other reduction."
+            )
+        metric = _as_metric(name, value)
+        for other, entry in self._entries.items():
+            if metric is not None and metric is entry.metric and _stem(other) == _stem(name):
+                raise ConfigError(
+                    f"self.log({name!r}): this {type(metric).__name__} is logged as {other!r} too. Fed by two loaders, "
+                    "one metric gives the value of neither; make one metric for each loader."
+                )
+        return _Entry(options, metric)
 
     def step_values(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> dict[str, float | torch.Tensor]:
         """The weighted mean of each name over the window in progress, `x_step` where `x_epoch` exists too."""
@@ -225,26 +243,38 @@ class StageMetrics:
             entry.epoch = Accumulator.from_state(saved["epoch"], device)
 
 
+def _stem(name: str) -> str:
+    return name.partition(LOADER)[0]
+
+
 def _variant(name: str, of: str) -> str:
     """`x_step` or `x_epoch`; the number of a loader stays at the end."""
-    stem, *loader = name.partition("/dataloader_idx_")
-    return f"{stem}_{of}{''.join(loader)}"
+    stem = _stem(name)
+    return f"{stem}_{of}{name[len(stem) :]}"
 
 
 def _as_metric(name: str, value: Any) -> Metric | None:
-    if isinstance(value, (torch.Tensor, int, float)):
+    if isinstance(value, (torch.Tensor, Real)):
         return None
     from torchmetrics import Metric
 
     if isinstance(value, Metric):
         return value
-    raise ConfigError(
-        f"self.log({name!r}): cannot log an object of type {type(value).__name__}. "
-        "Log a number, a tensor of one element or a torchmetrics.Metric."
+    raise _refusal(name, value)
+
+
+def _refusal(name: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"self.log({name!r}): cannot log an object of type {type(value).__name__} here. "
+        "Log a number, a tensor of one element or a torchmetrics.Metric, always the same of them under one name."
     )
 
 
-def _read(name: str, value: torch.Tensor) -> float | torch.Tensor:
+def _read(name: str, value: Any) -> float | torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Real):
+            raise _refusal(name, value)
+        return float(value)
     if value.numel() != 1:
         raise ConfigError(f"self.log({name!r}): expected one number, found a tensor of shape {tuple(value.shape)}.")
     if value.device.type == "cpu":

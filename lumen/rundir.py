@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from lumen.checkpoint.storage import clean_leftovers, fsync_directory
+from lumen.checkpoint.disk import fsync_directory
+from lumen.checkpoint.folder import clean_leftovers
 from lumen.errors import ConfigError, RunDirectoryError
 
 _LOCK = ".lock"

@@ -32,7 +32,11 @@ def stop_signals(run: Run) -> Iterator[None]:
         yield
         return
 
+    process = os.getpid()
+
     def request(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:  # a forked worker: the main process decides
+            return
         if run.stop_signal is not None:
             for known, handler in before.items():
                 signal.signal(known, handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -128,12 +129,12 @@ class TaskModule(HasHyperparameters, nn.Module):
         if run is None:
             return
         metrics = run.stage_metrics
-        if metrics is None:
+        if metrics is None or metrics.closed:
             raise ConfigError(
                 f"self.log({name!r}) was called outside of a training or evaluation epoch, where there is no step to "
                 "log it at. Call it in a step or in an epoch or batch hook, or use self.logger."
             )
-        number = isinstance(value, (torch.Tensor, float, int))
+        number = isinstance(value, (torch.Tensor, Real))
         options = LogOptions(
             (run.in_train_step and number) if on_step is None else on_step,
             (not (run.in_train_step and number)) if on_epoch is None else on_epoch,

@@ -16,8 +16,8 @@ import torch
 from lumen import loop, session
 from lumen.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar, SystemMonitor
 from lumen.checkpoint import Checkpoint, find_checkpoint, load_model, load_run, load_user_state, save
+from lumen.checkpoint.folder import find_checkpoints, set_aside
 from lumen.checkpoint.state import capture
-from lumen.checkpoint.storage import find_checkpoints, set_aside
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError
 from lumen.feeds import eval_feeds, open_feeds
@@ -322,9 +322,8 @@ class Trainer:
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """The newest value of every logged name: float64 without dimensions, on the CPU. Waits for the device."""
-        values: dict[str, Any] = dict(self.run.metrics)
-        if self.run.in_train_step:
-            values |= self.run.train_metrics.step_values()
+        steps: dict[str, Any] = self.run.train_metrics.step_values()
+        values = self.run.metrics | steps if self.run.in_train_step else steps | self.run.metrics
         return {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
 
     def published(self, name: str) -> int:

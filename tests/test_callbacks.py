@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.checkpoint import find_checkpoints
-from lumen.checkpoint.storage import read_info
+from lumen.checkpoint.folder import read_info
 from lumen.errors import ConfigError
 from tests.tasks import Regression, loader, quiet_trainer
 

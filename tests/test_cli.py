@@ -3,8 +3,11 @@
 import csv
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -85,7 +88,9 @@ def test_lumen_answers_without_torch(words):
 def test_a_users_class_is_found_in_the_working_directory_of_python_m_lumen(tmp_path):
     Path("my_task.py").write_text("from tests.cli_tasks import Line\n\nclass Mine(Line):\n    pass\n")
     write("mine.yaml", {**CONFIG, "model": "my_task.Mine"})
-    done = python("-P", "-m", "lumen", "fit", "--config", "mine.yaml", cwd=tmp_path)  # -P: Python itself does not look here
+    done = python(
+        "-P", "-m", "lumen", "fit", "--config", "mine.yaml", cwd=tmp_path
+    )  # -P: Python itself does not look here
     assert done.returncode == 0, done.stderr
     assert saved("runs/mine")["model"]["class_path"] == "my_task.Mine"
     assert "finished: max_epochs=2 reached at step 6" in done.stderr
@@ -105,7 +110,7 @@ def test_help_shows_the_options_of_the_trainer_and_of_the_classes_that_are_named
     assert "--model.lr Learning rate. (float, set to 0.05)" in shown
     assert "--data.batch_size Samples in a batch. (int, default 4)" in shown
     assert "--model.width Inputs of a sample. (int, required)" in shown
-    assert "--optimizer.momentum momentum factor (float, default 0" in shown
+    assert "--optimizer.momentum momentum factor" in shown
     assert "--optimizer.params" not in shown
     assert main(["validate", "--help"]) == 0
     assert "--ckpt_path" in capsys.readouterr().out
@@ -130,7 +135,15 @@ def test_the_command_line_beats_files_in_order_beats_the_environment_beats_defau
 
 
 def test_values_are_read_by_the_type_of_their_parameter():
-    words = ["--model.lr=1e-3", "--data.label", "12", "--trainer.name", "2024", "--trainer.deterministic", "--model.widths"]
+    words = [
+        "--model.lr=1e-3",
+        "--data.label",
+        "12",
+        "--trainer.name",
+        "2024",
+        "--trainer.deterministic",
+        "--model.widths",
+    ]
     trainer, task = fit(*words, "[3, 4]", "--trainer.max_time", "00:00:01:00", "--trainer.val_check_interval", "1.0")
     assert (task.hparams.lr, task.hparams.label, task.hparams.widths) == (0.001, "12", (3, 4))
     assert (trainer.run_directory.name, trainer.deterministic) == ("2024", True)
@@ -138,7 +151,9 @@ def test_values_are_read_by_the_type_of_their_parameter():
 
 
 def test_words_of_yaml_1_1_stay_words():
-    write("words.yaml", "data: {init_args: {label: no}}\nmodel: {init_args: {lr: 1e-3}}\ntrainer: {max_time: 12:30:00}\n")
+    write(
+        "words.yaml", "data: {init_args: {label: no}}\nmodel: {init_args: {lr: 1e-3}}\ntrainer: {max_time: 12:30:00}\n"
+    )
     trainer, task = fit("--config", "words.yaml")
     assert task.hparams.label == "no"  # from the data
     assert task.hparams.lr == 0.001
@@ -167,6 +182,30 @@ def test_a_nested_class_and_a_dataclass_are_built():
     assert saved()["model"]["init_args"]["encoder"] == {"class_path": "torch.nn.ReLU", "init_args": {"inplace": True}}
     assert main(["fit", "--config", "runs/line/config.yaml"]) == 0
     assert Spy.task.noise == Noise(0.5, "uniform")
+
+
+def test_arguments_behind_keywords_and_types_known_to_checkers_only_are_options():
+    Path("keyword_task.py").write_text(
+        "from __future__ import annotations\n"
+        "from typing import TYPE_CHECKING\n"
+        "from tests.cli_tasks import Line\n"
+        "if TYPE_CHECKING:\n"
+        "    from nowhere import Depth\n\n"
+        "class Keyword(Line):\n"
+        "    def __init__(self, depth: Depth = 1, **keywords):\n"
+        "        super().__init__(**keywords)\n"
+        "        self.depth = depth\n"
+    )
+    _, task = fit("--model", "keyword_task.Keyword", "--model.depth", "4", "--model.lr", "0.3")
+    assert (task.depth, task.hparams.lr, task.hparams.width) == (4, 0.3, 3)
+    assert saved()["model"]["init_args"] == {
+        "depth": 4,
+        "width": 3,
+        "lr": 0.3,
+        "label": None,
+        "widths": [1, 2],
+        "encoder": None,
+    }
 
 
 # ---------------------------------------------------------------------- classes that are switched
@@ -249,11 +288,11 @@ def test_switching_model_data_scheduler_or_callback_drops_the_old_arguments(by_f
 
 
 def test_switching_a_nested_class_drops_its_arguments_too():
-    write("nested.yaml", {"model": {"init_args": {"encoder": {"class_path": "Softmax", "init_args": {"dim": 1}}}}})
-    write("other.yaml", {"model": {"init_args": {"encoder": {"class_path": "LogSoftmax"}}}})
-    assert fit("--config", "nested.yaml", "--model.encoder.dim=0")[1].encoder.dim == 0
-    assert fit("--config", "nested.yaml", "--config", "other.yaml")[1].encoder.dim is None
-    assert fit("--config", "nested.yaml", "--model.encoder", "torch.nn.LogSoftmax")[1].encoder.dim is None
+    write("nested.yaml", {"model": {"init_args": {"encoder": {"class_path": "CELU", "init_args": {"alpha": 0.3}}}}})
+    write("other.yaml", {"model": {"init_args": {"encoder": {"class_path": "ELU"}}}})
+    assert fit("--config", "nested.yaml", "--model.encoder.alpha=0.5")[1].encoder.alpha == 0.5
+    assert fit("--config", "nested.yaml", "--config", "other.yaml")[1].encoder.alpha == 1.0
+    assert fit("--config", "nested.yaml", "--model.encoder", "torch.nn.ELU")[1].encoder.alpha == 1.0
 
 
 # ---------------------------------------------------------------------- optimizer, scheduler, callbacks
@@ -291,7 +330,10 @@ def test_the_keys_beside_a_scheduler_say_when_it_steps():
     assert group(trainer)["lr"] == 0.5
     plateau = ["--lr_scheduler", "ReduceLROnPlateau", "--lr_scheduler.monitor", "val_loss", "--lr_scheduler.patience=5"]
     trainer, _ = fit("--config", config, *plateau)
-    assert (trainer.lr_scheduler_configs[0].monitor, trainer.lr_scheduler_configs[0].scheduler.patience) == ("val_loss", 5)
+    assert (trainer.lr_scheduler_configs[0].monitor, trainer.lr_scheduler_configs[0].scheduler.patience) == (
+        "val_loss",
+        5,
+    )
     assert saved("runs/line-4")["lr_scheduler"]["monitor"] == "val_loss"
 
 
@@ -305,7 +347,9 @@ def test_named_callbacks_are_merged_over_configs_and_removed_by_null():
     trainer, _ = fit("--config", config)
     assert [callback.patience for callback in stoppers(trainer)] == [8]
     assert Spy.trainer is not None  # the first file's is still there
-    trainer, _ = fit("--config", config, "--trainer.callbacks.early.patience", "9", "--trainer.callbacks.lr=LearningRateMonitor")
+    trainer, _ = fit(
+        "--config", config, "--trainer.callbacks.early.patience", "9", "--trainer.callbacks.lr=LearningRateMonitor"
+    )
     assert [(callback.patience, callback.monitor) for callback in stoppers(trainer)] == [(9, "val_loss")]
     assert any(type(callback).__name__ == "LearningRateMonitor" for callback in trainer.callbacks)
     assert set(saved("runs/line-2")["trainer"]["callbacks"]) == {"spy", "early", "lr"}
@@ -318,9 +362,12 @@ def test_named_callbacks_are_merged_over_configs_and_removed_by_null():
 
 
 def test_callbacks_may_be_a_list_or_a_single_one():
-    write("list.yaml", {"trainer": {"callbacks": ["tests.cli_tasks.Spy", {"class_path": "EarlyStopping", "monitor": "loss"}]}})
+    write(
+        "list.yaml",
+        {"trainer": {"callbacks": ["tests.cli_tasks.Spy", {"class_path": "EarlyStopping", "monitor": "val_loss"}]}},
+    )
     assert main(["fit", "--config", "line.yaml", "--config", "list.yaml"]) == 0
-    assert [callback.monitor for callback in stoppers(Spy.trainer)] == ["loss"]
+    assert [callback.monitor for callback in stoppers(Spy.trainer)] == ["val_loss"]
     trainer, _ = fit("--trainer.callbacks", "tests.cli_tasks.Spy", "--trainer.logger", "CSVLogger")
     assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger"]
 
@@ -404,7 +451,7 @@ def test_resuming_goes_on_in_place_with_the_checkpoints_seed_and_the_same_number
     fit("--trainer.max_epochs", "4", "--trainer.name", "whole", "--seed_everything", "null")
     seed = saved("runs/whole")["seed_everything"]
     fit("--trainer.max_epochs", "2", "--seed_everything", str(seed))
-    trainer, task = fit("--trainer.max_epochs", "4", "--seed_everything", "null", "--trainer.resume", "auto")
+    trainer, _ = fit("--trainer.max_epochs", "4", "--seed_everything", "null", "--trainer.resume", "auto")
     assert trainer.run_directory == Path("runs/line")
     assert (trainer.seed, trainer.global_step) == (seed, 12)
     assert metrics("runs/whole") == metrics("runs/line")
@@ -449,6 +496,28 @@ def test_a_run_that_starts_from_anothers_checkpoint_records_which_and_goes_on_by
     assert metrics("runs/child-2")[-1] == metrics("runs/child")[-1]
 
 
+def test_the_command_that_an_interrupted_run_prints_resumes_it(tmp_path):
+    words = [sys.executable, "-m", "lumen", "fit", "--config", "line.yaml", "--trainer.max_epochs", "100000000"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if "the run is in" in line:
+            break
+    while not list(Path("runs/line/checkpoints").glob("step-*")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    last_line = process.stderr.read().splitlines()[-1]
+    process.stderr.close()
+    assert process.wait() == 143
+    command = shlex.split(last_line)
+    assert command[0] == "lumen"
+    before = max(Path("runs/line/checkpoints").glob("step-*")).name
+    assert main([*command[1:], "--trainer.max_epochs", "null", "--trainer.max_steps", str(int(before[5:13]) + 5)]) == 0
+    assert Spy.trainer.run_directory == Path("runs/line")
+    assert Spy.trainer.global_step == int(before[5:13]) + 5
+
+
 def test_fast_dev_run_writes_nothing():
     fit("--trainer.fast_dev_run", "true")
     assert not Path("runs").exists()
@@ -481,7 +550,7 @@ def test_evaluation_prints_a_table_and_writes_json(capsys):
 
 def test_best_is_the_checkpoint_that_the_monitor_names():
     saver = ["--trainer.callbacks.saver=ModelCheckpoint", "--trainer.callbacks.saver.monitor=val_loss"]
-    fit(*saver, "--model.lr", "0.3", "--trainer.callbacks.saver.mode=max")  # the best is the worst: not the last one
+    fit(*saver, "--trainer.callbacks.saver.mode=max")  # the best is the worst: not the last one
     best = values("validate", "--config", "runs/line/config.yaml", "--ckpt_path", "best")[0]["val_loss"]
     assert best == max(float(row["val_loss"]) for row in metrics("runs/line") if row["val_loss"])
     assert best != values("validate", "--ckpt_path", "runs/line")[0]["val_loss"]

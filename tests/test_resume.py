@@ -253,7 +253,7 @@ class Wait(lumen.Callback):
     on_validation_batch_start = on_train_batch_start
 trainer.callbacks.insert(0, Wait())
 task = Slow(dropout=0.3)
-trainer.fit(task, loader(), val_dataloaders=loader(20, 4, shuffle=False))
+trainer.fit(task, loader(num_workers=2), val_dataloaders=loader(20, 4, shuffle=False))
 """
 
 
@@ -262,11 +262,12 @@ def stop_at(directory, event, occurrence, signal_number):
     with subprocess.Popen(
         [sys.executable, "-c", STOPPED, str(directory)], cwd=ROOT, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
     ) as child:  # fmt: skip
         for line in child.stdout:
             occurrence -= line.strip() == event
             if occurrence == 0:
-                child.send_signal(signal_number)
+                os.killpg(child.pid, signal_number)  # as a terminal does: the data workers get it too
                 break
         shown = child.communicate()[1]
     return child.returncode, shown
@@ -281,6 +282,7 @@ def test_a_stopped_run_saves_says_how_to_go_on_and_loses_nothing(tmp_path, event
     returned, shown = stop_at(stopped, event, occurrence, signal_number)
     assert returned == code, shown
     assert 'resume="auto"' in shown
+    assert shown.count("finishing this step") == 1
     assert len(find_checkpoints(stopped / "runs/run/checkpoints")) == 1
     assert stop_at(stopped, "never", 1, None)[0] == 0
     assert stop_at(whole, "never", 1, None)[0] == 0

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lumen.checkpoint.storage import find_checkpoints, write_checkpoint
+from lumen.checkpoint.folder import find_checkpoints
+from lumen.checkpoint.writer import write_checkpoint
 from lumen.errors import ConfigError, RunDirectoryError
 from lumen.rundir import RunDirectory
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from lumen.callbacks.base import Callback
-from lumen.checkpoint.storage import find_checkpoints, remove_checkpoint
+from lumen.checkpoint.folder import find_checkpoints, remove_checkpoint
 from lumen.errors import ConfigError
 
 if TYPE_CHECKING:

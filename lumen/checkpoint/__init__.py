@@ -1,7 +1,26 @@
-"""Checkpoints: what is saved and under which names (`state`), and its bytes on disk (`storage`)."""
+"""Checkpoints: what is saved and under which names (`state`), and its bytes on disk (all other modules).
 
+    runs/gpt/checkpoints/
+        step-00000200/
+            model/00000-00000.safetensors    one folder for each section with tensors; files of bounded size
+            optimizer/
+            extra/                           tensors of metrics, callbacks and averages
+            state.json                       everything that is no tensor
+            manifest.json                    every file and every tensor that must be there, and its own digest
+        step-00000300.tmp-1f09c2ae/          a save under way, or what a killed one left
+
+The commit is one rename. All files are written and synced in a directory beside the final one, the manifest last, and
+checked as a reader would check them; then that directory gets its name. So a checkpoint is there completely or not at
+all, whenever the process or the machine dies. For readers a directory without a valid manifest does not exist.
+Nothing is ever overwritten or unpickled.
+
+The modules, each using only those before it: `codec`, `disk`, `manifest`, `safetensors_files`, `reader`, `folder`,
+`writer`, `state`.
+"""
+
+from lumen.checkpoint.folder import find_checkpoints, newest_valid
+from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.state import capture, find_checkpoint, load_model, load_run, load_task, load_user_state, save
-from lumen.checkpoint.storage import Checkpoint, find_checkpoints, newest_valid
 
 __all__ = [
     "Checkpoint",

@@ -84,11 +84,33 @@ def check_header(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int,
     header.pop("__metadata__", None)
     if odd := sorted(header.keys() ^ tensors.keys()):
         raise CheckpointDamaged(f"{path} and the manifest disagree: only one of them has the tensor {odd[0]!r}.")
+    begins: dict[str, int] = {}
+    end = 0
     try:
-        begins = _begins(header, tensors)
-        end = max((header[name]["data_offsets"][1] for name in header), default=0)
+        for name in sorted(tensors, key=lambda name: header[name]["data_offsets"]):
+            expected = _entry(*tensors[name], end)
+            if header[name] != expected:
+                raise ValueError(f"the tensor {name!r} is {header[name]} instead of {expected}")
+            begins[name] = start + end
+            end = expected["data_offsets"][1]
         if start + end != size:
             raise ValueError(f"{size - start - end} bytes belong to no tensor")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(f"{path} and the manifest disagree: {error}.") from error
-    return {name: start + begin for name, begin in begins.items()}
+    return begins
+
+
+def _entry(dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> dict[str, JSON]:
+    """A tensor's entry in the header; `begin` counts from the header's end."""
+    offsets = [begin, begin + math.prod(shape) * dtype.itemsize]
+    if dtype in _DTYPES:
+        return {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
+    return {"dtype": "U8", "shape": [*shape, dtype.itemsize], "data_offsets": offsets}
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, without a copy if they lie in host memory in their order."""
+    plain = tensor.detach()
+    if plain.device.type != "cpu" or not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
+        plain = torch.empty(plain.shape, dtype=plain.dtype, device="cpu").copy_(plain)
+    return plain.reshape(-1).view(torch.uint8).numpy().data

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from lumen.checkpoint.codec import decode, encode
-from lumen.checkpoint.storage import Checkpoint, find_checkpoints, newest_valid, write_checkpoint
+from lumen.checkpoint.folder import find_checkpoints, newest_valid
+from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.writer import write_checkpoint
 from lumen.console import logger as _log
 from lumen.errors import CheckpointError, CheckpointMismatch
 from lumen.hyperparameters import HasHyperparameters

@@ -14,11 +14,13 @@ import types
 import typing
 import warnings
 from argparse import ArgumentError
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from datetime import timedelta
 from inspect import Parameter, isclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, final
 
 import yaml
@@ -26,7 +28,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse._parameter_resolvers import ParamData, get_signature_parameters
 
 from lumen.cli.classes import find_class
-from lumen.cli.layers import Node
+from lumen.cli.layers import Node, as_node
 from lumen.errors import ConfigError
 
 
@@ -39,19 +41,25 @@ class Component:
         target: What is called with the arguments.
         name: How the target is spelt in messages and records.
         given: The arguments that the configuration sets.
-        supplied: Parameters that the configuration does not set, because the program does.
+        supplied: Parameters that the configuration does not set, and what to do instead.
 
     Attributes:
         parameters: By name, in the signature's order; those behind `**kwargs` included.
     """
 
     def __init__(
-        self, key: str, target: Callable[..., Any], name: str, given: dict[str, Node], supplied: Iterable[str] = ()
+        self,
+        key: str,
+        target: Callable[..., Any],
+        name: str,
+        given: dict[str, Node],
+        supplied: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.key = key
         self.target = target
         self.name = name
         self.given = given
+        self.supplied = supplied
         signature = get_signature_parameters(target, None, logger=False)
         self.parameters = {parameter.name: parameter for parameter in signature if parameter.name not in supplied}
 
@@ -61,7 +69,8 @@ class Component:
         for name, node in self.given.items():
             where = f"{self._path(name)} ({node.origin})"
             if name not in self.parameters:
-                found.append(f"{where}: {self.name} has no option {name}. {nearest(str(name), self.parameters)}")
+                hint = self.supplied.get(name) or nearest(str(name), self.parameters)
+                found.append(f"{where}: {self.name} has no option {name}. {hint}")
                 continue
             annotation = _annotation(self.parameters[name])
             try:
@@ -101,7 +110,10 @@ class Component:
             if name in self.given:
                 recorded[name] = self._value(name).record()
             elif is_plain(parameter.default):
-                recorded[name] = _as_lists(parameter.default)
+                with suppress(_WrongType):
+                    value = _Value(_annotation(parameter), as_node(parameter.default, "default"))
+                    if value.build() == parameter.default:
+                        recorded[name] = value.record()
         return recorded
 
     def _path(self, name: str) -> str:
@@ -132,6 +144,7 @@ def is_plain(value: Any) -> bool:
 # ---------------------------------------------------------------------- one value
 
 
+@final
 class _WrongType(Exception):
     pass
 
@@ -259,10 +272,3 @@ def describe(annotation: Any) -> str:
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _as_lists(value: Any) -> Any:
-    """Tuples as YAML knows them."""
-    if isinstance(value, dict):
-        return {key: _as_lists(item) for key, item in value.items()}
-    return [_as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,14 +90,11 @@ def _documented(target: Any) -> dict[str, str]:
     """What the `Args:` of a class and of its bases, or of a function, say about each parameter."""
     found: dict[str, str] = {}
     for owner in reversed(inspect.getmro(target) if inspect.isclass(target) else [target]):
-        section = re.search(
-            r"^Args:\n((?:[ \t]+.*\n|\s*\n)*)", inspect.cleandoc(owner.__doc__ or "") + "\n", re.MULTILINE
-        )
+        section = re.search(r"^( *)Args:\n((?:\1 +.*\n|\s*\n)*)", f"{owner.__doc__ or ''}\n", re.MULTILINE)
         if section is None or owner is object:
             continue
-        entries = re.split(r"^    (?=[\w*])", section.group(1), flags=re.MULTILINE)
-        for entry in entries:
-            named = re.match(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)", entry, re.DOTALL)
+        for entry in re.split(r"^(?=\w)", textwrap.dedent(section.group(2)), flags=re.MULTILINE):
+            named = re.match(r"(\w+)\s*(?:\(.*?\))?:\s*(.*)", entry, re.DOTALL)
             if named:
                 found[named.group(1)] = " ".join(named.group(2).split())
     return found

@@ -107,15 +107,22 @@ def _parse(text: str, origin: Callable[[int], str]) -> Node:
 
 
 def _convert(loader: _Loader, node: yaml.Node, origin: Callable[[int], str], line: int) -> Node:
+    if not isinstance(node, yaml.ScalarNode) and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+        loader.construct_undefined(node)  # which refuses it
     if isinstance(node, yaml.MappingNode):
-        written = [str(key.value) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                loader.construct_undefined(key_node)
+            if key_node.value in seen:
+                at = origin(key_node.start_mark.line + 1)
+                raise ConfigError(f"{at}: the key {key_node.value} is there for the second time. Remove one of them.")
+            seen.add(str(key_node.value))
         loader.flatten_mapping(node)
         children: dict[Any, Node] = {}
         for key_node, value_node in node.value:
-            key, at = loader.construct_object(key_node), key_node.start_mark.line + 1
-            if written.count(str(key_node.value)) > 1:
-                raise ConfigError(f"{origin(at)}: the key {key} is there twice. Remove one of them.")
-            children[key] = _convert(loader, value_node, origin, at)
+            at_line = key_node.start_mark.line + 1
+            children[loader.construct_object(key_node)] = _convert(loader, value_node, origin, at_line)
         return Node(children, origin(line))
     if isinstance(node, yaml.SequenceNode):
         return Node([_convert(loader, item, origin, item.start_mark.line + 1) for item in node.value], origin(line))

@@ -75,6 +75,8 @@ def _fit(settings: Settings) -> None:
 
 def _evaluate(command: str, settings: Settings, output: Path | None) -> None:
     where = settings.top.arguments().get("ckpt_path")
+    if where == "auto":
+        raise ConfigError('ckpt_path: "auto" belongs to trainer.resume. Use last, best, or a path.')
     trainer, task, data = _build(settings, where)
     if where is None:
         _log.info("no ckpt_path is given: the model is used as it is built")
@@ -109,7 +111,7 @@ def _build(
     seed_everything(seed)
     data = settings.classes["data"].build() if "data" in settings.classes else None
     settings.link(data)
-    seed_everything(seed)  # again, so that the model does not depend on what the data drew
+    # again, so that the model does not depend on what the data drew
     return trainer, model.build(), data
 
 

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lumen.checkpoint.storage import write_safetensors
+from lumen.checkpoint.safetensors_files import write_safetensors
 from lumen.errors import ConfigError, DataError
 
 _SUFFIXES = {"validate": (".json",), "test": (".json",), "predict": (".jsonl", ".safetensors")}

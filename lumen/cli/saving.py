@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import yaml
 
 from lumen.callbacks import Callback
-from lumen.checkpoint.storage import fsync_directory
+from lumen.checkpoint.disk import fsync_directory
 from lumen.cli.settings import Settings
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ from lumen.errors import ConfigError
 from lumen.trainer import Trainer
 
 _log = logging.getLogger("lumen")
-_SUPPLIED = {"optimizer": ("params",), "lr_scheduler": ("optimizer",)}
-_HINTS = {
-    "trainer.seed": "Use the top-level key seed_everything.",
-    "ckpt_path": "It belongs to validate, test and predict; to go on from a checkpoint set trainer.resume.",
+_SUPPLIED = {
+    "optimizer": {"params": "It is given the task's parameters."},
+    "lr_scheduler": {"optimizer": "It is given the optimizer."},
+    "trainer": {"seed": "Use the top-level key seed_everything."},
+    "fit": {"ckpt_path": "It belongs to validate, test and predict; to go on from a checkpoint set trainer.resume."},
 }
 
 
@@ -82,10 +83,10 @@ class Settings:
             tree = merged(tree, normalized(layer), same_class)
         self._tree: dict[str, Node] = tree.value
         self._problems: list[str] = []
-        self.trainer = Component("trainer", Trainer, "Trainer", self._trainer_options(), supplied=["seed"])
+        self.trainer = Component("trainer", Trainer, "Trainer", self._trainer_options(), _SUPPLIED["trainer"])
         self.classes = {key: component for key in CLASSES if (component := self._class(key)) is not None}
         alone = {key: node for key, node in self._tree.items() if key not in (*CLASSES, "trainer")}
-        self.top = Component("", top_level, "lumen", alone, supplied=["ckpt_path"] if command == "fit" else [])
+        self.top = Component("", top_level, "lumen", alone, _SUPPLIED.get(command, {}))
         scheduler = self._tree["lr_scheduler"].value if "lr_scheduler" in self.classes else {}
         beside = {key: node for key, node in scheduler.items() if key in SCHEDULE}
         self.schedule = Component("lr_scheduler", schedule, "lr_scheduler", beside)
@@ -178,7 +179,7 @@ class Settings:
             self._problems.append(str(error))
             return None
         given = node.value["init_args"].value if "init_args" in node.value else {}
-        return Component(key, target, name, given, _SUPPLIED.get(key, ()))
+        return Component(key, target, name, given, _SUPPLIED.get(key, {}))
 
     def _name_run(self, configs: list[Path]) -> None:
         name = self.trainer.given.get("name")
@@ -192,8 +193,8 @@ class Settings:
 
     def _unknown(self, key: str) -> str:
         where = f"{key} ({self._tree[key].origin})"
-        if key in _HINTS:
-            return f"{where}: lumen fit has no such option. {_HINTS[key]}"
+        if key in self.top.supplied:
+            return f"{where}: there is no such key here. {self.top.supplied[key]}"
         known = [*CLASSES, "trainer", *self.top.parameters]
         likely = close_option(key) or difflib.get_close_matches(key, known, n=2)
         likely += [f"trainer.{name}" for name in difflib.get_close_matches(key, self.trainer.parameters, n=1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -117,6 +118,9 @@ class _KeyedDataset(Dataset[Any]):
 def _init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id: int) -> None:
     info = get_worker_info()
     assert info is not None
+    # a stop request reaches every process of the group; the main one decides, and still needs its data for this step
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL) and None)
     object.__setattr__(info, "dataset", dataset)  # where a user's worker_init_fn expects its own, not our wrapper
     if user_init is not None:
         user_init(worker_id)

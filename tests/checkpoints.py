@@ -1,0 +1,105 @@
+"""What the tests of checkpoints on disk share: making them, comparing them, changing them as an attacker would."""
+
+import hashlib
+import json
+import math
+import shutil
+import struct
+
+import numpy as np
+import torch
+
+from lumen.checkpoint.codec import encode
+from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.writer import write_checkpoint
+
+KNOWN = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64),
+]
+DTYPES = [*KNOWN, torch.complex128, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2]  # safetensors does not know them all
+SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (2, 3, 5)]
+FILES = [
+    *("manifest.json", "state.json", "model/00000-00000.safetensors", "model/00000-00001.safetensors"),
+    "optimizer/00000-00000.safetensors",
+]  # of a `small` checkpoint
+
+
+def same(a, b):
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b)
+    if isinstance(a, dict):
+        return same(list(a.items()), list(b.items()))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return a == b
+
+
+def raw(tensor):
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def tensor_of(dtype, shape):
+    size = math.prod(shape) * dtype.itemsize
+    data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
+    return data.view(dtype).reshape(shape)
+
+
+def save(directory, **sections):
+    write_checkpoint(directory, sections, {}, info={"step": int(directory.name[5:])})
+    return directory
+
+
+def small(directory, value=1.0, max_file_bytes=64):
+    """A checkpoint with two model files, an optimizer file and state."""
+    sections = {
+        "model": {"a": torch.full((4, 4), value), "b": torch.full((3,), value, dtype=torch.bfloat16)},
+        "optimizer": {"a.exp_avg": torch.full((4, 4), -value)},
+        "extra": {},
+    }
+    info = {"step": int(directory.name[5:]), "metrics": {"loss": math.nan}, "finished": False, "best": (1, 2)}
+    state = {"epoch": encode({1: (2, 3)}, {}, "epoch"), "value": value}
+    write_checkpoint(directory, sections, state, aliases={"tied": "a"}, info=info, max_file_bytes=max_file_bytes)
+    return directory
+
+
+def assert_small(directory, value=1.0):
+    checkpoint = Checkpoint.open(directory)
+    assert checkpoint.state == {"epoch": {"$dict": [[1, {"$tuple": [2, 3]}]]}, "value": value}
+    assert checkpoint.names("model") == ["a", "b"]
+    assert torch.equal(checkpoint.tensor("model", "a"), torch.full((4, 4), value))
+    assert torch.equal(checkpoint.tensor("model", "b"), torch.full((3,), value, dtype=torch.bfloat16))
+    assert torch.equal(checkpoint.tensor("optimizer", "a.exp_avg"), torch.full((4, 4), -value))
+
+
+def tamper(directory, edit):
+    """Change a manifest and make its digest right again, as an attacker would."""
+    path = directory / "manifest.json"
+    manifest = json.loads(path.read_text())
+    edit(manifest)
+    del manifest["digest"]
+    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps(manifest | {"digest": hashlib.sha256(canonical.encode()).hexdigest()}))
+
+
+class Saboteur(dict):
+    """Tensors whose reading removes something on the disk, in the middle of a save."""
+
+    def __init__(self, tensors, target):
+        super().__init__(tensors)
+        self.target = target
+        self.reads = 0
+
+    def __getitem__(self, name):
+        self.reads += 1
+        if self.reads == len(self) // 2:
+            for path in self.target():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return super().__getitem__(name)

@@ -1,0 +1,86 @@
+"""Finding, setting aside and removing checkpoints in their folder."""
+
+import errno
+import os
+import shutil
+
+import pytest
+
+from lumen.checkpoint.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
+from lumen.checkpoint.writer import write_checkpoint
+from lumen.errors import CheckpointError
+from tests.checkpoints import FILES, assert_small, small
+
+
+def test_checkpoints_are_found_by_number_and_only_when_committed(tmp_path):
+    assert find_checkpoints(tmp_path / "none") == []
+    steps = [small(tmp_path / name) for name in ("step-00000009", "step-10", "step-100000000000", "step-00000011")]
+    shutil.copytree(steps[0], tmp_path / "step-12.tmp-abcd")
+    shutil.copytree(steps[0], tmp_path / "step-13.damaged-1")
+    shutil.copytree(steps[0], tmp_path / "other")
+    shutil.copytree(steps[0], tmp_path / "step-14")
+    (tmp_path / "step-14" / "manifest.json").unlink()
+    (tmp_path / "step-15").mkdir()
+    (tmp_path / "step-16").touch()
+    assert find_checkpoints(tmp_path) == [steps[0], steps[1], steps[3], steps[2]]
+
+
+def test_the_newest_intact_checkpoint_is_used_and_every_damaged_one_is_reported(tmp_path):
+    for step in (8, 9, 10, 11):
+        small(tmp_path / f"step-{step}", value=float(step))
+    with open(tmp_path / "step-11" / FILES[3], "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    (tmp_path / "step-10" / "manifest.json").unlink()
+    (tmp_path / "step-8" / "state.json").unlink()
+    reports = []
+    assert newest_valid(tmp_path, reports.append).path == tmp_path / "step-9"
+    assert len(reports) == 2
+    assert "step-11 is damaged" in reports[0]
+    assert FILES[3] in reports[0]
+    assert "Trying step-10 instead" in reports[0]
+    assert "no manifest.json" in reports[1]
+    remove_checkpoint(tmp_path / "step-9")
+    assert newest_valid(tmp_path, reports.append) is None
+    assert "There is no older one" in reports[-1]
+    assert newest_valid(tmp_path / "none", reports.append) is None
+
+
+def test_a_checkpoint_of_a_step_to_be_validated_is_older_than_the_one_after_it(tmp_path):
+    for name in ("step-2", "step-10", "step-10-validating", "step-11-validating"):
+        write_checkpoint(tmp_path / name, {}, {}, info={})
+    names = [path.name for path in find_checkpoints(tmp_path)]
+    assert names == ["step-2", "step-10-validating", "step-10", "step-11-validating"]
+
+
+def test_setting_aside_frees_the_name_and_keeps_the_bytes(tmp_path):
+    for k in (1, 2):
+        small(tmp_path / "step-1", value=float(k))
+        assert set_aside(tmp_path / "step-1") == tmp_path / f"step-1.damaged-{k}"
+        assert_small(tmp_path / f"step-1.damaged-{k}", value=float(k))
+    assert find_checkpoints(tmp_path) == []
+    with pytest.raises(CheckpointError, match=r"cannot rename .*step-1: No such file"):
+        set_aside(tmp_path / "step-1")
+
+
+def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    path = small(tmp_path / "step-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "gone")))
+        with pytest.raises(CheckpointError, match=r"cannot remove .*step-1"):
+            remove_checkpoint(path)
+    assert find_checkpoints(tmp_path) == []
+    assert not path.exists()
+    (tmp_path / "step-2.tmp-beef").symlink_to("/nowhere")
+    (tmp_path / "step-3.tmp-cafe").touch()
+    small(tmp_path / "step-4")
+    clean_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == ["step-4"]
+
+
+def test_what_is_no_checkpoint_is_not_removed(tmp_path):
+    (tmp_path / "precious").mkdir()
+    for path in (tmp_path / "precious", tmp_path / "none"):
+        with pytest.raises(CheckpointError, match="is no checkpoint"):
+            remove_checkpoint(path)
+    assert (tmp_path / "precious").exists()
