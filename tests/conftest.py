@@ -9,7 +9,11 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the processes that tests start
 
 DEFAULT_LIMIT_S = 120
-_STDERR = os.dup(sys.stderr.fileno())  # pytest captures descriptor 2 during tests; a hung test must reach the real one
+_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config):
+    config.stash[_STDERR] = os.dup(sys.stderr.fileno())  # the real one, before pytest captures it for the tests
 
 
 @pytest.hookimpl(wrapper=True)
@@ -17,7 +21,7 @@ def pytest_runtest_protocol(item):
     marker = item.get_closest_marker("time_limit")
     limit_s = marker.args[0] if marker else DEFAULT_LIMIT_S
     os.environ["LUMEN_TEST"] = f"{item.nodeid} (limit {limit_s} s)"  # shown by ps, for a test that hangs in a child
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=_STDERR)
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[_STDERR])
     try:
         return (yield)
     finally:

@@ -111,7 +111,7 @@ def _build(
     seed_everything(seed)
     data = settings.classes["data"].build() if "data" in settings.classes else None
     settings.link(data)
-    # again, so that the model does not depend on what the data drew
+    seed_everything(seed)  # again, so that the model does not depend on what the data drew
     return trainer, model.build(), data
 
 

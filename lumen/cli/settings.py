@@ -83,7 +83,8 @@ class Settings:
             tree = merged(tree, normalized(layer), same_class)
         self._tree: dict[str, Node] = tree.value
         self._problems: list[str] = []
-        self.trainer = Component("trainer", Trainer, "Trainer", self._trainer_options(), _SUPPLIED["trainer"])
+        options = dict(self._tree["trainer"].value) if "trainer" in self._tree else {}
+        self.trainer = Component("trainer", Trainer, "Trainer", options, _SUPPLIED["trainer"])
         self.classes = {key: component for key in CLASSES if (component := self._class(key)) is not None}
         alone = {key: node for key, node in self._tree.items() if key not in (*CLASSES, "trainer")}
         self.top = Component("", top_level, "lumen", alone, _SUPPLIED.get(command, {}))
@@ -155,14 +156,6 @@ class Settings:
         return {**recorded, "link_arguments": open_links} if open_links else recorded
 
     # ------------------------------------------------------------------ reading
-
-    def _trainer_options(self) -> dict[str, Node]:
-        options = dict(self._tree["trainer"].value) if "trainer" in self._tree else {}
-        callbacks = options.get("callbacks")
-        if callbacks is not None and isinstance(callbacks.value, dict) and not callbacks.is_class:
-            kept = {name: node for name, node in callbacks.value.items() if node.value is not None}
-            options["callbacks"] = Node(kept, callbacks.origin)
-        return options
 
     def _class(self, key: str) -> Component | None:
         node = self._tree.get(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -24,7 +24,6 @@ from torch.utils.data import (
     default_collate,
     get_worker_info,
 )
-from torch.utils.data.sampler import BatchSampler
 
 from lumen.batches import count_samples
 from lumen.data.order import Slice, epoch_order, step_slices
@@ -77,11 +76,18 @@ class _Draw(NamedTuple):
 
 def _can_draw(dataset: Any) -> bool:
     """Whether fetching from a data set may use random numbers."""
-    if isinstance(dataset, Subset):
+    if type(dataset) is Subset:
         return _can_draw(dataset.dataset)
-    if isinstance(dataset, ConcatDataset):
+    if type(dataset) is ConcatDataset:
         return any(_can_draw(part) for part in dataset.datasets)
     return type(dataset) is not TensorDataset and getattr(dataset, "draws_randomness", True)
+
+
+def _fetches_many(dataset: Any) -> bool:
+    """Whether a data set has a way of its own to fetch a micro-batch at once; a `Subset` passes on what it is part of."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
 
 
 @final
@@ -93,7 +99,7 @@ class _KeyedDataset(Dataset[Any]):
         self.seed = seed
         self.draws = _can_draw(dataset)
         self.collates = collates
-        self.fetch_many = getattr(dataset, "__getitems__", None)
+        self.fetch_many = None if self.draws and not _fetches_many(dataset) else getattr(dataset, "__getitems__", None)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -115,12 +121,15 @@ class _KeyedDataset(Dataset[Any]):
         return samples  # type: ignore[no-any-return]
 
 
+_GRACE_S = 30
+
+
 def _init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id: int) -> None:
     info = get_worker_info()
     assert info is not None
     # a stop request reaches every process of the group; the main one decides, and still needs its data for this step
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL) and None)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(_GRACE_S))
     object.__setattr__(info, "dataset", dataset)  # where a user's worker_init_fn expects its own, not our wrapper
     if user_init is not None:
         user_init(worker_id)
@@ -161,6 +170,7 @@ class MapFeed(Feed):
         self._batch_size = loader.batch_size
         self._step_size = step_size or accumulate * loader.batch_size
         self._draws = _Draws()
+        self._iterator: Iterator[Any] | None = None
         self._generator = torch.Generator()  # a DataLoader draws its workers' seed even from no shuffling at all
         collates = _can_draw(loader.dataset) or loader.collate_fn is not default_collate
         self._loader: DataLoader[Any] = DataLoader(
@@ -189,21 +199,26 @@ class MapFeed(Feed):
         self._draws.order = epoch_order(self._samples, self._seed, epoch, shuffle=self._shuffle)
         self._draws.steps = steps
         self._generator.manual_seed(make_key(self._seed, Domain.ORDER, epoch, 1))
-        batches = iter(self._loader)
+        self._iterator = iter(self._loader)
         index = position.batches
         plan = steps()
         ahead = next(plan, None)
         while ahead:
             step, ahead = ahead, next(plan, None)
-            yield Window(batches, [end - start for start, end in step], index, last=ahead is None)
+            yield Window(self._next, [end - start for start, end in step], index, last=ahead is None)
             index += len(step)
 
     def steps(self, limit: int | None) -> int:
         """See `Feed.steps`."""
         return sum(1 for _ in self._steps(0, limit))
 
+    def _next(self) -> Any:
+        assert self._iterator is not None
+        return next(self._iterator)
+
     def close(self) -> None:
-        """See `Feed.close`: persistent workers end with their loader."""
+        """See `Feed.close`: workers end with the last reference to their iterator, persistent ones with the loader."""
+        self._iterator = None
         del self._loader
 
     def _steps(self, start: int, limit: int | None) -> Iterator[list[Slice]]:
@@ -249,7 +264,7 @@ class StreamFeed(Feed):
             current, ahead = ahead, list(islice(batches, self._accumulate))
             waited_s = perf_counter() - start
             sizes = [self._count(batch) for batch in current]
-            yield Window(iter(current), sizes, index, last=not ahead, waited_s=waited_s)
+            yield Window(iter(current).__next__, sizes, index, last=not ahead, waited_s=waited_s)
             index += len(current)
 
     def steps(self, limit: int | None) -> int | None:
@@ -258,7 +273,10 @@ class StreamFeed(Feed):
         return None if batches is None else -(-batches // self._accumulate)
 
     def _batches(self, epoch: int) -> Iterator[Any]:
-        seed_generators(make_key(self._seed, Domain.ORDER, epoch))
+        key = make_key(self._seed, Domain.ORDER, epoch)
+        seed_generators(key)
+        for generator in _own_generators(self._loader):
+            generator.manual_seed(key)
         batches = iter(self._loader)
         number = 0
         while True:
@@ -281,6 +299,15 @@ class StreamFeed(Feed):
         return count_samples(batch)
 
 
+def _own_generators(loader: Any) -> Iterator[torch.Generator]:
+    """The generators that a loader and its samplers hold: what they draw must not depend on the epochs before."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for owner in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield generator
+
+
 def make_feed(loader: Any, seed: int, accumulate: int = 1, global_batch_size: int | None = None) -> Feed:
     """Take over a standard `DataLoader` over map-style data; read anything else as it is.
 
@@ -298,14 +325,20 @@ def make_feed(loader: Any, seed: int, accumulate: int = 1, global_batch_size: in
         raise DataError(
             f"a loader must be iterable, found {type(loader).__name__}. Return a DataLoader from the data module."
         )
+    parts = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, (list, tuple)) else ()
+    if any(isinstance(part, DataLoader) for part in parts):
+        raise DataError(
+            f"several loaders were given as one, in a {type(loader).__name__}. Evaluations take a list of loaders; for "
+            "training join the data sets (ConcatDataset), or give an iterable whose batches hold what you need."
+        )
     if (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
         and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.batch_sampler) is BatchSampler
-        and (type(loader.sampler) is SequentialSampler or _is_plain_shuffle(loader.sampler))
+        and loader.batch_size is not None
+        and _takes_each_sample_once(loader)
     ):
-        if global_batch_size is not None and loader.batch_size is not None and global_batch_size < loader.batch_size:
+        if global_batch_size is not None and global_batch_size < loader.batch_size:
             raise ConfigError(
                 f"global_batch_size: {global_batch_size} is smaller than the loader's batch_size {loader.batch_size}. "
                 "Lower batch_size."
@@ -322,8 +355,9 @@ def make_feed(loader: Any, seed: int, accumulate: int = 1, global_batch_size: in
     return StreamFeed(loader, seed, accumulate)
 
 
-def _is_plain_shuffle(sampler: Any) -> bool:
-    """Whether a sampler is a permutation of the data set, each sample once."""
-    return (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    )
+def _takes_each_sample_once(loader: Any) -> bool:
+    """Whether a loader's order is the data set's own or a plain shuffle of it."""
+    sampler = loader.sampler
+    if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False):
+        return False
+    return len(sampler) == len(sampler.data_source) == len(loader.dataset)

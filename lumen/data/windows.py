@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any, final
 
@@ -35,6 +35,13 @@ class MicroBatch:
 class Window:
     """The micro-batches of one optimizer step; iterate it once.
 
+    Args:
+        fetch: Returns the loader's next batch.
+        sizes: Samples of each micro-batch.
+        first_index: Number of its first micro-batch in the epoch.
+        last: It is the epoch's last step.
+        waited_s: Seconds spent waiting for the loader before.
+
     Attributes:
         sizes: Samples of each micro-batch.
         samples: Samples of the whole step.
@@ -42,12 +49,12 @@ class Window:
         waited_s: Seconds spent waiting for the loader so far.
     """
 
-    __slots__ = ("_batches", "_first_index", "last", "samples", "sizes", "waited_s")
+    __slots__ = ("_fetch", "_first_index", "last", "samples", "sizes", "waited_s")
 
     def __init__(
-        self, batches: Iterator[Any], sizes: list[int], first_index: int, last: bool, waited_s: float = 0.0
+        self, fetch: Callable[[], Any], sizes: list[int], first_index: int, last: bool, waited_s: float = 0.0
     ) -> None:
-        self._batches = batches
+        self._fetch = fetch
         self._first_index = first_index
         self.sizes = sizes
         self.samples = sum(sizes)
@@ -58,6 +65,6 @@ class Window:
         closing = len(self.sizes) - 1
         for number, samples in enumerate(self.sizes):
             start = perf_counter()
-            batch = next(self._batches)
+            batch = self._fetch()
             self.waited_s += perf_counter() - start
             yield MicroBatch(batch, self._first_index + number, samples, number == 0, number == closing)

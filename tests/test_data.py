@@ -1,0 +1,565 @@
+"""Which sample comes when, what its augmentation draws, and which loaders are understood."""
+
+import multiprocessing
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    get_worker_info,
+)
+
+import lumen
+from lumen.data.loaders import Position, make_feed
+from lumen.data.order import epoch_order, step_slices
+from lumen.errors import ConfigError, TrainingError
+from tests.tasks import Drawing, Regression, quiet_trainer
+
+
+def bare_trainer(tmp_path, **options):
+    """A trainer that writes nothing."""
+    return quiet_trainer(tmp_path, **{"logger": False, "enable_checkpointing": False} | options)
+
+
+class Seeing(lumen.TaskModule):
+    """Keeps every batch it is given, by epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.epochs = {}
+
+    def training_step(self, batch):
+        self.epochs.setdefault(self.current_epoch, []).append(batch)
+        return self.weight.square()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def samples(self, epoch):
+        """The first field of an epoch's samples, in the order they came."""
+        batches = [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in self.epochs[epoch]]
+        return torch.cat(batches).tolist()
+
+
+def seen(tmp_path, data, **options):
+    """What a task is given by a loader."""
+    task = Seeing()
+    bare_trainer(tmp_path, **{"max_epochs": 2} | options).fit(task, data)
+    return task
+
+
+def numbers(samples=20):
+    """A data set whose samples are their own numbers."""
+    return TensorDataset(torch.arange(samples))
+
+
+# ---------------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 1000])
+def test_an_order_is_a_permutation_that_repeats(length):
+    orders = [epoch_order(length, 3, epoch, shuffle=True) for epoch in range(4)]
+    for epoch, order in enumerate(orders):
+        assert sorted(order.tolist()) == list(range(length))
+        assert torch.equal(order, epoch_order(length, 3, epoch, shuffle=True))
+    if length == 1000:
+        others = [*orders[1:], epoch_order(length, 4, 0, shuffle=True), torch.arange(length)]
+        assert not any(torch.equal(orders[0], other) for other in others)
+    assert epoch_order(length, 3, 5, shuffle=False).tolist() == list(range(length))
+
+
+@pytest.mark.parametrize("start_step", range(4))
+@pytest.mark.parametrize(("length", "batch_size", "step_size"), [(50, 8, 16), (50, 8, 20), (48, 8, 8), (3, 8, 24), (50, 16, 17)])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_slices_cover_the_epoch_once_from_any_step_on(length, batch_size, step_size, drop_last, start_step):
+    start = min(start_step * step_size, length)
+    steps = list(step_slices(start, length, batch_size, step_size, drop_last=drop_last))
+    assert steps == list(step_slices(0, length, batch_size, step_size, drop_last=drop_last))[start_step:]
+    slices = [part for step in steps for part in step]
+    positions = [position for first, end in slices for position in range(first, end)]
+    dropped = length - start - len(positions)
+    assert positions == list(range(start, start + len(positions)))
+    assert all(0 < end - first <= batch_size for first, end in slices)
+    assert all(sum(end - first for first, end in step) == step_size for step in steps[:-1])
+    assert 0 <= dropped < batch_size if drop_last else dropped == 0
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("batch_size", "workers", "accumulate"), [(4, 0, 1), (4, 2, 1), (7, 0, 1), (7, 2, 2), (20, 0, 1), (3, 0, 3)])
+def test_the_order_is_that_of_seed_and_epoch_alone(tmp_path, shuffle, batch_size, workers, accumulate):
+    torch.manual_seed(batch_size)  # what was drawn before does not matter
+    data = DataLoader(numbers(), batch_size, shuffle=shuffle, num_workers=workers)
+    task = seen(tmp_path, data, max_epochs=3, accumulate_grad_batches=accumulate)
+    for epoch in range(3):
+        assert task.samples(epoch) == epoch_order(20, 3, epoch, shuffle=shuffle).tolist()
+
+
+def test_shuffling_draws_nothing_from_the_global_generators():
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    feed = make_feed(DataLoader(numbers(), 3, shuffle=True), seed=3)
+    for epoch in range(2):
+        assert sum(micro.samples for window in feed.windows(epoch, Position(), None) for micro in window) == 20
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 2), (2, 1)])
+def test_drop_last_leaves_out_the_incomplete_batch_of_the_epoch(tmp_path, accumulate, steps):
+    data = DataLoader(numbers(20), 8, shuffle=True, drop_last=True)
+    task = seen(tmp_path, data, accumulate_grad_batches=accumulate)
+    for epoch in range(2):
+        assert [len(batch[0]) for batch in task.epochs[epoch]] == [8, 8]
+        assert task.samples(epoch) == epoch_order(20, 3, epoch, shuffle=True)[:16].tolist()
+
+
+# ---------------------------------------------------------------------- augmentation
+
+
+class Changed(Subset):
+    """A subset that augments, over data that cannot draw."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0] + torch.randn(()), index
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class ChangedTogether(ConcatDataset):
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0] + torch.randn(()), index
+
+
+class Transformed(Dataset):
+    """Draws in each sample, wherever it lies."""
+
+    def __init__(self, samples=20, first=0):
+        self.samples, self.first = samples, first
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()), np.random.rand(), random.random()]), self.first + index
+
+
+class FetchingMany(Transformed):
+    def __getitems__(self, indices):
+        noise = torch.rand(len(indices))
+        return [(noise[place], index) for place, index in enumerate(indices)]
+
+
+def collate_with_noise(samples):
+    fields = default_collate(samples)
+    return [torch.rand(len(samples)) + np.random.rand() + random.random(), *fields[1:]]
+
+
+def by_index(task, epoch):
+    """What each sample drew, by its number: the last field."""
+    drawn = {}
+    for batch in task.epochs[epoch]:
+        for value, index in zip(batch[0], batch[-1].tolist(), strict=True):
+            drawn[index] = value.tolist()
+    assert sorted(drawn) == list(range(20))
+    return drawn
+
+
+PER_SAMPLE = {
+    "draws from three libraries": (Drawing(20), None),
+    "a whole subset": (Subset(Transformed(), range(20)), None),
+    "a subset of a subset": (Subset(Subset(Transformed(40), range(30)), range(20)), None),
+    "parts that augment together": (ChangedTogether([numbers(10), numbers(10)]), None),
+    "tensors and drawing data": (Subset(ConcatDataset([Transformed(10), Transformed(10, first=10)]), range(20)), None),
+}
+PER_BATCH = {
+    "a subset that augments": (Changed(numbers(), range(20)), None),
+    "fetches many at once": (FetchingMany(), None),
+    "collates with noise": (Transformed(), collate_with_noise),
+}
+
+
+@pytest.mark.parametrize("data", PER_SAMPLE)
+def test_augmentation_belongs_to_the_sample(tmp_path, data):
+    """It does not depend on workers or batches, repeats in a second run, and differs between epochs and samples."""
+    dataset, collate = PER_SAMPLE[data]
+    runs = [
+        seen(tmp_path, DataLoader(dataset, batch_size, shuffle=True, num_workers=workers, collate_fn=collate))
+        for batch_size, workers in [(4, 0), (4, 2), (7, 0), (4, 0)]
+    ]
+    for epoch in range(2):
+        drawn = [by_index(task, epoch) for task in runs]
+        assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
+        assert len({str(value) for value in drawn[0].values()}) == 20
+    first, second = by_index(runs[0], 0), by_index(runs[0], 1)
+    assert all(first[index] != second[index] for index in first)
+
+
+@pytest.mark.parametrize("data", PER_BATCH)
+def test_what_is_drawn_for_a_whole_batch_does_not_depend_on_workers(tmp_path, data):
+    dataset, collate = PER_BATCH[data]
+    runs = [
+        seen(tmp_path, DataLoader(dataset, 4, shuffle=True, num_workers=workers, collate_fn=collate))
+        for workers in (0, 2, 1, 0)
+    ]
+    for epoch in range(2):
+        drawn = [by_index(task, epoch) for task in runs]
+        assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
+    assert by_index(runs[0], 0) != by_index(runs[0], 1)
+
+
+def test_another_seed_draws_something_else(tmp_path):
+    runs = [seen(tmp_path, DataLoader(Transformed(), 4), seed=seed) for seed in (1, 2)]
+    first, second = (by_index(task, 0) for task in runs)
+    assert all(first[index] != second[index] for index in first)
+
+
+class Seeds(Dataset):
+    """Each sample is the seed that torch's generator had when it was fetched."""
+
+    def __init__(self, *, draws_randomness):
+        self.draws_randomness = draws_randomness
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.initial_seed()
+
+
+@pytest.mark.parametrize("draws_randomness", [True, False])
+def test_data_that_says_it_cannot_draw_is_not_keyed(tmp_path, draws_randomness):
+    for dataset in (Seeds(draws_randomness=draws_randomness), Subset(Seeds(draws_randomness=draws_randomness), range(8))):
+        task = seen(tmp_path, DataLoader(dataset, 4), max_epochs=1)
+        assert len(set(task.samples(0)[:4])) == (4 if draws_randomness else 1)
+
+
+# ---------------------------------------------------------------------- the user's loader stays
+
+
+class Marked(Dataset):
+    """Each sample says which worker fetched it, and what `worker_init_fn` left."""
+
+    mark = -1
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        info = get_worker_info()
+        assert info.dataset is self
+        return torch.tensor([self.mark, info.id, info.num_workers])
+
+
+class MarkWorker:
+    """A `worker_init_fn` that sets the mark of its worker's data set and leaves a line for each call."""
+
+    def __init__(self, record):
+        self.record = record
+
+    def __call__(self, worker_id):
+        get_worker_info().dataset.mark = 100 + worker_id
+        with self.record.open("a") as file:
+            file.write(f"{worker_id}\n")
+
+
+@pytest.mark.parametrize(("persistent", "starts"), [(False, 3), (True, 1)])
+def test_a_worker_is_prepared_as_the_user_says(tmp_path, persistent, starts):
+    record = tmp_path / "record"
+    data = DataLoader(
+        Marked(), 4, num_workers=2, worker_init_fn=MarkWorker(record), persistent_workers=persistent, prefetch_factor=3
+    )
+    task = seen(tmp_path, data, max_epochs=3)
+    for epoch in range(3):
+        found = torch.cat(task.epochs[epoch]).tolist()
+        assert found == [[100 + worker, worker, 2] for worker in (0, 1, 0, 1) for _ in range(4)]
+    assert Counter(record.read_text().split()) == {"0": starts, "1": starts}
+
+
+def test_workers_may_be_spawned(tmp_path):
+    data = DataLoader(Drawing(20), 5, shuffle=True, num_workers=1, multiprocessing_context="spawn")
+    spawned, here = seen(tmp_path, data, max_epochs=1), seen(tmp_path, DataLoader(Drawing(20), 5, shuffle=True), max_epochs=1)
+    assert by_index(spawned, 0) == by_index(here, 0)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_worker_outlives_its_run(tmp_path, persistent, fails):
+    class Failing(Seeing):
+        def training_step(self, batch):
+            assert len(multiprocessing.active_children()) == 2
+            if fails and self.global_step == 3:
+                raise ZeroDivisionError
+            return super().training_step(batch)
+
+    trainer, task = bare_trainer(tmp_path, max_epochs=2), Failing()
+    data = DataLoader(numbers(), 4, num_workers=2, persistent_workers=persistent)
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(task, data)
+    else:
+        trainer.fit(task, data)
+    assert multiprocessing.active_children() == []
+    assert trainer.num_training_batches == 5
+
+
+def test_pinning_without_an_accelerator_is_left_out_quietly(tmp_path):
+    task = seen(tmp_path, DataLoader(numbers(), 4, pin_memory=True))
+    assert not task.epochs[0][0][0].is_pinned() or torch.accelerator.is_available()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_in_the_data_set_is_the_error_of_the_run(tmp_path, workers):
+    class Broken(Transformed):
+        def __getitem__(self, index):
+            if index == 11:
+                raise ZeroDivisionError("sample 11 is broken")
+            return super().__getitem__(index)
+
+    with pytest.raises(ZeroDivisionError, match="sample 11 is broken"):
+        seen(tmp_path, DataLoader(Broken(), 4, num_workers=workers))
+
+
+# ---------------------------------------------------------------------- other loaders, read as they are
+
+
+class OddFirst(Sampler):
+    """A sampler of the user's own that draws from all three libraries."""
+
+    def __iter__(self):
+        shift = int(torch.randint(20, ())) + int(np.random.randint(20)) + random.randrange(20)
+        yield from ((index + shift) % 20 for index in [*range(1, 20, 2), *range(0, 20, 2)])
+
+    def __len__(self):
+        return 20
+
+
+class BySize(Sampler):
+    """A batch sampler whose batches have one, two, three, ... samples, in random order."""
+
+    def __iter__(self):
+        order = torch.randperm(20).tolist()
+        while order:
+            size = 1 + random.randrange(5)
+            yield order[:size]
+            del order[:size]
+
+
+class Stream(IterableDataset):
+    """A stream without a length, split over workers, that draws."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, 20, step):
+            yield index + torch.rand(()).double()
+
+
+class CountedStream(Stream):
+    def __len__(self):
+        return 20
+
+
+class Batches:
+    """Any iterable of batches."""
+
+    def __iter__(self):
+        return iter(torch.randperm(20).split(4))
+
+
+class Thinning(DataLoader):
+    """A loader that leaves out batches: its own iteration is kept."""
+
+    def __iter__(self):
+        return (batch for number, batch in enumerate(super().__iter__()) if number % 2)
+
+
+def generator():
+    return torch.Generator().manual_seed(5)
+
+
+OTHER_LOADERS = {
+    "a sampler": lambda: DataLoader(numbers(), 4, sampler=OddFirst()),
+    "a sampler and workers": lambda: DataLoader(numbers(), 4, sampler=OddFirst(), num_workers=2),
+    "weighted": lambda: DataLoader(numbers(), 4, sampler=WeightedRandomSampler(torch.arange(20.0), 18)),
+    "weighted, its own generator": lambda: DataLoader(
+        numbers(), 4, sampler=WeightedRandomSampler(torch.arange(20.0), 18, generator=generator())
+    ),
+    "with replacement, its own generator": lambda: DataLoader(
+        numbers(), 4, sampler=RandomSampler(range(20), replacement=True, generator=generator()), generator=generator()
+    ),
+    "a subset in random order": lambda: DataLoader(numbers(40), 4, sampler=SubsetRandomSampler(range(10, 28))),
+    "batches of varying size": lambda: DataLoader(numbers(), batch_sampler=BySize()),
+    "a standard batch sampler": lambda: DataLoader(numbers(), batch_sampler=BatchSampler(OddFirst(), 4, False)),
+    "a batch sampler, its own generator": lambda: DataLoader(
+        numbers(), batch_sampler=BatchSampler(RandomSampler(range(20), generator=generator()), 4, False), num_workers=1
+    ),
+    "samples instead of batches": lambda: DataLoader(numbers(12), batch_size=None),
+    "a stream": lambda: DataLoader(Stream(), 4),
+    "a stream and workers": lambda: DataLoader(Stream(), 4, num_workers=2),
+    "a stream of known length": lambda: DataLoader(CountedStream(), 4),
+    "batches": Batches,
+    "a list of batches": lambda: [torch.arange(4) + 10 * number for number in range(5)],
+    "a loader with its own iteration": lambda: Thinning(numbers(), 3),
+}
+
+
+class Saving(lumen.Callback):
+    """Saves a checkpoint at one step."""
+
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_boundary(self, trainer, task):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def plain(batches):
+    return [torch.as_tensor(batch[0] if isinstance(batch, (list, tuple)) else batch).tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("kind", OTHER_LOADERS)
+@pytest.mark.filterwarnings("ignore:.*Lumen did not draw these batches")
+def test_a_loader_of_another_kind_repeats_and_resumes(tmp_path, kind):
+    """Two runs see the same batches, and so does one that goes on from the middle of an epoch or from its end."""
+    whole = seen(tmp_path, OTHER_LOADERS[kind](), max_epochs=3)
+    again = seen(tmp_path, OTHER_LOADERS[kind](), max_epochs=3)
+    expected = {epoch: plain(batches) for epoch, batches in whole.epochs.items()}
+    assert {epoch: plain(batches) for epoch, batches in again.epochs.items()} == expected
+    per_epoch = [len(batches) for batches in expected.values()]
+    if kind not in ("a list of batches", "samples instead of batches", "a loader with its own iteration"):
+        assert expected[0] != expected[1] != expected[2]
+
+    for step in (per_epoch[0], per_epoch[0] + 2):
+        path = tmp_path / f"step-{step}"
+        seen(tmp_path, OTHER_LOADERS[kind](), max_steps=step, callbacks=[Saving(step, path)])
+        resumed = seen(tmp_path, OTHER_LOADERS[kind](), max_epochs=3, resume=path)
+        consumed = step - per_epoch[0]
+        assert plain(resumed.epochs[1]) == expected[1][consumed:]
+        assert plain(resumed.epochs[2]) == expected[2]
+
+
+@pytest.mark.parametrize("kind", ["weighted", "batches of varying size", "a stream", "batches"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_other_loaders_accumulate_and_end_with_a_short_step(tmp_path, kind, accumulate):
+    task, trainer = Seeing(), bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate)
+    with pytest.warns(UserWarning, match="Lumen did not draw these batches") as caught:
+        trainer.fit(task, OTHER_LOADERS[kind]())
+    assert len(caught) == 1
+    assert trainer.global_step == -(-len(task.epochs[0]) // accumulate)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "indices"),
+    [(SequentialSampler(range(5)), range(5)), (RandomSampler(range(5)), range(5)), (RandomSampler(range(20), num_samples=7), None)],
+)
+@pytest.mark.filterwarnings("ignore:.*Lumen did not draw these batches")
+def test_a_sampler_over_a_part_of_the_data_is_obeyed(tmp_path, sampler, indices):
+    task = seen(tmp_path, DataLoader(numbers(20), 2, sampler=sampler))
+    for epoch in range(2):
+        samples = task.samples(epoch)
+        assert len(samples) == len(sampler)
+        if indices is not None:
+            assert sorted(samples) == list(indices)
+
+
+def test_a_batch_of_another_loader_weighs_its_first_dimension(tmp_path):
+    class Weighed(Seeing):
+        def training_step(self, batch):
+            super().training_step(batch)
+            return self.weight * batch[0].mean()
+
+    task = Weighed()
+    batches = [[torch.full((size,), float(size))] for size in (1, 2, 5)]
+    with pytest.warns(match="list: Lumen did not draw these batches"):
+        bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=3).fit(task, batches)
+    assert task.weight.item() == pytest.approx(-0.1 * (1 * 1 + 2 * 2 + 5 * 5) / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(3, 3), (1, 1)])
+def test_an_endless_stream_needs_only_a_limit(tmp_path, limit, batches):
+    class Endless:
+        taken = 0
+
+        def __iter__(self):
+            while True:
+                self.taken += 1
+                yield torch.zeros(4)
+
+    stream = Endless()
+    with pytest.warns(match="Endless"):
+        task = seen(tmp_path, stream, limit_train_batches=limit, max_epochs=3)
+    assert [len(task.epochs[epoch]) for epoch in range(3)] == [batches] * 3
+    assert stream.taken == 3 * batches
+    with pytest.warns(match="Endless"):
+        assert len(seen(tmp_path, Endless(), max_epochs=None, max_steps=7).epochs[0]) == 7
+
+
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_a_global_batch_that_such_a_loader_cannot_make_is_an_error(tmp_path, batch_size):
+    data = DataLoader(numbers(), batch_size, sampler=OddFirst())
+    with pytest.raises(ConfigError, match=f"global_batch_size: 8 is no multiple of the batch size {batch_size}"):
+        seen(tmp_path, data, global_batch_size=8)
+
+
+def test_a_global_batch_of_several_batches_of_such_a_loader_works(tmp_path):
+    trainer = bare_trainer(tmp_path, max_epochs=1, global_batch_size=8)
+    with pytest.warns(match="DataLoader"):
+        trainer.fit(Seeing(), DataLoader(numbers(), 4, sampler=OddFirst()))
+    assert trainer.global_step == 3
+
+
+# ---------------------------------------------------------------------- nothing to read
+
+
+EMPTY = {
+    "no samples": lambda: DataLoader(TensorDataset(torch.empty(0, 6)), 4),
+    "fewer than one batch": lambda: DataLoader(numbers(3), 4, drop_last=True),
+    "an empty list": lambda: [],
+    "an empty stream": lambda: DataLoader(Subset(numbers(), []), 4, sampler=SubsetRandomSampler([])),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_an_empty_loader_ends_its_epochs_with_a_warning(tmp_path, kind, caplog):
+    trainer, task = bare_trainer(tmp_path, max_epochs=2, log_level="WARNING"), Seeing()
+    trainer.fit(task, EMPTY[kind]())
+    assert (trainer.global_step, trainer.current_epoch, task.epochs) == (0, 2, {})
+    assert "epoch 0 made no optimizer step" in caplog.text
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_an_empty_loader_and_only_max_steps_is_an_error(tmp_path, kind):
+    with pytest.raises(TrainingError, match="the loader is empty"):
+        bare_trainer(tmp_path, max_steps=2).fit(Seeing(), EMPTY[kind]())
+
+
+def test_an_iterator_that_can_be_read_once_is_not_silently_empty_afterwards(tmp_path, caplog):
+    batches = (torch.zeros(4) for _ in range(3))
+    with pytest.warns(match="generator"):
+        bare_trainer(tmp_path, max_epochs=2, log_level="WARNING").fit(Seeing(), batches)
+    assert "epoch 1 made no optimizer step" in caplog.text
+
+
+def test_several_training_loaders_are_refused(tmp_path):
+    loaders = [DataLoader(numbers(), 4), DataLoader(numbers(), 2)]
+    for several in (loaders, tuple(loaders), {"first": loaders[0], "second": loaders[1]}):
+        with pytest.raises(lumen.LumenError, match="several loaders were given as one"):
+            bare_trainer(tmp_path, max_epochs=1).fit(Regression(), several)
