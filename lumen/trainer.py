@@ -580,7 +580,8 @@ class Trainer:
         checkpoint: Checkpoint | None = run.checkpoint
         if ckpt_path is not None:
             folder = self.run_directory or self.default_root_dir / (self.name or "")
-            checkpoint = find_checkpoint(str(ckpt_path), folder)
+            checkpoint = find_checkpoint("last" if ckpt_path == "auto" else str(ckpt_path), folder)
+            _log.info("parameters from %s", checkpoint.path if checkpoint else None)
         if checkpoint is not None:
             load_model(task, checkpoint)
             load_user_state(run, checkpoint)
