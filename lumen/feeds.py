@@ -8,7 +8,8 @@ from typing import Any
 
 from lumen.data.loaders import Feed, make_feed
 from lumen.errors import DataError
-from lumen.run import Run, overrides
+from lumen.hooks import overrides
+from lumen.run import Run
 
 _log = logging.getLogger("lumen")
 _METHODS = {

@@ -18,9 +18,10 @@ from lumen.data.loaders import Feed, Position
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.errors import ConfigError, TrainingError
+from lumen.hooks import overrides
 from lumen.metrics import LOADER, StageMetrics
 from lumen.random import Domain, make_key, preserved_generators, seed_generators
-from lumen.run import Run, overrides
+from lumen.run import Run
 
 _log = logging.getLogger("lumen")
 _DOMAINS = {

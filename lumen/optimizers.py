@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lumen.errors import ConfigError
-from lumen.run import SchedulerConfig
 from lumen.task import TaskModule
+
+
+@final
+@dataclass
+class SchedulerConfig:
+    """A scheduler and when it steps.
+
+    Attributes:
+        interval: "step" or "epoch".
+        frequency: Every how many of them.
+        monitor: Logged name that a plateau scheduler reads.
+        strict: A missing monitor is an error.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Move the schedule by one."""
+        if self.monitor is None:
+            self.scheduler.step()
+        elif self.monitor in metrics:
+            self.scheduler.step(metrics[self.monitor])
+        elif self.strict:
+            raise ConfigError(
+                f"lr_scheduler: the monitor {self.monitor!r} was never logged; logged so far: "
+                f"{', '.join(metrics) or 'nothing'}. Log it, or set strict: false."
+            )
+
 
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name")
 

@@ -26,8 +26,8 @@ class TaskModule(HasHyperparameters, nn.Module):
     """A model, its losses and its optimizer.
 
     Subclass it and define `training_step` and `configure_optimizers`; everything else is optional. A step is called
-    with what its signature has: `(batch)`, `(batch, batch_idx)` or `(batch, batch_idx, dataloader_idx)`; a batch is what
-    the loader gives, on the device; `batch_idx` counts an epoch's micro-batches as one process would.
+    with what its signature has: `(batch)`, `(batch, batch_idx)` or `(batch, batch_idx, dataloader_idx)`. A batch is
+    what the loader gives, on the device; `batch_idx` counts an epoch's micro-batches as one process would.
 
     A task is an ordinary `nn.Module`: its steps can be called without a trainer, `self.log` then does nothing.
     """

@@ -21,12 +21,13 @@ from lumen.checkpoint.state import capture
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError
 from lumen.feeds import eval_feeds, open_feeds
+from lumen.hooks import overrides
 from lumen.loggers import CSVLogger, Logger
 from lumen.optimizers import build_optimizers
 from lumen.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
 from lumen.precision import make_precision
 from lumen.random import Domain, make_key, seed_generators
-from lumen.run import Run, overrides
+from lumen.run import Run
 from lumen.rundir import RunDirectory
 from lumen.strategies import Strategy, make_strategy
 from lumen.task import TaskModule

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import lumen
 from lumen.batches import move
 from lumen.callbacks import Callback
-from lumen.run import HOOKS
+from lumen.hooks import HOOKS
 from tests.tasks import Regression, loader, quiet_trainer
 
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

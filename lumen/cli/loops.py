@@ -21,8 +21,8 @@ from lumen.cli.saving import NAME, SaveConfig, dump
 from lumen.cli.settings import Settings
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError, LumenError
+from lumen.hooks import overrides
 from lumen.random import seed_everything
-from lumen.run import overrides
 from lumen.task import TaskModule
 from lumen.trainer import Trainer
 

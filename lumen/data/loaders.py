@@ -84,7 +84,7 @@ def _can_draw(dataset: Any) -> bool:
 
 
 def _fetches_many(dataset: Any) -> bool:
-    """Whether a data set has a way of its own to fetch a micro-batch at once; a `Subset` passes on what it is part of."""
+    """Whether a data set fetches a micro-batch at once in a way of its own; a `Subset` passes on what it is part of."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return hasattr(dataset, "__getitems__")
