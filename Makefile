@@ -8,8 +8,8 @@ READY = $(VENV)/.ready
 
 demo: $(READY) ## Train a small GPT on real text, then let it write.
 	$(BIN)/lumen fit --config models/gpt.yaml
-	@run=$$(ls -dt runs/gpt*/ | head -n 1); echo; echo "The last values of $${run}metrics.csv:"; \
-	  tail -n 2 $${run}metrics.csv; echo; echo "What it writes:"; \
+	@run=$$(ls -dt runs/gpt*/ | head -n 1); echo; echo "The end of $${run}metrics.csv:"; \
+	  sed -n '1p;$$p' $${run}metrics.csv; echo; echo "What it writes:"; \
 	  $(BIN)/lumen predict --config $${run}config.yaml --ckpt_path last --data.prompt "In the beginning "
 
 test: $(READY) lint ## Everything but the long proofs.

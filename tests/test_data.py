@@ -267,6 +267,17 @@ class Marked(Dataset):
         return torch.tensor([self.mark, info.id, info.num_workers])
 
 
+class OddFirst(Sampler):
+    """A sampler of the user's own that draws from all three libraries."""
+
+    def __iter__(self):
+        shift = int(torch.randint(20, ())) + int(np.random.randint(20)) + random.randrange(20)
+        yield from ((index + shift) % 20 for index in [*range(1, 20, 2), *range(0, 20, 2)])
+
+    def __len__(self):
+        return 20
+
+
 class MarkWorker:
     """A `worker_init_fn` that sets the mark of its worker's data set and leaves a line for each call."""
 
@@ -292,6 +303,19 @@ def test_a_worker_is_prepared_as_the_user_says(tmp_path, persistent, starts):
     assert Counter(record.read_text().split()) == {"0": starts, "1": starts}
 
 
+class Broken(Transformed):
+    """One of its samples cannot be fetched."""
+
+    def __init__(self, is_broken):
+        super().__init__()
+        self.is_broken = is_broken
+
+    def __getitem__(self, index):
+        if index == 11 and self.is_broken:
+            raise ZeroDivisionError("sample 11 is broken")
+        return super().__getitem__(index)
+
+
 def test_workers_may_be_spawned(tmp_path):
     data = DataLoader(Drawing(20), 5, shuffle=True, num_workers=1, multiprocessing_context="spawn")
     spawned, here = seen(tmp_path, data, max_epochs=1), seen(tmp_path, DataLoader(Drawing(20), 5, shuffle=True), max_epochs=1)
@@ -299,24 +323,47 @@ def test_workers_may_be_spawned(tmp_path):
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("fails", [True, False])
-def test_no_worker_outlives_its_run(tmp_path, persistent, fails):
+@pytest.mark.parametrize("fails", ["no", "step", "sample"])
+@pytest.mark.parametrize("sampler", [None, OddFirst])
+@pytest.mark.filterwarnings("ignore:.*Lumen did not draw these batches")
+def test_no_worker_outlives_its_run(tmp_path, persistent, fails, sampler):
     class Failing(Seeing):
         def training_step(self, batch):
             assert len(multiprocessing.active_children()) == 2
-            if fails and self.global_step == 3:
+            if fails == "step" and self.global_step == 3:
                 raise ZeroDivisionError
             return super().training_step(batch)
 
     trainer, task = bare_trainer(tmp_path, max_epochs=2), Failing()
-    data = DataLoader(numbers(), 4, num_workers=2, persistent_workers=persistent)
-    if fails:
+    data = DataLoader(
+        Broken(fails == "sample"), 4, sampler=sampler and sampler(), num_workers=2, persistent_workers=persistent
+    )
+    if fails == "no":
+        trainer.fit(task, data)
+    else:
         with pytest.raises(ZeroDivisionError):
             trainer.fit(task, data)
-    else:
-        trainer.fit(task, data)
     assert multiprocessing.active_children() == []
     assert trainer.num_training_batches == 5
+    assert fails == "sample" or len(list(data)) == 5
+
+
+def test_the_workers_of_a_validation_end_with_it(tmp_path):
+    class Counting(Seeing):
+        found = ()
+
+        def training_step(self, batch):
+            self.found += (len(multiprocessing.active_children()),)
+            return super().training_step(batch)
+
+        def validation_step(self, batch):
+            pass
+
+    task = Counting()
+    bare_trainer(tmp_path, max_epochs=2).fit(
+        task, DataLoader(numbers(4), 4, num_workers=1), val_dataloaders=DataLoader(numbers(4), 4, num_workers=2)
+    )
+    assert task.found == (1, 1)
 
 
 def test_pinning_without_an_accelerator_is_left_out_quietly(tmp_path):
@@ -326,28 +373,11 @@ def test_pinning_without_an_accelerator_is_left_out_quietly(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_the_data_set_is_the_error_of_the_run(tmp_path, workers):
-    class Broken(Transformed):
-        def __getitem__(self, index):
-            if index == 11:
-                raise ZeroDivisionError("sample 11 is broken")
-            return super().__getitem__(index)
-
     with pytest.raises(ZeroDivisionError, match="sample 11 is broken"):
-        seen(tmp_path, DataLoader(Broken(), 4, num_workers=workers))
+        seen(tmp_path, DataLoader(Broken(True), 4, num_workers=workers))
 
 
 # ---------------------------------------------------------------------- other loaders, read as they are
-
-
-class OddFirst(Sampler):
-    """A sampler of the user's own that draws from all three libraries."""
-
-    def __iter__(self):
-        shift = int(torch.randint(20, ())) + int(np.random.randint(20)) + random.randrange(20)
-        yield from ((index + shift) % 20 for index in [*range(1, 20, 2), *range(0, 20, 2)])
-
-    def __len__(self):
-        return 20
 
 
 class BySize(Sampler):

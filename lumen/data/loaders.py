@@ -207,6 +207,7 @@ class MapFeed(Feed):
             step, ahead = ahead, next(plan, None)
             yield Window(self._next, [end - start for start, end in step], index, last=ahead is None)
             index += len(step)
+        self._iterator = None  # ends workers that are not persistent
 
     def steps(self, limit: int | None) -> int:
         """See `Feed.steps`."""
@@ -217,7 +218,9 @@ class MapFeed(Feed):
         return next(self._iterator)
 
     def close(self) -> None:
-        """See `Feed.close`: workers end with the last reference to their iterator, persistent ones with the loader."""
+        """See `Feed.close`."""
+        for iterator in (self._iterator, self._loader._iterator):  # the second one's workers are persistent
+            _end_workers(iterator)
         self._iterator = None
         del self._loader
 
@@ -249,6 +252,7 @@ class StreamFeed(Feed):
         self._seed = seed
         self._accumulate = accumulate
         self._said_what_is_counted = False
+        self._iterator: Iterator[Any] | None = None
         try:
             self.length = len(loader)
         except (TypeError, NotImplementedError):
@@ -277,16 +281,23 @@ class StreamFeed(Feed):
         seed_generators(key)
         for generator in _own_generators(self._loader):
             generator.manual_seed(key)
-        batches = iter(self._loader)
+        self._iterator = iter(self._loader)
         number = 0
         while True:
             seed_generators(make_key(self._seed, Domain.SAMPLE, epoch, number))
             try:
-                batch = next(batches)
+                batch = next(self._iterator)
             except StopIteration:
                 return
             yield batch
             number += 1
+
+    def close(self) -> None:
+        """See `Feed.close`. A loader of the user's own can be iterated again."""
+        _end_workers(self._iterator)
+        self._iterator = None
+        if isinstance(self._loader, DataLoader):
+            self._loader._iterator = None
 
     def _count(self, batch: Any) -> int:
         if not self._said_what_is_counted:
@@ -297,6 +308,11 @@ class StreamFeed(Feed):
                 stacklevel=2,
             )
         return count_samples(batch)
+
+
+def _end_workers(iterator: Any) -> None:
+    """End the workers of a DataLoader's iterator; garbage collection, after an error, would wait 5 s for each."""
+    getattr(iterator, "_shutdown_workers", lambda: None)()
 
 
 def _own_generators(loader: Any) -> Iterator[torch.Generator]:
