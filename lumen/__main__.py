@@ -1,4 +1,4 @@
-"""`python -m lumen`."""
+"""`python -m lumen` is `lumen`."""
 
 import sys
 

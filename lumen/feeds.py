@@ -37,6 +37,8 @@ def open_feeds(run: Run, accumulate: int, global_batch_size: int | None) -> None
         _log.warning("the training loader is empty")
     if overrides(run.task, "validation_step") and run.plan.limits["validate"] != 0:
         run.eval_feeds = eval_feeds(run, "validate", required=False)
+    elif run.loaders is not None and run.loaders[1] is not None and run.plan.limits["validate"] != 0:
+        _log.warning("%s has no validation_step: the validation data is not used", type(run.task).__name__)
 
 
 def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:

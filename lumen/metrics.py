@@ -159,6 +159,8 @@ class StageMetrics:
             entry.epoch.add(number, weight)
 
     def _new_entry(self, name: str, value: Any, options: LogOptions) -> _Entry:
+        if name in ("step", "epoch"):
+            raise ConfigError(f"self.log({name!r}): every logged row has its {name} already. Use another name.")
         if options.reduce_fx not in get_args(Reduction):
             raise ConfigError(
                 f"self.log({name!r}, reduce_fx={options.reduce_fx!r}): expected one of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -74,6 +75,12 @@ def build_optimizers(task: TaskModule, configure: Callable[[], Any]) -> tuple[Op
         raise ConfigError(
             f"configure_optimizers returned {type(optimizer).__name__}; expected a torch.optim.Optimizer, "
             '([optimizer], [scheduler]), or {"optimizer": ..., "lr_scheduler": ...}.'
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step needs a closure that computes the loss again; this version gives none. "
+            "Use an optimizer that does without."
         )
     _check_parameters(task, optimizer)
     return optimizer, [_scheduler(scheduler) for scheduler in schedulers]

@@ -99,7 +99,7 @@ def duration_s(name: str, value: Duration) -> float:
         return value.total_seconds()
     if isinstance(value, dict):
         return timedelta(**value).total_seconds()
-    parts = value.split(":")
+    parts = value.split(":") if isinstance(value, str) else []
     if not 2 <= len(parts) <= 4 or not all(part.isdigit() for part in parts):
         raise ConfigError(f'{name}: expected a duration "DD:HH:MM:SS", found {value!r}.')
     return float(sum(int(part) * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))

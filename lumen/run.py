@@ -282,7 +282,8 @@ class Run:
         return self.limit_reached is not None or self.stop_signal is not None
 
     def close(self) -> None:
-        """End the loaders' workers."""
+        """End the loaders' workers; the task is again one without a run, whose `log` does nothing."""
+        self.stage = ""
         for feed in (self.train_feed, *self.eval_feeds):
             if feed is not None:
                 feed.close()

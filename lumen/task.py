@@ -126,7 +126,7 @@ class TaskModule(HasHyperparameters, nn.Module):
             sync_dist: Accepted for users of Lightning; values are always those of all processes.
         """
         run = self._run
-        if run is None:
+        if run is None or not run.stage:
             return
         metrics = run.stage_metrics
         if metrics is None or metrics.closed:

@@ -135,6 +135,8 @@ class Trainer:
         }.items():  # fmt: skip
             if number is not None and number < 1:
                 raise ConfigError(f"{option}: must be at least 1, found {number}.")
+        if gradient_clip_val is not None and not gradient_clip_val > 0:
+            raise ConfigError(f"gradient_clip_val: must be more than 0 (None: no clipping), found {gradient_clip_val}.")
         self.strategy = make_strategy(strategy, accelerator, devices)
         self.precision = precision
         make_precision(precision, self.strategy.device)  # a wrong name is found now
@@ -192,6 +194,7 @@ class Trainer:
             self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, ModelCheckpoint)]
         self.run_directory: Path | None = None
         self._run: Run | None = None
+        self._running = False
         self._started = False
 
     # ------------------------------------------------------------------ the four loops
@@ -216,6 +219,8 @@ class Trainer:
             LumenError: Something is wrong; see `lumen.errors`.
             KeyboardInterrupt: The run was asked to stop; a checkpoint was saved and the resuming command printed.
         """
+        if isinstance(data, DataModule) and val_dataloaders is not None:
+            raise ConfigError("val_dataloaders was given beside a DataModule, which brings its own. Leave one out.")
         self._check_fit(task, configure_optimizers)
         with self._stage("fit", task, data, val_dataloaders) as run:
             checkpoint = self._start(run)
@@ -273,7 +278,7 @@ class Trainer:
             run.eval_feeds = eval_feeds(run, "predict")
             if not loop.evaluate(run, "predict", run.eval_feeds):
                 raise loop.StopRequested
-            return run.predictions if len(run.predictions) > 1 else run.predictions[0]
+            return run.predictions[0] if len(run.predictions) == 1 else run.predictions
 
     def save_checkpoint(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint of the run in progress; exact inside `on_boundary`.
@@ -464,8 +469,12 @@ class Trainer:
             raise ConfigError(f"expected a TaskModule, found {type(task).__name__}. Subclass lumen.TaskModule.")
         datamodule = data if isinstance(data, DataModule) else None
         self.name = type(task).__name__.lower() if self.name is None else self.name
+        if self._running:
+            raise ConfigError(f"this trainer is in a run; call {stage} after it, or use a second Trainer.")
         self._started = False
         with ExitStack() as closing:
+            self._running = True
+            closing.callback(setattr, self, "_running", False)
             closing.enter_context(session.torch_settings(self.deterministic, self.detect_anomaly))
             closing.enter_context(session.console_log(self.log_level))
             directory = self._claim(closing) if stage == "fit" else None
@@ -531,6 +540,7 @@ class Trainer:
         if not goes_on:
             closing.callback(self._give_back_if_unused, directory.path)
         self.run_directory = directory.path
+        _log.info("the run is in %s", directory.path)
         return directory
 
     def _give_back_if_unused(self, directory: Path) -> None:

@@ -86,7 +86,9 @@ def test_an_order_is_a_permutation_that_repeats(length):
 
 
 @pytest.mark.parametrize("start_step", range(4))
-@pytest.mark.parametrize(("length", "batch_size", "step_size"), [(50, 8, 16), (50, 8, 20), (48, 8, 8), (3, 8, 24), (50, 16, 17)])
+@pytest.mark.parametrize(
+    ("length", "batch_size", "step_size"), [(50, 8, 16), (50, 8, 20), (48, 8, 8), (3, 8, 24), (50, 16, 17)]
+)
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_slices_cover_the_epoch_once_from_any_step_on(length, batch_size, step_size, drop_last, start_step):
     start = min(start_step * step_size, length)
@@ -102,7 +104,9 @@ def test_slices_cover_the_epoch_once_from_any_step_on(length, batch_size, step_s
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(("batch_size", "workers", "accumulate"), [(4, 0, 1), (4, 2, 1), (7, 0, 1), (7, 2, 2), (20, 0, 1), (3, 0, 3)])
+@pytest.mark.parametrize(
+    ("batch_size", "workers", "accumulate"), [(4, 0, 1), (4, 2, 1), (7, 0, 1), (7, 2, 2), (20, 0, 1), (3, 0, 3)]
+)
 def test_the_order_is_that_of_seed_and_epoch_alone(tmp_path, shuffle, batch_size, workers, accumulate):
     torch.manual_seed(batch_size)  # what was drawn before does not matter
     data = DataLoader(numbers(), batch_size, shuffle=shuffle, num_workers=workers)
@@ -245,7 +249,10 @@ class Seeds(Dataset):
 
 @pytest.mark.parametrize("draws_randomness", [True, False])
 def test_data_that_says_it_cannot_draw_is_not_keyed(tmp_path, draws_randomness):
-    for dataset in (Seeds(draws_randomness=draws_randomness), Subset(Seeds(draws_randomness=draws_randomness), range(8))):
+    for dataset in (
+        Seeds(draws_randomness=draws_randomness),
+        Subset(Seeds(draws_randomness=draws_randomness), range(8)),
+    ):
         task = seen(tmp_path, DataLoader(dataset, 4), max_epochs=1)
         assert len(set(task.samples(0)[:4])) == (4 if draws_randomness else 1)
 
@@ -318,7 +325,10 @@ class Broken(Transformed):
 
 def test_workers_may_be_spawned(tmp_path):
     data = DataLoader(Drawing(20), 5, shuffle=True, num_workers=1, multiprocessing_context="spawn")
-    spawned, here = seen(tmp_path, data, max_epochs=1), seen(tmp_path, DataLoader(Drawing(20), 5, shuffle=True), max_epochs=1)
+    spawned, here = (
+        seen(tmp_path, data, max_epochs=1),
+        seen(tmp_path, DataLoader(Drawing(20), 5, shuffle=True), max_epochs=1),
+    )
     assert by_index(spawned, 0) == by_index(here, 0)
 
 
@@ -329,7 +339,8 @@ def test_workers_may_be_spawned(tmp_path):
 def test_no_worker_outlives_its_run(tmp_path, persistent, fails, sampler):
     class Failing(Seeing):
         def training_step(self, batch):
-            assert len(multiprocessing.active_children()) == 2
+            read_ahead = sampler and self.global_step % 5 == 4  # such a loader is at its end then
+            assert len(multiprocessing.active_children()) == (0 if read_ahead and not persistent else 2)
             if fails == "step" and self.global_step == 3:
                 raise ZeroDivisionError
             return super().training_step(batch)
@@ -345,7 +356,10 @@ def test_no_worker_outlives_its_run(tmp_path, persistent, fails, sampler):
             trainer.fit(task, data)
     assert multiprocessing.active_children() == []
     assert trainer.num_training_batches == 5
-    assert fails == "sample" or len(list(data)) == 5
+    if fails != "sample":
+        assert len(list(data)) == 5  # it can be read again
+        if persistent:
+            data._iterator._shutdown_workers()
 
 
 def test_the_workers_of_a_validation_end_with_it(tmp_path):
@@ -498,7 +512,11 @@ def test_other_loaders_accumulate_and_end_with_a_short_step(tmp_path, kind, accu
 
 @pytest.mark.parametrize(
     ("sampler", "indices"),
-    [(SequentialSampler(range(5)), range(5)), (RandomSampler(range(5)), range(5)), (RandomSampler(range(20), num_samples=7), None)],
+    [
+        (SequentialSampler(range(5)), range(5)),
+        (RandomSampler(range(5)), range(5)),
+        (RandomSampler(range(20), num_samples=7), None),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*Lumen did not draw these batches")
 def test_a_sampler_over_a_part_of_the_data_is_obeyed(tmp_path, sampler, indices):
@@ -562,7 +580,7 @@ def test_a_global_batch_of_several_batches_of_such_a_loader_works(tmp_path):
 EMPTY = {
     "no samples": lambda: DataLoader(TensorDataset(torch.empty(0, 6)), 4),
     "fewer than one batch": lambda: DataLoader(numbers(3), 4, drop_last=True),
-    "an empty list": lambda: [],
+    "an empty list": list,
     "an empty stream": lambda: DataLoader(Subset(numbers(), []), 4, sampler=SubsetRandomSampler([])),
 }
 

@@ -67,3 +67,15 @@ def test_every_example_config_trains(config, tmp_path, monkeypatch):
     overrides = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.val_check_interval=2"]
     assert main(["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}", *overrides]) == 0
     assert (tmp_path / config.stem / "config.yaml").exists()
+
+
+def test_the_readme_config_trains_on_top_of_an_example(tmp_path, monkeypatch):
+    (config,) = blocks("yaml")
+    (tmp_path / "more.yaml").write_text(config)
+    monkeypatch.chdir(ROOT)
+    words = ["--config", "models/digits.yaml", "--config", str(tmp_path / "more.yaml")]
+    small = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", f"--trainer.default_root_dir={tmp_path}"]
+    assert main(["fit", *words, *small]) == 0
+    saved = (tmp_path / "digits/config.yaml").read_text()
+    assert "class_path: torch.optim.AdamW" in saved
+    assert "interval: step" in saved

@@ -222,7 +222,9 @@ def test_an_error_is_reported_to_every_hook_and_everything_is_torn_down(tmp_path
 
     def run(task, data, callbacks):
         with pytest.raises(ZeroDivisionError, match="a hook failed"):
-            bare_trainer(tmp_path, callbacks=[*callbacks, Failing()], num_sanity_val_steps=0, max_steps=1).fit(task, data)
+            bare_trainer(tmp_path, callbacks=[*callbacks, Failing()], num_sanity_val_steps=0, max_steps=1).fit(
+                task, data
+            )
 
     events = []
     callback = recording(Callback, ["on_exception", "teardown"], "callback", events)
@@ -268,7 +270,9 @@ def test_a_hook_that_nobody_defines_is_not_called(tmp_path):
 
     sys.setprofile(watch)
     try:
-        bare_trainer(tmp_path, max_epochs=1, callbacks=[Nothing()]).fit(Hookless(), loader(16, 8), val_dataloaders=loader(8, 8))
+        bare_trainer(tmp_path, max_epochs=1, callbacks=[Nothing()]).fit(
+            Hookless(), loader(16, 8), val_dataloaders=loader(8, 8)
+        )
     finally:
         sys.setprofile(None)
     assert called == set()

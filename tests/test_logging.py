@@ -51,7 +51,12 @@ class Memory(lumen.Logger):
 def fit(tmp_path, task, data, **options):
     """Train with everything logged at every step; returns what the logger got and the trainer."""
     memory = Memory()
-    options = {"max_epochs": 1, "log_every_n_steps": 1, "num_sanity_val_steps": 0, "enable_checkpointing": False} | options
+    options = {
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": False,
+    } | options
     validation = options.pop("val_dataloaders", None)
     trainer = quiet_trainer(tmp_path, logger=memory, **options)
     trainer.fit(task, data, val_dataloaders=validation)
@@ -90,9 +95,7 @@ class Logs(Regression):
     ],
 )
 def test_steps_log_each_step_and_evaluations_their_mean(tmp_path, options, in_training, in_validation):
-    task = Logs(
-        lambda task, batch: task.log("x", 1.0, **options), lambda task, batch: task.log("v", 2.0, **options)
-    )
+    task = Logs(lambda task, batch: task.log("x", 1.0, **options), lambda task, batch: task.log("v", 2.0, **options))
     memory, _ = fit(tmp_path, task, loader(24, 8), val_dataloaders=loader(24, 8))
     names = {name for _, _, values in memory.rows for name in values}
     assert names == {*in_training, *in_validation}
@@ -134,7 +137,9 @@ def test_hooks_log_where_they_are(tmp_path):
     assert memory.of("from_a_callback") == [(1, 0.0), (2, 2.0), (3, 0.0), (4, 2.0)]
 
 
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_validation_end", "on_boundary", "on_train_end", "on_fit_end"])
+@pytest.mark.parametrize(
+    "hook", ["on_fit_start", "on_train_start", "on_validation_end", "on_boundary", "on_train_end", "on_fit_end"]
+)
 def test_logging_where_there_is_nothing_to_log_to_is_an_error(tmp_path, hook):
     class Misplaced(Regression):
         def validation_step(self, batch):
@@ -170,6 +175,12 @@ def test_what_is_no_number_cannot_be_logged(tmp_path, value, message):
         fit(tmp_path, Logs(lambda task, batch: task.log("x", value)), loader(8, 8))
 
 
+@pytest.mark.parametrize("name", ["step", "epoch"])
+def test_the_names_of_a_rows_place_are_taken(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"every logged row has its {name} already"):
+        fit(tmp_path, Logs(lambda task, batch: task.log(name, 1.0)), loader(8, 8))
+
+
 @pytest.mark.parametrize("value", ["0.5", None, MeanSquaredError()])
 def test_a_name_stays_a_number_or_a_metric(tmp_path, value):
     def log(task, batch):
@@ -181,7 +192,17 @@ def test_a_name_stays_a_number_or_a_metric(tmp_path, value):
 
 @pytest.mark.parametrize(
     "value",
-    [3, 3.0, True, torch.tensor(3), torch.tensor([3.0]), torch.tensor([[3.0]], dtype=torch.bfloat16), np.float64(3.0), np.float32(3.0), np.int64(3)],
+    [
+        3,
+        3.0,
+        True,
+        torch.tensor(3),
+        torch.tensor([3.0]),
+        torch.tensor([[3.0]], dtype=torch.bfloat16),
+        np.float64(3.0),
+        np.float32(3.0),
+        np.int64(3),
+    ],
 )
 def test_every_kind_of_number_can_be_logged(tmp_path, value):
     memory, _ = fit(tmp_path, Logs(lambda task, batch: task.log("x", value, on_epoch=True)), loader(16, 8))
@@ -208,7 +229,12 @@ def test_an_epoch_mean_is_exact_over_ragged_batches(tmp_path, how, accumulate):
     task = Logs(log, log, dtype=torch.float64)
     data = loader(50, 8, dtype=torch.float64)
     memory, _ = fit(
-        tmp_path, task, data, max_epochs=2, accumulate_grad_batches=accumulate, val_dataloaders=loader(21, 4, dtype=torch.float64)
+        tmp_path,
+        task,
+        data,
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        val_dataloaders=loader(21, 4, dtype=torch.float64),
     )
 
     def expected(inputs):
@@ -346,7 +372,9 @@ def test_log_dict_takes_a_collection_itself(tmp_path):
     class Direct(Regression):
         def __init__(self):
             super().__init__(lr=0.0)
-            self.metrics = MetricCollection({"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)}, prefix="val_")
+            self.metrics = MetricCollection(
+                {"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)}, prefix="val_"
+            )
 
         def validation_step(self, batch):
             self.metrics.update(self(batch[0]), batch[1])
@@ -481,12 +509,19 @@ def test_the_learning_rate_monitor_logs_the_rate_each_update_used(tmp_path):
         def configure_optimizers(self):
             groups = [{"params": [parameter]} for parameter in self.parameters()]
             optimizer = torch.optim.SGD(groups[: self.hparams.optimizer], lr=0.1)
-            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+            return [optimizer], [
+                {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}
+            ]
 
     for groups, names in ((1, ["lr"]), (3, ["lr/group_0", "lr/group_1", "lr/group_2"])):
         task = Groups(optimizer=groups)
         memory, _ = fit(
-            tmp_path, task, loader(50, 8), accumulate_grad_batches=3, max_epochs=4, callbacks=[lumen.LearningRateMonitor()]
+            tmp_path,
+            task,
+            loader(50, 8),
+            accumulate_grad_batches=3,
+            max_epochs=4,
+            callbacks=[lumen.LearningRateMonitor()],
         )
         for place, name in enumerate(names):
             assert memory.of(name) == [(step + 1, rates[place]) for step, rates in enumerate(task.rates)]
@@ -529,6 +564,16 @@ def test_steps_can_be_called_without_a_trainer():
     assert (task.global_step, task.current_epoch) == (0, 0)
     with pytest.raises(ConfigError, match="Regression is not attached to a trainer"):
         _ = task.trainer
+
+
+def test_steps_can_be_called_after_a_run(tmp_path):
+    task = Regression()
+    _, trainer = fit(tmp_path, task, loader())
+    before = trainer.callback_metrics
+    (batch,) = loader(8, 8)
+    task.training_step(batch)
+    task.validation_step(batch)
+    assert trainer.callback_metrics == before
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda task: pickle.loads(pickle.dumps(task))])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
@@ -116,7 +116,11 @@ def test_a_plateau_may_step_with_every_step(tmp_path):
 
     task = Scheduled(configure)
     bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0).fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
-    assert task.rates == [0.1] * 7 + [0.05, 0.025, 0.0125]  # val_loss is known from step 5 on; from 6 on it is no better
+    assert task.rates == [0.1] * 7 + [
+        0.05,
+        0.025,
+        0.0125,
+    ]  # val_loss is known from step 5 on; from 6 on it is no better
 
 
 def test_a_missing_monitor_is_an_error_that_names_what_was_logged(tmp_path):
@@ -183,6 +187,7 @@ def test_every_documented_form_is_understood(tmp_path, wrap, last_rate):
         (lambda parameters: [SGD(parameters, lr=0.1)] * 2, "returned 2 optimizers"),
         (lambda parameters: {"optimiser": SGD(parameters, lr=0.1)}, "the keys optimiser"),
         (lambda parameters: {"optimizer": SGD(parameters, lr=0.1), "scheduler": 1}, "the keys optimizer, scheduler"),
+        (lambda parameters: LBFGS(parameters), "LBFGS.step needs a closure"),
         (lambda parameters: SGD([], lr=0.1), "an optimizer without parameters"),
         (lambda parameters: AdamW(nn.Linear(2, 2).parameters()), "2 parameters that are not the task's"),
         (with_schedule(lambda optimizer, scheduler: ([optimizer], [3])), "expected a scheduler, found int"),

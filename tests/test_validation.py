@@ -89,14 +89,15 @@ def test_a_fraction_of_an_unknown_length_needs_a_limit(tmp_path):
             while True:
                 yield torch.randn(8, FEATURES), torch.randn(8, 1)
 
-    with pytest.raises(ConfigError, match=r"val_check_interval: 0.5 is a fraction .* no length"), pytest.warns(match="Endless"):
+    with (
+        pytest.raises(ConfigError, match=r"val_check_interval: 0.5 is a fraction .* no length"),
+        pytest.warns(match="Endless"),
+    ):
         bare_trainer(tmp_path, max_steps=4, val_check_interval=0.5).fit(
             Regression(), Endless(), val_dataloaders=loader(16, 8)
         )
     when = When()
-    trainer = bare_trainer(
-        tmp_path, max_steps=8, val_check_interval=0.5, limit_train_batches=4, callbacks=[when]
-    )
+    trainer = bare_trainer(tmp_path, max_steps=8, val_check_interval=0.5, limit_train_batches=4, callbacks=[when])
     with pytest.warns(match="Endless"):
         trainer.fit(Regression(), Endless(), val_dataloaders=loader(16, 8))
     assert when.starts == [(0, 2), (0, 4), (1, 6), (1, 8)]
@@ -106,13 +107,12 @@ def test_a_fraction_of_an_unknown_length_needs_a_limit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "limit", "batches"), [(0, None, 0), (1, None, 1), (2, None, 2), (-1, None, 4), (2, 1, 1), (-1, 3, 3), (2, 0.25, 1)]
+    ("steps", "limit", "batches"),
+    [(0, None, 0), (1, None, 1), (2, None, 2), (-1, None, 4), (2, 1, 1), (-1, 3, 3), (2, 0.25, 1)],
 )
 def test_the_sanity_check_tries_the_first_batches(tmp_path, steps, limit, batches):
     when = When()
-    trainer = bare_trainer(
-        tmp_path, max_steps=1, num_sanity_val_steps=steps, limit_val_batches=limit, callbacks=[when]
-    )
+    trainer = bare_trainer(tmp_path, max_steps=1, num_sanity_val_steps=steps, limit_val_batches=limit, callbacks=[when])
     trainer.fit(Regression(), loader(), val_dataloaders=loader(32, 8))
     assert when.sanity_batches == batches
     assert when.starts == []
@@ -135,7 +135,9 @@ class Measured(Regression):
         torch.rand(3), np.random.rand(3), random.random()
 
     def on_train_start(self):
-        self.found.append((dict(self.trainer.callback_metrics), self.error.update_count, self.trainer.published("val_loss")))
+        self.found.append(
+            (dict(self.trainer.callback_metrics), self.error.update_count, self.trainer.published("val_loss"))
+        )
 
 
 def test_the_sanity_check_leaves_no_trace(tmp_path):
@@ -143,7 +145,11 @@ def test_the_sanity_check_leaves_no_trace(tmp_path):
     for steps in (0, 2):
         task = Measured(dropout=0.5)
         trainer = quiet_trainer(
-            tmp_path / str(steps), max_epochs=2, num_sanity_val_steps=steps, log_every_n_steps=1, enable_checkpointing=False
+            tmp_path / str(steps),
+            max_epochs=2,
+            num_sanity_val_steps=steps,
+            log_every_n_steps=1,
+            enable_checkpointing=False,
         )
         trainer.fit(task, loader(), val_dataloaders=loader(20, 8))
         assert task.found == [({}, 0, 0)]
@@ -211,7 +217,12 @@ def test_validation_disturbs_neither_gradients_nor_generators(tmp_path):
     class Watch(lumen.Callback):
         def state(self, task):
             gradients = [parameter.grad.clone() for parameter in task.parameters()]
-            return [*gradients, torch.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(np.int64)), random.getstate()]
+            return [
+                *gradients,
+                torch.get_rng_state(),
+                torch.tensor(np.random.get_state()[1].astype(np.int64)),
+                random.getstate(),
+            ]
 
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
             self.before = self.state(task)
@@ -248,7 +259,9 @@ def full_loss(task, samples):
         return nn.functional.mse_loss(task(inputs), targets).item()
 
 
-@pytest.mark.parametrize(("samples", "batch_size", "workers"), [(50, 8, 0), (50, 8, 2), (7, 3, 0), (5, 100, 0), (9, 8, 0)])
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "workers"), [(50, 8, 0), (50, 8, 2), (7, 3, 0), (5, 100, 0), (9, 8, 0)]
+)
 def test_a_mean_is_that_over_all_samples_whatever_the_batches(tmp_path, samples, batch_size, workers):
     task = Regression(dtype=torch.float64)
     data = loader(samples, batch_size, dtype=torch.float64, num_workers=workers)
@@ -356,9 +369,7 @@ def test_limits_hold_for_every_evaluation(tmp_path, limit, batches):
             self.count(2)
 
     task = Counted()
-    trainer = bare_trainer(
-        tmp_path, limit_val_batches=limit, limit_test_batches=limit, limit_predict_batches=limit
-    )
+    trainer = bare_trainer(tmp_path, limit_val_batches=limit, limit_test_batches=limit, limit_predict_batches=limit)
     trainer.validate(task, loader(32, 8))
     trainer.test(task, loader(32, 8))
     assert len(trainer.predict(task, loader(32, 8))) == batches
@@ -371,15 +382,24 @@ def test_an_evaluation_that_cannot_run_is_refused(tmp_path):
         trainer.test(type("Plain", (lumen.TaskModule,), {})(), loader())
     with pytest.raises(DataError, match=r"no data to predict.*predict_dataloader"):
         trainer.predict(Regression())
-    with pytest.raises(ConfigError, match="limit_test_batches: 0.1 of 5 batches"):
+    with pytest.raises(ConfigError, match=r"limit_test_batches: 0.1 of 5 batches"):
         bare_trainer(tmp_path, limit_test_batches=0.1).test(Regression(), loader(40, 8))
+
+
+def test_validation_data_that_nobody_looks_at_is_reported(tmp_path, caplog):
+    class Blind(Regression):
+        validation_step = lumen.TaskModule.validation_step
+
+    trainer = bare_trainer(tmp_path, max_steps=1, log_level="WARNING")
+    trainer.fit(Blind(), loader(), val_dataloaders=loader())
+    assert "Blind has no validation_step: the validation data is not used" in caplog.text
 
 
 def test_an_empty_evaluation_gives_nothing(tmp_path):
     empty = DataLoader(TensorDataset(torch.empty(0, FEATURES), torch.empty(0, 1)), 8)
     trainer = bare_trainer(tmp_path)
     assert trainer.validate(Regression(), empty) == [{}]
-    assert trainer.predict(Regression(), empty) == []
+    assert trainer.predict(Regression(), empty) == trainer.predict(Regression(), []) == []
 
 
 def test_a_trainer_says_what_it_is_doing(tmp_path):
@@ -409,4 +429,5 @@ def test_a_trainer_says_what_it_is_doing(tmp_path):
     trainer.fit(task, loader(8, 8), val_dataloaders=loader(8, 8))
     trainer.test(task, loader(8, 8))
     trainer.predict(task, loader(8, 8))
+    assert not any(getattr(trainer, name) for name in ("training", "validating", "testing", "predicting"))
     assert task.said == ("sanity_checking", "training", "validating", "testing", "predicting")

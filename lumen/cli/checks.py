@@ -1,0 +1,139 @@
+"""What is wrong with the settings, in words: the key, who set it, what was found, what there is instead."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import pkgutil
+import re
+import sys
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lumen.callbacks import Callback
+from lumen.cli.layers import Keys, Settings
+from lumen.datamodule import DataModule
+from lumen.errors import ConfigError
+from lumen.task import TaskModule
+
+BASES = {"data": DataModule, "model": TaskModule, "optimizer": Optimizer, "lr_scheduler": LRScheduler}
+SUPPLIED = {"optimizer": {"params"}, "lr_scheduler": {"optimizer"}, "trainer": {"seed"}}
+
+
+def check(settings: Settings, top: ArgumentParser, groups: Mapping[str, type]) -> list[str]:
+    """Check every key, class and value, one by one because jsonargparse speaks of whole unions of classes.
+
+    Returns:
+        The required arguments of the model that are not set, if there is data to take them from.
+    """
+    tree, defaults, links = settings.tree, top.get_defaults(), list[str]()
+    known, plain = defaults.as_dict(), {key: tree[key] for key in tree if key not in {*BASES, *groups}}
+    problems = [_unknown(settings, (key,), "lumen", [*known, *defaults.keys()]) for key in plain if key not in known]
+    problems += _wrong(settings, (), top, {key: value for key, value in plain.items() if key in known})
+    for key, kind in groups.items():
+        problems += _check(settings, (key,), kind, tree.get(key) or {})[0]
+    for path, node in _nodes(tree, ()):
+        callback = path[:2] == ("trainer", "callbacks") and len(path) <= 3
+        where, base = settings.where((*path, "class_path")), Callback if callback else BASES.get(".".join(path))
+        try:
+            kind = find_class(node.get("class_path", ""), base, where)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if inspect.isclass(kind) and "dict_kwargs" not in node:
+            wrong, missing = _check(settings, (*path, "init_args"), kind, node.get("init_args") or {})
+            links, missing = (missing, []) if path == ("model",) and tree.get("data") else (links, missing)
+            problems += wrong + [f"{where}: {kind.__name__} needs {name}. Set it." for name in missing]
+    if tree.get("lr_scheduler") and not tree.get("optimizer"):
+        problems.append("lr_scheduler: it needs the optimizer that it schedules. Set optimizer too.")
+    if not tree.get("model"):
+        problems.append("no model is configured. Give --config FILE, or --model module.Class.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return links
+
+
+def find_class(name: str, base: type | None, where: str = "") -> Any:
+    """Import a class by its full name, or find it by its short one among the imported classes of a base.
+
+    Returns:
+        None for a short name without a base: jsonargparse finds it by the type of its parameter.
+    """
+    module, _, short = name.rpartition(".")
+    if not module and base is None:
+        return None
+    try:
+        owner = import_module(module) if module else None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # of what the user's module imports
+        parent, _, missing = error.name.rpartition(".")
+        modules = pkgutil.iter_modules(sys.modules[parent].__path__ if parent else [os.getcwd()])
+        hint = _nearest(missing, (module.name for module in modules))
+        raise ConfigError(f"{where}: cannot import {name}: there is no module {error.name}.{hint}") from error
+    known = {key: getattr(owner, key, None) for key in dir(owner)} if owner else _subclasses(base or object)
+    if short not in known:
+        what = f"{module or 'lumen'} has no class {short}." if short else "no class is named."
+        raise ConfigError(f"{where}: {what}{_nearest(short, known)} Write class_path: module.Class.")
+    found = known[short]
+    if base and inspect.isclass(found) and not issubclass(found, base):
+        raise ConfigError(f"{where}: {name} is no {base.__name__}. Name a class that is derived from it.")
+    return found
+
+
+def _check(settings: Settings, path: Keys, kind: type, given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """What is wrong with the arguments of a class, and which are missing. Classes in them are checked elsewhere."""
+    parser = ArgumentParser(exit_on_error=False)
+    supplied = SUPPLIED.get(path[0], ()) if len(path) < 3 else ()
+    added = parser.add_class_arguments(kind, skip={*supplied}, fail_untyped=False)
+    problems = [_unknown(settings, (*path, name), kind.__name__, added) for name in given if name not in added]
+    values = {name: value for name, value in given.items() if name in added and not any(_nodes(value, ()))}
+    constructors = [vars(owner)["__init__"] for owner in kind.__mro__ if "__init__" in vars(owner)]
+    parameters = ChainMap(*({**inspect.signature(each).parameters} for each in constructors))
+    required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+    missing = [name for name in added if name in required and name not in given]  # jsonargparse knows typed ones only
+    return problems + list(_wrong(settings, path, parser, values)), missing
+
+
+def _wrong(settings: Settings, path: Keys, parser: ArgumentParser, values: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        try:
+            parsed = parser.parse_object({name: value})[name]
+            if isinstance(value, str) and ":" in value and isinstance(parsed, (int, float)):  # as YAML 1.1 had it
+                yield f"{settings.where((*path, name))}: {value} would mean {parsed}. For a duration write 0{value}."
+        except ArgumentError as error:
+            if f'Parser key "{name}"' in str(error):  # and not an argument that is missing
+                types = re.findall(r"Expected an? (?:<class '(?!NoneType)([\w.]+)|typing\.(.+?\])[.\n])", str(error))
+                expected = " or ".join(dict.fromkeys(first or second for first, second in types)) or "another type"
+                yield f"{settings.where((*path, name))}: expected {expected}, found {value!r}."
+
+
+def _unknown(settings: Settings, path: Keys, owner: str, known: Iterable[str]) -> str:
+    hint = " Use seed_everything." if path == ("trainer", "seed") else _nearest(path[-1], known)
+    return f"{settings.where(path)}: {owner} has no option {path[-1]}.{hint}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    by_lower = {each.lower(): each for each in known}
+    close = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=2)]
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def _nodes(value: Any, path: Keys) -> Iterator[tuple[Keys, dict[str, Any]]]:
+    """Every class in a tree, with its place."""
+    if isinstance(value, dict) and ("class_path" in value or "init_args" in value):
+        yield path, value
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from _nodes(item, (*path, str(key)))
+
+
+def _subclasses(base: type) -> dict[str, Any]:
+    kinds: list[type] = base.__subclasses__()
+    return {base.__name__: base} | {name: found for kind in kinds for name, found in _subclasses(kind).items()}

@@ -1,0 +1,188 @@
+"""`lumen fit`, `validate`, `test` and `predict`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, final
+
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace  # type: ignore[attr-defined]
+
+from lumen import session
+from lumen.checkpoint import find_checkpoint
+from lumen.cli import COMMANDS
+from lumen.cli.checks import BASES, SUPPLIED, check, find_class
+from lumen.cli.layers import Settings, parse_words
+from lumen.cli.outputs import SaveConfig, check_output, dump, show_metrics, texts, write_results
+from lumen.errors import ConfigError
+from lumen.hooks import overrides
+from lumen.random import seed_everything
+from lumen.task import TaskModule
+from lumen.trainer import Trainer
+
+_log = logging.getLogger("lumen")
+
+
+@final
+@dataclass
+class Schedule:
+    """When lr_scheduler moves.
+
+    Args:
+        interval: What it counts.
+        frequency: Every how many of them it moves.
+        monitor: The logged name that ReduceLROnPlateau reads.
+        strict: A monitor that was not logged is an error.
+    """
+
+    interval: Literal["step", "epoch"] = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+
+
+_GROUPS = {"lr_schedule": Schedule, "trainer": Trainer}
+
+
+def run(command: str, words: list[str]) -> int:
+    """Run one of the four loops and return 0."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    parser = _make_parser(command)
+    if any(word == "-h" or word.partition("=")[0].endswith(("--help", ".help")) for word in words):
+        parser.parse_args(words)
+    pairs = parse_words(words)
+    files = [text for key, text in pairs if key == "config"] or _config_of_run(dict(pairs).get("ckpt_path"))
+    settings = Settings(command, files, [(key, text) for key, text in pairs if key not in ("config", "print_config")])
+    if files and not settings.tree["trainer"].get("name"):
+        settings.tree["trainer"]["name"] = Path(files[0]).stem
+    links = check(settings, parser, _GROUPS)
+    for name in links:
+        parser.link_arguments("data", f"model.init_args.{name}", partial(_take, name), apply_on="instantiate")
+    config = _parse(parser, settings)
+    record = yaml.safe_load(parser.dump(config, skip_unset=False))
+    record = {key: value for key, value in record.items() if key not in ("config", "output", "ckpt_path")}
+    if any(key == "print_config" for key, _ in pairs):
+        print(dump(record), end="")
+        return 0
+    if output := config.get("output"):
+        check_output(command, Path(output))
+    with session.console_log(config.trainer.log_level):
+        where = config.trainer.resume if command == "fit" else config.ckpt_path
+        seed = record["seed_everything"] = seed_everything(_seed(config, where))
+        built = _instantiate(parser, config)
+        built.trainer.seed = seed
+        for name in links:
+            with suppress(yaml.YAMLError):  # what is no plain data is taken from the data again
+                yaml.safe_dump(value := getattr(built.data, name))
+                record["model"].setdefault("init_args", {})[name] = value
+        if command == "fit":
+            built.trainer.callbacks.insert(0, SaveConfig(record))
+            configure = partial(_configure_optimizers, config, built.model) if config.optimizer else None
+            built.trainer.fit(built.model, built.data, configure_optimizers=configure)
+            return 0
+        results = getattr(built.trainer, command)(built.model, built.data, ckpt_path=where)
+    if command == "predict":
+        results = [batch for loader in built.trainer.run.predictions for batch in loader]
+        for text in texts(results):
+            print(text)
+    else:
+        show_metrics(results, f"{command}, {where or 'no checkpoint'}")
+    if output:
+        write_results(results, Path(output))
+    return 0
+
+
+def _make_parser(command: str) -> ArgumentParser:
+    """All options of a command; what only fit needs is known to each, so that each reads a run's config."""
+    usage = f"lumen {command} --config FILE [--KEY VALUE ...]"
+    order = (
+        f"The command line beats config files, the last one first, then LUMEN_{command.upper()}__TRAINER__MAX_STEPS=9."
+    )
+    parser = ArgumentParser(usage=usage, description=f"{COMMANDS[command]} {order}", exit_on_error=False)
+    parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of settings; the last one wins.")
+    parser.add_argument("--seed_everything", type=int | None, help="The run's seed. Default: drawn and recorded.")
+    if command != "fit":
+        parser.add_argument("--ckpt_path", type=str | None, help="best, last, or the path of a checkpoint or run.")
+        parser.add_argument("--output", type=str | None, help="Where results are written: .json, .jsonl, .safetensors.")
+    for key, base in BASES.items():
+        later = SUPPLIED.get(key, set())
+        parser.add_subclass_arguments(base, key, skip=later, instantiate=not later, fail_untyped=False)
+    for key, kind in _GROUPS.items():
+        parser.add_class_arguments(kind, key, skip={*SUPPLIED.get(key, ())})
+    return parser
+
+
+def _parse(parser: ArgumentParser, settings: Settings) -> Namespace:
+    try:
+        return parser.parse_object(settings.tree)  # type: ignore[no-any-return]
+    except ArgumentError as error:  # what check could not see: a short name inside another class, a dataclass's field
+        text = str(error).replace("Expected a dot import path string:", "there is no class")
+        reason = re.search(r"(?:- (?!Problem|Expected a <class)|class_path '.+':\n +(?! |Parser))(.+)", text)
+        key = ".".join(re.findall(r'Parser key "(.+?)"', text))
+        raise ConfigError(f"{key}: {reason.group(1) if reason else text.splitlines()[-1]}") from error
+
+
+def _instantiate(parser: ArgumentParser, config: Namespace) -> Namespace:
+    """Build everything; errors of constructors are raised without jsonargparse's wrapping."""
+    try:
+        return parser.instantiate(config)  # type: ignore[no-any-return]
+    except Exception as caught:
+        error: BaseException = caught
+        while error.__cause__ and "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename:
+            error = error.__cause__
+        raise error from None
+
+
+def _take(name: str, data: Any) -> Any:
+    """An argument of the model, from the data."""
+    if not hasattr(data, name) and not hasattr(type(data), name):
+        raise ConfigError(
+            f"model.{name} is required and not set. Set it in the config or as --model.{name}, or give "
+            f"{type(data).__name__} an attribute {name} to take it from."
+        )
+    value = getattr(data, name)
+    _log.info("model.%s is %s, from data.%s", name, value, name)
+    return value
+
+
+def _seed(config: Namespace, checkpoint: str | Path | None) -> int:
+    """The seed that is set, else that of the checkpoint to go on from, else a new one."""
+    if config.seed_everything is not None:
+        return int(config.seed_everything)
+    name = config.trainer.name or config.model.class_path.rpartition(".")[2].lower()
+    found = checkpoint and find_checkpoint(str(checkpoint), Path(config.trainer.default_root_dir) / name)
+    return int(found.state["seed"]) if found else secrets.randbits(31)
+
+
+def _configure_optimizers(config: Namespace, task: TaskModule) -> dict[str, Any]:
+    if overrides(task, "configure_optimizers"):
+        _log.info("optimizer: %s, instead of the task's configure_optimizers", config.optimizer.class_path)
+    optimizer = _built(config.optimizer, [parameter for parameter in task.parameters() if parameter.requires_grad])
+    if not config.lr_scheduler:
+        return {"optimizer": optimizer}
+    return {"optimizer": optimizer, "lr_scheduler": {
+        "scheduler": _built(config.lr_scheduler, optimizer), **config.lr_schedule.as_dict()
+    }}  # fmt: skip
+
+
+def _built(node: Namespace, subject: Any) -> Any:
+    try:
+        return find_class(node.class_path, None)(subject, **node.get("init_args", {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{node.class_path} does not take these arguments: {error}") from error
+
+
+def _config_of_run(checkpoint: str | None) -> list[str]:
+    """The saved configuration of the run that a path of a checkpoint or run lies in."""
+    places = [Path(checkpoint), *Path(checkpoint).absolute().parents[:2]] if checkpoint else []
+    return [str(place / "config.yaml") for place in places if (place / "config.yaml").is_file()][:1]
