@@ -16,7 +16,9 @@ def regression_data(samples=50, dtype=torch.float32, seed=0):
     """Inputs (samples, 6) and targets (samples, 1) of a noisy linear map."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
-    targets = inputs.sum(1, keepdim=True).sin() + 0.1 * torch.randn(samples, 1, generator=generator, dtype=torch.float64)
+    targets = inputs.sum(1, keepdim=True).sin() + 0.1 * torch.randn(
+        samples, 1, generator=generator, dtype=torch.float64
+    )
     return inputs.to(dtype), targets.to(dtype)
 
 

@@ -133,7 +133,7 @@ def test_missing_hyperparameters_are_named(tmp_path):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     path = trained(tmp_path, Forgetful(1))
-    with pytest.raises(CheckpointMismatch, match="needed.*save_hyperparameters"):
+    with pytest.raises(CheckpointMismatch, match=r"needed.*save_hyperparameters"):
         Forgetful.load_from_checkpoint(path)
 
 

@@ -109,9 +109,7 @@ def test_a_micro_batch_left_out_counts_nothing(tmp_path, how):
     inputs, targets = regression_data(24, torch.float64)
     tokens = torch.arange(1, 25).double()
     task = SometimesNone(how)
-    trainer = quiet_trainer(
-        tmp_path, max_epochs=1, accumulate_grad_batches=3, logger=False, enable_checkpointing=False
-    )
+    trainer = quiet_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=3, logger=False, enable_checkpointing=False)
     trainer.fit(task, DataLoader(TensorDataset(inputs, targets, tokens), 4))
 
     net = network(dtype=torch.float64)
