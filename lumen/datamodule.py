@@ -15,34 +15,11 @@ if TYPE_CHECKING:
     from lumen.trainer import Trainer
 
 
-class DataModule(HasHyperparameters):
-    """Loaders for training, validation, test and prediction.
-
-    Return ordinary `torch.utils.data.DataLoader`s. Lumen keeps their data set, collate function, workers and pinning,
-    and decides which sample comes when; `shuffle=True` means an order that is a pure function of (seed, epoch).
-    """
-
-    _run: Run | None = None
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer this data module is attached to.
-
-        Raises:
-            ConfigError: No trainer runs it.
-        """
-        if self._run is None:
-            raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
-        return self._run.trainer  # type: ignore[no-any-return]
+class DataHooks:
+    """Where batches come from and how they reach the device: the part that tasks and data modules share."""
 
     def prepare_data(self) -> None:
         """Download and unpack, once per node; keep no state here."""
-
-    def setup(self, stage: str) -> None:
-        """Build data sets for a stage: "fit", "validate", "test" or "predict"."""
-
-    def teardown(self, stage: str) -> None:
-        """Clean up after a stage."""
 
     def train_dataloader(self) -> Any:
         """The training loader."""
@@ -67,6 +44,33 @@ class DataModule(HasHyperparameters):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Change a batch on the device: augmentation there is keyed like dropout."""
         return batch
+
+
+class DataModule(HasHyperparameters, DataHooks):
+    """Loaders for training, validation, test and prediction.
+
+    Return ordinary `torch.utils.data.DataLoader`s. Lumen keeps their data set, collate function, workers and pinning,
+    and decides which sample comes when; `shuffle=True` means an order that is a pure function of (seed, epoch).
+    """
+
+    _run: Run | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer this data module is attached to.
+
+        Raises:
+            ConfigError: No trainer runs it.
+        """
+        if self._run is None:
+            raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
+        return self._run.trainer  # type: ignore[no-any-return]
+
+    def setup(self, stage: str) -> None:
+        """Build data sets for a stage: "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Clean up after a stage."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data and tensors to keep in checkpoints."""

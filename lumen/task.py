@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from lumen.batches import move
+from lumen.datamodule import DataHooks
 from lumen.errors import ConfigError
 from lumen.hyperparameters import HasHyperparameters
 from lumen.metrics import LogOptions, Reduction
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from lumen.trainer import Trainer
 
 
-class TaskModule(HasHyperparameters, nn.Module):
+class TaskModule(HasHyperparameters, DataHooks, nn.Module):
     """A model, its losses and its optimizer.
 
     Subclass it and define `training_step` and `configure_optimizers`; everything else is optional. A step is called
     with what its signature has: `(batch)`, `(batch, batch_idx)` or `(batch, batch_idx, dataloader_idx)`. A batch is
     what the loader gives, on the device; `batch_idx` counts an epoch's micro-batches as one process would.
+
+    A task may bring its own data: it has the loaders and transfer hooks of a `DataModule`, which go first.
 
     A task is an ordinary `nn.Module`: its steps can be called without a trainer, `self.log` then does nothing.
     """
@@ -344,32 +346,3 @@ class TaskModule(HasHyperparameters, nn.Module):
 
     def on_exception(self, exception: BaseException) -> None:
         """The run ends with an error or a stop request."""
-
-    # ------------------------------------------------------------------ data, for tasks that bring their own
-
-    def prepare_data(self) -> None:
-        """Download and unpack, once per node."""
-
-    def train_dataloader(self) -> Any:
-        """The training loader."""
-
-    def val_dataloader(self) -> Any:
-        """One validation loader or a list."""
-
-    def test_dataloader(self) -> Any:
-        """One test loader or a list."""
-
-    def predict_dataloader(self) -> Any:
-        """One prediction loader or a list."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it is copied to the device."""
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Copy a batch to the device. Default: every tensor in it."""
-        return move(batch, device)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch on the device: augmentation there is keyed like dropout."""
-        return batch

@@ -23,7 +23,8 @@ ROOT = Path(lumen.__file__).parent
 FLOORS = (
     {"errors", "random", "batches", "hyperparameters", "console"},
     {"metrics", "precision"},
-    {"task", "datamodule"},
+    {"datamodule"},
+    {"task"},
     {"strategies", "data"},
     {"hooks", "losses", "optimizers", "plan"},
     {"run"},
@@ -35,7 +36,7 @@ FLOORS = (
     {"__main__"},
 )
 LAZY_WAYS_UP = {("task", "checkpoint")}
-OPEN_CLASSES = {"TaskModule", "DataModule", "HasHyperparameters", "Callback"}  # users subclass them, or their mixin
+OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "HasHyperparameters", "DataHooks"}  # users' bases and mixins
 PUBLIC = [
     "CSVLogger",
     "Callback",

@@ -24,6 +24,7 @@ _CLASSES = {("model",), ("data",), ("optimizer",), ("lr_scheduler",)}
 _NODE = ("class_path", "init_args", "dict_kwargs")
 
 
+@final
 class _Yaml(yaml.SafeLoader):
     """Numbers as in YAML 1.2: `1e-4` is one, and `00:15:00` is text, not 900."""
 
