@@ -219,7 +219,7 @@ def test_every_hook_of_the_task_is_a_hook_of_callbacks_or_of_checkpoints():
         "on_before_batch_transfer",
         "on_after_batch_transfer",
     }
-    hooks = {name for name in vars(lumen.TaskModule) if name.startswith("on_")}
+    hooks = {name for name in dir(lumen.TaskModule) if name.startswith("on_")}
     assert hooks == {name for name in HOOKS if name.startswith("on_")} | of_the_task_alone
 
 
