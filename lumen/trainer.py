@@ -227,7 +227,7 @@ class Trainer:
             run.optimizer, run.schedulers = build_optimizers(task, configure_optimizers or task.configure_optimizers)
             run.parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
             if checkpoint is not None:
-                load_run(run, checkpoint)
+                load_run(run, checkpoint, continue_records=self._stays)
             open_feeds(run, self.accumulate_grad_batches, self.global_batch_size)
             if self.enable_checkpointing:
                 capture(run)  # what cannot be saved is found now, not after the first epoch
@@ -495,10 +495,7 @@ class Trainer:
             if directory is not None:
                 session.write_environment(directory.path)
                 for logger in self.loggers:
-                    logger.open(
-                        directory.path,
-                        resumed=checkpoint is not None and checkpoint.path.is_relative_to(directory.path),
-                    )
+                    logger.open(directory.path, resumed=checkpoint is not None and self._stays)
                     closing.callback(logger.close)
             closing.enter_context(session.stop_signals(run))
             closing.callback(self.strategy.teardown)
@@ -521,7 +518,7 @@ class Trainer:
         interruption = session.interruption(run.stop_signal)
         for hook in run.hooks.on_exception:
             hook(interruption)
-        saved = directory is not None and any(directory.checkpoints.glob("step-*"))
+        saved = directory is not None and any(self._checkpoints(directory.path).glob("step-*"))
         if saved and directory is not None:
             _log.info(
                 "stopped at step %d. Go on with:\n  %s", run.progress.step, session.resume_command(directory.path)
@@ -530,14 +527,18 @@ class Trainer:
             _log.info("stopped at step %d; no checkpoint was saved", run.progress.step)
         raise interruption from None
 
+    @property
+    def _stays(self) -> bool:
+        """Whether a resumed run stays in its directory; from "best" or a path a new one starts."""
+        return self.resume in ("auto", "last")
+
     def _claim(self, closing: ExitStack) -> RunDirectory | None:
         if self.fast_dev_run or not (self.loggers or self.enable_checkpointing):
             self.run_directory = None
             return None
         assert self.name is not None
-        goes_on = self.resume in ("auto", "last")
-        directory = closing.enter_context(RunDirectory.claim(self.default_root_dir, self.name, reuse=goes_on))
-        if not goes_on:
+        directory = closing.enter_context(RunDirectory.claim(self.default_root_dir, self.name, reuse=self._stays))
+        if not self._stays:
             closing.callback(self._give_back_if_unused, directory.path)
         self.run_directory = directory.path
         _log.info("the run is in %s", directory.path)
@@ -548,20 +549,25 @@ class Trainer:
         if not self._started:
             shutil.rmtree(directory)
 
+    def _checkpoints(self, run_directory: Path) -> Path:
+        """Where the checkpoints of a run lie."""
+        saver = self.checkpoint_callback
+        return run_directory / "checkpoints" if saver is None or saver.given_dirpath is None else saver.given_dirpath
+
     def _find_resumed(self) -> Checkpoint | None:
         if self.resume is None:
             return None
-        checkpoint = find_checkpoint(self.resume, self.default_root_dir / str(self.name))
+        checkpoint = find_checkpoint(self.resume, self._checkpoints(self.default_root_dir / str(self.name)))
         if checkpoint is not None:
             _log.info("going on from %s", checkpoint.path)
-            for path in find_checkpoints(checkpoint.path.parent) if self.resume in ("auto", "last") else ():
+            for path in find_checkpoints(checkpoint.path.parent) if self._stays else ():
                 if path > checkpoint.path:  # damaged: its name will be needed again
                     set_aside(path)
         return checkpoint
 
     def _stopped_early(self, checkpoint: Checkpoint) -> str | None:
         """Why a callback ended the run that is to go on; a new run from its checkpoint may train all the same."""
-        return checkpoint.info.get("finished") if self.resume in ("auto", "last") else None
+        return checkpoint.info.get("finished") if self._stays else None
 
     def _resolve_seed(self, checkpoint: Checkpoint | None) -> int:
         if checkpoint is not None:
@@ -590,7 +596,7 @@ class Trainer:
         self.strategy.setup(task)
         checkpoint: Checkpoint | None = run.checkpoint
         if ckpt_path is not None:
-            folder = self.run_directory or self.default_root_dir / (self.name or "")
+            folder = self._checkpoints(self.run_directory or self.default_root_dir / str(self.name))
             checkpoint = find_checkpoint("last" if ckpt_path == "auto" else str(ckpt_path), folder)
             _log.info("parameters from %s", checkpoint.path if checkpoint else None)
         if checkpoint is not None:

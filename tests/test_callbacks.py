@@ -122,6 +122,27 @@ def test_checkpoints_can_lie_elsewhere(tmp_path):
     assert [path.name for path in find_checkpoints(tmp_path / "elsewhere")] == ["step-00000002", "step-00000004"]
 
 
+def test_a_run_goes_on_from_checkpoints_that_lie_elsewhere(tmp_path):
+    def elsewhere():
+        return [lumen.ModelCheckpoint(dirpath=tmp_path / "elsewhere")]
+
+    fit(tmp_path, [1, 2], elsewhere())
+    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+        fit(tmp_path, [1, 2, 3], elsewhere())
+    trainer = fit(tmp_path, [1, 2, 3], elsewhere(), resume="auto")
+    assert trainer.global_step == 6
+    rows = (tmp_path / "runs/run/metrics.csv").read_text().splitlines()
+    assert len(rows) == 1 + 3
+
+
+def test_a_trainer_used_twice_saves_each_run_in_its_own_directory(tmp_path):
+    data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
+    trainer = quiet_trainer(tmp_path, max_epochs=1)
+    for _ in range(2):
+        trainer.fit(Scripted([1]), data)
+    assert steps(tmp_path, "run") == steps(tmp_path, "run-2") == [2]
+
+
 def test_every_minutes_counts_from_the_last_save(tmp_path):
     fit(tmp_path, [1, 2], [lumen.ModelCheckpoint(every_n_epochs=0, every_n_minutes=1e-9, keep_last=-1)])
     assert steps(tmp_path) == [1, 2, 3, 4]

@@ -75,7 +75,7 @@ class ModelCheckpoint(Callback):
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.keep_every_n_steps = keep_every_n_steps
-        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.given_dirpath = self.dirpath = None if dirpath is None else Path(dirpath)
         self.scores: dict[str, float] = {}
         self._seen = 0
         self._epoch = 0
@@ -101,7 +101,7 @@ class ModelCheckpoint(Callback):
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Find out where checkpoints go."""
-        if stage == "fit" and self.dirpath is None and trainer.run_directory is not None:
+        if stage == "fit" and self.given_dirpath is None and trainer.run_directory is not None:
             self.dirpath = trainer.run_directory / "checkpoints"
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
@@ -111,6 +111,11 @@ class ModelCheckpoint(Callback):
         resumed = trainer.run.checkpoint
         if resumed is not None and resumed.path.parent == self.dirpath:
             self._prune(resumed.path)
+        elif self.dirpath is not None and self.dirpath.is_dir() and find_checkpoints(self.dirpath):
+            raise ConfigError(
+                f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
+                'Choose another dirpath, or go on from them with Trainer(resume="auto").'
+            )
         self.scores = {name: score for name, score in self.scores.items() if self._exists(name)}
 
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:

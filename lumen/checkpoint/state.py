@@ -188,13 +188,13 @@ def _plain(metrics: Mapping[str, float]) -> Any:
 # ---------------------------------------------------------------------- loading
 
 
-def find_checkpoint(where: str, run_directory: Path) -> Checkpoint | None:
+def find_checkpoint(where: str, folder: Path) -> Checkpoint | None:
     """The checkpoint that a `resume` or `ckpt_path` setting means.
 
     Args:
         where: "auto" or "last": the newest valid one of the run; "best": the one its monitor named best; otherwise
             the path of a checkpoint or of a run directory.
-        run_directory: The run that "auto", "last" and "best" look into.
+        folder: The checkpoints among which "auto", "last" and "best" choose.
 
     Returns:
         None only for "auto" without any checkpoint.
@@ -202,17 +202,17 @@ def find_checkpoint(where: str, run_directory: Path) -> Checkpoint | None:
     Raises:
         CheckpointError: There is none, or the one named is damaged.
     """
-    named = where in ("auto", "last", "best")
-    directory = run_directory if named else Path(where)
-    if not named and (directory / "manifest.json").exists():
-        return Checkpoint.open(directory)
-    folder = directory / "checkpoints"
+    if where not in ("auto", "last", "best"):
+        path = Path(where)
+        if (path / "manifest.json").exists():
+            return Checkpoint.open(path)
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     newest = newest_valid(folder, _log.warning) if folder.is_dir() else None
     if where == "best" and newest is not None:
         best = newest.info.get("best")
         if not best:
             raise CheckpointError(
-                f"{directory}: no checkpoint is known as best, because no monitor was set or it was never logged. "
+                f"{folder}: no checkpoint is known as best, because no monitor was set or it was never logged. "
                 "Set `monitor` of ModelCheckpoint, or use last or a path."
             )
         return Checkpoint.open(folder / Path(best).name)
@@ -282,8 +282,13 @@ def load_user_state(run: Run, checkpoint: Checkpoint) -> None:
         run.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
 
 
-def load_run(run: Run, checkpoint: Checkpoint) -> None:
+def load_run(run: Run, checkpoint: Checkpoint, *, continue_records: bool) -> None:
     """Make a run, with its model loaded and its optimizers built, go on from a checkpoint.
+
+    Args:
+        run: The run.
+        checkpoint: Where it goes on.
+        continue_records: The loggers go on with the records of the run that wrote the checkpoint.
 
     Raises:
         CheckpointMismatch: The optimizer or the schedulers are not the ones saved.
@@ -312,7 +317,7 @@ def load_run(run: Run, checkpoint: Checkpoint) -> None:
             callbacks[key].load_state_dict(saved)
         elif saved:
             _log.warning("%s holds the state of a callback %s that this run does not have", checkpoint.path, key)
-    if len(run.loggers) == len(state["loggers"]):
+    if continue_records and len(run.loggers) == len(state["loggers"]):
         for logger, saved in zip(run.loggers, state["loggers"], strict=True):
             logger.load_state_dict(saved)
 

@@ -160,7 +160,8 @@ def _seed(config: Namespace, checkpoint: str | Path | None) -> int:
     if config.seed_everything is not None:
         return int(config.seed_everything)
     name = config.trainer.name or config.model.class_path.rpartition(".")[2].lower()
-    found = checkpoint and find_checkpoint(str(checkpoint), Path(config.trainer.default_root_dir) / name)
+    folder = Path(config.trainer.default_root_dir) / name / "checkpoints"
+    found = checkpoint and find_checkpoint(str(checkpoint), folder)
     return int(found.state["seed"]) if found else secrets.randbits(31)
 
 
