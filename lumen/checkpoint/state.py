@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,13 +90,14 @@ def _parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def callback_keys(callbacks: Any) -> Iterator[tuple[str, Any]]:
-    """Each callback under its `state_key`; a second one with the same key gets `#2`."""
-    seen: dict[str, int] = {}
-    for callback in callbacks:
-        key = callback.state_key
-        seen[key] = seen.get(key, 0) + 1
-        yield (key if seen[key] == 1 else f"{key}#{seen[key]}"), callback
+def keyed(things: Iterable[Any]) -> dict[str, Any]:
+    """Callbacks or loggers by their `state_key`, else their class; a second one with the same key gets `#2`."""
+    found: dict[str, Any] = {}
+    for thing in things:
+        key = getattr(thing, "state_key", type(thing).__qualname__)
+        same = sum(other.partition("#")[0] == key for other in found)
+        found[f"{key}#{same + 1}" if same else key] = thing
+    return found
 
 
 # ---------------------------------------------------------------------- saving
@@ -122,8 +123,8 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
         "progress": run.progress_state(),
         "precision": run.precision.state_dict(),
         "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
-        "callbacks": {key: callback.state_dict() for key, callback in callback_keys(run.callbacks)},
-        "loggers": [logger.state_dict() for logger in run.loggers],
+        "callbacks": {key: callback.state_dict() for key, callback in keyed(run.callbacks).items()},
+        "loggers": {key: logger.state_dict() for key, logger in keyed(run.loggers).items()},
         "logged": run.train_metrics.state_dict(lambda metric: metric_names.get(id(metric))),
         "torchmetrics": {name: _metric_state(metric) for name, metric in _metrics(task)},
         "metrics": run.metrics,
@@ -311,15 +312,17 @@ def load_run(run: Run, checkpoint: Checkpoint, *, continue_records: bool) -> Non
         if name in metrics:
             _load_metric_state(metrics[name], saved, run.strategy.device)
     run.train_metrics.load_state_dict(state["logged"], metrics.__getitem__, run.strategy.device)
-    callbacks = dict(callback_keys(run.callbacks))
-    for key, saved in state["callbacks"].items():
-        if key in callbacks:
-            callbacks[key].load_state_dict(saved)
-        elif saved:
-            _log.warning("%s holds the state of a callback %s that this run does not have", checkpoint.path, key)
-    if continue_records and len(run.loggers) == len(state["loggers"]):
-        for logger, saved in zip(run.loggers, state["loggers"], strict=True):
-            logger.load_state_dict(saved)
+    _load_states(keyed(run.callbacks), state["callbacks"], checkpoint)
+    if continue_records:
+        _load_states(keyed(run.loggers), state["loggers"], checkpoint)
+
+
+def _load_states(things: dict[str, Any], saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    for key, state in saved.items():
+        if key in things:
+            things[key].load_state_dict(state)
+        elif state:
+            _log.warning("%s holds the state of %s, which this run does not have", checkpoint.path, key)
 
 
 def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
