@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     )
     from lumen.datamodule import DataModule
     from lumen.errors import LumenError
-    from lumen.loggers import CSVLogger, Logger
+    from lumen.loggers import CSVLogger, Logger, TensorBoardLogger
     from lumen.precision import Precision
     from lumen.random import seed_everything
     from lumen.strategies import SingleDevice, Strategy
@@ -38,6 +38,7 @@ _HOME = {
     "SingleDevice": "lumen.strategies",
     "Strategy": "lumen.strategies",
     "TaskModule": "lumen.task",
+    "TensorBoardLogger": "lumen.loggers",
     "Trainer": "lumen.trainer",
     "seed_everything": "lumen.random",
 }
@@ -56,6 +57,7 @@ __all__ = [
     "SingleDevice",
     "Strategy",
     "TaskModule",
+    "TensorBoardLogger",
     "Trainer",
     "seed_everything",
 ]

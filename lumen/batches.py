@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -24,7 +25,13 @@ def move(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         moved = {key: move(value, device) for key, value in batch.items()}
-        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
+        if type(batch) is dict:
+            return moved
+        if isinstance(batch, MutableMapping):
+            kept = copy(batch)  # with whatever makes it more than its items
+            kept.update(moved)
+            return kept
+        return type(batch)(moved)  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         if hasattr(batch, "to"):
             return batch.to(device)

@@ -15,6 +15,27 @@ if TYPE_CHECKING:
     from lumen.trainer import Trainer
 
 
+class Attached:
+    """What is in a run while one lasts."""
+
+    _run: Run | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and workers get it without the run it is in."""
+        return {name: value for name, value in self.__dict__.items() if name != "_run"}
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer of the run.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if self._run is None:
+            raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
+        return self._run.trainer  # type: ignore[no-any-return]
+
+
 class DataHooks:
     """Where batches come from and how they reach the device: the part that tasks and data modules share."""
 
@@ -46,25 +67,12 @@ class DataHooks:
         return batch
 
 
-class DataModule(HasHyperparameters, DataHooks):
+class DataModule(HasHyperparameters, DataHooks, Attached):
     """Loaders for training, validation, test and prediction.
 
     Return ordinary `torch.utils.data.DataLoader`s. Lumen keeps their data set, collate function, workers and pinning,
     and decides which sample comes when; `shuffle=True` means an order that is a pure function of (seed, epoch).
     """
-
-    _run: Run | None = None
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer this data module is attached to.
-
-        Raises:
-            ConfigError: No trainer runs it.
-        """
-        if self._run is None:
-            raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
-        return self._run.trainer  # type: ignore[no-any-return]
 
     def setup(self, stage: str) -> None:
         """Build data sets for a stage: "fit", "validate", "test" or "predict"."""

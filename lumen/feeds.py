@@ -33,6 +33,7 @@ def open_feeds(run: Run, accumulate: int, global_batch_size: int | None) -> None
         raise DataError("there is no training data. Give a DataModule or a loader to fit, or define train_dataloader.")
     run.train_feed = make_feed(loader, run.seed, accumulate, global_batch_size)
     run.plan.limit("train", run.train_feed)
+    run.plan.check_validation(run.train_feed)
     if run.train_feed.length == 0:
         _log.warning("the training loader is empty")
     if overrides(run.task, "validation_step") and run.plan.limits["validate"] != 0:

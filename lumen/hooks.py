@@ -26,6 +26,13 @@ HOOKS = (
 )  # fmt: skip
 
 
+#: Methods of Lightning's modules that Lumen has no place for: defining one is an error instead of dead code.
+NOT_CALLED = (
+    "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping", "configure_callbacks",
+    "training_epoch_end", "validation_epoch_end", "test_epoch_end", "training_step_end", "validation_step_end",
+)  # fmt: skip
+
+
 @final
 class Hooks:
     """For each hook the calls to make, found once: what nobody overrides costs an empty loop.

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any, final
 
+from lumen.errors import ConfigError
+
 
 @final
 class Hyperparameters(dict[str, Any]):
@@ -49,6 +51,11 @@ class HasHyperparameters:
             given = names[0]
             collected = dataclasses.asdict(given) if dataclasses.is_dataclass(given) else dict(given)  # type: ignore[arg-type]
         elif names:
+            if unknown := [name for name in names if name not in collected]:
+                raise ConfigError(
+                    f"save_hyperparameters: {type(self).__name__} has no argument {', '.join(unknown)}; "
+                    f"there are: {', '.join(collected) or 'none'}."
+                )
             collected = {name: collected[name] for name in names}
         self.hparams.update({name: value for name, value in collected.items() if name not in ignored})
 

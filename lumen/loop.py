@@ -19,7 +19,7 @@ from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.errors import ConfigError, TrainingError
 from lumen.hooks import overrides
-from lumen.metrics import LOADER, StageMetrics
+from lumen.metrics import LOADER, StageMetrics, metric_states, restore_metrics
 from lumen.random import Domain, make_key, preserved_generators, seed_generators
 from lumen.run import Run
 
@@ -45,8 +45,11 @@ def train(run: Run) -> None:
     for hook in run.hooks.on_train_start:
         hook()
     run.start_clock()
+    if run.finished and run.progress.in_epoch:  # killed between the last checkpoint and the end of its open epoch
+        end_epoch(run, complete=False)
     while not run.finished:
         train_epoch(run)
+    run.losses.flush()
     for hook in run.hooks.on_train_end:
         hook()
 
@@ -55,7 +58,7 @@ def train_epoch(run: Run) -> None:
     """Run the rest of the epoch in progress, from wherever a checkpoint left it."""
     progress, plan, feed = run.progress, run.plan, run.train_feed
     assert feed is not None
-    fresh, steps_before = not progress.in_epoch, progress.step
+    fresh, weighted_before = not progress.in_epoch, run.weighted_windows
     if fresh:
         progress.in_epoch = True
         run.train_metrics = run.stage_metrics = StageMetrics()
@@ -80,11 +83,11 @@ def train_epoch(run: Run) -> None:
         window = None if over else next(windows, None)
 
     end_epoch(run, complete=not over)
-    if fresh and not over and progress.step == steps_before and not run.precision.handles_overflow:
+    if fresh and not over and run.weighted_windows == weighted_before:
         if plan.max_epochs is None:
             raise TrainingError(
-                f"epoch {progress.epoch - 1} made no optimizer step, so max_steps would never be reached: every "
-                "micro-batch was skipped, or the loader is empty. Look at the loader and at what training_step returns."
+                f"epoch {progress.epoch - 1} made no optimizer step, so training would never end: every micro-batch "
+                "was skipped, or the loader is empty. Look at the loader and at what training_step returns."
             )
         _log.warning("epoch %d made no optimizer step", progress.epoch - 1)
 
@@ -149,7 +152,7 @@ def update(run: Run, window: Window, weights: StepWeights) -> bool:
     if updated:
         for scheduler in run.schedulers:
             if scheduler.interval == "step" and run.progress.step % scheduler.frequency == 0:
-                scheduler.step(run.metrics)
+                scheduler.step(run.metrics if scheduler.monitor is None else run.newest_values())
     return updated
 
 
@@ -207,7 +210,9 @@ def finish_step(run: Run, *, last: bool) -> bool:
         if evaluate(run, "validate", run.eval_feeds):
             run.validation_done()
         run.stage_metrics = run.train_metrics
-    return (not last or run.progress.validation_due) and reach_boundary(run)
+    if last and not run.progress.validation_due:
+        return False
+    return reach_boundary(run)
 
 
 def reach_boundary(run: Run) -> bool:
@@ -221,6 +226,7 @@ def reach_boundary(run: Run) -> bool:
     for hook in run.hooks.on_boundary:
         hook()
     run.stage_metrics = metrics
+    run.fresh.clear()
     if run.stop_signal is not None:
         raise StopRequested
     run.finished = run.limit_reached is not None
@@ -238,8 +244,7 @@ def end_epoch(run: Run, *, complete: bool) -> None:
     run.publish(run.train_metrics.epoch_values())
     for hook in run.hooks.on_train_epoch_end:
         hook()
-    values = run.train_metrics.epoch_values()
-    run.publish(values)
+    run.publish(run.train_metrics.epoch_values())  # once more: with what the hooks logged
     run.write(run.train_metrics.epoch_values(lambda options: options.logger))
     run.train_metrics.reset_metrics()
     run.stage_metrics = None
@@ -263,7 +268,7 @@ def sanity_check(run: Run) -> None:
     for hook in run.hooks.on_sanity_check_end:
         hook()
     run.metrics.clear()
-    run.published.clear()
+    run.fresh.clear()
     if not complete:
         raise StopRequested
 
@@ -282,8 +287,11 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     name = "validation" if stage in ("validate", "sanity") else stage
     task, hooks = run.task, run.hooks
     before = run.stage, run.stage_metrics, [(module, module.training) for module in task.modules()]
+    accumulated = metric_states(task)
+    complete = False
     run.stage, run.stage_metrics = stage, StageMetrics()
     metrics, run.batch_samples = run.stage_metrics, 1
+    rows: list[dict[str, float | torch.Tensor]] = []
     no_gradients: AbstractContextManager[Any] = torch.inference_mode() if run.plan.inference_mode else torch.no_grad()
     try:
         with preserved_generators(), no_gradients:
@@ -293,11 +301,12 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
                 hook()
             for number, feed in enumerate(feeds):
                 run.loader_suffix = f"{LOADER}{number}" if len(feeds) > 1 else ""
-                outputs = evaluate_feed(run, stage, name, feed, number)
+                outputs = evaluate_feed(run, stage, name, feed, number, rows)
                 if stage == "predict":
                     run.predictions.append(outputs)
                 if run.stop_signal is not None:
                     return False
+            complete = True
             run.loader_suffix, run.batch_samples = "", 1
             seed_generators(make_key(run.seed, _DOMAINS[stage], 1))
             for hook in getattr(hooks, f"on_{name}_epoch_end"):
@@ -305,12 +314,16 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
             values = metrics.epoch_values()
             run.publish(values)
             if stage != "sanity":
+                for row in rows:
+                    run.write(row)
                 run.write(metrics.epoch_values(lambda options: options.logger))
             metrics.closed = True
             for hook in getattr(hooks, f"on_{name}_end"):
                 hook()
     finally:
         metrics.reset_metrics()
+        if not complete:
+            restore_metrics(accumulated)
         run.loader_suffix = ""
         run.stage, run.stage_metrics, modes = before
         for module, training in modes:
@@ -318,8 +331,14 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     return True
 
 
-def evaluate_feed(run: Run, stage: str, name: str, feed: Feed, dataloader_idx: int) -> list[Any]:
-    """Evaluate the batches of one loader; returns what the steps returned, for predictions only."""
+def evaluate_feed(
+    run: Run, stage: str, name: str, feed: Feed, dataloader_idx: int, rows: list[dict[str, float | torch.Tensor]]
+) -> list[Any]:
+    """Evaluate the batches of one loader, adding a row of step values for each.
+
+    Returns:
+        What the steps returned, for predictions only.
+    """
     hooks = run.hooks
     starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
     metrics = run.stage_metrics
@@ -339,8 +358,8 @@ def evaluate_feed(run: Run, stage: str, name: str, feed: Feed, dataloader_idx: i
                 hook(output, batch, micro.index, dataloader_idx)
             if stage == "predict":
                 outputs.append(output)
-            elif stage != "sanity":
-                run.write(metrics.step_values(lambda options: options.logger))
+            if row := metrics.step_values(lambda options: options.logger):
+                rows.append(row)
         if run.stop_signal is not None:
             break
     return outputs

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final, get_args
 
 import torch
+from torch import nn
 
 from lumen.errors import ConfigError
 
@@ -70,7 +71,8 @@ class Accumulator:
         if self.reduction == "sum":
             return total + value
         if isinstance(value, torch.Tensor):
-            return getattr(torch, f"{self.reduction}imum")(torch.as_tensor(total, device=value.device).double(), value)
+            total = torch.as_tensor(total, dtype=value.dtype, device=value.device)
+            return getattr(torch, f"{self.reduction}imum")(total, value)
         return (min if self.reduction == "min" else max)(total, value)
 
     def _folded(self) -> float | torch.Tensor:
@@ -226,6 +228,12 @@ class StageMetrics:
         Args:
             name_of: Where a logged metric object lives in the task.
         """
+        for name, entry in self._entries.items():
+            if entry.metric is not None and name_of(entry.metric) is None:
+                raise ConfigError(
+                    f"self.log({name!r}): the {type(entry.metric).__name__} is no part of the task, so no checkpoint "
+                    "can hold it. Make it an attribute of the task (a list of them an nn.ModuleList)."
+                )
         return {
             name: {
                 "options": dict(entry.options._asdict()),
@@ -283,3 +291,45 @@ def _read(name: str, value: Any) -> float | torch.Tensor:
         return value.item()
     fresh = value.grad_fn is not None  # a buffer could be changed in place later; a computed value could not
     return value.detach().reshape(()) if fresh else value.detach().reshape(()).clone()
+
+
+# ---------------------------------------------------------------------- the torchmetrics objects of a task
+
+MetricState = tuple[int, dict[str, Any]]
+
+
+def metrics_of(model: nn.Module) -> dict[str, Metric]:
+    """The torchmetrics objects in a model, by module name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(base.__module__ == "torchmetrics.metric" and base.__name__ == "Metric" for base in type(module).__mro__)
+    }
+
+
+def metric_states(model: nn.Module) -> list[tuple[Metric, MetricState]]:
+    """Copies of what the torchmetrics objects in a model have accumulated."""
+    return [(metric, metric_state(metric)) for metric in metrics_of(model).values()]
+
+
+def restore_metrics(saved: list[tuple[Metric, MetricState]]) -> None:
+    """Put back what `metric_states` copied."""
+    for metric, state in saved:
+        load_metric_state(metric, state)
+
+
+def metric_state(metric: Metric) -> MetricState:
+    """A copy of what a torchmetrics object has accumulated: its number of updates and its states by name."""
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return metric._update_count, {
+        name: value.clone() if isinstance(value, torch.Tensor) else list(value) for name, value in states.items()
+    }
+
+
+def load_metric_state(metric: Metric, state: MetricState) -> None:
+    """Take over what `metric_state` gave, on the metric's device."""
+    metric._update_count, states = state
+    metric._computed = None
+    for name, value in states.items():
+        moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
+        setattr(metric, name, moved)

@@ -73,6 +73,18 @@ class Plan:
             )
         return batches
 
+    def check_validation(self, feed: Feed) -> None:
+        """Check `val_check_interval` against the training loader.
+
+        Raises:
+            ConfigError: A fraction of an unknown length.
+        """
+        if self.val_every_epoch_fraction not in (None, 1.0) and self.batches("train", feed) is None:
+            raise ConfigError(
+                f"val_check_interval: {self.val_every_epoch_fraction} is a fraction of an epoch, but the loader has no "
+                "length. Give a number of optimizer steps, or set limit_train_batches to a number."
+            )
+
     def batches(self, stage: str, feed: Feed) -> int | None:
         """Batches of a feed that are used; None if only its end will tell."""
         limit = self.limit(stage, feed)

@@ -15,7 +15,6 @@ from lumen.data.loaders import Feed, Position
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.datamodule import DataModule
-from lumen.errors import ConfigError
 from lumen.hooks import Hooks, overrides, step_arguments
 from lumen.losses import LossCheck
 from lumen.metrics import StageMetrics
@@ -44,6 +43,8 @@ class Progress:
         micro_batches: Micro-batches consumed in the whole run; keys dropout.
         in_epoch: The epoch in progress has begun.
         validation_due: This step's validation has not been completed.
+        validated: At least one validation has been completed.
+        should_stop: A callback or the user asked the run to end; honoured after the minimum of steps and epochs.
         elapsed_s: Seconds of training, over all resumed parts.
         weight_guess: See `StepWeights`.
     """
@@ -55,6 +56,8 @@ class Progress:
     micro_batches: int = 0
     in_epoch: bool = False
     validation_due: bool = False
+    validated: bool = False
+    should_stop: bool = False
     elapsed_s: float = 0.0
     weight_guess: float = 1.0
 
@@ -82,9 +85,8 @@ class Run:
 
     Attributes:
         metrics: The newest value of every name, by name; what monitors read.
-        published: By name: how many values it has had, so that a monitor can tell a new value from an old one.
+        fresh: Names whose value is new since the last boundary: what monitors look at.
         stop_signal: Number of the signal that asked the run to end.
-        should_stop: A callback or the user asked the run to end; honoured after the minimum of steps and epochs.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Run:
         self.checkpoint: Checkpoint | None = None  # what `fit` goes on from
         self.train_metrics = StageMetrics()
         self.metrics: dict[str, float] = {}
-        self.published: dict[str, int] = {}
+        self.fresh: set[str] = set()
         self.predictions: list[list[Any]] = []
         # what self.log reads
         self.stage_metrics: StageMetrics | None = None
@@ -134,7 +136,6 @@ class Run:
         }
         self._transfer_hooks = self._find_transfer_hooks()
         # how a run ends
-        self.should_stop = False
         self.stop_signal: int | None = None
         self.time_is_up = False
         self.finished = False
@@ -143,6 +144,7 @@ class Run:
         self.grad_norm: torch.Tensor | None = None
         self.waited_s = 0.0
         self.samples_seen = 0
+        self.weighted_windows = 0
         self.losses = LossCheck()
         self._clock = time.monotonic()
         self._validated_at_s = time.monotonic()
@@ -196,6 +198,7 @@ class Run:
         self.progress.weight_guess = weights.next_guess
         self.waited_s += window.waited_s
         self.samples_seen += window.samples
+        self.weighted_windows += bool(weights.total)
 
     def seed_hooks(self, place: int) -> None:
         """Key what hooks draw at the start (0) and the end (1) of an epoch."""
@@ -206,8 +209,12 @@ class Run:
     def publish(self, values: Mapping[str, float]) -> None:
         """Make values known to monitors, `callback_metrics` and the progress bar."""
         self.metrics.update(values)
-        for name in values:
-            self.published[name] = self.published.get(name, 0) + 1
+        self.fresh.update(values)
+
+    def newest_values(self) -> dict[str, float]:
+        """The newest value of every name, of the step in progress too. Waits for the device."""
+        step_values = self.train_metrics.step_values() if self.in_train_step else {}
+        return self.metrics | {name: float(value) for name, value in step_values.items()}
 
     def write(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Give values to every logger at the current step."""
@@ -234,11 +241,7 @@ class Run:
             return window.last
         assert self.train_feed is not None
         batches = plan.batches("train", self.train_feed)
-        if batches is None:
-            raise ConfigError(
-                f"val_check_interval: {fraction} is a fraction of an epoch, but the loader has no length. "
-                "Give a number of optimizer steps, or set limit_train_batches to a number."
-            )
+        assert batches is not None  # Plan.check_validation
         done = progress.batches
         before = done - len(window.sizes)
         return int(done / (batches * fraction) + 1e-9) > int(before / (batches * fraction) + 1e-9)
@@ -246,6 +249,7 @@ class Run:
     def validation_done(self) -> None:
         """The validation of this step is complete."""
         self.progress.validation_due = False
+        self.progress.validated = True
         self._validated_at_s = time.monotonic()
 
     def start_clock(self) -> None:
@@ -264,15 +268,17 @@ class Run:
 
     @property
     def limit_reached(self) -> str | None:
-        """Why the run is over, or None."""
+        """Why the run is over, or None; a step whose validation is due is not done."""
         plan, progress = self.plan, self.progress
+        if progress.validation_due:
+            return None
         if plan.max_steps is not None and progress.step >= plan.max_steps:
             return f"max_steps={plan.max_steps} reached"
         if plan.max_epochs is not None and progress.epoch >= plan.max_epochs:
             return f"max_epochs={plan.max_epochs} reached"
         if self.time_is_up:
             return f"max_time of {plan.max_time_s:g} s reached"
-        if self.should_stop and progress.step >= plan.min_steps and progress.epoch >= plan.min_epochs:
+        if progress.should_stop and progress.step >= plan.min_steps and progress.epoch >= plan.min_epochs:
             return "stopped early"
         return None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from lumen.datamodule import DataHooks
+from lumen.datamodule import Attached, DataHooks
 from lumen.errors import ConfigError
 from lumen.hyperparameters import HasHyperparameters
 from lumen.metrics import LogOptions, Reduction
@@ -18,11 +18,8 @@ from lumen.metrics import LogOptions, Reduction
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-    from lumen.run import Run
-    from lumen.trainer import Trainer
 
-
-class TaskModule(HasHyperparameters, DataHooks, nn.Module):
+class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
     """A model, its losses and its optimizer.
 
     Subclass it and define `training_step` and `configure_optimizers`; everything else is optional. A step is called
@@ -36,12 +33,6 @@ class TaskModule(HasHyperparameters, DataHooks, nn.Module):
 
     #: False asks for manual optimization, which this version refuses with a clear error.
     automatic_optimization = True
-
-    _run: Run | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and workers get the task without the run it is in."""
-        return {name: value for name, value in self.__dict__.items() if name != "_run"}
 
     # ------------------------------------------------------------------ steps
 
@@ -162,17 +153,6 @@ class TaskModule(HasHyperparameters, DataHooks, nn.Module):
         console.print(*values, markup=False, highlight=False)
 
     # ------------------------------------------------------------------ the run
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer this task is attached to.
-
-        Raises:
-            ConfigError: No trainer runs this task.
-        """
-        if self._run is None:
-            raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
-        return self._run.trainer  # type: ignore[no-any-return]
 
     @property
     def device(self) -> torch.device:

@@ -15,13 +15,12 @@ import torch
 
 from lumen import loop, session
 from lumen.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar, SystemMonitor
-from lumen.checkpoint import Checkpoint, find_checkpoint, load_model, load_run, load_user_state, save
+from lumen.checkpoint import Checkpoint, check_savable, find_checkpoint, load_model, load_run, load_user_state, save
 from lumen.checkpoint.folder import find_checkpoints, set_aside
-from lumen.checkpoint.state import capture
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError
 from lumen.feeds import eval_feeds, open_feeds
-from lumen.hooks import overrides
+from lumen.hooks import NOT_CALLED, overrides
 from lumen.loggers import CSVLogger, Logger
 from lumen.optimizers import build_optimizers
 from lumen.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
@@ -228,13 +227,19 @@ class Trainer:
             run.parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
             if checkpoint is not None:
                 load_run(run, checkpoint, continue_records=self._stays)
+                run.progress.should_stop &= self._stays  # a new run may go on where a callback ended the old one
             open_feeds(run, self.accumulate_grad_batches, self.global_batch_size)
             if self.enable_checkpointing:
-                capture(run)  # what cannot be saved is found now, not after the first epoch
-            if checkpoint is not None and (reason := run.limit_reached or self._stopped_early(checkpoint)):
+                check_savable(run)  # what cannot be saved is found now, not after the first epoch
+            if checkpoint is not None and (reason := run.limit_reached):
                 _log.info("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
-                return
+                if not run.progress.in_epoch:
+                    return
             self._started = True
+            owners = {"model": task, "data": run.datamodule}
+            hyperparameters = {name: dict(owner.hparams) for name, owner in owners.items() if owner is not None}
+            for logger in run.loggers:
+                logger.log_hyperparams(hyperparameters)
             for hook in run.hooks.on_fit_start:
                 hook()
             if checkpoint is None and run.eval_feeds and run.plan.sanity_batches:
@@ -290,6 +295,7 @@ class Trainer:
         Raises:
             CheckpointError: It could not be written; nothing that existed was touched.
         """
+        _ = self.optimizers  # only a training can be saved
         save(self.run, Path(path), info or {})
 
     # ------------------------------------------------------------------ what callbacks and tasks read
@@ -332,33 +338,37 @@ class Trainer:
         values = self.run.metrics | steps if self.run.in_train_step else steps | self.run.metrics
         return {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
 
-    def published(self, name: str) -> int:
-        """How many values a name has had: epoch means and evaluations, not single steps."""
-        return self.run.published.get(name, 0)
-
     @property
-    def has_validated(self) -> bool:
-        """Whether the run has validation data and is past an epoch's end or a validation."""
-        return bool(self.run.eval_feeds) and bool(self.run.published)
+    def fresh_metrics(self) -> set[str]:
+        """Names with a value since the last boundary: from an epoch's end or a validation, not from single steps."""
+        return self.run.fresh
+
+    def require_logged(self, who: str, monitor: str) -> None:
+        """Refuse a monitor that has no value although everything that logs has had its turn.
+
+        Raises:
+            ConfigError: It was never logged; names what was.
+        """
+        run = self.run
+        if monitor not in run.metrics and (run.progress.validated or not run.eval_feeds):
+            raise ConfigError(
+                f"{who}: the monitor {monitor!r} was never logged; logged so far: "
+                f"{', '.join(run.metrics) or 'nothing'}. Use one of these or log it, once an epoch or in validation."
+            )
 
     @property
     def should_stop(self) -> bool:
         """Set it to True to end training at the next boundary."""
-        return self.run.should_stop
+        return self.run.progress.should_stop
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        self.run.should_stop = value
+        self.run.progress.should_stop = value
 
     @property
     def is_ending(self) -> bool:
         """The boundary in progress is the run's last one."""
         return self.run.is_ending
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why a callback ended training: then there is nothing to resume. None while it can go on."""
-        return self.run.limit_reached if self.run.should_stop else None
 
     @property
     def validation_due(self) -> bool:
@@ -393,6 +403,8 @@ class Trainer:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizer, in a list."""
+        if not hasattr(self.run, "optimizer"):
+            raise ConfigError("there is no optimizer: it exists during fit, once configure_optimizers has returned.")
         return [self.run.optimizer]
 
     @property
@@ -439,7 +451,8 @@ class Trainer:
     def num_training_batches(self) -> int | None:
         """Micro-batches of a training epoch; None if the loader has no length."""
         feed = self.run.train_feed
-        assert feed is not None
+        if feed is None:
+            raise ConfigError("there is no training loader: it is opened during fit.")
         return self.plan.batches("train", feed)
 
     @property
@@ -480,11 +493,11 @@ class Trainer:
             directory = self._claim(closing) if stage == "fit" else None
             if directory is not None:
                 closing.enter_context(session.log_file(directory.path / "run.log", self.log_level))
-            checkpoint = self._find_resumed() if stage == "fit" else None
-            self.seed = self._resolve_seed(checkpoint)
+            checkpoint = self._find_resumed(directory) if stage == "fit" else None
+            seed = self._resolve_seed(checkpoint)
             precision = make_precision(self.precision, self.strategy.device)
             run = self._run = Run(
-                self, task, datamodule, self.strategy, precision, self.plan, self.seed, self.callbacks,
+                self, task, datamodule, self.strategy, precision, self.plan, seed, self.callbacks,
                 self.loggers if directory is not None else (),
             )  # fmt: skip
             run.stage, run.checkpoint = stage, checkpoint
@@ -510,7 +523,10 @@ class Trainer:
                 self._leave(run, directory)
             except BaseException as error:
                 for hook in run.hooks.on_exception:
-                    hook(error)
+                    try:
+                        hook(error)
+                    except Exception:  # the first failure is the one to show
+                        _log.exception("on_exception failed too")
                 raise
 
     def _leave(self, run: Run, directory: RunDirectory | None) -> None:
@@ -554,20 +570,17 @@ class Trainer:
         saver = self.checkpoint_callback
         return run_directory / "checkpoints" if saver is None or saver.given_dirpath is None else saver.given_dirpath
 
-    def _find_resumed(self) -> Checkpoint | None:
+    def _find_resumed(self, directory: RunDirectory | None) -> Checkpoint | None:
         if self.resume is None:
             return None
         checkpoint = find_checkpoint(self.resume, self._checkpoints(self.default_root_dir / str(self.name)))
         if checkpoint is not None:
             _log.info("going on from %s", checkpoint.path)
-            for path in find_checkpoints(checkpoint.path.parent) if self._stays else ():
-                if path > checkpoint.path:  # damaged: its name will be needed again
-                    set_aside(path)
+            if directory is not None and self._stays:
+                found = find_checkpoints(checkpoint.path.parent)
+                for damaged in found[found.index(checkpoint.path) + 1 :]:
+                    set_aside(damaged)  # its name will be needed again
         return checkpoint
-
-    def _stopped_early(self, checkpoint: Checkpoint) -> str | None:
-        """Why a callback ended the run that is to go on; a new run from its checkpoint may train all the same."""
-        return checkpoint.info.get("finished") if self._stays else None
 
     def _resolve_seed(self, checkpoint: Checkpoint | None) -> int:
         if checkpoint is not None:
@@ -636,6 +649,11 @@ class Trainer:
             raise ConfigError(f"{type(task).__name__} has no training_step. Define `training_step(self, batch)`.")
         if configure_optimizers is None and not overrides(task, "configure_optimizers"):
             task.configure_optimizers()
+        if replaced := [name for name in NOT_CALLED if hasattr(task, name)]:
+            raise ConfigError(
+                f"{type(task).__name__} defines {', '.join(replaced)}, which Lumen does not call. "
+                "Move the code to one of the hooks that help(lumen.Callback) draws."
+            )
         if not task.automatic_optimization:
             raise ConfigError(
                 f"{type(task).__name__} sets automatic_optimization = False; this version has no manual optimization."

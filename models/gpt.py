@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import lumen
 from lumen.errors import ConfigError
+from lumen.optim import decay_groups
 
 PRESETS = {  # layers, heads, width
     "gpt-nano": (3, 3, 48),
@@ -240,23 +241,6 @@ class GPT(lumen.TaskModule):
             optimizer, lambda step: warmup_cosine(step, h.warmup_steps, decay_steps, h.min_lr_ratio)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def decay_groups(module: nn.Module, weight_decay: float) -> list[dict]:
-    """Parameter groups in which matrices and embeddings decay, biases and norms do not.
-
-    Args:
-        module: Its trainable parameters are taken, each once, tied ones too.
-        weight_decay: For tensors of two and more dimensions.
-
-    Returns:
-        Two groups for an optimizer, the decaying one first.
-    """
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
 
 
 def warmup_cosine(step: int, warmup_steps: int, decay_steps: int, min_ratio: float) -> float:

@@ -21,8 +21,9 @@ from tests.tasks import Regression, loader, quiet_trainer
 ROOT = Path(lumen.__file__).parent
 #: From the ground up. A module imports only from floors below its own; a package is one unit.
 FLOORS = (
-    {"errors", "random", "batches", "hyperparameters", "console"},
-    {"metrics", "precision"},
+    {"errors"},
+    {"random", "batches", "hyperparameters", "console"},
+    {"metrics", "precision", "optim"},
     {"datamodule"},
     {"task"},
     {"strategies", "data"},
@@ -36,7 +37,7 @@ FLOORS = (
     {"__main__"},
 )
 LAZY_WAYS_UP = {("task", "checkpoint")}
-OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "HasHyperparameters", "DataHooks"}  # users' bases and mixins
+OPEN_CLASSES = {"TaskModule", "DataModule", "Callback"} | {"HasHyperparameters", "DataHooks", "Attached"}  # mixins
 PUBLIC = [
     "CSVLogger",
     "Callback",
@@ -52,6 +53,7 @@ PUBLIC = [
     "SingleDevice",
     "Strategy",
     "TaskModule",
+    "TensorBoardLogger",
     "Trainer",
     "seed_everything",
 ]

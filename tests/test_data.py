@@ -195,7 +195,8 @@ PER_SAMPLE = {
 PER_BATCH = {
     "a subset that augments": (Changed(numbers(), range(20)), None),
     "fetches many at once": (FetchingMany(), None),
-    "collates with noise": (Transformed(), collate_with_noise),
+    "draws and collates with noise": (Transformed(), collate_with_noise),
+    "only collates with noise": (TensorDataset(torch.zeros(20), torch.arange(20)), collate_with_noise),
 }
 
 
@@ -310,6 +311,24 @@ def test_a_worker_is_prepared_as_the_user_says(tmp_path, persistent, starts):
     assert Counter(record.read_text().split()) == {"0": starts, "1": starts}
 
 
+class WorkerSeeds(Dataset):
+    """Each sample is the seed of the worker that fetched it."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return get_worker_info().seed
+
+
+def test_workers_get_seeds_of_their_own_that_repeat(tmp_path):
+    """For generators that a user makes in `worker_init_fn`: another stream for each worker and each epoch."""
+    runs = [seen(tmp_path, DataLoader(WorkerSeeds(), 4, num_workers=2)) for _ in range(2)]
+    first, second = [[task.samples(epoch)[::4] for epoch in range(2)] for task in runs]
+    assert first == second
+    assert len({seed for seeds in first for seed in seeds}) == 4
+
+
 class Broken(Transformed):
     """One of its samples cannot be fetched."""
 
@@ -330,6 +349,22 @@ def test_workers_may_be_spawned(tmp_path):
         seen(tmp_path, DataLoader(Drawing(20), 5, shuffle=True), max_epochs=1),
     )
     assert by_index(spawned, 0) == by_index(here, 0)
+
+
+class Collating(lumen.DataModule):
+    """Its collate function is its own method, so that spawned workers get the data module too."""
+
+    def collate(self, samples):
+        return default_collate(samples)
+
+    def train_dataloader(self):
+        return DataLoader(Drawing(8), 4, num_workers=1, multiprocessing_context="spawn", collate_fn=self.collate)
+
+
+def test_spawned_workers_get_the_data_module_without_its_run(tmp_path):
+    task = Seeing()
+    bare_trainer(tmp_path, max_epochs=1).fit(task, Collating())
+    assert len(task.epochs[0]) == 2
 
 
 @pytest.mark.parametrize("persistent", [True, False])

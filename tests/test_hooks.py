@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import sys
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import pytest
 import torch
@@ -427,6 +427,27 @@ def test_every_tensor_of_a_nested_batch_moves_and_the_rest_stays(device):
     batch = nested_batch()
     assert shape_of(move(batch, torch.device(device))) == expected_shape(device)
     assert shape_of(batch) == expected_shape("cpu")
+
+
+class Encoding(UserDict):
+    """A mapping that moves itself, as tokenizers return."""
+
+    def __init__(self, data=None, lengths=None):
+        super().__init__(data)
+        self.lengths = lengths
+
+    def to(self, device):
+        return Encoding({key: value.to(device) for key, value in self.items()}, self.lengths)
+
+
+@pytest.mark.parametrize(
+    "batch", [defaultdict(list, tokens=torch.ones(2)), Encoding({"tokens": torch.ones(2)}, lengths=[2])]
+)
+def test_a_mapping_of_another_class_keeps_what_makes_it_one(batch):
+    moved = move(batch, torch.device("meta"))
+    assert moved["tokens"].device.type == "meta"
+    assert type(moved) is type(batch)
+    assert vars(moved).get("lengths") == [2] if isinstance(batch, Encoding) else moved.default_factory is list
 
 
 def make_batch(samples):

@@ -20,6 +20,7 @@ from torchmetrics.classification import (
 import lumen
 from lumen.data.order import epoch_order
 from lumen.errors import ConfigError
+from lumen.metrics import Accumulator
 from tests.tasks import Regression, loader, network, quiet_trainer, regression_data
 
 SEED = 3
@@ -153,6 +154,18 @@ def test_logging_where_there_is_nothing_to_log_to_is_an_error(tmp_path, hook):
         fit(tmp_path, Misplaced(), loader(16, 8), val_dataloaders=loader(8, 8))
 
 
+def test_the_end_of_a_skipped_epoch_logs_like_any_other(tmp_path):
+    class Skipping(Logs):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 1 else None
+
+        def on_train_epoch_end(self):
+            self.log("at_epoch_end", 1.0 + self.current_epoch)
+
+    memory, _ = fit(tmp_path, Skipping(), loader(24, 8), max_epochs=2, log_every_n_steps=50)
+    assert memory.of("at_epoch_end") == [(1, 1.0), (2, 2.0)]
+
+
 def test_one_name_is_logged_in_one_way(tmp_path):
     def differently(task, batch):
         task.log("x", 1.0, prog_bar=task.global_step > 0)
@@ -260,6 +273,22 @@ def test_values_of_an_epoch_can_be_reduced_in_four_ways(tmp_path, reduce_fx, exp
 
     memory, _ = fit(tmp_path, Logs(log), loader(20, 8))
     assert memory.of("x") == [(3, pytest.approx(expected, rel=1e-12))]
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
+def test_values_that_stay_on_a_device_are_reduced_like_numbers(reduce_fx):
+    """An accelerator's values are kept as tensors and folded in groups; a saved and restored sum has the same bits."""
+    values = torch.randn(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weights = [float(1 + number % 7) for number in range(200)]
+    kept, restored, by_number = (Accumulator(reduce_fx) for _ in range(3))
+    for number, (value, weight) in enumerate(zip(values, weights, strict=True)):
+        for accumulator in (kept, restored):
+            accumulator.add(value, weight)
+        by_number.add(value.item(), weight)
+        if number == 100:
+            restored = Accumulator.from_state(restored.state_dict(), torch.device("cpu"))
+    assert float(kept.compute()) == float(restored.compute())
+    assert float(kept.compute()) == pytest.approx(by_number.compute(), rel=1e-12)
 
 
 @pytest.mark.parametrize("reduce_fx", ["median", torch.max, max])

@@ -175,6 +175,18 @@ def test_a_second_fit_counts_from_zero_and_trains_on(tmp_path):
     assert not any(torch.equal(*pair) for pair in zip(once, task.parameters(), strict=True))
 
 
+def test_a_second_fit_starts_its_callbacks_anew(tmp_path):
+    stopping, saving = lumen.EarlyStopping("val_loss", patience=2), lumen.ModelCheckpoint("val_loss")
+    trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=[stopping, saving], logger=False)
+    found = []
+    for _ in range(2):
+        trainer.fit(Regression(), loader(40, 8), val_dataloaders=loader(16, 8))
+        names = sorted(path.name for path in (trainer.run_directory / "checkpoints").iterdir())
+        found.append((trainer.global_step, stopping.best_score, stopping.wait_count, saving.best_model_score, names))
+    assert found[0] == found[1]
+    assert trainer.run_directory.name == "run-2"
+
+
 # ---------------------------------------------------------------------- stopping
 
 
@@ -492,7 +504,7 @@ def test_a_wrong_return_is_one_clear_error(tmp_path, form):
 
 @pytest.mark.parametrize("form", [lambda loss: None, lambda loss: {"loss": None}, lambda loss: (None, 3)])
 def test_an_endless_run_that_never_makes_a_step_is_an_error(tmp_path, form):
-    with pytest.raises(TrainingError, match="epoch 0 made no optimizer step, so max_steps would never be reached"):
+    with pytest.raises(TrainingError, match="epoch 0 made no optimizer step, so training would never end"):
         bare_trainer(tmp_path, max_steps=1).fit(Returns(form), loader())
 
 

@@ -135,7 +135,7 @@ def test_another_seed_on_resume_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="seed: 4 is not the seed 3"):
         fit(tmp_path, resume="auto", seed=4)
     trainer, _ = fit(tmp_path, resume="auto", seed=None, max_epochs=3)
-    assert trainer.seed == 3
+    assert trainer.run.seed == 3
 
 
 class Wider(Regression):

@@ -12,7 +12,7 @@ from torchmetrics import MeanSquaredError
 
 import lumen
 from lumen.errors import ConfigError, DataError
-from tests.tasks import FEATURES, Regression, loader, quiet_trainer, regression_data
+from tests.tasks import FEATURES, Drawing, Regression, loader, quiet_trainer, regression_data
 
 
 def bare_trainer(tmp_path, **options):
@@ -89,10 +89,7 @@ def test_a_fraction_of_an_unknown_length_needs_a_limit(tmp_path):
             while True:
                 yield torch.randn(8, FEATURES), torch.randn(8, 1)
 
-    with (
-        pytest.raises(ConfigError, match=r"val_check_interval: 0.5 is a fraction .* no length"),
-        pytest.warns(match="Endless"),
-    ):
+    with pytest.raises(ConfigError, match=r"val_check_interval: 0.5 is a fraction .* no length"):
         bare_trainer(tmp_path, max_steps=4, val_check_interval=0.5).fit(
             Regression(), Endless(), val_dataloaders=loader(16, 8)
         )
@@ -136,7 +133,7 @@ class Measured(Regression):
 
     def on_train_start(self):
         self.found.append(
-            (dict(self.trainer.callback_metrics), self.error.update_count, self.trainer.published("val_loss"))
+            (dict(self.trainer.callback_metrics), self.error.update_count, "val_loss" in self.trainer.fresh_metrics)
         )
 
 
@@ -152,7 +149,7 @@ def test_the_sanity_check_leaves_no_trace(tmp_path):
             enable_checkpointing=False,
         )
         trainer.fit(task, loader(), val_dataloaders=loader(20, 8))
-        assert task.found == [({}, 0, 0)]
+        assert task.found == [({}, 0, False)]
         rows.append((trainer.run_directory / "metrics.csv").read_text())
         tasks.append(task)
     assert rows[0] == rows[1]
@@ -235,6 +232,23 @@ def test_validation_disturbs_neither_gradients_nor_generators(tmp_path):
     trainer = bare_trainer(tmp_path, max_steps=6, val_check_interval=1, callbacks=[Watch(), when])
     trainer.fit(Measured(dropout=0.5), loader(100, 8), val_dataloaders=loader(20, 8))
     assert len(when.starts) == 6
+
+
+def test_what_an_evaluation_draws_belongs_to_its_batch(tmp_path):
+    """It repeats, whatever was drawn before, with workers or without, for the first batches or for all."""
+
+    class Noisy(Regression):
+        def predict_step(self, batch):
+            return [torch.rand(()).item(), np.random.rand(), random.random(), batch[0].sum().item()]
+
+    results = []
+    for workers, limit in [(0, None), (2, None), (0, 2)]:
+        torch.rand(workers + 1)
+        trainer = bare_trainer(tmp_path, limit_predict_batches=limit)
+        results.append(trainer.predict(Noisy(), DataLoader(Drawing(20), 5, num_workers=workers)))
+    assert results[0] == results[1]
+    assert results[0][:2] == results[2]
+    assert len({str(batch) for batch in results[0]}) == 4
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])

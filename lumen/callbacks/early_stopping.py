@@ -54,30 +54,36 @@ class EarlyStopping(Callback):
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
         self._sign = 1.0 if mode == "min" else -1.0
+        self._forget()
+
+    def _forget(self) -> None:
         self.best_score = self._sign * math.inf
         self.wait_count = 0
         self.stopped_reason: str | None = None
-        self._seen = 0
+
+    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Start anew."""
+        if stage == "fit":
+            self._forget()
 
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
         """Look at a new value, if there is one."""
-        count = trainer.published(self.monitor)
-        if count == self._seen:
-            self._check_logged(trainer, count)
-            return
-        self._seen = count
-        reason = self._judge(float(trainer.callback_metrics[self.monitor]))
-        if reason is not None:
-            self.stopped_reason = f"{self.monitor}: {reason}"
-            _log.info("early stopping: %s", self.stopped_reason)
-            trainer.should_stop = True
+        if self.monitor in trainer.fresh_metrics:
+            reason = self._judge(float(trainer.callback_metrics[self.monitor]))
+            if reason is not None:
+                self.stopped_reason = f"{self.monitor}: {reason}"
+                _log.info("early stopping: %s", self.stopped_reason)
+                trainer.should_stop = True
 
-    def _check_logged(self, trainer: Trainer, count: int) -> None:
-        if self.strict and count == 0 and trainer.current_epoch > 0 and trainer.has_validated:
-            raise ConfigError(
-                f"EarlyStopping: the monitor {self.monitor!r} was never logged; logged so far: "
-                f"{', '.join(trainer.callback_metrics) or 'nothing'}. Use one of these, log it, or set strict: false."
-            )
+    def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Complain of a name without a value as soon as it had its turn; that epoch's checkpoint is saved by now."""
+        if self.strict and trainer.current_epoch > 0:
+            trainer.require_logged("EarlyStopping", self.monitor)
+
+    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Complain of a name that never had a value."""
+        if self.strict:
+            trainer.require_logged("EarlyStopping", self.monitor)
 
     def _judge(self, value: float) -> str | None:
         """Why to stop at this value, or None."""
@@ -103,7 +109,6 @@ class EarlyStopping(Callback):
             "best_score": self.best_score,
             "wait_count": self.wait_count,
             "stopped_reason": self.stopped_reason,
-            "seen": self._seen,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -111,4 +116,3 @@ class EarlyStopping(Callback):
         self.best_score = state["best_score"]
         self.wait_count = state["wait_count"]
         self.stopped_reason = state["stopped_reason"]
-        self._seen = state["seen"]

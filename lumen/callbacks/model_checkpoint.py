@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from lumen.callbacks.base import Callback
-from lumen.checkpoint.folder import find_checkpoints, remove_checkpoint
+from lumen.checkpoint.folder import find_checkpoints, read_info, remove_checkpoint
 from lumen.errors import ConfigError
 
 if TYPE_CHECKING:
     from lumen.task import TaskModule
     from lumen.trainer import Trainer
-
-_log = logging.getLogger("lumen")
 
 
 @final
@@ -77,7 +75,6 @@ class ModelCheckpoint(Callback):
         self.keep_every_n_steps = keep_every_n_steps
         self.given_dirpath = self.dirpath = None if dirpath is None else Path(dirpath)
         self.scores: dict[str, float] = {}
-        self._seen = 0
         self._epoch = 0
         self._saved_at_s = time.monotonic()
 
@@ -100,8 +97,11 @@ class ModelCheckpoint(Callback):
         return str(found[-1]) if found else ""
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
-        """Find out where checkpoints go."""
-        if stage == "fit" and self.given_dirpath is None and trainer.run_directory is not None:
+        """Start anew, and find out where checkpoints go."""
+        if stage != "fit":
+            return
+        self.scores = {}
+        if self.given_dirpath is None and trainer.run_directory is not None:
             self.dirpath = trainer.run_directory / "checkpoints"
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
@@ -110,7 +110,7 @@ class ModelCheckpoint(Callback):
         self._epoch = trainer.current_epoch
         resumed = trainer.run.checkpoint
         if resumed is not None and resumed.path.parent == self.dirpath:
-            self._prune(resumed.path)
+            self._prune(trainer, resumed.path)
         elif self.dirpath is not None and self.dirpath.is_dir() and find_checkpoints(self.dirpath):
             raise ConfigError(
                 f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
@@ -123,7 +123,8 @@ class ModelCheckpoint(Callback):
         if self.dirpath is None:
             return
         step, epoch = trainer.global_step, trainer.current_epoch
-        value = self._new_value(trainer)
+        fresh = self.monitor is not None and self.monitor in trainer.fresh_metrics
+        value = float(trainer.callback_metrics[str(self.monitor)]) if fresh else None
         epoch_ended, self._epoch = epoch != self._epoch, epoch
         due = (
             (self.every_n_steps is not None and step % self.every_n_steps == 0)
@@ -134,57 +135,73 @@ class ModelCheckpoint(Callback):
         )
         if due:
             self._save(trainer, value)
+        if epoch_ended and self.monitor is not None:
+            trainer.require_logged("ModelCheckpoint", self.monitor)
+
+    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Complain of a monitor that never had a value, now that all is saved."""
+        if self.monitor is not None:
+            trainer.require_logged("ModelCheckpoint", self.monitor)
 
     def state_dict(self) -> dict[str, Any]:
         """Which checkpoints scored what."""
-        return {"scores": self.scores, "seen": self._seen}
+        return {"scores": self.scores}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.scores = state["scores"]
-        self._seen = state["seen"]
-
-    def _new_value(self, trainer: Trainer) -> float | None:
-        """The monitor's value if it is new since the last boundary."""
-        if self.monitor is None:
-            return None
-        count = trainer.published(self.monitor)
-        if count == self._seen:
-            if count == 0 and trainer.is_ending and trainer.has_validated:
-                raise ConfigError(
-                    f"ModelCheckpoint: the monitor {self.monitor!r} was never logged; logged so far: "
-                    f"{', '.join(trainer.callback_metrics) or 'nothing'}. Use one of these or log it."
-                )
-            return None
-        self._seen = count
-        return float(trainer.callback_metrics[self.monitor])
 
     def _save(self, trainer: Trainer, value: float | None) -> None:
-        assert self.dirpath is not None
-        path = self.dirpath / f"step-{trainer.global_step:08d}{'-validating' if trainer.validation_due else ''}"
-        if not path.exists() or path not in find_checkpoints(self.dirpath):
-            if value is not None:
-                self.scores[path.name] = value
-            trainer.save_checkpoint(path, info={"best": self._best_name(), "finished": trainer.finish_reason})
+        path, saved = self._place(trainer)
+        if value is not None:
+            self.scores[path.name] = value
+        if not saved:
+            trainer.save_checkpoint(path, info={"best": self._best_name(), "finished": trainer.run.limit_reached})
         self._saved_at_s = time.monotonic()
-        self._prune(path)
+        self._prune(trainer, path)
+
+    def _place(self, trainer: Trainer) -> tuple[Path, bool]:
+        """Where this moment's checkpoint lies or will lie, and whether it is there already.
+
+        A skipped update leaves the step as it was while samples were consumed: a second moment of a step gets `-1`.
+        """
+        assert self.dirpath is not None
+        committed = find_checkpoints(self.dirpath)
+        now = trainer.run.progress.micro_batches, trainer.current_epoch
+        later = (f"-{number}" for number in count(1))
+        for suffix in ("-validating",) if trainer.validation_due else chain(("",), later):
+            path = self.dirpath / f"step-{trainer.global_step:08d}{suffix}"
+            if path not in committed:
+                return path, False
+            info = read_info(path)
+            if trainer.validation_due or (info["micro_batches"], info["epoch"]) == now:
+                break
+        return path, True
 
     def _exists(self, name: str) -> bool:
         return self.dirpath is not None and (self.dirpath / name).is_dir()
 
-    def _prune(self, newest: Path) -> None:
-        """Remove what no rule keeps; the newest is committed already."""
+    def _prune(self, trainer: Trainer, newest: Path) -> None:
+        """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
         assert self.dirpath is not None
         found = find_checkpoints(self.dirpath)
-        newest_few = found if self.keep_last < 0 else found[max(0, len(found) - self.keep_last) :]
-        kept = {newest, *newest_few}
-        kept |= {self.dirpath / name for name in self._ranked()[: self.keep_best]}
-        if self.keep_every_n_steps is not None:
-            kept |= {path for path in found if int(path.name.split("-")[1]) % self.keep_every_n_steps == 0}
+        savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        sharing = [saver for saver in savers if saver.dirpath == self.dirpath]
+        kept = {newest}.union(*(saver.kept(found) for saver in sharing))
         for path in found:
             if path not in kept:
                 remove_checkpoint(path)
-                self.scores.pop(path.name, None)
+                for saver in sharing:
+                    saver.scores.pop(path.name, None)
+
+    def kept(self, found: list[Path]) -> set[Path]:
+        """Which of some checkpoints, oldest first, the rules keep."""
+        kept = set(found if self.keep_last < 0 else found[max(0, len(found) - self.keep_last) :])
+        best = self._ranked()[: self.keep_best]
+        kept |= {path for path in found if path.name in best}
+        if self.keep_every_n_steps is not None:
+            kept |= {path for path in found if int(path.name.split("-")[1]) % self.keep_every_n_steps == 0}
+        return kept
 
     def _ranked(self) -> list[str]:
         """Scored checkpoints, best first; NaN is never best; of equals the earlier."""

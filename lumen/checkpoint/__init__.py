@@ -20,11 +20,19 @@ The modules, each using only those before it: `codec`, `disk`, `manifest`, `safe
 
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.state import capture, find_checkpoint, load_model, load_run, load_task, load_user_state, save
+from lumen.checkpoint.state import (
+    check_savable,
+    find_checkpoint,
+    load_model,
+    load_run,
+    load_task,
+    load_user_state,
+    save,
+)
 
 __all__ = [
     "Checkpoint",
-    "capture",
+    "check_savable",
     "find_checkpoint",
     "find_checkpoints",
     "load_model",

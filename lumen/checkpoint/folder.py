@@ -17,7 +17,8 @@ from lumen.checkpoint.manifest import MANIFEST, is_committed, read_manifest
 from lumen.checkpoint.reader import Checkpoint
 from lumen.errors import CheckpointDamaged, CheckpointError
 
-_STEP_NAME = re.compile(r"step-([0-9]+)(-validating)?")  # the suffix: saved before that step's validation was done
+# -validating: saved before that step's validation was done; -1, -2: the samples went on while updates were skipped
+_STEP_NAME = re.compile(r"step-([0-9]+)(?:-(validating|[0-9]+))?")
 
 
 def read_info(path: Path) -> dict[str, Any]:
@@ -59,8 +60,9 @@ def newest_valid(folder: Path, report: Callable[[str], None]) -> Checkpoint | No
 def _step_directories(folder: Path) -> list[Path]:
     with readable(folder):
         names = os.listdir(folder) if folder.is_dir() else []
-    steps = sorted((int(match[1]), match[2] is None, name) for name in names if (match := _STEP_NAME.fullmatch(name)))
-    return [folder / name for _, _, name in steps]
+    matches = [match for name in names if (match := _STEP_NAME.fullmatch(name))]
+    matches.sort(key=lambda match: (int(match[1]), -1 if match[2] == "validating" else int(match[2] or 0)))
+    return [folder / match[0] for match in matches]
 
 
 def remove_checkpoint(path: Path) -> None:

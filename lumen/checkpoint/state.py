@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,10 +12,11 @@ from torch import nn
 from lumen.checkpoint.codec import decode, encode
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.writer import check_tensors, write_checkpoint
 from lumen.console import logger as _log
 from lumen.errors import CheckpointError, CheckpointMismatch
 from lumen.hyperparameters import HasHyperparameters
+from lumen.metrics import load_metric_state, metric_state, metrics_of
 from lumen.run import Progress, Run
 from lumen.task import TaskModule
 
@@ -64,28 +64,6 @@ def _extra_state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _metrics(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The torchmetrics objects in a task, by module name."""
-    for name, module in model.named_modules():
-        if any(base.__module__ == "torchmetrics.metric" and base.__name__ == "Metric" for base in type(module).__mro__):
-            yield name, module
-
-
-def _metric_state(metric: Any) -> dict[str, Any]:
-    return {
-        "updates": metric._update_count,
-        "states": {name: getattr(metric, name) for name in metric._defaults},
-    }
-
-
-def _load_metric_state(metric: Any, state: Mapping[str, Any], device: torch.device) -> None:
-    metric._update_count = state["updates"]
-    metric._computed = None
-    for name, value in state["states"].items():
-        moved = [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
-        setattr(metric, name, moved)
-
-
 def _parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -117,7 +95,8 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
     optimizer, extra = Tensors(), Tensors()
     added: dict[str, Any] = {}
     task.on_save_checkpoint(added)
-    metric_names = {id(metric): name for name, metric in _metrics(task)}
+    metrics = metrics_of(task)
+    metric_names = {id(metric): name for name, metric in metrics.items()}
     parts: dict[str, Any] = {
         "seed": run.seed,
         "progress": run.progress_state(),
@@ -126,9 +105,8 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
         "callbacks": {key: callback.state_dict() for key, callback in keyed(run.callbacks).items()},
         "loggers": {key: logger.state_dict() for key, logger in keyed(run.loggers).items()},
         "logged": run.train_metrics.state_dict(lambda metric: metric_names.get(id(metric))),
-        "torchmetrics": {name: _metric_state(metric) for name, metric in _metrics(task)},
+        "torchmetrics": {name: metric_state(metric) for name, metric in metrics.items()},
         "metrics": run.metrics,
-        "published": run.published,
         "hyperparameters": dict(task.hparams),
         "data_hyperparameters": dict(run.datamodule.hparams) if isinstance(run.datamodule, HasHyperparameters) else {},
         "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
@@ -157,6 +135,16 @@ def _capture_optimizer(run: Run, tensors: Tensors) -> dict[str, Any]:
     return {"class": type(run.optimizer).__qualname__, "groups": groups, "state": state}
 
 
+def check_savable(run: Run) -> None:
+    """Find out before any work whether everything in a run can be saved.
+
+    Raises:
+        CheckpointError: Something cannot; the message names it.
+    """
+    sections, _, _ = capture(run)
+    check_tensors(sections)
+
+
 def save(run: Run, path: Path, info: Mapping[str, Any]) -> None:
     """Write a checkpoint of a run.
 
@@ -178,12 +166,14 @@ def save(run: Run, path: Path, info: Mapping[str, Any]) -> None:
         sections,
         state,
         aliases=aliases,
-        info={"step": run.progress.step, "epoch": run.progress.epoch, "metrics": _plain(run.metrics), **info},
+        info={
+            "step": run.progress.step,
+            "epoch": run.progress.epoch,
+            "micro_batches": run.progress.micro_batches,
+            "metrics": dict(run.metrics),
+            **info,
+        },
     )
-
-
-def _plain(metrics: Mapping[str, float]) -> Any:
-    return encode(dict(metrics), {}, "metrics")
 
 
 # ---------------------------------------------------------------------- loading
@@ -306,11 +296,11 @@ def load_run(run: Run, checkpoint: Checkpoint, *, continue_records: bool) -> Non
         config.scheduler.load_state_dict(saved)
     run.progress = Progress(**state["progress"])
     run.precision.load_state_dict(state["precision"])
-    run.metrics, run.published = state["metrics"], state["published"]
-    metrics = dict(_metrics(run.task))
+    run.metrics = state["metrics"]
+    metrics = metrics_of(run.task)
     for name, saved in state["torchmetrics"].items():
         if name in metrics:
-            _load_metric_state(metrics[name], saved, run.strategy.device)
+            load_metric_state(metrics[name], saved)
     run.train_metrics.load_state_dict(state["logged"], metrics.__getitem__, run.strategy.device)
     _load_states(keyed(run.callbacks), state["callbacks"], checkpoint)
     if continue_records:
@@ -369,6 +359,5 @@ def load_task(kind: type[Task], path: Path, *, strict: bool, overrides: Mapping[
         ) from error
     task.configure_model()
     load_model(task, checkpoint, strict=strict)
-    with suppress(KeyError):
-        task.on_load_checkpoint(decode(checkpoint.state["task"], checkpoint.tensors("extra")))
+    task.on_load_checkpoint(decode(checkpoint.state["task"], checkpoint.tensors("extra")))
     return task

@@ -50,7 +50,7 @@ def write_checkpoint(
         CheckpointError: `directory` holds a committed checkpoint; a tensor, `state` or `info` cannot be saved; or the
             disk refuses. Nothing that existed before is changed, and nothing half-written is left under `directory`.
     """
-    _check_tensors(sections)
+    check_tensors(sections)
     manifest: dict[str, JSON] = {
         "format": FORMAT_VERSION,
         "lumen": lumen.__version__,
@@ -74,7 +74,12 @@ def write_checkpoint(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_tensors(sections: Sections) -> None:
+def check_tensors(sections: Sections) -> None:
+    """Refuse what safetensors files cannot hold.
+
+    Raises:
+        CheckpointError: Names the tensor.
+    """
     for section, tensors in sections.items():
         if not re.fullmatch("[a-z_]+", section):
             raise CheckpointError(f"{section!r} cannot name a section: use small letters and underscores.")

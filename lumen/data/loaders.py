@@ -281,6 +281,10 @@ class StreamFeed(Feed):
         seed_generators(key)
         for generator in _own_generators(self._loader):
             generator.manual_seed(key)
+        sampler, batch_sampler = (getattr(self._loader, name, None) for name in ("sampler", "batch_sampler"))
+        for part in (self._loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+            if part is not None and hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
         self._iterator = iter(self._loader)
         number = 0
         while True:

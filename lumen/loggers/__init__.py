@@ -1,6 +1,7 @@
-"""Loggers: where a run's numbers go."""
+"""Loggers: where a run's record goes."""
 
 from lumen.loggers.base import Logger
 from lumen.loggers.csv import CSVLogger
+from lumen.loggers.tensorboard import TensorBoardLogger
 
-__all__ = ["CSVLogger", "Logger"]
+__all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]

@@ -5,11 +5,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 
 
 class Logger(ABC):
-    """A record of a run's numbers. Only the first process of a run writes it."""
+    """A record of a run. Only the first process of a run writes it, and only `fit` has one.
+
+    `log_metrics` and `log_system` are called for you; images, histograms and text are yours to give, to every logger
+    of the run:
+
+        for logger in self.trainer.loggers:
+            logger.log_image("reconstruction", image, self.global_step)
+
+    A logger whose record cannot hold one of them ignores it, and so does every logger outside of `fit`.
+    """
 
     @abstractmethod
     def open(self, directory: Path, *, resumed: bool) -> None:
@@ -34,7 +48,47 @@ class Logger(ABC):
         """Record timings and memory, which no two runs share."""
 
     def log_hyperparams(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Record what the run was configured with."""
+        """Record what the run was configured with; called whenever `fit` starts, also with a record that goes on.
+
+        Args:
+            hyperparameters: Those of the task under `model`, those of the data module under `data`.
+        """
+
+    def log_image(self, name: str, image: Array, step: int) -> None:
+        """Record an image.
+
+        Args:
+            name: Of the series that the image continues.
+            image: Of shape (height, width) or (channels, height, width) with 1 (grey), 3 (RGB) or 4 (RGBA) channels;
+                uint8 of 0 to 255, bool, or floating point of 0 to 1 (what is outside is clipped).
+            step: Optimizer updates completed.
+
+        Raises:
+            ConfigError: The shape or the dtype is another one.
+        """
+
+    def log_histogram(self, name: str, values: Array, step: int) -> None:
+        """Record how values are distributed.
+
+        Args:
+            name: Of the series that the histogram continues.
+            values: Of any shape and real dtype. What is not finite, or 1e20 and beyond, is left out.
+            step: Optimizer updates completed.
+        """
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Record a text, in Markdown.
+
+        Args:
+            name: Of the series that the text continues.
+            text: Of any length.
+            step: Optimizer updates completed.
+        """
+
+    @property
+    def experiment(self) -> Any:
+        """The object that writes the record, for what is not offered here; None if there is none, or no record."""
+        return None
 
     def flush(self) -> None:
         """Bring everything recorded to the disk; called before each checkpoint."""

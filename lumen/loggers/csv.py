@@ -72,7 +72,8 @@ class CSVLogger(Logger):
     """Writes `metrics.csv`, which repeats bit for bit in a repeated run, and `system.csv` in the run directory.
 
     One row per logged event: `step`, `epoch`, then one column per name in order of first appearance. Numbers are
-    written with all their digits.
+    written with all their digits. Images, histograms, text and hyperparameters have no place in a table: they are
+    ignored.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,162 @@
+"""A record that TensorBoard shows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from lumen.errors import ConfigError
+from lumen.loggers.base import Array, Logger
+
+_FIRST_BEYOND_BINS = 1e20  # of TensorBoard's histograms
+
+
+@final
+class TensorBoardLogger(Logger):
+    """Writes event files into `tensorboard` in the run directory: `tensorboard --logdir runs` shows them.
+
+    Metrics are float32 scalars over the step; what no two runs share has names that begin with `system/`. A resumed
+    run cuts the files back to its checkpoint and goes on in a new file, which TensorBoard joins with the others; a
+    server started before with `--load_fast=false` forgets what was cut only when it is started anew.
+
+    `experiment` is a `torch.utils.tensorboard.SummaryWriter`.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from lumen.loggers.events import EventWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"TensorBoardLogger needs TensorBoard, which cannot be imported ({error}). "
+                'Install it with: pip install "lumen[tensorboard]"'
+            ) from error
+        self._make_writer = EventWriter
+        self._directory: Path | None = None
+        self._part = 0
+        self._is_new = True
+        self._writer: Any = None
+
+    def open(self, directory: Path, *, resumed: bool) -> None:
+        """See `Logger.open`."""
+        self._directory = directory / "tensorboard"
+        if not resumed:
+            for path in self._files():
+                path.unlink()
+        self._is_new = not self._files()
+        # above all that are there, also those about to be removed: names never go back, whatever the clock does
+        self._part = max(
+            (int(path.name.split(".")[3]) + 1 for path in self._files("events.out.tfevents.*.lumen")), default=0
+        )
+
+    @property
+    def experiment(self) -> Any:
+        """The `SummaryWriter`; None outside of `fit`."""
+        if self._writer is None and self._directory is not None:
+            self._writer = self._make_writer(self._directory / f"events.out.tfevents.{self._part:05d}.lumen")
+            self._part += 1
+        return self._writer
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int) -> None:
+        """See `Logger.log_metrics`."""
+        for name, value in metrics.items():
+            self.experiment.add_scalar(name, value, step)
+
+    def log_system(self, values: Mapping[str, float], step: int) -> None:
+        """See `Logger.log_system`."""
+        for name, value in values.items():
+            self.experiment.add_scalar(f"system/{name}", value, step)
+
+    def log_hyperparams(self, hyperparameters: Mapping[str, Any]) -> None:
+        """See `Logger.log_hyperparams`; `lr` of the task is `model.lr`. What is no number is recorded as text."""
+        plain = {name: value if type(value) in (int, float) else str(value) for name, value in _flat(hyperparameters)}
+        if plain and self._is_new and self.experiment is not None:
+            self.experiment.add_hyperparameters(plain)
+
+    def log_image(self, name: str, image: Array, step: int) -> None:
+        """See `Logger.log_image`."""
+        pixels = _array(image)
+        pixels = pixels[None] if pixels.ndim == 2 else pixels
+        if (
+            pixels.ndim != 3
+            or pixels.shape[0] not in (1, 3, 4)
+            or not (pixels.dtype in (np.uint8, np.bool_) or np.issubdtype(pixels.dtype, np.floating))
+        ):
+            raise ConfigError(
+                f"log_image({name!r}): expected (height, width) or (channels, height, width) with 1, 3 or 4 channels, "
+                f"of uint8, bool or floating point; found shape {tuple(image.shape)} of {image.dtype}."
+            )
+        if self.experiment is not None:
+            self.experiment.add_image(name, pixels, step)
+
+    def log_histogram(self, name: str, values: Array, step: int) -> None:
+        """See `Logger.log_histogram`."""
+        numbers = _array(values).astype(np.float64)
+        numbers = numbers[np.abs(numbers) < _FIRST_BEYOND_BINS]
+        if numbers.size and self.experiment is not None:
+            self.experiment.add_histogram(name, numbers, step)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """See `Logger.log_text`."""
+        if self.experiment is not None:
+            self.experiment.add_text(name, text, step)
+
+    def flush(self) -> None:
+        """See `Logger.flush`."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Bytes of each event file."""
+        return {"files": {self._key(path): path.stat().st_size for path in self._files()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Cut every file back, remove those that came later, and go on in a new one."""
+        self._close_writer()
+        for path in self._files():
+            size = state["files"].get(self._key(path))
+            if size is None:
+                path.unlink()
+            elif path.stat().st_size > size:
+                os.truncate(path, size)
+
+    def close(self) -> None:
+        """See `Logger.close`."""
+        self._close_writer()
+        self._directory = None
+
+    def _close_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _files(self, pattern: str = "*tfevents*") -> list[Path]:
+        """The event files; in directories below are those that the writer's `add_scalars` and `add_hparams` made."""
+        return [] if self._directory is None else sorted(self._directory.rglob(pattern))
+
+    def _key(self, path: Path) -> str:
+        assert self._directory is not None
+        return path.relative_to(self._directory).as_posix()
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Entries of nested dictionaries under dotted names."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _array(values: Array) -> np.ndarray[Any, Any]:
+    if not isinstance(values, torch.Tensor):
+        return values
+    values = values.detach().cpu()
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()

@@ -1,0 +1,19 @@
+"""Parameter groups, learning-rate schedules and Lookahead, for every torch optimizer."""
+
+from lumen.optim.groups import check_groups, decay_groups, layer_decay_groups
+from lumen.optim.lookahead import Lookahead
+from lumen.optim.schedules import Schedule, Warmup, constant, cosine, inverse_sqrt, linear, wsd
+
+__all__ = [
+    "Lookahead",
+    "Schedule",
+    "Warmup",
+    "check_groups",
+    "constant",
+    "cosine",
+    "decay_groups",
+    "inverse_sqrt",
+    "layer_decay_groups",
+    "linear",
+    "wsd",
+]

@@ -1,0 +1,191 @@
+"""Parameter groups: which parameters decay, and how fast each layer learns."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import takewhile
+from typing import Any, Literal
+
+from torch import nn
+
+from lumen.errors import ConfigError
+
+Group = dict[str, Any]
+By = Literal["dimension", "module type"] | Sequence[str]
+
+
+def decay_groups(module: nn.Module, weight_decay: float, *, by: By = "dimension") -> list[Group]:
+    """Two parameter groups: those that decay, and those that do not.
+
+    Args:
+        module: Its trainable parameters are taken, each once, tied ones too.
+        weight_decay: Of the first group; the second one's is 0.
+        by: What does not decay. "dimension": parameters of less than two dimensions, as in nanoGPT. "module type":
+            parameters with "bias" in their name, and whatever a norm or an embedding holds (a tied parameter if any of
+            its modules is one); a norm is a class whose name, or a base's, ends like BatchNorm2d or RMSNorm. Otherwise
+            names of parameters, with the wildcards of `fnmatch`: `["*.bias", "embed.*"]`.
+
+    Returns:
+        The decaying group and the other one, for an optimizer. Either may be empty.
+
+    Raises:
+        ConfigError: Nothing is trainable, a name matches no parameter, or there is no such `by`.
+    """
+    return _split(_trainable(module), _undecayed(module, by), weight_decay)
+
+
+def layer_decay_groups(
+    module: nn.Module,
+    lr: float,
+    decay: float,
+    blocks: str | Sequence[str],
+    *,
+    weight_decay: float,
+    by: By = "dimension",
+    embeddings: Sequence[str] | None = None,
+) -> list[Group]:
+    """Parameter groups whose learning rates fall from the head down to the embeddings.
+
+    Of L blocks, block i (from 0) learns with `lr * decay ** (L - i)`, the embeddings with `lr * decay ** (L + 1)`, and
+    everything else, the head, with `lr` (Howard & Ruder, Universal Language Model Fine-tuning for Text Classification,
+    2018; in this form Clark et al., ELECTRA, 2020). Schedules keep the ratios; OneCycleLR needs the list of rates,
+    `max_lr=[group["lr"] for group in groups]`.
+
+    Args:
+        module: Its trainable parameters are taken, each once; a tied one in the lowest of its layers.
+        lr: The head's learning rate.
+        decay: From one layer to the one below, in (0, 1].
+        blocks: Name of the module that holds the blocks, such as "transformer.blocks"; or the names of the blocks, that
+            nearest to the input first: `["stem", "layer1", "layer2"]`.
+        weight_decay: Of the parameters that decay.
+        by: Which ones do not; see `decay_groups`.
+        embeddings: Names of modules or parameters. By default what is defined before the first block.
+
+    Returns:
+        For each depth, lowest first, the decaying group and the other one; without empty ones.
+
+    Raises:
+        ConfigError: A name is unknown, nothing is trainable, or `decay` is out of range.
+    """
+    if not 0 < decay <= 1:
+        raise ConfigError(f"decay = {decay}: it must be in (0, 1]. 1 gives all layers the same learning rate.")
+    distances = _distances(module, blocks, embeddings)
+    trainable, undecayed = _trainable(module), _undecayed(module, by)
+    groups: list[Group] = []
+    for distance in sorted(set(distances.values()), reverse=True):
+        layer = {name: each for name, each in trainable.items() if distances[id(each)] == distance}
+        for group in _split(layer, undecayed, weight_decay):
+            groups += [group | {"lr": lr * decay**distance}] if group["params"] else []
+    return groups
+
+
+def check_groups(module: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Check that every trainable parameter of a module is in exactly one group.
+
+    Args:
+        module: The whole model.
+        groups: As for an optimizer, or its `param_groups`; the parameters of each in a list.
+
+    Raises:
+        ConfigError: Names the parameters that are missing or repeated, and counts those of no part of the module.
+    """
+    counts = Counter(id(parameter) for group in groups for parameter in group["params"])
+    trainable = _trainable(module)
+    found = {
+        "in no group": [name for name, parameter in trainable.items() if not counts[id(parameter)]],
+        "in several groups": [name for name, parameter in trainable.items() if counts[id(parameter)] > 1],
+    }
+    problems = [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
+    if strangers := len(counts.keys() - {id(parameter) for parameter in module.parameters()}):
+        problems.append(f"not of {type(module).__name__}: {strangers}")
+    if problems:
+        raise ConfigError(f"parameters {'; '.join(problems)}. Put each trainable parameter into exactly one group.")
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    found = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not found:
+        raise ConfigError(
+            f"{type(module).__name__} has no trainable parameter. Unfreeze some, or build its layers first."
+        )
+    return found
+
+
+def _split(parameters: Mapping[str, nn.Parameter], undecayed: set[int], weight_decay: float) -> list[Group]:
+    return [
+        {
+            "params": [each for each in parameters.values() if (id(each) in undecayed) == spared],
+            "weight_decay": 0.0 if spared else weight_decay,
+        }
+        for spared in (False, True)
+    ]
+
+
+def _undecayed(module: nn.Module, by: By) -> set[int]:
+    if by == "dimension":
+        return {id(parameter) for parameter in module.parameters() if parameter.ndim < 2}
+    if by == "module type":
+        return {
+            id(parameter)
+            for part in module.modules()
+            for name, parameter in part.named_parameters(recurse=False)
+            if "bias" in name or _is_norm_or_embedding(part)
+        }
+    if isinstance(by, str):
+        raise ConfigError(f'by = {by!r}: there are "dimension", "module type" and a list of names of parameters.')
+    named = list(module.named_parameters(remove_duplicate=False))
+    for pattern in by:
+        if not any(fnmatchcase(name, pattern) for name, _ in named):
+            raise ConfigError(
+                f"by: no parameter of {type(module).__name__} is named {pattern!r}. "
+                f"There are {', '.join(name for name, _ in named)}."
+            )
+    return {id(parameter) for name, parameter in named if any(fnmatchcase(name, pattern) for pattern in by)}
+
+
+def _is_norm_or_embedding(module: nn.Module) -> bool:
+    norm = any(re.search(r"Norm(\dd)?$", base.__name__) for base in type(module).__mro__)
+    return norm or isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+
+
+def _distances(module: nn.Module, blocks: str | Sequence[str], embeddings: Sequence[str] | None) -> dict[int, int]:
+    """Layers above each parameter, by its id: 0 for the head."""
+    stack = _children(module, blocks) if isinstance(blocks, str) else blocks
+    if not stack:
+        raise ConfigError(f"blocks: {blocks} holds no blocks. Name the module that holds them, or list the blocks.")
+    inside = [_below(module, block) for block in stack]
+    order = [id(parameter) for parameter in module.parameters()]
+    if embeddings is None:
+        lowest = list(takewhile(lambda each: not any(each in block for block in inside), order))
+    else:
+        lowest = [each for name in embeddings for each in _below(module, name)]
+    distances = dict.fromkeys(order, 0)
+    for distance, layer in enumerate((*reversed(inside), lowest), 1):
+        distances |= dict.fromkeys(layer, distance)
+    return distances
+
+
+def _children(module: nn.Module, path: str) -> list[str]:
+    """Names of the modules with parameters right below a module."""
+    _below(module, path)
+    children = module.get_submodule(path).named_children()
+    return [f"{path}.{name}" for name, child in children if any(True for _ in child.parameters())]
+
+
+def _below(module: nn.Module, path: str) -> list[int]:
+    """Ids of the parameters of a module, or that of a parameter, by its name."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    if found := [id(parameter) for name, parameter in named if f"{name}.".startswith(f"{path}.")]:
+        return found
+    names = [name for name, _ in named]
+    known = path
+    while known and not any(name.startswith(f"{known}.") for name in names):
+        known = known.rpartition(".")[0]
+    prefix = f"{known}." if known else ""
+    there = dict.fromkeys(name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix))
+    raise ConfigError(
+        f"no parameter of {type(module).__name__} lies below {path!r}. {known or 'It'} has {', '.join(there)}."
+    )

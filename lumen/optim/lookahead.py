@@ -1,0 +1,80 @@
+"""Lookahead around any optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+
+from lumen.errors import ConfigError
+
+
+@final
+class Lookahead(Optimizer):
+    """Every k steps, move slow weights a part of the way to where the optimizer went, and let it go on from there.
+
+    Zhang et al., Lookahead Optimizer: k steps forward, 1 step back, 2019. Learning rates, groups and state are those of
+    the optimizer inside, as the same objects, so that schedulers, gradient scalers and checkpoints need know nothing of
+    it. From its first update on, a parameter has slow weights of its shape and dtype, `state[parameter]["slow"]`;
+    a group counts its steps since the last exchange in `group["lookahead_step"]`. An update that a gradient scaler
+    skips is no step.
+
+    Args:
+        optimizer: Makes the fast steps.
+        k: Fast steps for one slow step, at least 1.
+        alpha: Part of the way, in (0, 1].
+
+    Raises:
+        ConfigError: A value is out of range, or the optimizer needs a closure.
+    """
+
+    def __init__(self, optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> None:
+        if k < 1 or not 0 < alpha <= 1:
+            raise ConfigError(f"Lookahead: k = {k}, alpha = {alpha}; k must be at least 1, alpha in (0, 1].")
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ConfigError(
+                f"Lookahead: {type(optimizer).__name__} makes several evaluations of a closure in one step; "
+                "use an optimizer that makes one step per gradient."
+            )
+        self.optimizer, self.k, self.alpha = optimizer, k, alpha
+        super().__init__(optimizer.param_groups, optimizer.defaults | {"lookahead_step": 0})
+        self._share()
+
+    def _share(self) -> None:
+        self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One fast step; every k-th time a slow one after it.
+
+        Args:
+            closure: Computes loss and gradients anew, and returns the loss.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        moving = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        starts = {each: each.clone() for each in moving if "slow" not in self.state.get(each, ())}
+        self.optimizer.step()
+        for parameter, start in starts.items():  # only now: optimizers take an empty state for a new parameter
+            self.state[parameter]["slow"] = start
+        for group in self.param_groups:
+            group["lookahead_step"] = (group["lookahead_step"] + 1) % self.k
+            if group["lookahead_step"] == 0:
+                for parameter in group["params"]:
+                    if (slow := self.state.get(parameter, {}).get("slow")) is not None:
+                        parameter.copy_(slow.lerp_(parameter, self.alpha))
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.optimizer.load_state_dict(state_dict)
+        self._share()

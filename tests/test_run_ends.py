@@ -1,0 +1,183 @@
+"""The end of a run, and interruptions near it: the places where a step, an epoch or a validation is half done."""
+
+import csv
+import os
+import signal
+
+import pytest
+import torch
+from torchmetrics import MeanSquaredError
+
+import lumen
+from lumen.checkpoint import find_checkpoints
+from lumen.errors import ConfigError, TrainingError
+from tests.tasks import Regression, loader, quiet_trainer
+
+
+class Logging(Regression):
+    """Logs a training value per epoch and a metric object at a validation's end; may send itself a signal there."""
+
+    def __init__(self, stop_in_validation_of=None):
+        super().__init__()
+        self.error = MeanSquaredError()
+        self.stop_in_validation_of = stop_in_validation_of
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.log("epoch_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch)
+        self.error.update(self(batch[0]), batch[1])
+        if self.global_step == self.stop_in_validation_of and batch_idx == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def on_validation_epoch_end(self):
+        self.log("val_error", self.error)
+
+
+def fit(tmp_path, task=None, **options):
+    trainer = quiet_trainer(tmp_path, **{"log_every_n_steps": 1, "resume": "auto", **options})
+    trainer.fit(task or Logging(), loader(40, 8), val_dataloaders=loader(20, 8, shuffle=False))
+    return trainer
+
+
+def rows(tmp_path):
+    with (tmp_path / "runs/run/metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def names(tmp_path, run="run"):
+    return [path.name for path in find_checkpoints(tmp_path / "runs" / run / "checkpoints")]
+
+
+def test_a_run_that_ends_inside_an_epoch_keeps_its_last_row_when_started_again(tmp_path):
+    fit(tmp_path, max_steps=7)
+    before = rows(tmp_path)
+    assert before[-1]["epoch_loss"]
+    fit(tmp_path, max_steps=7)
+    assert rows(tmp_path) == before
+
+
+@pytest.mark.parametrize("last", [5, 7], ids=["at an epoch's end", "inside an epoch"])
+def test_a_stop_in_the_last_validation_leaves_it_to_be_done(tmp_path, last):
+    whole = fit(tmp_path / "whole", max_steps=last, val_check_interval=last)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, Logging(stop_in_validation_of=last), max_steps=last, val_check_interval=last)
+    assert names(tmp_path)[-1] == f"step-{last:08d}-validating"
+    resumed = fit(tmp_path, max_steps=last, val_check_interval=last)
+    assert rows(tmp_path) == rows(tmp_path / "whole")
+    assert resumed.callback_metrics["val_error"] == whole.callback_metrics["val_error"]
+    assert names(tmp_path)[-1] == f"step-{last:08d}"
+    assert not list((tmp_path / "runs/run/checkpoints").glob("*damaged*"))
+
+
+def test_a_monitor_is_not_missed_before_its_first_turn(tmp_path):
+    monitors = [lumen.EarlyStopping("val_loss", patience=9), lumen.ModelCheckpoint("val_loss")]
+    fit(tmp_path, max_steps=12, check_val_every_n_epoch=2, callbacks=monitors)
+    assert monitors[1].best_model_path.endswith("step-00000010")
+    saving = lumen.ModelCheckpoint("epoch_loss")
+    fit(tmp_path / "b", max_steps=4, val_check_interval=3, callbacks=[saving])
+    assert names(tmp_path / "b") == ["step-00000004"]
+
+
+@pytest.mark.parametrize("callback", [lumen.EarlyStopping, lumen.ModelCheckpoint])
+def test_a_misspelt_monitor_is_an_error_without_validation_too(tmp_path, callback):
+    trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=[callback("los")])
+    with pytest.raises(ConfigError, match="'los' was never logged"):
+        trainer.fit(Logging(), loader())
+    assert names(tmp_path)[-1] == "step-00000007"
+
+
+def test_a_stop_that_waits_for_min_epochs_survives_a_resume(tmp_path):
+    def stopping():
+        return [lumen.EarlyStopping("val_loss", patience=0, min_delta=1e9)]
+
+    whole = fit(tmp_path / "whole", max_epochs=9, min_epochs=5, callbacks=stopping())
+
+    class Cut(lumen.Callback):
+        def on_train_epoch_start(self, trainer, task):
+            if trainer.current_epoch == 3:
+                raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        fit(tmp_path, max_epochs=9, min_epochs=5, callbacks=[*stopping(), Cut()])
+    assert fit(tmp_path, max_epochs=9, min_epochs=5, callbacks=stopping()).current_epoch == whole.current_epoch == 5
+
+
+def test_two_savers_leave_each_others_checkpoints(tmp_path):
+    best = lumen.ModelCheckpoint("val_loss", mode="max", every_n_epochs=0, at_end=False, keep_last=0)
+    newest = lumen.ModelCheckpoint(every_n_steps=5, keep_last=1)
+    fit(tmp_path, max_epochs=4, callbacks=[best, newest])
+    assert names(tmp_path) == sorted({best.best_model_path.rsplit("/", 1)[1], "step-00000020"})
+
+
+def test_an_epoch_whose_last_update_is_skipped_is_saved_all_the_same(tmp_path):
+    class SkipsTheLast(Regression):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 4 else super().training_step(batch)
+
+    saving = [lumen.ModelCheckpoint(every_n_steps=4, keep_last=-1)]
+    fit(tmp_path, SkipsTheLast(), max_epochs=1, callbacks=saving, log_level="CRITICAL")
+    assert names(tmp_path) == ["step-00000004", "step-00000004-1"]
+    assert fit(tmp_path, SkipsTheLast(), max_epochs=1).current_epoch == 1
+
+
+def test_fast_dev_run_touches_no_run_directory(tmp_path):
+    fit(tmp_path, max_steps=2)
+    before = sorted(tmp_path.rglob("*"))
+    fit(tmp_path, fast_dev_run=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_plateau_may_watch_the_training_loss_of_each_step(tmp_path):
+    class Plateau(Regression):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "monitor": "loss", "interval": "step"},
+            }
+
+    trainer = fit(tmp_path, Plateau(), max_steps=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] < 1e-2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_training_that_never_counts_anything_ends_with_an_error(tmp_path, precision):
+    class Nothing(Regression):
+        def training_step(self, batch):
+            return None
+
+    with pytest.raises(TrainingError, match="training would never end"):
+        fit(tmp_path, Nothing(), max_steps=3, precision=precision)
+
+
+def test_what_lightning_calls_and_lumen_does_not_is_an_error(tmp_path):
+    class Overriding(Regression):
+        def optimizer_step(self, *args):
+            raise AssertionError("never called")
+
+    with pytest.raises(ConfigError, match="defines optimizer_step, which Lumen does not call"):
+        fit(tmp_path, Overriding(), max_steps=1)
+
+
+def test_after_an_evaluation_what_only_training_has_says_so(tmp_path):
+    trainer = quiet_trainer(tmp_path)
+    trainer.validate(Regression(), loader())
+    for use in (
+        lambda: trainer.optimizers,
+        lambda: trainer.save_checkpoint(tmp_path / "c"),
+        lambda: trainer.num_training_batches,
+    ):
+        with pytest.raises(ConfigError, match="during fit"):
+            use()
+
+
+def test_a_sparse_buffer_is_refused_before_training(tmp_path):
+    task = Regression()
+    task.register_buffer("sparse", torch.eye(3).to_sparse())
+    with pytest.raises(lumen.LumenError, match="sparse"):
+        fit(tmp_path, task, max_steps=1)
