@@ -169,7 +169,7 @@ def test_a_file_that_is_no_config_is_named(refused, config, message):
         (["--model", "tests.cli_tasks.Lime"], "model (the command line): tests.cli_tasks has no class Lime. Did you mean Line"),
         (["--model", "tests.cli_task.Line"], "there is no module tests.cli_task. Did you mean cli_tasks"),
         (["--model", "nowhere.Line"], "model (the command line): cannot import nowhere.Line: there is no module nowhere."),
-        (["--model", "Unheard"], "model (the command line): lumen has no class Unheard. Write class_path: module.Class."),
+        (["--model", "Qqqqqq"], "model (the command line): lumen has no class Qqqqqq. Write class_path: module.Class."),
         (["--model", "tests.cli_tasks.Points"], "model (the command line): tests.cli_tasks.Points is no TaskModule."),
         (["--data", "tests.cli_tasks.Line"], "data (the command line): tests.cli_tasks.Line is no DataModule."),
         (["--trainer.callbacks.early", "EarlyStoping"], "trainer.callbacks.early (the command line): lumen has no class EarlyStoping. Did you mean EarlyStopping?"),
