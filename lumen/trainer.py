@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, final
 
-import torch
-
 from lumen import loop, session
 from lumen.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar, SystemMonitor
 from lumen.checkpoint import Checkpoint, check_savable, find_checkpoint, load_model, load_run, load_user_state, save
@@ -30,12 +28,13 @@ from lumen.run import Run
 from lumen.rundir import RunDirectory
 from lumen.strategies import Strategy, make_strategy
 from lumen.task import TaskModule
+from lumen.view import RunView
 
 _log = logging.getLogger("lumen")
 
 
 @final
-class Trainer:
+class Trainer(RunView):
     """Trains, evaluates and predicts.
 
     Args:
@@ -298,162 +297,10 @@ class Trainer:
         _ = self.optimizers  # only a training can be saved
         save(self.run, Path(path), info or {})
 
-    # ------------------------------------------------------------------ what callbacks and tasks read
-
-    @property
-    def run(self) -> Run:
-        """The run in progress, or the last one.
-
-        Raises:
-            ConfigError: None has been started.
-        """
-        if self._run is None:
-            raise ConfigError("this trainer has not started a run yet; call fit, validate, test or predict.")
-        return self._run
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer updates completed."""
-        return self.run.progress.step
-
-    @property
-    def current_epoch(self) -> int:
-        """Epochs completed."""
-        return self.run.progress.epoch
-
-    @property
-    def max_steps(self) -> int | None:
-        """The limit, or None."""
-        return self.plan.max_steps
-
-    @property
-    def max_epochs(self) -> int | None:
-        """The limit, or None."""
-        return self.plan.max_epochs
-
-    @property
-    def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The newest value of every logged name: float64 without dimensions, on the CPU. Waits for the device."""
-        steps: dict[str, Any] = self.run.train_metrics.step_values()
-        values = self.run.metrics | steps if self.run.in_train_step else steps | self.run.metrics
-        return {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
-
-    @property
-    def fresh_metrics(self) -> set[str]:
-        """Names with a value since the last boundary: from an epoch's end or a validation, not from single steps."""
-        return self.run.fresh
-
-    def require_logged(self, who: str, monitor: str) -> None:
-        """Refuse a monitor that has no value although everything that logs has had its turn.
-
-        Raises:
-            ConfigError: It was never logged; names what was.
-        """
-        run = self.run
-        if monitor not in run.metrics and (run.progress.validated or not run.eval_feeds):
-            raise ConfigError(
-                f"{who}: the monitor {monitor!r} was never logged; logged so far: "
-                f"{', '.join(run.metrics) or 'nothing'}. Use one of these or log it, once an epoch or in validation."
-            )
-
-    @property
-    def should_stop(self) -> bool:
-        """Set it to True to end training at the next boundary."""
-        return self.run.progress.should_stop
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        self.run.progress.should_stop = value
-
-    @property
-    def is_ending(self) -> bool:
-        """The boundary in progress is the run's last one."""
-        return self.run.is_ending
-
-    @property
-    def validation_due(self) -> bool:
-        """The step in progress has a validation that is not complete."""
-        return self.run.progress.validation_due
-
-    @property
-    def sanity_checking(self) -> bool:
-        """True during the sanity check."""
-        return self.run.stage == "sanity"
-
-    @property
-    def training(self) -> bool:
-        """True during training steps."""
-        return self.run.stage == "fit"
-
-    @property
-    def validating(self) -> bool:
-        """True during validation."""
-        return self.run.stage == "validate"
-
-    @property
-    def testing(self) -> bool:
-        """True during a test."""
-        return self.run.stage == "test"
-
-    @property
-    def predicting(self) -> bool:
-        """True during prediction."""
-        return self.run.stage == "predict"
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizer, in a list."""
-        if not hasattr(self.run, "optimizer"):
-            raise ConfigError("there is no optimizer: it exists during fit, once configure_optimizers has returned.")
-        return [self.run.optimizer]
-
-    @property
-    def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers and when they step."""
-        return list(self.run.schedulers)
-
-    @property
-    def datamodule(self) -> DataModule | None:
-        """The data module of the run."""
-        return self.run.datamodule
-
-    @property
-    def logger(self) -> Logger | None:
-        """The first logger."""
-        return next(iter(self.loggers), None)
-
-    @property
-    def log_dir(self) -> str | None:
-        """The run directory."""
-        return None if self.run_directory is None else str(self.run_directory)
-
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
         """The first `ModelCheckpoint`."""
         return next((callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)), None)
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the run."""
-        return self.strategy.world_size
-
-    @property
-    def global_rank(self) -> int:
-        """Number of this process."""
-        return self.strategy.rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True in the process that writes logs."""
-        return self.strategy.is_global_zero
-
-    @property
-    def num_training_batches(self) -> int | None:
-        """Micro-batches of a training epoch; None if the loader has no length."""
-        feed = self.run.train_feed
-        if feed is None:
-            raise ConfigError("there is no training loader: it is opened during fit.")
-        return self.plan.batches("train", feed)
 
     @property
     def estimated_stepping_batches(self) -> int:

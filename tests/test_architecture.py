@@ -30,7 +30,7 @@ FLOORS = (
     {"hooks", "losses", "optimizers", "plan"},
     {"run"},
     {"feeds", "checkpoint", "loggers"},
-    {"rundir", "session"},
+    {"rundir", "session", "view"},
     {"callbacks", "loop"},
     {"trainer"},
     {"cli"},
