@@ -9,15 +9,22 @@ if TYPE_CHECKING:
     from lumen.callbacks import (
         Callback,
         EarlyStopping,
+        LambdaCallback,
         LearningRateMonitor,
         ModelCheckpoint,
         ModelSummary,
+        OnExceptionCheckpoint,
         ProgressBar,
+        ThroughputMonitor,
+        Timer,
     )
+    from lumen.checkpoint import Weights
+    from lumen.data.combined import CombinedLoader
     from lumen.datamodule import DataModule
     from lumen.errors import LumenError
     from lumen.loggers import CSVLogger, Logger, TensorBoardLogger
     from lumen.precision import Precision
+    from lumen.profilers import Profiler, SimpleProfiler, TorchProfiler
     from lumen.random import seed_everything
     from lumen.strategies import SingleDevice, Strategy
     from lumen.task import TaskModule
@@ -26,39 +33,57 @@ if TYPE_CHECKING:
 _HOME = {
     "CSVLogger": "lumen.loggers",
     "Callback": "lumen.callbacks",
+    "CombinedLoader": "lumen.data.combined",
     "DataModule": "lumen.datamodule",
     "EarlyStopping": "lumen.callbacks",
+    "LambdaCallback": "lumen.callbacks",
     "LearningRateMonitor": "lumen.callbacks",
     "Logger": "lumen.loggers",
     "LumenError": "lumen.errors",
     "ModelCheckpoint": "lumen.callbacks",
     "ModelSummary": "lumen.callbacks",
+    "OnExceptionCheckpoint": "lumen.callbacks",
     "Precision": "lumen.precision",
+    "Profiler": "lumen.profilers",
     "ProgressBar": "lumen.callbacks",
+    "SimpleProfiler": "lumen.profilers",
     "SingleDevice": "lumen.strategies",
     "Strategy": "lumen.strategies",
     "TaskModule": "lumen.task",
     "TensorBoardLogger": "lumen.loggers",
+    "ThroughputMonitor": "lumen.callbacks",
+    "Timer": "lumen.callbacks",
+    "TorchProfiler": "lumen.profilers",
     "Trainer": "lumen.trainer",
+    "Weights": "lumen.checkpoint",
     "seed_everything": "lumen.random",
 }
 __all__ = [
     "CSVLogger",
     "Callback",
+    "CombinedLoader",
     "DataModule",
     "EarlyStopping",
+    "LambdaCallback",
     "LearningRateMonitor",
     "Logger",
     "LumenError",
     "ModelCheckpoint",
     "ModelSummary",
+    "OnExceptionCheckpoint",
     "Precision",
+    "Profiler",
     "ProgressBar",
+    "SimpleProfiler",
     "SingleDevice",
     "Strategy",
     "TaskModule",
     "TensorBoardLogger",
+    "ThroughputMonitor",
+    "Timer",
+    "TorchProfiler",
     "Trainer",
+    "Weights",
     "seed_everything",
 ]
 __version__ = "0.1.0"

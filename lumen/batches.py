@@ -10,21 +10,23 @@ from typing import Any
 import torch
 
 
-def move(batch: Any, device: torch.device) -> Any:
+def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Copy every tensor of a nested batch to a device, keeping the structure.
 
     Mappings, lists, tuples, named tuples and dataclasses are walked; anything else with a `to` method (a
-    `PackedSequence`) is asked to move; the rest (None, strings, numbers) is returned as it is. Copies from pinned
-    memory do not block the host.
+    `PackedSequence`) is asked to move, and not cast; the rest (None, strings, numbers) is returned as it is. Copies
+    from pinned memory do not block the host.
 
     Args:
         batch: What a loader returned.
         device: Where the tensors go.
+        dtype: Of all floating tensors; None: each keeps its own.
     """
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        dtype = dtype if batch.is_floating_point() else None
+        return batch.to(device, dtype, non_blocking=device.type != "mps")  # on MPS the copy may come too late
     if isinstance(batch, Mapping):
-        moved = {key: move(value, device) for key, value in batch.items()}
+        moved = {key: move(value, device, dtype) for key, value in batch.items()}
         if type(batch) is dict:
             return moved
         if isinstance(batch, MutableMapping):
@@ -35,11 +37,11 @@ def move(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         if hasattr(batch, "to"):
             return batch.to(device)
-        return type(batch)(*(move(value, device) for value in batch))
+        return type(batch)(*(move(value, device, dtype) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)([move(value, device) for value in batch])
+        return type(batch)([move(value, device, dtype) for value in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {field.name: move(getattr(batch, field.name), device) for field in dataclasses.fields(batch)}
+        fields = {field.name: move(getattr(batch, field.name), device, dtype) for field in dataclasses.fields(batch)}
         moved_batch = object.__new__(type(batch))  # not replace(): init=False and InitVar fields must survive
         for name, value in fields.items():
             object.__setattr__(moved_batch, name, value)

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import final
 
 from rich.console import Console
 
-console = Console(stderr=True, soft_wrap=True)
+in_notebook = Console().is_jupyter
+# What a kernel writes to stdout flows into one output below the cell; printed rich's way each line would be an output
+# of its own. FORCE_COLOR, which kernels and build servers set, does not make a terminal of what has no cursor to move.
+console = Console(
+    stderr=not in_notebook,
+    soft_wrap=True,
+    force_jupyter=False,
+    force_terminal=None if sys.stderr.isatty() and not in_notebook else False,
+)
 logger = logging.getLogger("lumen")
 logger.addHandler(logging.NullHandler())
 

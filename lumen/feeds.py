@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lumen.data.loaders import Feed, make_feed
+from lumen.data.feed import Feed
+from lumen.data.loaders import make_feed
 from lumen.errors import DataError
 from lumen.hooks import overrides
 from lumen.run import Run
@@ -20,7 +21,7 @@ _METHODS = {
 }
 
 
-def open_feeds(run: Run, accumulate: int, global_batch_size: int | None) -> None:
+def open_feeds(run: Run) -> None:
     """Take over the loaders of `fit`, once: training, and validation if there is any.
 
     Raises:
@@ -28,33 +29,52 @@ def open_feeds(run: Run, accumulate: int, global_batch_size: int | None) -> None
     """
     if run.train_feed is not None:
         return
+    plan = run.plan
     loader = _loader(run, "fit")
     if loader is None:
         raise DataError("there is no training data. Give a DataModule or a loader to fit, or define train_dataloader.")
-    run.train_feed = make_feed(loader, run.seed, accumulate, global_batch_size)
-    run.plan.limit("train", run.train_feed)
-    run.plan.check_validation(run.train_feed)
+    run.train_feed = make_feed(loader, run.seed, plan.accumulate, plan.global_batch_size)
+    plan.limit("train", run.train_feed)
+    plan.check_validation(run.train_feed)
     if run.train_feed.length == 0:
         _log.warning("the training loader is empty")
-    if overrides(run.task, "validation_step") and run.plan.limits["validate"] != 0:
+    if overrides(run.task, "validation_step") and plan.limits["validate"] != 0:
         run.eval_feeds = eval_feeds(run, "validate", required=False)
-    elif run.loaders is not None and run.loaders[1] is not None and run.plan.limits["validate"] != 0:
+    elif run.loaders is not None and run.loaders[1] is not None and plan.limits["validate"] != 0:
         _log.warning("%s has no validation_step: the validation data is not used", type(run.task).__name__)
 
 
+def reopen_feeds(run: Run) -> None:
+    """Ask for the loaders anew, as they are made in the epoch in which they are due.
+
+    A run that goes on between two of these epochs asks as of the earlier one, where the undisturbed run did.
+    """
+    run.close_feeds()
+    run.train_feed, run.eval_feeds = None, []
+    progress, epoch = run.progress, run.progress.epoch
+    progress.epoch -= epoch % run.plan.reload_every_n_epochs
+    run.seed_hooks(2)
+    try:
+        open_feeds(run)
+    finally:
+        progress.epoch = epoch
+
+
 def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:
-    """Take over the loaders of an evaluation.
+    """Take over the loaders of an evaluation; those in a dictionary keep their names.
 
     Raises:
         DataError: There is none, and it is required.
     """
-    loaders = _loader(run, stage)
-    if loaders is None:
+    given = _loader(run, stage)
+    if given is None:
         if required:
             raise DataError(f"there is no data to {stage}. Give a DataModule or a loader, or define {_METHODS[stage]}.")
         return []
-    feeds = [make_feed(loader, run.seed) for loader in (loaders if isinstance(loaders, Sequence) else [loaders])]
-    for feed in feeds:
+    loaders = given.values() if isinstance(given, Mapping) else given if isinstance(given, Sequence) else [given]
+    feeds = [make_feed(loader, run.seed) for loader in loaders]
+    for feed, name in zip(feeds, given if isinstance(given, Mapping) else [""] * len(feeds), strict=True):
+        feed.name = str(name)
         run.plan.limit(stage, feed)
     return feeds
 

@@ -61,8 +61,8 @@ class Hooks:
 
 def overrides(thing: Any, method: str) -> bool:
     """Whether a user's object changed a method that its Lumen base class defines as doing nothing."""
-    found = getattr(type(thing), method, None)
-    return found is not None and not found.__module__.startswith(
+    found = vars(thing).get(method) or getattr(type(thing), method, None)  # its own, or its class's
+    return found is not None and not str(found.__module__).startswith(
         ("lumen.task", "lumen.datamodule", "lumen.callbacks.base")
     )
 

@@ -1,4 +1,4 @@
-"""The order of things: training, one optimizer step, evaluation, prediction, as plain functions.
+"""The order of things: training, evaluation, prediction, as plain functions; one optimizer step is in `lumen.step`.
 
 Every step ends in exactly one boundary, at which nothing is half done: after its update and its validation, and for
 the last step of an epoch after the end of that epoch. Checkpoints are made and stop requests obeyed only there.
@@ -7,21 +7,19 @@ the last step of an epoch after the end of that epoch. Checkpoints are made and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from numbers import Real
 from typing import Any
 
 import torch
 
-from lumen.data.loaders import Feed, Position
-from lumen.data.weights import StepWeights
-from lumen.data.windows import MicroBatch, Window
-from lumen.errors import ConfigError, TrainingError
-from lumen.hooks import overrides
-from lumen.metrics import LOADER, StageMetrics, metric_states, restore_metrics
+from lumen.checkpoint.state import logger_states
+from lumen.data.feed import Feed, Position
+from lumen.errors import TrainingError
+from lumen.feeds import reopen_feeds
+from lumen.metrics import StageMetrics, metric_states, restore_metrics
 from lumen.random import Domain, make_key, preserved_generators, seed_generators
 from lumen.run import Run
+from lumen.step import EpochSkipped, train_step
 
 _log = logging.getLogger("lumen")
 _DOMAINS = {
@@ -34,10 +32,6 @@ _DOMAINS = {
 
 class StopRequested(Exception):
     """The run was asked to leave; a checkpoint of this boundary exists if checkpoints are on."""
-
-
-class _EpochSkipped(Exception):
-    """A hook ended the epoch."""
 
 
 def train(run: Run) -> None:
@@ -56,10 +50,11 @@ def train(run: Run) -> None:
 
 def train_epoch(run: Run) -> None:
     """Run the rest of the epoch in progress, from wherever a checkpoint left it."""
-    progress, plan, feed = run.progress, run.plan, run.train_feed
-    assert feed is not None
+    progress, plan = run.progress, run.plan
     fresh, weighted_before = not progress.in_epoch, run.weighted_windows
     if fresh:
+        if plan.reload_every_n_epochs and progress.epoch and progress.epoch % plan.reload_every_n_epochs == 0:
+            reopen_feeds(run)
         progress.in_epoch = True
         run.train_metrics = run.stage_metrics = StageMetrics()
         run.seed_hooks(0)
@@ -67,13 +62,15 @@ def train_epoch(run: Run) -> None:
             hook()
     run.stage_metrics = run.train_metrics
 
-    windows = feed.windows(progress.epoch, progress.position, plan.limit("train", feed))
+    feed = run.train_feed
+    assert feed is not None
+    windows = feed.windows(0 if plan.same_batches else progress.epoch, progress.position, plan.limit("train", feed))
     window = next(windows, None)
     over = progress.validation_due and finish_step(run, last=window is None)  # a checkpoint made while validating
     while window is not None and not over:
         try:
             updated = train_step(run, window)
-        except _EpochSkipped:
+        except EpochSkipped:
             run.in_train_step = False
             break
         if updated and progress.step % plan.log_every_n_steps == 0:
@@ -90,110 +87,6 @@ def train_epoch(run: Run) -> None:
                 "was skipped, or the loader is empty. Look at the loader and at what training_step returns."
             )
         _log.warning("epoch %d made no optimizer step", progress.epoch - 1)
-
-
-def train_step(run: Run, window: Window) -> bool:
-    """One optimizer step. Returns False if no update was made."""
-    hooks, strategy, precision, optimizer = run.hooks, run.strategy, run.precision, run.optimizer
-    updated = False
-    run.train_metrics.window += 1
-    run.in_train_step = True
-    micro_batches, weights = weigh(run, window)
-    for micro in micro_batches:
-        run.seed_micro_batch(micro)
-        batch = run.receive(micro.batch)
-        for hook in hooks.on_train_batch_start:
-            if hook(batch, micro.index) == -1:
-                raise _EpochSkipped
-        if micro.first:
-            for hook in hooks.on_before_zero_grad:
-                hook(optimizer)
-            optimizer.zero_grad(set_to_none=True)
-        with strategy.gradient_sync(micro.last):
-            with precision.forward():
-                output = run.call_step("training_step", batch, micro.index)
-            loss, returned_weight = read_output(output)
-            if loss is not None:
-                share = weights.share(micro.weight, returned_weight)
-                run.check_loss(loss, share)
-                if share:
-                    scaled = loss if share == 1.0 else loss * share
-                    for hook in hooks.on_before_backward:
-                        hook(scaled)
-                    precision.backward(scaled)
-                    for hook in hooks.on_after_backward:
-                        hook()
-        if micro.last:
-            updated = update(run, window, weights)
-        for hook in hooks.on_train_batch_end:
-            hook(output, batch, micro.index)
-    run.in_train_step = False
-    return updated
-
-
-def update(run: Run, window: Window, weights: StepWeights) -> bool:
-    """Turn the gradients of a window into one update. Returns False if it was skipped: then no schedule moves."""
-    strategy, precision, plan, optimizer = run.strategy, run.precision, run.plan, run.optimizer
-    updated = bool(weights.total)
-    if updated:
-        precision.unscale(optimizer)
-        if weights.correction != 1.0:
-            strategy.correct_gradients(run.parameters, weights.correction)
-        for hook in run.hooks.on_before_optimizer_step:
-            hook(optimizer)
-        if plan.clip_norm is not None:
-            run.grad_norm = strategy.clip_grad_norm(run.parameters, plan.clip_norm)
-        if plan.clip_value is not None:
-            strategy.clip_grad_value(run.parameters, plan.clip_value)
-        updated = precision.step(optimizer)
-    else:
-        _log.warning("update after step %d skipped: the weights of its micro-batches sum to 0", run.progress.step)
-    run.count(window, weights, updated=updated)
-    if updated:
-        for scheduler in run.schedulers:
-            if scheduler.interval == "step" and run.progress.step % scheduler.frequency == 0:
-                scheduler.step(run.metrics if scheduler.monitor is None else run.newest_values())
-    return updated
-
-
-def weigh(run: Run, window: Window) -> tuple[Iterable[MicroBatch], StepWeights]:
-    """The micro-batches of a step and their weights; fetched all at once only if the task weighs them itself."""
-    by_task = overrides(run.task, "batch_weight")
-    micro_batches: Iterable[MicroBatch] = window
-    planned: float = window.samples
-    if by_task:
-        micro_batches = list(window)
-        for micro in micro_batches:
-            micro.weight = float(run.task.batch_weight(micro.batch))
-        planned = sum(micro.weight for micro in micro_batches)
-    alone = len(window.sizes) == 1 and run.strategy.world_size == 1
-    return micro_batches, StepWeights(planned, alone=alone, by_task=by_task, guess=run.progress.weight_guess)
-
-
-def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:
-    """Loss and weight out of what `training_step` returned."""
-    loss, weight = output, None
-    if isinstance(output, dict) and "loss" in output:
-        loss, weight = output["loss"], output.get("weight")
-    elif isinstance(output, tuple) and len(output) == 2:
-        loss, weight = output
-    if loss is None:
-        return None, None
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise _wrong_output("loss", loss)
-    if weight is None:
-        return loss, None
-    if not isinstance(weight, Real) and not (isinstance(weight, torch.Tensor) and weight.numel() == 1):
-        raise _wrong_output("weight", weight)
-    return loss, float(weight)
-
-
-def _wrong_output(part: str, value: Any) -> ConfigError:
-    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    return ConfigError(
-        "training_step must return a scalar loss, (loss, weight), a dictionary with 'loss' (and 'weight'), or None; "
-        f"the {part} found is {found}."
-    )
 
 
 def log_step(run: Run) -> None:
@@ -287,7 +180,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     name = "validation" if stage in ("validate", "sanity") else stage
     task, hooks = run.task, run.hooks
     before = run.stage, run.stage_metrics, [(module, module.training) for module in task.modules()]
-    accumulated = metric_states(task)
+    accumulated, run.records = metric_states(task), logger_states(run)
     complete = False
     run.stage, run.stage_metrics = stage, StageMetrics()
     metrics, run.batch_samples = run.stage_metrics, 1
@@ -300,7 +193,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
             for hook in (*getattr(hooks, f"on_{name}_start"), *getattr(hooks, f"on_{name}_epoch_start")):
                 hook()
             for number, feed in enumerate(feeds):
-                run.loader_suffix = f"{LOADER}{number}" if len(feeds) > 1 else ""
+                run.loader_suffix = loader_suffix(feeds, number)
                 outputs = evaluate_feed(run, stage, name, feed, number, rows)
                 if stage == "predict":
                     run.predictions.append(outputs)
@@ -328,7 +221,15 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
         run.stage, run.stage_metrics, modes = before
         for module, training in modes:
             module.training = training
+    run.records = None
     return True
+
+
+def loader_suffix(feeds: list[Feed], number: int) -> str:
+    """What is added to the names logged for one of several loaders: its name, or its number."""
+    if len(feeds) == 1:
+        return ""
+    return f"/{feeds[number].name or f'dataloader_idx_{number}'}"
 
 
 def evaluate_feed(

@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a 
     from torchmetrics import Metric
 
 Reduction = Literal["mean", "sum", "min", "max"]
-LOADER = "/dataloader_idx_"  # with its number ends the names of what is logged for one of several loaders
 
 
 class LogOptions(NamedTuple):
@@ -27,6 +26,7 @@ class LogOptions(NamedTuple):
     prog_bar: bool
     logger: bool
     reduce_fx: Reduction
+    suffix: str = ""  # of the name, where several loaders log the same one
 
 
 _FOLD_AT = 64  # tensors kept before they are summed on their device; fixed, so that sums do not depend on saves
@@ -169,8 +169,10 @@ class StageMetrics:
                 f"{', '.join(get_args(Reduction))}. Log a torchmetrics.Metric for any other reduction."
             )
         metric = _as_metric(name, value)
+        stem = name.removesuffix(options.suffix)
         for other, entry in self._entries.items():
-            if metric is not None and metric is entry.metric and _stem(other) == _stem(name):
+            same_name = other.removesuffix(entry.options.suffix) == stem
+            if metric is not None and metric is entry.metric and same_name:
                 raise ConfigError(
                     f"self.log({name!r}): this {type(metric).__name__} is logged as {other!r} too. Fed by two loaders, "
                     "one metric gives the value of neither; make one metric for each loader."
@@ -186,7 +188,7 @@ class StageMetrics:
                 for value, weight in entry.latest:
                     window.add(value, weight)
                 both = entry.options.on_epoch
-                values[_variant(name, "step") if both else name] = (
+                values[_variant(name, "step", entry.options) if both else name] = (
                     entry.latest[0][0] if len(entry.latest) == 1 else window.compute()
                 )
         return values
@@ -194,7 +196,7 @@ class StageMetrics:
     def epoch_names(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> list[str]:
         """The names that `epoch_values` gives, without computing a value."""
         return [
-            _variant(name, "epoch") if entry.options.on_step else name
+            _variant(name, "epoch", entry.options) if entry.options.on_step else name
             for name, entry in self._entries.items()
             if entry.options.on_epoch and keep(entry.options)
         ]
@@ -213,7 +215,7 @@ class StageMetrics:
                         )
                 else:
                     value = entry.epoch.compute()
-                values[_variant(name, "epoch") if entry.options.on_step else name] = float(value)
+                values[_variant(name, "epoch", entry.options) if entry.options.on_step else name] = float(value)
         return values
 
     def reset_metrics(self) -> None:
@@ -253,14 +255,9 @@ class StageMetrics:
             entry.epoch = Accumulator.from_state(saved["epoch"], device)
 
 
-def _stem(name: str) -> str:
-    return name.partition(LOADER)[0]
-
-
-def _variant(name: str, of: str) -> str:
-    """`x_step` or `x_epoch`; the number of a loader stays at the end."""
-    stem = _stem(name)
-    return f"{stem}_{of}{name[len(stem) :]}"
+def _variant(name: str, of: str, options: LogOptions) -> str:
+    """`x_step` or `x_epoch`; what tells loaders apart stays at the end."""
+    return f"{name.removesuffix(options.suffix)}_{of}{options.suffix}"
 
 
 def _as_metric(name: str, value: Any) -> Metric | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -12,7 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lumen.errors import ConfigError
+from lumen.optim import Schedule, Warmup, needs_closure
+from lumen.precision import Precision
 from lumen.task import TaskModule
+
+_log = logging.getLogger("lumen")
 
 
 @final
@@ -21,10 +25,13 @@ class SchedulerConfig:
     """A scheduler and when it steps.
 
     Attributes:
-        interval: "step" or "epoch".
+        scheduler: The learning rates' mover.
+        interval: "step", "epoch" or "token". By tokens it does not count, but stands where the run does: at the sum of
+            the weights that `training_step` or `batch_weight` gave.
         frequency: Every how many of them.
         monitor: Logged name that a plateau scheduler reads.
         strict: A missing monitor is an error.
+        warmup: Until it is over, this scheduler waits.
     """
 
     scheduler: Any
@@ -32,9 +39,12 @@ class SchedulerConfig:
     frequency: int = 1
     monitor: str | None = None
     strict: bool = True
+    warmup: Warmup | None = None
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Move the schedule by one."""
+        if self.warmup is not None and not self.warmup.over:
+            return
         if self.monitor is None:
             self.scheduler.step()
         elif self.monitor in metrics:
@@ -45,15 +55,32 @@ class SchedulerConfig:
                 f"{', '.join(metrics) or 'nothing'}. Log it, or set strict: false."
             )
 
+    def move_to(self, tokens: float, *, counted: bool) -> None:
+        """Move the schedule to where the run stands.
 
-_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name")
+        Args:
+            tokens: Weight of all updates.
+            counted: The weights are the user's, not numbers of samples.
+        """
+        if not counted:
+            raise ConfigError(
+                'lr_scheduler: interval "token" counts the weights of the steps, but the task gives none. '
+                "Return (loss, tokens) from training_step, or define batch_weight."
+            )
+        self.scheduler.move_to(tokens)
 
 
-def build_optimizers(task: TaskModule, configure: Callable[[], Any]) -> tuple[Optimizer, list[SchedulerConfig]]:
+_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "warmup_steps", "warmup_start", "name")
+
+
+def build_optimizers(
+    task: TaskModule, configure: Callable[[], Any], precision: Precision
+) -> tuple[Optimizer, list[SchedulerConfig]]:
     """Call the user's function and check what it returned.
 
     Raises:
-        ConfigError: Not an optimizer, one without parameters or with another model's, or an unknown scheduler key.
+        ConfigError: Not an optimizer, one without parameters or with another model's, one that the precision cannot
+            serve, or a scheduler or an entry of it that cannot work.
     """
     try:
         returned = configure()
@@ -76,14 +103,13 @@ def build_optimizers(task: TaskModule, configure: Callable[[], Any]) -> tuple[Op
             f"configure_optimizers returned {type(optimizer).__name__}; expected a torch.optim.Optimizer, "
             '([optimizer], [scheduler]), or {"optimizer": ..., "lr_scheduler": ...}.'
         )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
+    if precision.handles_overflow and needs_closure(optimizer):
         raise ConfigError(
-            f"{type(optimizer).__name__}.step needs a closure that computes the loss again; this version gives none. "
-            "Use an optimizer that does without."
+            f"{type(optimizer).__name__} evaluates the loss several times in one step, which a gradient scaler cannot "
+            "follow: no scaled step can be skipped halfway. Use precision: bf16 or fp32."
         )
     _check_parameters(task, optimizer)
-    return optimizer, [_scheduler(scheduler) for scheduler in schedulers]
+    return optimizer, _paired([config for given in schedulers for config in _configs(given)])
 
 
 def _unpack(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -104,35 +130,102 @@ def _unpack(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     return [returned], []
 
 
-def _scheduler(given: Any) -> SchedulerConfig:
+def _configs(given: Any) -> list[SchedulerConfig]:
+    """An entry of the user's: one scheduler, or two where a warm-up counts steps and what follows it does not."""
     options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     if unknown := set(options) - set(_KEYS):
         raise ConfigError(f"lr_scheduler: unknown key {', '.join(sorted(unknown))}; there are {', '.join(_KEYS)}.")
     if "scheduler" not in options:
         raise ConfigError(f"lr_scheduler: the key 'scheduler' is missing; found {', '.join(options) or 'no key'}.")
     options.pop("name", None)
+    warmup_steps, warmup_start = options.pop("warmup_steps", 0), options.pop("warmup_start", 0.0)
     config = SchedulerConfig(**options)
-    if not isinstance(config.scheduler, (LRScheduler, ReduceLROnPlateau)) and not hasattr(config.scheduler, "step"):
-        raise ConfigError(f"lr_scheduler: expected a scheduler, found {type(config.scheduler).__name__}.")
-    if config.interval not in ("step", "epoch"):
-        raise ConfigError(f'lr_scheduler: interval must be "step" or "epoch", found {config.interval!r}.')
+    _check_config(config)
+    scheduler = config.scheduler
+    followed = scheduler.scheduler if isinstance(scheduler, Warmup) else scheduler
+    if not isinstance(followed, ReduceLROnPlateau):
+        config.monitor = None
+    if warmup_steps:
+        if isinstance(scheduler, Warmup) or config.interval == "token":
+            raise ConfigError(
+                f"lr_scheduler: warmup_steps = {warmup_steps}, but this {type(scheduler).__name__} "
+                + ("warms up itself. " if isinstance(scheduler, Warmup) else "counts tokens. ")
+                + "Leave warmup_steps out; lumen.optim.Warmup counts as its interval says."
+            )
+        return [SchedulerConfig(Warmup(scheduler, warmup_steps, warmup_start), "step"), config]
+    if isinstance(scheduler, Warmup) and config.monitor:
+        plateau = SchedulerConfig(followed, "epoch", config.frequency, config.monitor, config.strict)
+        return [SchedulerConfig(scheduler, config.interval), plateau]
+    return [config]
+
+
+def _check_config(config: SchedulerConfig) -> None:
+    scheduler = config.scheduler
+    if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) and not hasattr(scheduler, "step"):
+        raise ConfigError(f"lr_scheduler: expected a scheduler, found {type(scheduler).__name__}.")
+    if config.interval not in ("step", "epoch", "token"):
+        raise ConfigError(f'lr_scheduler: interval must be "step", "epoch" or "token", found {config.interval!r}.')
     if not isinstance(config.frequency, int) or config.frequency < 1:
         raise ConfigError(f"lr_scheduler: frequency must be an integer >= 1, found {config.frequency!r}.")
-    if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None:
-        raise ConfigError(
-            "lr_scheduler: ReduceLROnPlateau needs the name of a logged value. "
-            'Return {"scheduler": ..., "monitor": "val_loss"} for it.'
-        )
-    if not isinstance(config.scheduler, ReduceLROnPlateau):
-        config.monitor = None
-    return config
+    if isinstance(scheduler, ReduceLROnPlateau) and config.monitor is None:
+        raise _no_monitor()
+    if config.interval == "token":
+        rest = scheduler.scheduler if isinstance(scheduler, Warmup) else scheduler
+        if not isinstance(rest, Schedule):
+            raise ConfigError(
+                f'lr_scheduler: {type(rest).__name__} counts its steps, so its interval cannot be "token". '
+                "Use a schedule of lumen.optim (linear, cosine, inverse_sqrt, wsd), whose lengths are then tokens."
+            )
+        if config.frequency != 1:
+            raise ConfigError(
+                f'lr_scheduler: interval "token" moves at every step; found frequency {config.frequency}.'
+            )
+
+
+def _no_monitor() -> ConfigError:
+    return ConfigError(
+        "lr_scheduler: ReduceLROnPlateau needs the name of a logged value. "
+        'Return {"scheduler": ..., "monitor": "val_loss"} for it.'
+    )
+
+
+def _paired(configs: list[SchedulerConfig]) -> list[SchedulerConfig]:
+    """Let a scheduler that has an entry of its own wait for the warm-up around it, and move as its entry says.
+
+    It comes before its warm-up, so that the update that ends the warm-up does not move it yet. A plateau comes as it
+    was given: during the warm-up it watches.
+    """
+    by_scheduler = {id(config.scheduler): config for config in configs}
+    if len(by_scheduler) < len(configs):
+        raise ConfigError("lr_scheduler: a scheduler has two entries and would move twice. Leave one out.")
+    for config in list(configs):
+        warmup = config.scheduler
+        if not isinstance(warmup, Warmup):
+            continue
+        rest = by_scheduler.get(id(warmup.scheduler))
+        if isinstance(warmup.scheduler, ReduceLROnPlateau):
+            if rest is None:
+                raise _no_monitor()
+        elif rest is not None:
+            warmup.leads, rest.warmup = False, warmup
+            configs.remove(rest)
+            configs.insert(configs.index(config), rest)
+    return configs
 
 
 def _check_parameters(task: nn.Module, optimizer: Optimizer) -> None:
     own = {id(parameter) for parameter in task.parameters()}
-    strangers = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
-    if strangers:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if strangers := len(held - own):
         raise ConfigError(
             f"the optimizer holds {strangers} parameters that are not the task's. Build it in configure_optimizers, "
             "from self.parameters(), so that it sees the parameters that are trained."
+        )
+    left_out = [name for name, each in task.named_parameters() if each.requires_grad and id(each) not in held]
+    if left_out:
+        _log.warning(
+            "the optimizer does not hold %d trainable parameters, which will not change: %s. Give them to it, or set "
+            "requires_grad of them to False, which saves their gradients",
+            len(left_out),
+            ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else ""),
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, final
 
-from lumen.data.loaders import Feed
+from lumen.data.feed import Feed
 from lumen.errors import ConfigError
 
 Duration = str | timedelta | dict[str, float]
@@ -31,6 +31,10 @@ class Plan:
         val_every_n_epochs: Validate in every n-th epoch only.
         limits: Per stage ("train", "validate", "test", "predict"): a count or a fraction of the batches; None: all.
         log_every_n_steps: Steps between two written values.
+        accumulate: Micro-batches of a step.
+        global_batch_size: Samples of a step, instead of `accumulate`; None: that counts.
+        same_batches: Every epoch repeats the batches of the first.
+        reload_every_n_epochs: Ask for new loaders at the start of every n-th epoch; 0: never.
     """
 
     max_steps: int | None = None
@@ -48,6 +52,10 @@ class Plan:
     limits: dict[str, int | float | None] = field(default_factory=dict)
     log_every_n_steps: int = 50
     inference_mode: bool = True
+    accumulate: int = 1
+    global_batch_size: int | None = None
+    same_batches: bool = False
+    reload_every_n_epochs: int = 0
 
     def limit(self, stage: str, feed: Feed) -> int | None:
         """Batches of a feed to use at most.

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lumen.errors import ConfigError, NonFiniteLoss
 
 _NO_CONTEXT = nullcontext()
+#: How torch's messages name a dtype that an operation does not have, or that does not fit the others.
+_COMPLAINTS = {
+    torch.float16: r"\b(Half|HalfTensor|Float16)\b|primitive descriptor",
+    torch.bfloat16: r"BFloat16|primitive descriptor",
+    torch.float64: r"\b(Double|DoubleTensor|double)\b",
+}
 
 
 class Precision(ABC):
@@ -19,10 +29,15 @@ class Precision(ABC):
 
     #: A non-finite loss is this format's own business (fp16 skips the update), not an error of the loop.
     handles_overflow = False
+    #: The dtype of parameters and of what reaches the steps; None: whatever they have.
+    dtype: torch.dtype | None = None
 
     @abstractmethod
     def forward(self) -> AbstractContextManager[Any]:
         """The context in which every step of the task runs."""
+
+    def convert(self, model: nn.Module) -> None:
+        """Bring what a model holds to this format, before it has an optimizer."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradients of a scalar loss."""
@@ -31,13 +46,20 @@ class Precision(ABC):
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring the gradients to their true size, so that clipping thresholds mean what they say."""
 
-    def step(self, optimizer: Optimizer) -> bool:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters.
+
+        Args:
+            optimizer: Their gradients are complete.
+            closure: For an optimizer that evaluates loss and gradients several times; never with fp16.
 
         Returns:
             False if the update was skipped because gradients overflowed: then nothing else may move either.
         """
-        optimizer.step()
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,15 +80,41 @@ class Float32(Precision):
 
 
 @final
+class OneDtype(Precision):
+    """Parameters, buffers and the floating tensors of batches all in one dtype; no autocast, no scaler.
+
+    Args:
+        name: `bf16-true` or `fp64`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.dtype = torch.bfloat16 if name == "bf16-true" else torch.float64
+        self._context = _Explaining(nullcontext(), name, self.dtype)
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Nothing but clear errors."""
+        return self._context
+
+    def convert(self, model: nn.Module) -> None:
+        """Cast floating parameters and buffers in place; integers stay, and the sums of torchmetrics objects."""
+        model.double() if self.dtype is torch.float64 else model.bfloat16()  # Module.to would cast those sums too
+
+    def state_dict(self) -> dict[str, Any]:
+        """The name, by which `load_from_checkpoint` builds the same task again."""
+        return {"name": self._name}
+
+
+@final
 class BFloat16(Precision):
     """Forward under autocast to bfloat16; parameters and gradients stay float32."""
 
     def __init__(self, device: torch.device) -> None:
-        self._autocast = torch.autocast(device.type, torch.bfloat16)
+        self._context = _Explaining(torch.autocast(device.type, torch.bfloat16), "bf16", torch.bfloat16)
 
     def forward(self) -> AbstractContextManager[Any]:
         """Autocast."""
-        return self._autocast
+        return self._context
 
 
 @final
@@ -80,13 +128,13 @@ class Float16(Precision):
     handles_overflow = True
 
     def __init__(self, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000) -> None:
-        self._autocast = torch.autocast(device.type, torch.float16)
+        self._context = _Explaining(torch.autocast(device.type, torch.float16), "fp16", torch.float16)
         self._scaler = torch.amp.GradScaler(device.type, init_scale=init_scale, growth_interval=growth_interval)
         self._scale = init_scale
 
     def forward(self) -> AbstractContextManager[Any]:
         """Autocast."""
-        return self._autocast
+        return self._context
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradients of `loss * scale`."""
@@ -96,7 +144,7 @@ class Float16(Precision):
         """Divide the gradients by the scale and look for overflow."""
         self._scaler.unscale_(optimizer)
 
-    def step(self, optimizer: Optimizer) -> bool:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update unless gradients overflowed; then adapt the scale.
 
         Raises:
@@ -117,29 +165,85 @@ class Float16(Precision):
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the scale."""
-        self._scaler.load_state_dict(state)
-        self._scale = float(state["scale"])
+        """Take over the scale; a run that had none begins with this one's."""
+        if "scale" in state:
+            self._scaler.load_state_dict(state)
+            self._scale = float(state["scale"])
 
 
-_NAMES = {
-    "fp32": Float32, "32": Float32, "32-true": Float32,
-    "bf16": BFloat16, "bf16-mixed": BFloat16,
-    "fp16": Float16, "16": Float16, "16-mixed": Float16,
-}  # fmt: skip
+@final
+class _Explaining(AbstractContextManager[None]):
+    """A context around the steps that says which module cannot run in a dtype; it costs nothing until one fails."""
+
+    def __init__(self, context: AbstractContextManager[Any], name: str, dtype: torch.dtype) -> None:
+        self._context = context
+        self._name = name
+        self._complaint = re.compile(_COMPLAINTS[dtype])
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and self._complaint.search(str(error)):
+            better = "bf16 or fp32" if self._name == "fp16" else "fp32"
+            raise ConfigError(
+                f"precision: under {self._name} torch cannot run {_culprit(list(_modules(trace)))}: "
+                f"{str(error).splitlines()[0].rstrip('.')}. Use precision: {better}, or run this part in float32 "
+                "(docs/precision.md). A tensor that a step makes has to be given the dtype of those it meets."
+            ) from error
+
+
+def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
+    """The modules whose methods a traceback passes through, outermost first."""
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            yield owner
+        trace = trace.tb_next
+
+
+def _culprit(modules: list[nn.Module]) -> str:
+    """The innermost of nested modules: its path in the outermost, its class, its device."""
+    if not modules:
+        return "an operation"
+    task, culprit = modules[0], modules[-1]
+    path = next((name for name, module in task.named_modules() if module is culprit), "")
+    device = next((f" on {tensor.device.type}" for tensor in (*culprit.parameters(), *task.parameters())), "")
+    return f"{path!r} ({type(culprit).__name__}){device}" if path else f"a step of {type(task).__name__}{device}"
+
+
+_KINDS: dict[str, Callable[[torch.device], Precision]] = {
+    **dict.fromkeys(("fp32", "32", "32-true"), lambda device: Float32()),
+    **dict.fromkeys(("bf16", "bf16-mixed"), BFloat16),
+    **dict.fromkeys(("fp16", "16", "16-mixed"), Float16),
+    "bf16-true": lambda device: OneDtype("bf16-true"),
+    **dict.fromkeys(("fp64", "64", "64-true"), lambda device: OneDtype("fp64")),
+}
 
 
 def make_precision(name: str | int, device: torch.device) -> Precision:
     """The precision of a name.
 
     Args:
-        name: `fp32`, `bf16` or `fp16`; Lightning's `32-true`, `bf16-mixed`, `16-mixed` mean the same.
+        name: `fp32`, `bf16`, `fp16`, `bf16-true` or `fp64`; Lightning's `32-true`, `bf16-mixed`, `16-mixed` and
+            `64-true` mean the same.
         device: Where the forward runs.
 
     Raises:
-        ConfigError: No such precision.
+        ConfigError: No such precision, or not on this device.
     """
-    kind = _NAMES.get(str(name))
+    if str(name) in ("fp16-true", "16-true"):
+        raise ConfigError(
+            f"precision: {name} trains float16 parameters without a loss scale, where small gradients and updates "
+            "become 0. Use fp16 (autocast with a scaler), or bf16-true for parameters of 16 bits."
+        )
+    kind = _KINDS.get(str(name))
     if kind is None:
-        raise ConfigError(f"precision: no precision is named {name!r}; use one of {', '.join(_NAMES)}.")
-    return Float32() if kind is Float32 else kind(device)
+        raise ConfigError(f"precision: no precision is named {name!r}; use one of {', '.join(_KINDS)}.")
+    precision = kind(device)
+    if precision.dtype is torch.float64 and device.type == "mps":
+        raise ConfigError(f"precision: {name} needs float64, which MPS does not have. Set accelerator: cpu, or fp32.")
+    return precision

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -63,20 +64,43 @@ def seed_generators(key: int) -> None:
         torch.mps.manual_seed(key)
 
 
+@final
+class GeneratorStates:
+    """The states of the global generators at one moment."""
+
+    def __init__(self) -> None:
+        self._cpu, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = [generator.get_state() for generator in torch.cuda.default_generators] if in_use else []
+
+    def restore(self) -> None:
+        """Put the generators back to that moment."""
+        torch.set_rng_state(self._cpu)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+        for generator, state in zip(torch.cuda.default_generators, self._cuda, strict=False):
+            generator.set_state(state)
+
+
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Put the global generators back as they were, however many draws were made inside."""
-    cpu, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cuda = [generator.get_state() for generator in torch.cuda.default_generators] if cuda_in_use else []
+    before = GeneratorStates()
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
-        for generator, state in zip(torch.cuda.default_generators, cuda, strict=False):
-            generator.set_state(state)
+        before.restore()
+
+
+def seed_own_generators(owner: Any, key: int) -> None:
+    """Set every generator of torch, numpy or `random` that an object keeps as an attribute to a 32-bit key."""
+    for value in list(getattr(owner, "__dict__", {}).values()):
+        if isinstance(value, torch.Generator):
+            value.manual_seed(key)
+        elif isinstance(value, np.random.Generator):
+            value.bit_generator.state = type(value.bit_generator)(key).state
+        elif isinstance(value, (np.random.RandomState, random.Random)):
+            value.seed(key)
 
 
 def seed_everything(seed: int) -> int:

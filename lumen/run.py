@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lumen.batches import move
-from lumen.data.loaders import Feed, Position
+from lumen.data.feed import Feed, Position
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.datamodule import DataModule
@@ -47,6 +47,8 @@ class Progress:
         should_stop: A callback or the user asked the run to end; honoured after the minimum of steps and epochs.
         elapsed_s: Seconds of training, over all resumed parts.
         weight_guess: See `StepWeights`.
+        units: Weight of all updates: the tokens, boxes or samples learned from.
+        loader: Where the training loader stands, as its feed said after the last window.
     """
 
     step: int = 0
@@ -60,12 +62,15 @@ class Progress:
     should_stop: bool = False
     elapsed_s: float = 0.0
     weight_guess: float = 1.0
+    units: float = 0.0
+    loader: Any = None
 
     def advance(self, window: Window, *, updated: bool) -> None:
         """Count one window; a step only if the update was not skipped."""
         self.step += updated
         self.samples += window.samples
         self.batches += len(window.sizes)
+        self.loader = window.state
 
     def next_epoch(self) -> None:
         """The epoch in progress is complete."""
@@ -76,7 +81,7 @@ class Progress:
     @property
     def position(self) -> Position:
         """Where the epoch in progress stands."""
-        return Position(self.samples, self.batches)
+        return Position(self.samples, self.batches, self.loader)
 
 
 @final
@@ -113,13 +118,17 @@ class Run:
         self.hooks = Hooks(task, callbacks, trainer)
         self.progress = Progress()
         self.optimizer: Optimizer  # once `fit` has built it
+        self.needs_closure = False  # it evaluates a step's loss several times
         self.parameters: list[torch.nn.Parameter] = []
         self.schedulers: list[SchedulerConfig] = []
+        self.configured: dict[str, Any] = {}  # what their settings were when they were built
         self.train_feed: Feed | None = None
         self.eval_feeds: list[Feed] = []
         self.stage = ""
         self.loaders: tuple[Any, Any] | None = None  # given to fit instead of a data module: training, evaluation
         self.checkpoint: Checkpoint | None = None  # what `fit` goes on from
+        self.absent_records: dict[str, Any] = {}  # states of the loggers that it had in an earlier part only
+        self.records: dict[str, Any] | None = None  # states of its loggers before an evaluation that is not complete
         self.train_metrics = StageMetrics()
         self.metrics: dict[str, float] = {}
         self.fresh: set[str] = set()
@@ -144,6 +153,7 @@ class Run:
         self.grad_norm: torch.Tensor | None = None
         self.waited_s = 0.0
         self.samples_seen = 0
+        self.has_units = False  # the task weighs its micro-batches
         self.weighted_windows = 0
         self.losses = LossCheck()
         self._clock = time.monotonic()
@@ -163,7 +173,7 @@ class Run:
         return self.strategy.call(step, *[given[place] for place in self.step_arguments[step]])
 
     def _find_transfer_hooks(self) -> list[Callable[[Any, int], Any]]:
-        device = self.strategy.device
+        device, dtype = self.strategy.device, self.precision.dtype
 
         def owner(method: str) -> Any:
             return next((thing for thing in (self.datamodule, self.task) if thing and overrides(thing, method)), None)
@@ -173,8 +183,8 @@ class Run:
             hooks.append(before.on_before_batch_transfer)
         if (mover := owner("transfer_batch_to_device")) is not None:
             hooks.append(lambda batch, index: mover.transfer_batch_to_device(batch, device, index))
-        elif device.type != "cpu":
-            hooks.append(lambda batch, index: move(batch, device))
+        elif device.type != "cpu" or dtype is not None:
+            hooks.append(lambda batch, index: move(batch, device, dtype))
         if (after := owner("on_after_batch_transfer")) is not None:
             hooks.append(after.on_after_batch_transfer)
         return hooks
@@ -196,8 +206,10 @@ class Run:
         """Advance by one window."""
         self.progress.advance(window, updated=updated)
         self.progress.weight_guess = weights.next_guess
+        self.progress.units += weights.total if updated else 0.0
         self.waited_s += window.waited_s
         self.samples_seen += window.samples
+        self.has_units |= weights.counted
         self.weighted_windows += bool(weights.total)
 
     def seed_hooks(self, place: int) -> None:
@@ -290,6 +302,10 @@ class Run:
     def close(self) -> None:
         """End the loaders' workers; the task is again one without a run, whose `log` does nothing."""
         self.stage = ""
+        self.close_feeds()
+
+    def close_feeds(self) -> None:
+        """End the loaders' workers."""
         for feed in (self.train_feed, *self.eval_feeds):
             if feed is not None:
                 feed.close()

@@ -18,7 +18,7 @@ from types import FrameType
 
 import torch
 
-from lumen.console import ConsoleHandler, logger
+from lumen.console import ConsoleHandler, in_notebook, logger
 from lumen.errors import ConfigError
 from lumen.run import Run
 
@@ -58,11 +58,14 @@ def interruption(number: int | None) -> BaseException:
 
 
 def resume_command(run_directory: Path) -> str:
-    """The command that goes on from where a run stopped."""
+    """The command, or in a notebook the line, that goes on from where a run stopped."""
+    trainer = f'Trainer(..., name={json.dumps(run_directory.name, ensure_ascii=False)}, resume="auto")'
+    if in_notebook:
+        return f"{trainer}.fit(...)"
     if (run_directory / "config.yaml").exists():
         return f"lumen fit --config {shlex.quote(str(run_directory / 'config.yaml'))} --trainer.resume auto"
     script = " ".join(shlex.quote(word) for word in [Path(sys.executable).name, *sys.orig_argv[1:]])
-    return f'{script}   # with Trainer(name="{run_directory.name}", resume="auto")'
+    return f"{script}   # with {trainer}"
 
 
 @contextmanager
@@ -100,16 +103,49 @@ def _handler(handler: logging.Handler, level: str) -> Iterator[None]:
 
 
 @contextmanager
-def torch_settings(deterministic: bool, detect_anomaly: bool) -> Iterator[None]:
-    """Torch's global switches for the time of a run."""
-    before = torch.are_deterministic_algorithms_enabled()
-    with torch.autograd.set_detect_anomaly(detect_anomaly or torch.is_anomaly_enabled()):
+def torch_settings(
+    deterministic: bool, detect_anomaly: bool, matmul_precision: str | None = None, benchmark: bool | None = None
+) -> Iterator[None]:
+    """Torch's global switches for the time of a run; None leaves one as it is."""
+    before, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    with (
+        _float32_matmul(matmul_precision),
+        torch.autograd.set_detect_anomaly(detect_anomaly or torch.is_anomaly_enabled()),
+    ):
         if deterministic:
             torch.use_deterministic_algorithms(True)
+        if benchmark is not None:
+            torch.backends.cudnn.benchmark = benchmark
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(before)
+            torch.backends.cudnn.benchmark = cudnn
+
+
+@contextmanager
+def _float32_matmul(precision: str | None) -> Iterator[None]:
+    """Set the precision with which float32 matrices are multiplied.
+
+    The function that torch has had for long is used to set it: after the per-backend switches have been, the compiler
+    of torch < 2.14 refuses to work. Those are read and put back all the same, for who has set them.
+    """
+    if precision is None:
+        yield
+        return
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        known = torch.get_float32_matmul_precision()
+    except RuntimeError:  # they were set, and this has no name for it
+        known = "highest"
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(known)
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
 
 
 def write_environment(directory: Path) -> None:

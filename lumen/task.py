@@ -73,8 +73,13 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         Returns:
             An optimizer; or `([optimizer], [scheduler])`, each scheduler stepped per epoch or given as a dictionary;
             or `{"optimizer": optimizer, "lr_scheduler": scheduler or dictionary}`. The dictionary of a scheduler has
-            `scheduler`, and optionally `interval` ("epoch", the default, or "step"), `frequency` (1), `monitor` (the
-            logged name that `ReduceLROnPlateau` reads) and `strict` (True: a missing monitor is an error).
+            `scheduler`, and optionally `interval` ("epoch", the default, "step" or "token"), `frequency` (1), `monitor`
+            (the logged name that `ReduceLROnPlateau` reads), `strict` (True: a missing monitor is an error),
+            `warmup_steps` (0) and `warmup_start` (0.0), a linear warm-up before it. With "token" the lengths of a
+            schedule of `lumen.optim` are units of weight: what `training_step` returns or `batch_weight` gives.
+
+            An optimizer whose `step` needs a closure (LBFGS) gets one that evaluates all micro-batches of the step
+            anew: the same batches, random numbers, weighting and clipping; see `lumen.step.Closure`.
         """
         raise ConfigError(
             f"{type(self).__name__} has no configure_optimizers and the config has no optimizer. "
@@ -114,7 +119,8 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
             prog_bar: Show it in the progress bar.
             logger: Give it to the loggers.
             reduce_fx: How values become one over an epoch.
-            add_dataloader_idx: With several evaluation loaders, append `/dataloader_idx_N`.
+            add_dataloader_idx: With several evaluation loaders, append `/dataloader_idx_N`, or `/NAME` where they are
+                in a dictionary.
             batch_size: Another name of `weight`.
             sync_dist: Accepted for users of Lightning; values are always those of all processes.
         """
@@ -134,12 +140,11 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
             prog_bar,
             logger,
             reduce_fx,
+            run.loader_suffix if add_dataloader_idx else "",
         )
         if weight is None:
             weight = run.batch_samples if batch_size is None else batch_size
-        if add_dataloader_idx and run.loader_suffix:
-            name += run.loader_suffix
-        metrics.log(name, value, weight, options)
+        metrics.log(name + options.suffix, value, weight, options)
 
     def log_dict(self, values: Mapping[str, float | torch.Tensor | Metric], **options: Any) -> None:
         """`log` each entry of a mapping (a `MetricCollection` too) with the same options."""

@@ -12,17 +12,37 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from lumen import loop, session
-from lumen.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar, SystemMonitor
-from lumen.checkpoint import Checkpoint, check_savable, find_checkpoint, load_model, load_run, load_user_state, save
+from lumen.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar, ThroughputMonitor
+from lumen.checkpoint import (
+    PARTS,
+    Checkpoint,
+    Part,
+    Weights,
+    as_weights,
+    check_savable,
+    choose_parts,
+    configured,
+    find_checkpoint,
+    is_weights,
+    load_model_and_data,
+    load_run,
+    load_weights,
+    save,
+)
 from lumen.checkpoint.folder import find_checkpoints, set_aside
+from lumen.checkpoint.state import keyed
+from lumen.compilation import Compilation
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError
-from lumen.feeds import eval_feeds, open_feeds
+from lumen.feeds import eval_feeds, open_feeds, reopen_feeds
 from lumen.hooks import NOT_CALLED, overrides
+from lumen.horizons import check_horizons
 from lumen.loggers import CSVLogger, Logger
+from lumen.optim import needs_closure
 from lumen.optimizers import build_optimizers
 from lumen.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
 from lumen.precision import make_precision
+from lumen.profilers import Profiler, make_profiler, profiled
 from lumen.random import Domain, make_key, seed_generators
 from lumen.run import Run
 from lumen.rundir import RunDirectory
@@ -47,7 +67,14 @@ class Trainer(RunView):
         accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda`, `mps`.
         devices: 1, or `auto`.
         strategy: `auto`, `single`, or a `Strategy` of your own.
-        precision: `fp32`, `bf16` or `fp16`; the last two run the forward under autocast.
+        precision: `fp32`; `bf16` or `fp16` (autocast); `bf16-true` or `fp64` (parameters, buffers and batches).
+        matmul_precision: With which float32 matrices are multiplied: `highest`, `high` (TF32 on CUDA) or `medium`.
+            Default: as torch is set.
+        benchmark: Let cuDNN time its algorithms and take the fastest, so that runs differ in the last bits. Default: as
+            torch is set.
+        compile: True: compile the task's `forward` and its direct child modules; class names: every module of these
+            classes; a dictionary: options of `torch.compile` (mode, dynamic, fullgraph, backend, options) and `blocks`,
+            the class names.
         global_batch_size: Samples of an optimizer step, whatever the hardware; the micro-batches follow from the
             loader's batch size.
         accumulate_grad_batches: Micro-batches of an optimizer step, when `global_batch_size` is not set.
@@ -61,6 +88,9 @@ class Trainer(RunView):
         limit_val_batches: Likewise for validation; 0 turns it off.
         limit_test_batches: Likewise for test.
         limit_predict_batches: Likewise for prediction.
+        overfit_batches: Train on this count or fraction of the batches, the same in every epoch, and validate on as
+            many: a model that cannot learn them by heart has a defect. 0: off.
+        reload_dataloaders_every_n_epochs: Ask for new loaders at the start of every n-th epoch; 0: never.
         fast_dev_run: Run this many batches (True: 1) of training and validation, and write nothing.
         log_every_n_steps: Optimizer steps between two written values.
         callbacks: A list, or a dictionary whose names serve configs; None entries are left out.
@@ -70,9 +100,19 @@ class Trainer(RunView):
         resume: None: a new run directory `name`, `name-2`, ...; "auto": go on from the newest valid checkpoint of
             `name`, or start it; "last": the same, but there must be one; "best" or a path of a checkpoint or run: start
             a new run directory from there.
+        resume_parts: What a new run takes over from "best" or a path; default: everything. `model`: parameters, buffers
+            and what `on_save_checkpoint` added; else they are built anew. `optimizer`: its state and the scale of fp16;
+            else it begins empty. `schedulers`: where they stand and the learning rates; else they and the optimizer's
+            settings are those configured, moved to the step and epoch that the run begins at (one with a monitor begins
+            anew). `progress`: step, epoch, time, the callbacks' states and the seed; else step 0 of epoch 0. `data`,
+            which needs `progress`: the place in the epoch, its values so far, the data module's state; else the epoch
+            begins anew.
+        init_from: Parameters and buffers that a new run begins with: the path or URL of a checkpoint, a run or
+            safetensors files, or `Weights`, which renames and leaves out. A run that is resumed does not read it.
         seed: Of everything random. Default: drawn once and recorded; when resuming the checkpoint's counts.
         deterministic: Use deterministic algorithms only; an operation that has none is an error.
         detect_anomaly: Find the operation whose backward made a NaN; slow.
+        profiler: `simple`: a table of where the time goes; `torch`: traces of `torch.profiler`; or a `Profiler`.
         inference_mode: Evaluate under `torch.inference_mode`, else under `torch.no_grad`.
         enable_progress_bar: Show progress: a bar in a terminal, plain lines elsewhere.
         enable_checkpointing: Save checkpoints.
@@ -92,6 +132,9 @@ class Trainer(RunView):
         devices: int | str = 1,
         strategy: str | Strategy = "auto",
         precision: str | int = "fp32",
+        matmul_precision: Literal["highest", "high", "medium"] | None = None,
+        benchmark: bool | None = None,
+        compile: bool | str | list[str] | dict[str, Any] = False,
         global_batch_size: int | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
@@ -103,6 +146,8 @@ class Trainer(RunView):
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0,
+        reload_dataloaders_every_n_epochs: int = 0,
         fast_dev_run: bool | int = False,
         log_every_n_steps: int = 50,
         callbacks: list[Callback] | dict[str, Callback | None] | Callback | None = None,
@@ -110,9 +155,12 @@ class Trainer(RunView):
         default_root_dir: str | Path = "runs",
         name: str | None = None,
         resume: str | Path | None = None,
+        resume_parts: list[Part] | None = None,
+        init_from: Weights | str | Path | None = None,
         seed: int | None = None,
         deterministic: bool = False,
         detect_anomaly: bool = False,
+        profiler: Literal["simple", "torch", "pytorch"] | Profiler | None = None,
         inference_mode: bool = True,
         enable_progress_bar: bool = True,
         enable_checkpointing: bool = True,
@@ -138,15 +186,25 @@ class Trainer(RunView):
         self.strategy = make_strategy(strategy, accelerator, devices)
         self.precision = precision
         make_precision(precision, self.strategy.device)  # a wrong name is found now
-        self.global_batch_size = global_batch_size
-        self.accumulate_grad_batches = accumulate_grad_batches
+        if matmul_precision not in (None, "highest", "high", "medium"):
+            raise ConfigError(f"matmul_precision: expected highest, high or medium, found {matmul_precision!r}.")
+        self.matmul_precision = matmul_precision
+        self.benchmark = benchmark
+        self.compilation = Compilation(compile)
         self.fast_dev_run = int(fast_dev_run)
         self.default_root_dir = Path(default_root_dir)
         self.name = name
         self.resume = None if resume is None else str(resume)
+        self.resume_parts = choose_parts(resume_parts, self.resume)
+        self.init_from = None if init_from is None else as_weights(init_from)
+        if self.init_from is not None and self.resume is not None and not self._stays:
+            raise ConfigError(
+                f"init_from and resume={self.resume} both say where a new run's parameters are from. Set one to null."
+            )
         self.seed = seed
         self.deterministic = deterministic
         self.detect_anomaly = detect_anomaly
+        self.profiler = make_profiler(profiler)
         self.log_level = log_level
         self.plan = Plan(
             max_steps=count_limit("max_steps", max_steps),
@@ -166,8 +224,16 @@ class Trainer(RunView):
             },
             log_every_n_steps=log_every_n_steps,
             inference_mode=inference_mode,
+            accumulate=accumulate_grad_batches,
+            global_batch_size=global_batch_size,
+            reload_every_n_epochs=reload_dataloaders_every_n_epochs,
             **validation_interval(val_check_interval),
         )
+        if overfit_batches:
+            few = batch_limit("overfit_batches", overfit_batches)
+            self.plan = replace(
+                self.plan, same_batches=True, limits=self.plan.limits | {"train": few, "validate": few}
+            )  # fmt: skip
         if self.fast_dev_run:
             self.plan = replace(
                 self.plan, max_steps=self.fast_dev_run, max_epochs=1, max_time_s=None, sanity_batches=0,
@@ -184,7 +250,11 @@ class Trainer(RunView):
         )
         self.callbacks = _callbacks(
             callbacks,
-            {SystemMonitor: bool(self.loggers), ModelSummary: enable_model_summary, ProgressBar: enable_progress_bar},
+            {
+                ThroughputMonitor: bool(self.loggers),
+                ModelSummary: enable_model_summary,
+                ProgressBar: enable_progress_bar,
+            },
             enable_checkpointing,
         )
         self.enable_checkpointing = enable_checkpointing and not self.fast_dev_run
@@ -222,12 +292,20 @@ class Trainer(RunView):
         self._check_fit(task, configure_optimizers)
         with self._stage("fit", task, data, val_dataloaders) as run:
             checkpoint = self._start(run)
-            run.optimizer, run.schedulers = build_optimizers(task, configure_optimizers or task.configure_optimizers)
+            run.optimizer, run.schedulers = build_optimizers(
+                task, configure_optimizers or task.configure_optimizers, run.precision
+            )
+            run.needs_closure = needs_closure(run.optimizer)
             run.parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+            run.configured = configured(run)
             if checkpoint is not None:
-                load_run(run, checkpoint, continue_records=self._stays)
+                load_run(run, checkpoint, parts=self.resume_parts, continue_records=self._stays)
                 run.progress.should_stop &= self._stays  # a new run may go on where a callback ended the old one
-            open_feeds(run, self.accumulate_grad_batches, self.global_batch_size)
+            if 0 < run.plan.reload_every_n_epochs <= run.progress.epoch:
+                reopen_feeds(run)
+            open_feeds(run)
+            if not self.fast_dev_run:
+                check_horizons(run)
             if self.enable_checkpointing:
                 check_savable(run)  # what cannot be saved is found now, not after the first epoch
             if checkpoint is not None and (reason := run.limit_reached):
@@ -249,14 +327,14 @@ class Trainer(RunView):
             _log.info("finished: %s at step %d, epoch %d", run.limit_reached, run.progress.step, run.progress.epoch)
 
     def validate(
-        self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: str | Path | None = None
+        self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: Weights | str | Path | None = None
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data.
 
         Args:
             task: What to evaluate.
             data: A data module, a loader or a list of loaders; None if the task brings its loaders.
-            ckpt_path: Parameters to load first: "best" or "last" of the run, or a path.
+            ckpt_path: Parameters to load first: "best" or "last" of the run, or what `init_from` may be.
 
         Returns:
             One dictionary of logged values per loader.
@@ -264,13 +342,13 @@ class Trainer(RunView):
         return self._evaluate("validate", task, data, ckpt_path)
 
     def test(
-        self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: str | Path | None = None
+        self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: Weights | str | Path | None = None
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; see `validate`."""
         return self._evaluate("test", task, data, ckpt_path)
 
     def predict(
-        self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: str | Path | None = None
+        self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: Weights | str | Path | None = None
     ) -> list[Any]:
         """Predict; see `validate`.
 
@@ -310,7 +388,7 @@ class Trainer(RunView):
             ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
         """
         if self.run.train_feed is None:
-            open_feeds(self.run, self.accumulate_grad_batches, self.global_batch_size)
+            open_feeds(self.run)
         feed = self.run.train_feed
         assert feed is not None
         steps = feed.steps(self.plan.limit("train", feed))
@@ -335,7 +413,10 @@ class Trainer(RunView):
         with ExitStack() as closing:
             self._running = True
             closing.callback(setattr, self, "_running", False)
-            closing.enter_context(session.torch_settings(self.deterministic, self.detect_anomaly))
+            closing.enter_context(
+                session.torch_settings(self.deterministic, self.detect_anomaly, self.matmul_precision, self.benchmark)
+            )
+            closing.enter_context(self.compilation)
             closing.enter_context(session.console_log(self.log_level))
             directory = self._claim(closing) if stage == "fit" else None
             if directory is not None:
@@ -354,8 +435,8 @@ class Trainer(RunView):
                 datamodule._run = run
             if directory is not None:
                 session.write_environment(directory.path)
-                for logger in self.loggers:
-                    logger.open(directory.path, resumed=checkpoint is not None and self._stays)
+                for key, logger in keyed(self.loggers).items():
+                    logger.open(directory.path, resumed=self._stays and _has_record(checkpoint, key))
                     closing.callback(logger.close)
             closing.enter_context(session.stop_signals(run))
             closing.callback(self.strategy.teardown)
@@ -365,7 +446,8 @@ class Trainer(RunView):
             for hook in reversed(run.hooks.teardown):
                 closing.callback(hook, stage)
             try:
-                yield run
+                with profiled(run, self.profiler, None if directory is None else directory.path):
+                    yield run
             except loop.StopRequested:
                 self._leave(run, directory)
             except BaseException as error:
@@ -423,6 +505,8 @@ class Trainer(RunView):
         checkpoint = find_checkpoint(self.resume, self._checkpoints(self.default_root_dir / str(self.name)))
         if checkpoint is not None:
             _log.info("going on from %s", checkpoint.path)
+            if self.init_from is not None:
+                _log.info("init_from is not read: the parameters are the checkpoint's")
             if directory is not None and self._stays:
                 found = find_checkpoints(checkpoint.path.parent)
                 for damaged in found[found.index(checkpoint.path) + 1 :]:
@@ -430,7 +514,7 @@ class Trainer(RunView):
         return checkpoint
 
     def _resolve_seed(self, checkpoint: Checkpoint | None) -> int:
-        if checkpoint is not None:
+        if checkpoint is not None and "progress" in self.resume_parts:
             saved = int(checkpoint.state["seed"])
             if self.seed not in (None, saved):
                 raise ConfigError(
@@ -439,9 +523,11 @@ class Trainer(RunView):
             return saved
         return secrets.randbits(31) if self.seed is None else self.seed
 
-    def _start(self, run: Run, ckpt_path: str | Path | None = None) -> Checkpoint | None:
+    def _start(self, run: Run, ckpt_path: Weights | str | Path | None = None) -> Checkpoint | None:
         """Prepare the data, set up, place and load the model. Returns the checkpoint that the run goes on from."""
         task, datamodule, stage = run.task, run.datamodule, run.stage
+        if not (overrides(task, "configure_model") or overrides(task, "setup")):  # its modules are all there
+            self.compilation.check(task)
         seed_generators(make_key(run.seed, Domain.INIT, 1))
         for owner in (datamodule, task):
             if owner is not None:
@@ -453,19 +539,25 @@ class Trainer(RunView):
             hook(stage)
         seed_generators(make_key(run.seed, Domain.INIT, 2))
         task.configure_model()
+        run.precision.convert(task)
+        self.compilation.apply(task)
         self.strategy.setup(task)
         checkpoint: Checkpoint | None = run.checkpoint
-        if ckpt_path is not None:
+        weights = self.init_from if stage == "fit" and checkpoint is None else None
+        if ckpt_path is not None and is_weights(ckpt_path):
+            weights = as_weights(ckpt_path)
+        elif ckpt_path is not None:
             folder = self._checkpoints(self.run_directory or self.default_root_dir / str(self.name))
             checkpoint = find_checkpoint("last" if ckpt_path == "auto" else str(ckpt_path), folder)
             _log.info("parameters from %s", checkpoint.path if checkpoint else None)
         if checkpoint is not None:
-            load_model(task, checkpoint)
-            load_user_state(run, checkpoint)
+            load_model_and_data(run, checkpoint, self.resume_parts if stage == "fit" else PARTS)
+        elif weights is not None:
+            load_weights(task, weights)
         return checkpoint
 
     def _evaluate(
-        self, stage: str, task: TaskModule, data: Any, ckpt_path: str | Path | None
+        self, stage: str, task: TaskModule, data: Any, ckpt_path: Weights | str | Path | None
     ) -> list[dict[str, float]]:
         step = {"validate": "validation_step", "test": "test_step"}[stage]
         if not overrides(task, step):
@@ -475,13 +567,12 @@ class Trainer(RunView):
             run.eval_feeds = eval_feeds(run, stage)
             if not loop.evaluate(run, stage, run.eval_feeds):
                 raise loop.StopRequested
-            count = len(run.eval_feeds)
-            suffixes = [f"/dataloader_idx_{number}" for number in range(count)]
+            suffixes = [loop.loader_suffix(run.eval_feeds, number) for number in range(len(run.eval_feeds))]
             return [
                 {
                     name: value
                     for name, value in run.metrics.items()
-                    if count == 1 or name.endswith(suffix) or "/dataloader_idx_" not in name
+                    if name.endswith(suffix) or not name.endswith(tuple(suffixes))
                 }
                 for suffix in suffixes
             ]
@@ -505,6 +596,11 @@ class Trainer(RunView):
             raise ConfigError(
                 f"{type(task).__name__} sets automatic_optimization = False; this version has no manual optimization."
             )
+
+
+def _has_record(checkpoint: Checkpoint | None, logger: str) -> bool:
+    """Whether a checkpoint says how far a logger's record goes; without that nothing of it can be told apart."""
+    return checkpoint is not None and logger in checkpoint.state["loggers"]
 
 
 def _callbacks(given: Any, defaults: Mapping[type[Callback], bool], checkpointing: bool) -> list[Callback]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +181,12 @@ class RunView(ABC):
         if feed is None:
             raise ConfigError("there is no training loader: it is opened during fit.")
         return self.plan.batches("train", feed)
+
+    @property
+    @abstractmethod
+    def estimated_stepping_batches(self) -> int:
+        """Optimizer steps of the whole run, for schedules that need their length.
+
+        Raises:
+            ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
+        """

@@ -84,3 +84,56 @@ def quiet_trainer(tmp_path, **options):
     """A trainer that writes below a test's directory and shows nothing."""
     options = {"seed": 3, "enable_progress_bar": False, "enable_model_summary": False, "log_level": "ERROR"} | options
     return lumen.Trainer(default_root_dir=tmp_path / "runs", name="run", **options)
+
+
+def bare_trainer(tmp_path, **options):
+    """A trainer that writes nothing."""
+    return quiet_trainer(tmp_path, **{"logger": False, "enable_checkpointing": False} | options)
+
+
+class Seeing(lumen.TaskModule):
+    """Keeps every batch it is given, by epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.epochs = {}
+
+    def training_step(self, batch):
+        self.epochs.setdefault(self.current_epoch, []).append(batch)
+        return self.weight.square()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def samples(self, epoch):
+        """The first field of an epoch's samples, in the order they came."""
+        batches = [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in self.epochs[epoch]]
+        return torch.cat(batches).tolist()
+
+
+def seen(tmp_path, data, **options):
+    """What a task is given by a loader."""
+    task = Seeing()
+    bare_trainer(tmp_path, **{"max_epochs": 2} | options).fit(task, data)
+    return task
+
+
+def numbers(samples=20):
+    """A data set whose samples are their own numbers."""
+    return TensorDataset(torch.arange(samples))
+
+
+class Saving(lumen.Callback):
+    """Saves a checkpoint at one step."""
+
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_boundary(self, trainer, task):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def plain(batches):
+    return [torch.as_tensor(batch[0] if isinstance(batch, (list, tuple)) else batch).tolist() for batch in batches]

@@ -1,14 +1,14 @@
-"""Early stopping, and the three questions of checkpoints: when, which, where."""
+"""Callbacks that stop, time, log and call; those that save have files of their own."""
 
+import csv
 import math
+import time
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
-from lumen.checkpoint import find_checkpoints
-from lumen.checkpoint.folder import read_info
 from lumen.errors import ConfigError
 from tests.tasks import Regression, loader, quiet_trainer
 
@@ -39,10 +39,6 @@ def fit(tmp_path, values, callbacks, **options):
     return trainer
 
 
-def steps(tmp_path, name="run"):
-    return [int(path.name[5:]) for path in find_checkpoints(tmp_path / "runs" / name / "checkpoints")]
-
-
 @pytest.mark.parametrize(
     ("values", "options", "epochs"),
     [
@@ -57,8 +53,11 @@ def steps(tmp_path, name="run"):
     ],
 )
 def test_early_stopping_stops_at_the_right_epoch(tmp_path, values, options, epochs):
-    trainer = fit(tmp_path, values, [lumen.EarlyStopping("score", **options)])
+    stopping = lumen.EarlyStopping("score", **options)
+    trainer = fit(tmp_path, values, [stopping])
     assert trainer.current_epoch == epochs
+    assert stopping.stopped_epoch == (epochs if trainer.should_stop else 0)
+    assert (stopping.stopping_reason_message is not None) == trainer.should_stop
 
 
 def test_minimum_epochs_delay_early_stopping(tmp_path):
@@ -66,7 +65,7 @@ def test_minimum_epochs_delay_early_stopping(tmp_path):
     assert trainer.current_epoch == 5
 
 
-@pytest.mark.parametrize("callback", [lumen.EarlyStopping("scroe"), lumen.ModelCheckpoint("scroe")])
+@pytest.mark.parametrize("callback", [lumen.EarlyStopping("scroe"), lumen.ModelCheckpoint(monitor="scroe")])
 def test_a_monitor_never_logged_is_an_error_that_names_what_was(tmp_path, callback):
     with pytest.raises(ConfigError, match="'scroe' was never logged; logged so far: score"):
         fit(tmp_path, [1, 2], [callback])
@@ -85,85 +84,6 @@ def test_a_training_value_can_be_monitored(tmp_path):
     assert trainer.current_epoch == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({}, [10, 12]),
-        ({"keep_last": 1}, [12]),
-        ({"keep_last": -1}, [2, 4, 6, 8, 10, 12]),
-        ({"keep_last": 3, "every_n_epochs": 2}, [4, 8, 12]),
-        ({"every_n_steps": 5, "every_n_epochs": 0}, [10, 12]),
-        ({"every_n_steps": 5, "every_n_epochs": 0, "at_end": False}, [5, 10]),
-        ({"keep_every_n_steps": 4}, [4, 8, 10, 12]),
-        ({"every_n_epochs": 0}, [12]),
-        ({"monitor": "score"}, [6, 10, 12]),
-        ({"monitor": "score", "keep_best": 2}, [6, 8, 10, 12]),
-        ({"monitor": "score", "mode": "max", "keep_last": 1}, [2, 12]),
-        ({"monitor": "score", "every_n_epochs": 0}, [6, 12]),
-        ({"monitor": "score", "every_n_epochs": 0, "on_best": False}, [12]),
-    ],
-)
-def test_exactly_the_expected_checkpoints_are_kept(tmp_path, options, kept):
-    fit(tmp_path, [9, 5, 1, 2, 8, 7], [lumen.ModelCheckpoint(**options)])
-    assert steps(tmp_path) == kept
-
-
-def test_a_nan_first_score_does_not_block_a_later_best(tmp_path):
-    saving = lumen.ModelCheckpoint("score", keep_last=1)
-    fit(tmp_path, [math.nan, 3, 5], [saving])
-    assert saving.best_model_score == 3
-    assert saving.best_model_path.endswith("step-00000004")
-    assert saving.last_model_path.endswith("step-00000006")
-    assert read_info(tmp_path / "runs/run/checkpoints/step-00000006")["best"] == "step-00000004"
-
-
-def test_checkpoints_can_lie_elsewhere(tmp_path):
-    fit(tmp_path, [1, 2], [lumen.ModelCheckpoint(dirpath=tmp_path / "elsewhere")])
-    assert [path.name for path in find_checkpoints(tmp_path / "elsewhere")] == ["step-00000002", "step-00000004"]
-
-
-def test_a_run_goes_on_from_checkpoints_that_lie_elsewhere(tmp_path):
-    def elsewhere():
-        return [lumen.ModelCheckpoint(dirpath=tmp_path / "elsewhere")]
-
-    fit(tmp_path, [1, 2], elsewhere())
-    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
-        fit(tmp_path, [1, 2, 3], elsewhere())
-    trainer = fit(tmp_path, [1, 2, 3], elsewhere(), resume="auto")
-    assert trainer.global_step == 6
-    rows = (tmp_path / "runs/run/metrics.csv").read_text().splitlines()
-    assert len(rows) == 1 + 3
-
-
-def test_a_trainer_used_twice_saves_each_run_in_its_own_directory(tmp_path):
-    data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
-    trainer = quiet_trainer(tmp_path, max_epochs=1)
-    for _ in range(2):
-        trainer.fit(Scripted([1]), data)
-    assert steps(tmp_path, "run") == steps(tmp_path, "run-2") == [2]
-
-
-def test_every_minutes_counts_from_the_last_save(tmp_path):
-    fit(tmp_path, [1, 2], [lumen.ModelCheckpoint(every_n_epochs=0, every_n_minutes=1e-9, keep_last=-1)])
-    assert steps(tmp_path) == [1, 2, 3, 4]
-
-
-def test_the_checkpoint_callback_runs_after_all_others(tmp_path):
-    class Late(lumen.Callback):
-        calls = 0
-
-        def on_boundary(self, trainer, task):
-            self.calls += 1
-
-        def state_dict(self):
-            return {"calls": self.calls}
-
-    trainer = fit(tmp_path, [1, 2], [lumen.ModelCheckpoint(), Late()])
-    assert type(trainer.callbacks[-1]) is lumen.ModelCheckpoint
-    state = lumen.checkpoint.Checkpoint.open(tmp_path / "runs/run/checkpoints/step-00000004").state
-    assert "calls" in str(state["callbacks"])
-
-
 def test_named_callbacks_can_be_switched_off(tmp_path):
     trainer = quiet_trainer(tmp_path, callbacks={"stop": None, "rate": lumen.LearningRateMonitor()}, max_epochs=1)
     kinds = [type(callback).__name__ for callback in trainer.callbacks]
@@ -171,15 +91,184 @@ def test_named_callbacks_can_be_switched_off(tmp_path):
     assert "LearningRateMonitor" in kinds
 
 
+def rows(tmp_path, name="run"):
+    with (tmp_path / "runs" / name / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+# ---------------------------------------------------------------------- functions as callbacks
+
+
+def test_functions_are_called_at_their_hooks_and_no_other_hook_is(tmp_path):
+    calls = []
+    functions = lumen.LambdaCallback(
+        setup=lambda trainer, task, stage: calls.append(("setup", stage)),
+        on_train_batch_end=lambda trainer, task, outputs, batch, batch_idx: calls.append(("batch", batch_idx)),
+        on_boundary=lambda trainer, task: calls.append(("boundary", trainer.global_step)),
+    )
+    trainer = fit(tmp_path, [1], [functions])
+    assert calls == [("setup", "fit"), ("batch", 0), ("boundary", 1), ("batch", 1), ("boundary", 2)]
+    of_the_callback = {
+        name
+        for name, hooks in trainer.run.hooks._calls.items()
+        if any(getattr(hook, "func", None) in vars(functions).values() for hook in hooks)
+    }
+    assert of_the_callback == {"setup", "on_train_batch_end", "on_boundary"}
+    assert not trainer.run.hooks.on_after_backward
+
+
+def test_a_function_may_end_the_epoch(tmp_path):
+    skip = lumen.LambdaCallback(on_train_batch_start=lambda trainer, task, batch, batch_idx: -1 if batch_idx else None)
+    assert fit(tmp_path, [1, 2], [skip]).global_step == 2
+
+
+# ---------------------------------------------------------------------- time
+
+
+class Sleepy(Scripted):
+    def training_step(self, batch):
+        time.sleep(0.05)
+        return super().training_step(batch)
+
+
+def timed(tmp_path, timer, task=None, **options):
+    data = DataLoader(TensorDataset(torch.arange(8.0)), 2)
+    trainer = quiet_trainer(tmp_path, callbacks=[timer, lumen.ModelCheckpoint()], **({"max_epochs": 5} | options))
+    trainer.fit(task or Sleepy([1] * 9), data, val_dataloaders=data)
+    return trainer
+
+
+@pytest.mark.parametrize(("interval", "steps"), [("step", 3), ("epoch", 4)])
+def test_a_timer_ends_training_when_its_time_is_used_up(tmp_path, interval, steps):
+    timer = lumen.Timer({"seconds": 0.12}, interval)
+    trainer = timed(tmp_path, timer)
+    assert trainer.global_step == steps
+    assert 0.12 <= timer.time_elapsed() < 5
+    assert timer.time_remaining() == pytest.approx(0.12 - timer.time_elapsed())
+
+
+def test_a_timer_waits_for_the_minimum_of_steps(tmp_path):
+    assert timed(tmp_path, lumen.Timer({"seconds": 0.01}), min_steps=6).global_step == 6
+
+
+def test_a_timer_tells_the_time_of_each_stage(tmp_path):
+    timer = lumen.Timer()
+    assert timer.start_time() is timer.end_time("test") is timer.time_remaining() is None
+    assert timer.time_elapsed("train") == timer.time_elapsed("validate") == 0.0
+    began = time.monotonic()
+    trainer = timed(tmp_path, timer, max_epochs=1)
+    assert 0.2 <= timer.time_elapsed("train") <= timer.end_time("train") - timer.start_time("train") + 1e-3
+    assert began <= timer.start_time("train") <= timer.start_time("validate") <= timer.end_time("validate")
+    assert timer.time_elapsed("validate") == timer.end_time("validate") - timer.start_time("validate")
+
+    class Slow(Scripted):
+        def test_step(self, batch):
+            time.sleep(0.01)
+
+    trainer.test(Slow([1]), DataLoader(TensorDataset(torch.arange(8.0)), 2))
+    assert 0.04 <= timer.time_elapsed("test") < 5
+    assert timer.time_elapsed("train") >= 0.2
+    with pytest.raises(ConfigError, match="out of train, validate, test, predict, found 'fit'"):
+        timer.time_elapsed("fit")
+
+
+def test_a_timer_counts_the_parts_of_a_resumed_run_and_goes_on_when_given_more_time(tmp_path):
+    first = lumen.Timer({"seconds": 0.12})
+    assert timed(tmp_path, first).global_step == 3
+    same = lumen.Timer({"seconds": 0.12})
+    assert timed(tmp_path, same, resume="auto").global_step == 3
+    longer = lumen.Timer({"seconds": first.time_elapsed() + 0.12})
+    trainer = timed(tmp_path, longer, resume="auto")
+    assert 4 <= trainer.global_step <= 6
+    assert longer.time_elapsed() == trainer.run.progress.elapsed_s >= first.time_elapsed() + 0.12
+
+
+def test_every_clock_stops_when_the_run_fails(tmp_path):
+    class Failing(Sleepy):
+        def validation_step(self, batch):
+            if not self.trainer.sanity_checking:
+                raise RuntimeError("on purpose")
+
+    timer = lumen.Timer()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        timed(tmp_path, timer, Failing([1]))
+    assert timer.end_time("validate") is not None
+    assert timer.end_time("train") is not None
+
+
+# ---------------------------------------------------------------------- what the optimizer is set to
+
+
+def optimized(tmp_path, monitor, make, **options):
+    class Scheduled(Regression):
+        def configure_optimizers(self):
+            optimizer = make(self.net)
+            return [optimizer], [
+                {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step"}
+            ]
+
+    trainer = quiet_trainer(tmp_path, callbacks=[monitor], max_epochs=2, log_every_n_steps=1, **options)
+    trainer.fit(Scheduled(), loader(32, 16))
+    return rows(tmp_path)
+
+
+def test_the_rate_of_each_update_is_logged_with_momentum_and_weight_decay(tmp_path):
+    monitor = lumen.LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+    found = optimized(
+        tmp_path, monitor, lambda net: torch.optim.SGD(net.parameters(), 0.5, momentum=0.75, weight_decay=0.125)
+    )
+    steps = [row for row in found if row["lr"]]
+    assert [float(row["lr"]) for row in steps] == [0.5, 0.25, 0.125, 0.0625]
+    assert {(row["momentum"], row["weight_decay"]) for row in steps} == {("0.75", "0.125")}
+
+
+def test_by_epoch_the_values_of_its_first_update_are_logged_for_each_group(tmp_path):
+    monitor = lumen.LearningRateMonitor(logging_interval="epoch", log_momentum=True)
+
+    def make(net):
+        groups = [{"params": net[0].parameters()}, {"params": net[3].parameters(), "lr": 0.25}]
+        return torch.optim.AdamW(groups, 0.5, betas=(0.875, 0.99))
+
+    found = optimized(tmp_path, monitor, make)
+    logged = [row for row in found if row["lr/group_0"]]
+    assert [(row["step"], row["lr/group_0"], row["lr/group_1"]) for row in logged] == [
+        ("2", "0.5", "0.25"),
+        ("4", "0.125", "0.0625"),
+    ]
+    assert {row["momentum/group_1"] for row in logged} == {"0.875"}
+
+
+def test_what_the_optimizer_does_not_have_cannot_be_logged(tmp_path):
+    with pytest.raises(ConfigError, match=r"Adagrad has no momentum\. Leave log_momentum out"):
+        optimized(
+            tmp_path, lumen.LearningRateMonitor(log_momentum=True), lambda net: torch.optim.Adagrad(net.parameters())
+        )
+
+
+# ---------------------------------------------------------------------- settings
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: lumen.EarlyStopping("x", mode="down"), "mode must be"),
         (lambda: lumen.EarlyStopping("x", patience=-1), "must be >= 0"),
-        (lambda: lumen.ModelCheckpoint(mode="up"), "mode must be"),
-        (lambda: lumen.ModelCheckpoint(every_n_steps=0), "at least 1"),
+        (lambda: lumen.EarlyStopping("x", check_on_train_epoch_end=True), "looked at when it has a new value"),
+        (lambda: lumen.EarlyStopping("x", pacience=2), "no argument pacience. Did you mean patience"),
+        (lambda: lumen.ProgressBar(refresh_rate=20), "no argument refresh_rate. refresh_per_second counts in time"),
+        (lambda: lumen.ModelSummary(mode="full"), r"no argument mode. See help\(lumen.ModelSummary\)"),
+        (lambda: lumen.LearningRateMonitor("batch"), 'must be "step" or "epoch"'),
+        (lambda: lumen.Timer("soon"), "expected a duration"),
+        (lambda: lumen.Timer(interval="minute"), 'must be "step" or "epoch"'),
+        (
+            lambda: lumen.LambdaCallback(on_train_epoch_over=print),
+            "Did you mean on_train_epoch_",
+        ),
+        (lambda: lumen.LambdaCallback(on_save_checkpoint=print), "a state in checkpoints needs a subclass"),
+        (lambda: lumen.LambdaCallback(on_fit_end=3), "on_fit_end must be a function, found 3"),
+        (lambda: lumen.ThroughputMonitor(window_s=-1), "window_s must be at least 0"),
+        (lambda: lumen.ThroughputMonitor(batch_size_fn=len), "Samples are those the loader drew"),
         (lambda: lumen.Trainer(callbacks=[3]), "not a lumen.Callback"),
-        (lambda: lumen.Trainer(callbacks=[lumen.ModelCheckpoint()], enable_checkpointing=False), "Remove one"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(build, message):

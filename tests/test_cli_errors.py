@@ -73,6 +73,10 @@ def fit(refused, *words, config=None):
         ),
         ("trainer: {seed: 3}", "trainer.seed (second.yaml): Trainer has no option seed. Use seed_everything."),
         ("ckpt_path: best", "ckpt_path (second.yaml): lumen has no option ckpt_path."),
+        (
+            "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {save_last: true}}]}",
+            "ModelCheckpoint has no option save_last. The newest are always kept: keep_last says how many.",
+        ),
         ("model: {init_args: {widht: 3}}", "model.widht (second.yaml): Line has no option widht. Did you mean width"),
         ("model: {lrr: 3}", "model.lrr (second.yaml): Line has no option lrr. Did you mean lr?"),
         ("data: {init_args: {bach_size: 3}}", "Points has no option bach_size. Did you mean batch_size?"),
@@ -203,7 +207,7 @@ def test_an_import_error_inside_a_users_module_is_the_users_own():
         (["--model.encoder", "torch.nn.Linear", "--model.encoder.in_features=a", "--model.encoder.out_features=1"], "model.encoder.in_features (the command line): expected int, found 'a'."),
         (["--seed_everything", "lucky"], "seed_everything (the command line): expected int, found 'lucky'."),
         (["--optimizer", "SGD", "--optimizer.lr", "x"], "optimizer.lr (the command line): expected float, found 'x'."),
-        (["--lr_schedule.interval=week"], "lr_schedule.interval (the command line): expected Literal['step', 'epoch'], found 'week'."),
+        (["--lr_schedule.interval=week"], "lr_schedule.interval (the command line): expected Literal['step', 'epoch', 'token'], found 'week'."),
     ],
 )  # fmt: skip
 def test_a_value_of_another_type_is_shown_with_the_type_that_is_expected(refused, words, message):

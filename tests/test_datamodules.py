@@ -3,13 +3,17 @@
 import gzip
 import hashlib
 import struct
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from datamodules import mnist, text
+from datamodules import mnist, surnames, text
 from datamodules.mnist import MNIST5k
+from datamodules.scans import Scans
+from datamodules.surnames import Surnames
+from datamodules.tabular import Tabular
 from datamodules.text import CharText
 from lumen.errors import DataError
 
@@ -263,3 +267,124 @@ def test_images_without_labels_are_refused(idx_directory):
 def test_a_missing_directory_is_named():
     with pytest.raises(DataError, match="/no/such/place"):
         MNIST5k(root="/no/such/place").setup("fit")
+
+
+# -------------------------------------------------------------------- scans
+
+
+@pytest.fixture(scope="module")
+def scanned():
+    data = Scans()
+    data.setup("fit")
+    return data
+
+
+def test_scans_look_like_the_other_digits(scanned):
+    images, labels = next(iter(scanned.train_dataloader()))
+    assert images.shape == (16, 1, 28, 28)
+    assert images.dtype == torch.float32
+    assert images.min() == 0
+    assert 0.9 < images.max() <= 1
+    border = torch.ones(28, 28, dtype=torch.bool)
+    border[4:24, 4:24] = False
+    assert not images[:, :, border].any()
+    assert labels.shape == (16,)
+    assert labels.dtype == torch.int64
+
+
+def test_only_the_labelled_scans_are_for_training_and_all_others_for_validation(scanned):
+    assert (len(scanned.train), len(scanned.val)) == (100, 1697)
+    assert set(scanned.train.indices).isdisjoint(scanned.val.indices)
+    counts = torch.bincount(torch.stack([label for _, label in scanned.train]), minlength=10)
+    assert counts.min() >= 3
+
+
+# -------------------------------------------------------------------- surnames
+
+
+@pytest.fixture(scope="module")
+def names():
+    data = Surnames()
+    data.setup("fit")
+    return data
+
+
+def test_a_batch_is_padded_names_their_lengths_and_where_they_are_from(names):
+    for loader in (names.train_dataloader(), names.val_dataloader()):
+        letters, lengths, labels = next(iter(loader))
+        assert letters.shape == (64, max(lengths))
+        assert (letters > 0).sum(1).tolist() == lengths
+        assert labels.shape == (64,)
+        assert letters.dtype == labels.dtype == torch.int64
+
+
+def test_every_name_can_be_read_back(names):
+    written = ["Ek", "Šimková", "van der Berg", "李"]
+    letters, lengths = surnames.pad(written)
+    assert [bytes(row[:n].tolist()).decode() for row, n in zip(letters, lengths, strict=True)] == written
+
+
+def test_no_name_has_two_origins_and_each_origin_has_hundreds(names):
+    everybody = surnames.labelled_names()
+    assert len({name for name, _ in everybody}) == len(everybody) >= 8000
+    assert min(np.bincount([label for _, label in everybody])) >= 300
+    assert names.origins[dict(everybody)["Virtanen"]] == "Finnish"
+
+
+def test_a_fifth_of_the_names_is_for_validation_the_same_in_every_run(names):
+    assert len(names.val) == pytest.approx(0.25 * len(names.train), abs=2)
+    assert set(names.train.indices).isdisjoint(names.val.indices)
+    torch.manual_seed(5)
+    again = Surnames()
+    again.setup("fit")
+    assert list(again.val) == list(names.val)
+
+
+# -------------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize(("table", "rows", "features"), [("breast_cancer", 569, 30), ("diabetes", 442, 10)])
+def test_every_row_is_in_one_of_three_parts(table, rows, features):
+    data = Tabular(table)
+    data.setup("fit")
+    parts = [set(part.indices) for part in (data.train, data.val, data.test)]
+    assert set.union(*parts) == set(range(rows))
+    assert sum(map(len, parts)) == rows
+    assert len(data.test) == pytest.approx(0.2 * rows, abs=1)
+    values, targets = next(iter(data.train_dataloader()))
+    assert data.features == features
+    assert values.shape == (32, features)
+    assert targets.shape == (32,)
+    assert values.dtype == targets.dtype == torch.float32
+
+
+def test_rows_are_in_the_units_of_the_table():
+    values, targets = Tabular("diabetes").rows[0]
+    assert values[:4].tolist() == pytest.approx([59, 2, 32.1, 101])
+    assert targets == 151
+    _, malignant = Tabular("breast_cancer").rows[:]
+    assert malignant.sum() == 212
+
+
+def test_another_split_deals_other_rows():
+    parts = []
+    for split in (0, 0, 1):
+        data = Tabular("diabetes", split=split)
+        data.setup("fit")
+        parts.append(list(data.test.indices))
+    assert parts[0] == parts[1] != parts[2]
+
+
+@pytest.mark.parametrize(
+    ("data", "module", "package"),
+    [
+        (Surnames(), "faker.providers.person.de_AT", "Faker"),
+        (Tabular("diabetes"), "sklearn.datasets", "scikit-learn"),
+        (Scans(), "sklearn.datasets", "scikit-learn"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(data, module, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError, match=f"`pip install {package}`"):
+        data.setup("fit")

@@ -1,4 +1,7 @@
-"""The example CNN: its size, its metric, and that it learns to read."""
+"""The example CNN: its size, its metric, and that it learns to read, one way and another."""
+
+import csv
+import json
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import lumen
 from datamodules.mnist import MNIST5k
 from lumen.cli import main
 from models.digits import DigitsCNN
+from models.digits_finetune import FineTunedCNN, draw
 
 
 def batch_of(n):
@@ -43,9 +47,27 @@ def test_the_logged_accuracy_is_that_of_all_images_together(tmp_path):
     assert metrics["val_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
 
 
-def test_the_config_reads_94_percent_of_the_digits(tmp_path):
-    assert main(["fit", "--config", "models/digits.yaml", "--trainer.default_root_dir", str(tmp_path)]) == 0
-    data, trainer = MNIST5k(), lumen.Trainer(default_root_dir=tmp_path, name="digits")
+def run(command, name, root, *arguments):
+    config = ["--config", f"models/{name}.yaml", "--trainer.default_root_dir", str(root)]
+    assert main([command, *config, *arguments]) == 0
+
+
+def logged(root, name, value):
+    """Every value of that name in metrics.csv, in order."""
+    with (root / name / "metrics.csv").open() as file:
+        return [float(row[value]) for row in csv.DictReader(file) if row[value]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Where models/digits.yaml has been trained."""
+    root = tmp_path_factory.mktemp("runs")
+    run("fit", "digits", root)
+    return root
+
+
+def test_the_config_reads_94_percent_of_the_digits(trained):
+    data, trainer = MNIST5k(), lumen.Trainer(default_root_dir=trained, name="digits")
     predicted = torch.cat(trainer.predict(DigitsCNN(), data, ckpt_path="best"))
     _, labels = data.val[:]
     assert (predicted == labels).double().mean() >= 0.94
@@ -59,3 +81,73 @@ def test_moving_the_images_needs_no_seed_to_repeat(tmp_path):
         lumen.Trainer(max_steps=4, limit_val_batches=0, seed=3, default_root_dir=tmp_path).fit(model, data)
         trained.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
     assert torch.equal(*trained)
+
+
+# -------------------------------------------------------------------- until it gets no better
+
+
+def test_the_learning_rate_warms_up_and_falls_when_the_loss_does_not_and_then_the_run_ends(tmp_path):
+    """With a loss that counts as falling only when it falls by 10, on little data."""
+    run("fit", "digits_plateau", tmp_path, "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1",
+        "--trainer.log_every_n_steps=1", "--lr_schedule.warmup_steps=4", "--lr_scheduler.threshold_mode=abs",
+        "--lr_scheduler.threshold=10", "--trainer.callbacks.stop.min_delta=10")  # fmt: skip
+    rates = [0.0, 0.0005, 0.001, 0.0015] + 4 * [0.002] + 4 * [0.002] + 4 * [0.0004] + 4 * [0.0004]
+    assert logged(tmp_path, "digits_plateau", "lr/group_0") == pytest.approx(rates)
+    assert "finished: stopped early at step 20" in (tmp_path / "digits_plateau/run.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(240)
+def test_the_plateau_config_reads_96_percent_of_the_digits_and_ends_by_itself(tmp_path):
+    run("fit", "digits_plateau", tmp_path)
+    run("validate", "digits_plateau", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json")
+    assert json.loads((tmp_path / "values.json").read_text())[0]["val_acc"] >= 0.96
+    assert logged(tmp_path, "digits_plateau", "lr/group_0")[-1] < 0.001
+    assert "finished: stopped early" in (tmp_path / "digits_plateau/run.log").read_text()
+
+
+# -------------------------------------------------------------------- fine-tuning
+
+
+@pytest.fixture(scope="module")
+def tuned(trained):
+    """Where the trained network has been fine-tuned."""
+    run("fit", "digits_finetune", trained, f"--trainer.init_from={trained / 'digits'}")
+    return trained
+
+
+def test_fine_tuning_on_100_images_reads_nine_of_ten_of_another_scanner(tuned):
+    run("validate", "digits", tuned, "--data=datamodules.scans.Scans", "--ckpt_path=last", f"--output={tuned}/v.json")
+    assert json.loads((tuned / "v.json").read_text())[0]["val_acc"] <= 0.75
+    assert logged(tuned, "digits_finetune", "val_acc")[-1] >= 0.90
+
+
+def test_fine_tuning_leaves_the_first_layer_bit_equal_and_changes_all_others(tuned):
+    before = DigitsCNN.load_from_checkpoint(tuned / "digits").state_dict()
+    after = FineTunedCNN.load_from_checkpoint(tuned / "digits_finetune").state_dict()
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert {name for name in same if name.startswith("net.")} == {"net.0.weight", "net.0.bias"}
+
+
+def test_each_layer_learns_half_as_fast_as_the_one_above_and_all_slow_down(tuned):
+    lowest, middle, highest = (logged(tuned, "digits_finetune", f"lr/group_{group}") for group in (0, 2, 4))
+    assert lowest == pytest.approx([rate / 2 for rate in middle])
+    assert middle == pytest.approx([rate / 2 for rate in highest])
+    assert highest == pytest.approx([1e-3 * (1 - (step - 1) / 140) for step in range(7, 141, 7)])
+
+
+def test_the_images_that_are_read_wrong_are_drawn(tuned, capsys):
+    run("predict", "digits_finetune", tuned, "--ckpt_path=last")
+    lines = capsys.readouterr().out.splitlines()
+    accuracy = logged(tuned, "digits_finetune", "val_acc")[-1]
+    verdicts = [line for line in lines if line.startswith("read as")]
+    assert len(verdicts) == round((1 - accuracy) * 1697)
+    assert all(line[8] != line[-1] for line in verdicts)
+    assert len(lines) == len(verdicts) * (14 + 1)
+
+
+def test_a_drawing_is_darkest_where_the_image_is_brightest():
+    image = torch.zeros(4, 3)
+    image[2] = torch.tensor([0.0, 0.4, 1.0])
+    assert draw(image) == "   \n =@"

@@ -15,16 +15,11 @@ import lumen
 from lumen.batches import move
 from lumen.callbacks import Callback
 from lumen.hooks import HOOKS
-from tests.tasks import Regression, loader, quiet_trainer
+from tests.tasks import Regression, bare_trainer, loader
 
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 OF_THE_TASK = ("prepare_data", "configure_model", "on_load_checkpoint", "configure_optimizers", *TRANSFERS)
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-def bare_trainer(tmp_path, **options):
-    """A trainer that writes nothing."""
-    return quiet_trainer(tmp_path, **{"logger": False, "enable_checkpointing": False} | options)
 
 
 def recording(base, names, who, events):

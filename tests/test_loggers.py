@@ -325,7 +325,7 @@ def test_the_name_of_a_part_that_was_removed_is_not_used_again(tmp_path):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="on purpose"):
             fit(tmp_path, Fails(dropout=0.2), max_steps=20, max_epochs=None, resume="auto", callbacks=[
-                lumen.ModelCheckpoint(every_n_epochs=0, every_n_minutes=0)
+                lumen.ModelCheckpoint(every_n_epochs=0)
             ])  # fmt: skip
     directory = fit(tmp_path, max_steps=20, max_epochs=None, resume="auto").run_directory
     assert [path.name.split(".")[3] for path in parts(directory)] == ["00000", "00003"]
@@ -370,19 +370,115 @@ def test_a_logger_that_joins_later_begins_there_and_disturbs_none(tmp_path):
     assert len(hyperparameters(directory)) == 4
 
 
+def test_a_logger_that_joins_later_and_is_cut_off_before_a_checkpoint_repeats_nothing(tmp_path):
+    class Fails(Regression):
+        def training_step(self, batch):
+            if self.global_step == 8:
+                raise RuntimeError("on purpose")
+            return super().training_step(batch)
+
+    saving = {"callbacks": [lumen.ModelCheckpoint(every_n_epochs=0)], "max_epochs": None}
+    fit(tmp_path, max_steps=5, logger=lumen.TensorBoardLogger(), **saving)
+    both = [lumen.CSVLogger(), lumen.TensorBoardLogger()]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(tmp_path, Fails(dropout=0.2), max_steps=9, resume="auto", logger=both, **saving)
+    directory = tmp_path / "runs/run"
+    assert [step for step, _ in table(directory / "metrics.csv")["loss"]] == [6, 7, 8]
+    fit(tmp_path, max_steps=9, resume="auto", logger=both, **saving)
+    assert [step for step, _ in table(directory / "metrics.csv")["loss"]] == [6, 7, 8, 9]
+    assert [step for step, _ in scalars(directory)["loss"]] == list(range(1, 10))
+
+
+def test_a_logger_that_was_left_out_for_a_while_keeps_its_record(tmp_path):
+    parts = [(4, lumen.CSVLogger()), (8, lumen.TensorBoardLogger()), (12, lumen.CSVLogger())]
+    for steps, logger in parts:
+        directory = fit(tmp_path, max_steps=steps, max_epochs=None, resume="auto", logger=logger).run_directory
+    assert [step for step, _ in table(directory / "metrics.csv")["loss"]] == [1, 2, 3, 4, 9, 10, 11, 12]
+    assert [step for step, _ in scalars(directory)["loss"]] == [5, 6, 7, 8]
+
+
+def test_hyperparameters_that_changed_when_a_run_was_resumed_are_recorded(tmp_path):
+    for steps, rate in ((4, 0.01), (8, 0.02), (12, 0.02)):
+        task = Regression(lr=rate, dropout=0.2)
+        directory = fit(
+            tmp_path, task, max_steps=steps, max_epochs=None, resume="auto", log_level="WARNING"
+        ).run_directory
+    (event,) = events(directory).Tensors("hyperparameters/text_summary")
+    assert event.step == 4
+    assert event.tensor_proto.string_val[0].decode() == "changed:\n\n* `model.lr`: 0.01 → 0.02"
+    assert hyperparameters(directory)["model.lr"] == 0.01
+    assert (directory / "run.log").read_text().count("model.lr 0.01 there, 0.02 here") == 1
+
+
 def test_files_that_the_writer_makes_below_are_cut_back_too(tmp_path):
     class Own(lumen.Callback):
         def on_boundary(self, trainer, task):
             trainer.logger.experiment.add_scalars("pair", {"one": 1.0}, trainer.global_step)
 
     logger = {"logger": lumen.TensorBoardLogger()}
-    fit(tmp_path, max_steps=5, max_epochs=None, callbacks=[Own(), lumen.ModelCheckpoint(every_n_steps=2)], **logger)
+    fit(
+        tmp_path,
+        max_steps=5,
+        max_epochs=None,
+        callbacks=[Own(), lumen.ModelCheckpoint(every_n_train_steps=2)],
+        **logger,
+    )
     directory = tmp_path / "runs/run"
     newest = find_checkpoints(directory / "checkpoints")[-1]
     newest.rename(tmp_path / newest.name)
     fit(tmp_path, max_steps=9, max_epochs=None, callbacks=[Own()], resume="auto", **logger)
     found = EventAccumulator(str(directory / "tensorboard/pair_one"), purge_orphaned_data=False).Reload()
     assert [event.step for event in found.Scalars("pair")] == list(range(1, 10))
+
+
+# ---------------------------------------------------------------------- a stop in a validation
+
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+import lumen
+from tests.tasks import loader, quiet_trainer
+from tests.test_loggers import Drawn
+class Shown(Drawn):
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch)
+        for logger in self.trainer.loggers:
+            logger.log_image("seen", batch[0].sigmoid(), 100 * self.global_step + batch_idx)
+            logger.log_histogram("targets", batch[1], 100 * self.global_step + batch_idx)
+            logger.log_text("batch", str(batch_idx), 100 * self.global_step + batch_idx)
+        if sys.argv[2] != "0" and self.global_step == 8 and batch_idx == 1:
+            os.kill(os.getpid(), int(sys.argv[2]))
+quiet_trainer(
+    Path(sys.argv[1]), max_steps=12, log_every_n_steps=1, resume="auto", val_check_interval=4, num_sanity_val_steps=0,
+    logger=[lumen.CSVLogger(), lumen.TensorBoardLogger()],
+).fit(Shown(dropout=0.2), loader(), val_dataloaders=loader(24, shuffle=False))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_a_validation_records_is_there_once_although_a_signal_cut_it(tmp_path, number, code):
+    def part(directory, signal_number):
+        command = [sys.executable, "-c", STOPPED, str(directory), str(int(signal_number))]
+        return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    assert part(whole, 0).returncode == 0
+    assert part(cut, number).returncode in (code, -number)
+    assert [path.name for path in find_checkpoints(cut / "runs/run/checkpoints")][-1] == "step-00000008-validating"
+    shown = [event.step for event in events(cut / "runs/run").Images("seen")]
+    assert shown == [400, 401, 402, 800, 801]  # nothing is taken away before the run goes on
+    assert part(cut, 0).returncode == 0
+
+    for name, kind in (("seen", "Images"), ("targets", "Histograms"), ("batch/text_summary", "Tensors")):
+        steps, expected = (
+            [event.step for event in getattr(events(each / "runs/run"), kind)(name)] for each in (cut, whole)
+        )
+        assert steps == expected == [step + batch for step in (400, 800, 1200) for batch in range(3)], name
+    record, undisturbed = scalars(cut / "runs/run"), scalars(whole / "runs/run")
+    assert record == csv_record(cut / "runs/run")
+    for name in record:
+        assert [step for step, _ in record[name]] == [step for step, _ in undisturbed[name]], name
+    assert (cut / "runs/run/metrics.csv").read_bytes() == (whole / "runs/run/metrics.csv").read_bytes()
 
 
 # ---------------------------------------------------------------------- kill -9
@@ -399,7 +495,7 @@ class Telling(lumen.Callback):
 quiet_trainer(
     Path(sys.argv[1]), max_steps=24, log_every_n_steps=1, resume="auto", val_check_interval=4,
     logger=[lumen.CSVLogger(), lumen.TensorBoardLogger()],
-    callbacks=[Telling(), lumen.ModelCheckpoint(every_n_steps=5, every_n_epochs=0, every_n_minutes=0)],
+    callbacks=[Telling(), lumen.ModelCheckpoint(every_n_train_steps=5)],
 ).fit(Drawn(dropout=0.2), loader(), val_dataloaders=loader(20, shuffle=False))
 """
 

@@ -21,14 +21,9 @@ import lumen
 from lumen.data.order import epoch_order
 from lumen.errors import ConfigError
 from lumen.metrics import Accumulator
-from tests.tasks import Regression, loader, network, quiet_trainer, regression_data
+from tests.tasks import Regression, bare_trainer, loader, network, quiet_trainer, regression_data
 
 SEED = 3
-
-
-def bare_trainer(tmp_path, **options):
-    """A trainer that writes nothing."""
-    return quiet_trainer(tmp_path, **{"logger": False, "enable_checkpointing": False} | options)
 
 
 class Memory(lumen.Logger):

@@ -10,12 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.errors import ConfigError, DataError, TrainingError
-from tests.tasks import FEATURES, Regression, loader, network, quiet_trainer, regression_data
-
-
-def bare_trainer(tmp_path, **options):
-    """A trainer that writes nothing."""
-    return quiet_trainer(tmp_path, **{"logger": False, "enable_checkpointing": False} | options)
+from tests.tasks import FEATURES, Regression, bare_trainer, loader, network, quiet_trainer, regression_data
 
 
 class Recorded(Regression):
@@ -176,7 +171,7 @@ def test_a_second_fit_counts_from_zero_and_trains_on(tmp_path):
 
 
 def test_a_second_fit_starts_its_callbacks_anew(tmp_path):
-    stopping, saving = lumen.EarlyStopping("val_loss", patience=2), lumen.ModelCheckpoint("val_loss")
+    stopping, saving = lumen.EarlyStopping("val_loss", patience=2), lumen.ModelCheckpoint(monitor="val_loss")
     trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=[stopping, saving], logger=False)
     found = []
     for _ in range(2):

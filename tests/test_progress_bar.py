@@ -199,7 +199,6 @@ def test_a_time_limit_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert re.search(r"^step 1 · epoch 0 · number 1.000 .* · 1 day, [56]:\d\d:\d\d left$", written(), re.MULTILINE)
 
 
-@pytest.mark.filterwarnings("ignore:.*Lumen did not draw these batches")
 def test_data_without_a_length_is_shown_without_a_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Stream(IterableDataset[torch.Tensor]):
         def __iter__(self) -> Iterator[list[torch.Tensor]]:

@@ -93,7 +93,9 @@ def test_last_needs_a_checkpoint(tmp_path):
 
 
 def test_best_and_a_path_start_a_new_directory(tmp_path):
-    saving = {"callbacks": [lumen.ModelCheckpoint("val_loss", every_n_steps=5, keep_last=-1)]}
+    saving = {
+        "callbacks": [lumen.ModelCheckpoint(monitor="val_loss", every_n_train_steps=5, every_n_epochs=1, keep_last=-1)]
+    }
     first, _ = fit(tmp_path, **saving)
     before = sorted(first.run_directory.rglob("*"))
     middle = first.run_directory / "checkpoints" / "step-00000005"
@@ -249,7 +251,7 @@ class Slow(Regression):
             print("validate", flush=True)
         return super().validation_step(batch)
 trainer = quiet_trainer(Path(sys.argv[1]), max_epochs=3, log_level="INFO", log_every_n_steps=1, resume="auto",
-    callbacks=[lumen.ModelCheckpoint(every_n_epochs=0, every_n_minutes=0)])
+    callbacks=[lumen.ModelCheckpoint(every_n_epochs=0)])
 class Wait(lumen.Callback):
     def on_train_batch_start(self, *_):
         import time; time.sleep(0.02)

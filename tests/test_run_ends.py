@@ -74,17 +74,17 @@ def test_a_stop_in_the_last_validation_leaves_it_to_be_done(tmp_path, last):
 
 
 def test_a_monitor_is_not_missed_before_its_first_turn(tmp_path):
-    monitors = [lumen.EarlyStopping("val_loss", patience=9), lumen.ModelCheckpoint("val_loss")]
+    monitors = [lumen.EarlyStopping("val_loss", patience=9), lumen.ModelCheckpoint(monitor="val_loss")]
     fit(tmp_path, max_steps=12, check_val_every_n_epoch=2, callbacks=monitors)
     assert monitors[1].best_model_path.endswith("step-00000010")
-    saving = lumen.ModelCheckpoint("epoch_loss")
+    saving = lumen.ModelCheckpoint(monitor="epoch_loss")
     fit(tmp_path / "b", max_steps=4, val_check_interval=3, callbacks=[saving])
     assert names(tmp_path / "b") == ["step-00000004"]
 
 
 @pytest.mark.parametrize("callback", [lumen.EarlyStopping, lumen.ModelCheckpoint])
 def test_a_misspelt_monitor_is_an_error_without_validation_too(tmp_path, callback):
-    trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=[callback("los")])
+    trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=[callback(monitor="los")])
     with pytest.raises(ConfigError, match="'los' was never logged"):
         trainer.fit(Logging(), loader())
     assert names(tmp_path)[-1] == "step-00000007"
@@ -107,8 +107,8 @@ def test_a_stop_that_waits_for_min_epochs_survives_a_resume(tmp_path):
 
 
 def test_two_savers_leave_each_others_checkpoints(tmp_path):
-    best = lumen.ModelCheckpoint("val_loss", mode="max", every_n_epochs=0, at_end=False, keep_last=0)
-    newest = lumen.ModelCheckpoint(every_n_steps=5, keep_last=1)
+    best = lumen.ModelCheckpoint(monitor="val_loss", mode="max", every_n_epochs=0, at_end=False, keep_last=0)
+    newest = lumen.ModelCheckpoint(every_n_train_steps=5, keep_last=1)
     fit(tmp_path, max_epochs=4, callbacks=[best, newest])
     assert names(tmp_path) == sorted({best.best_model_path.rsplit("/", 1)[1], "step-00000020"})
 
@@ -118,7 +118,7 @@ def test_an_epoch_whose_last_update_is_skipped_is_saved_all_the_same(tmp_path):
         def training_step(self, batch, batch_idx):
             return None if batch_idx == 4 else super().training_step(batch)
 
-    saving = [lumen.ModelCheckpoint(every_n_steps=4, keep_last=-1)]
+    saving = [lumen.ModelCheckpoint(every_n_train_steps=4, keep_last=-1)]
     fit(tmp_path, SkipsTheLast(), max_epochs=1, callbacks=saving, log_level="CRITICAL")
     assert names(tmp_path) == ["step-00000004", "step-00000004-1"]
     assert fit(tmp_path, SkipsTheLast(), max_epochs=1).current_epoch == 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
@@ -15,13 +15,11 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+import lumen
+from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.errors import ConfigError
-from tests.tasks import Regression, loader, quiet_trainer
-
-
-def bare_trainer(tmp_path, **options):
-    """A trainer that writes nothing."""
-    return quiet_trainer(tmp_path, **{"logger": False, "enable_checkpointing": False} | options)
+from lumen.optim import Warmup, cosine
+from tests.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 
 class Scheduled(Regression):
@@ -29,6 +27,7 @@ class Scheduled(Regression):
 
     def __init__(self, configure):
         super().__init__()
+        self.hparams.clear()  # a function is no plain data
         self.configure = configure
         self.rates = []
 
@@ -82,6 +81,152 @@ def test_rates_are_those_of_the_hand_written_loop(tmp_path, schedule, interval, 
             scheduler.step()
     assert task.rates == expected
     assert len(set(expected)) > 1
+
+
+# ---------------------------------------------------------------------- a warm-up in steps before what counts epochs
+
+LATER = {
+    "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.5),
+    "StepLR": lambda optimizer: StepLR(optimizer, 2),
+    "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 5),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.5, total_steps=9),
+    "cosine": lambda optimizer: cosine(optimizer, 6),
+}
+
+
+def with_warmup(form, schedule, steps, **options):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        scheduler = schedule(optimizer)
+        if form == "one entry":
+            return [optimizer], [{"scheduler": scheduler, "warmup_steps": steps, "warmup_start": 0.2, **options}]
+        warmup = {"scheduler": Warmup(scheduler, steps, 0.2), "interval": "step"}
+        return [optimizer], [warmup, {"scheduler": scheduler, **options}]
+
+    return configure
+
+
+@pytest.mark.parametrize("form", ["one entry", "two entries"])
+@pytest.mark.parametrize("schedule", LATER)
+@pytest.mark.parametrize("steps", [1, 5, 7])
+@pytest.mark.parametrize("frequency", [1, 2])
+def test_epochs_count_from_the_one_whose_end_comes_after_the_warm_up(tmp_path, form, schedule, steps, frequency):
+    task = Scheduled(with_warmup(form, LATER[schedule], steps, interval="epoch", frequency=frequency))
+    bare_trainer(tmp_path, max_epochs=6).fit(task, loader(40, 8))
+
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = LATER[schedule](optimizer)
+    target = optimizer.param_groups[0]["lr"]
+    expected = []
+    for step in range(30):
+        warming = step < steps
+        expected.append(target * (0.2 + 0.8 * step / steps) if warming else optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if (step + 1) % (5 * frequency) == 0 and step + 1 >= steps:
+            scheduler.step()
+    assert task.rates == pytest.approx(expected, rel=1e-14)
+    assert len(set(expected)) > 2
+
+
+@pytest.mark.parametrize("form", ["one entry", "two entries"])
+@pytest.mark.parametrize("schedule", LATER)
+def test_a_warm_up_in_steps_before_what_counts_steps_is_warmup_itself(tmp_path, form, schedule):
+    tasks = [
+        Scheduled(with_warmup(form, LATER[schedule], 4, interval="step")),
+        Scheduled(with_schedule(lambda optimizer, _: ([optimizer], [
+            {"scheduler": Warmup(LATER[schedule](optimizer), 4, 0.2), "interval": "step"}
+        ]))),
+    ]  # fmt: skip
+    for task in tasks:
+        bare_trainer(tmp_path, max_steps=9).fit(task, loader(40, 8))
+    assert tasks[0].rates == tasks[1].rates
+    assert len(set(tasks[0].rates)) >= 6
+
+
+@pytest.mark.parametrize("schedule", ["StepLR", "OneCycleLR", "ReduceLROnPlateau"])
+@pytest.mark.parametrize("cut", [3, 5, 7, 10, 12])
+def test_a_warm_up_before_epochs_resumes_with_every_bit(tmp_path, schedule, cut):
+    """Within the warm-up of seven steps, at its end, at an epoch's end before and after it, and later."""
+
+    def train(folder, **options):
+        later = LATER.get(schedule, lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0))
+        task = Scheduled(with_warmup("one entry", later, 7, monitor="val_loss"))
+        trainer = quiet_trainer(folder, num_sanity_val_steps=0, log_level="CRITICAL", **options)
+        trainer.fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
+        return task
+
+    whole = train(tmp_path / "whole", max_steps=24)
+    first, second = train(tmp_path, max_steps=cut), train(tmp_path, max_steps=24, resume="auto")
+    assert first.rates + second.rates == whole.rates
+    assert len(set(whole.rates)) > 7
+    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("form", "interval"), [("Warmup", "step"), ("Warmup", "epoch"), ("warmup_steps", "step")])
+def test_a_plateau_in_a_warm_up_is_one_entry(tmp_path, form, interval):
+    steps = 7 if interval == "step" else 2
+
+    def plateau(optimizer):
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+    def one(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        if form == "warmup_steps":
+            return [optimizer], [{"scheduler": plateau(optimizer), "monitor": "val_loss", "warmup_steps": steps}]
+        entry = {"scheduler": Warmup(plateau(optimizer), steps), "interval": interval, "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": entry}
+
+    def two(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        scheduler = plateau(optimizer)
+        warmup = {"scheduler": Warmup(scheduler, steps), "interval": interval}
+        return [optimizer], [warmup, {"scheduler": scheduler, "monitor": "val_loss"}]
+
+    tasks = [Scheduled(one), Scheduled(two)]
+    for task in tasks:
+        trainer = bare_trainer(tmp_path, max_epochs=6, num_sanity_val_steps=0)
+        trainer.fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
+    assert tasks[0].rates == tasks[1].rates
+    assert tasks[0].rates[-1] < 0.1
+    assert tasks[0].rates[0] == 0.0
+
+
+def test_a_plateau_is_looked_at_every_so_many_epochs(tmp_path):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return [optimizer], [{"scheduler": plateau, "monitor": "val_loss", "frequency": 2}]
+
+    task = Scheduled(configure)
+    trainer = bare_trainer(tmp_path, max_epochs=9, num_sanity_val_steps=0)
+    trainer.fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    plateau, expected = ReduceLROnPlateau(optimizer, factor=0.5, patience=0), []
+    for epoch, value in enumerate((1, 2, 0, 1, 2, 0, 1, 2, 0)):
+        expected += [optimizer.param_groups[0]["lr"]] * 5
+        if epoch % 2:
+            plateau.step(value)
+    assert task.rates == expected
+    assert len(set(expected)) > 1
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_checkpoint_holds_the_schedule_after_the_update(tmp_path, interval):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.5), "interval": interval}]
+
+    class Saving(lumen.Callback):
+        def on_boundary(self, trainer, task):
+            trainer.save_checkpoint(tmp_path / f"step-{trainer.global_step:08d}")
+
+    bare_trainer(tmp_path, max_epochs=2, callbacks=[Saving()]).fit(Scheduled(configure), loader(40, 8))
+    found = find_checkpoints(tmp_path)
+    moves = [Checkpoint.open(path).state["schedulers"][0]["last_epoch"] for path in found]
+    assert moves == (list(range(1, 11)) if interval == "step" else [0, 0, 0, 0, 1, 1, 1, 1, 1, 2])
+    rates = [Checkpoint.open(path).state["optimizer"]["groups"][0]["lr"] for path in found]
+    assert rates == [0.1 * 0.5**move for move in moves]
 
 
 @pytest.mark.parametrize("form", ["dictionary", "two lists", "monitor beside it"])
@@ -187,7 +332,6 @@ def test_every_documented_form_is_understood(tmp_path, wrap, last_rate):
         (lambda parameters: [SGD(parameters, lr=0.1)] * 2, "returned 2 optimizers"),
         (lambda parameters: {"optimiser": SGD(parameters, lr=0.1)}, "the keys optimiser"),
         (lambda parameters: {"optimizer": SGD(parameters, lr=0.1), "scheduler": 1}, "the keys optimizer, scheduler"),
-        (lambda parameters: LBFGS(parameters), "LBFGS.step needs a closure"),
         (lambda parameters: SGD([], lr=0.1), "an optimizer without parameters"),
         (lambda parameters: AdamW(nn.Linear(2, 2).parameters()), "2 parameters that are not the task's"),
         (with_schedule(lambda optimizer, scheduler: ([optimizer], [3])), "expected a scheduler, found int"),
@@ -208,6 +352,27 @@ def test_every_documented_form_is_understood(tmp_path, wrap, last_rate):
             with_schedule(lambda optimizer, scheduler: ([optimizer], [ReduceLROnPlateau(optimizer)])),
             "ReduceLROnPlateau needs the name of a logged value",
         ),
+        (
+            with_schedule(lambda optimizer, scheduler: ([optimizer], [Warmup(ReduceLROnPlateau(optimizer), 3)])),
+            "ReduceLROnPlateau needs the name of a logged value",
+        ),
+        (
+            with_schedule(lambda optimizer, scheduler: ([optimizer], [scheduler, {"scheduler": scheduler}])),
+            "a scheduler has two entries and would move twice",
+        ),
+        (
+            with_schedule(
+                lambda optimizer, scheduler: (
+                    [optimizer],
+                    [{"scheduler": cosine(optimizer, 9, warmup=3), "warmup_steps": 3}],
+                )
+            ),
+            "warmup_steps = 3, but this Warmup warms up itself",
+        ),
+        (
+            with_schedule(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "warmup_steps": -3}])),
+            "warm-up steps = -3: it must be at least 1",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(tmp_path, configure, message):
@@ -215,6 +380,21 @@ def test_what_cannot_work_is_refused_before_training(tmp_path, configure, messag
     with pytest.raises(ConfigError, match=message):
         bare_trainer(tmp_path, max_epochs=1).fit(task, loader())
     assert task.rates == []
+
+
+def test_a_parameter_that_the_optimizer_does_not_hold_is_named(tmp_path, caplog):
+    task = Scheduled(lambda parameters: SGD(list(parameters)[1:], lr=0.1))
+    with caplog.at_level("WARNING", "lumen"):
+        bare_trainer(tmp_path, max_steps=2, log_level="WARNING").fit(task, loader())
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert said.startswith(
+            "the optimizer does not hold 1 trainable parameters, which will not change: net.0.weight."
+        )
+        caplog.clear()
+        task = Scheduled(lambda parameters: SGD(list(parameters)[1:], lr=0.1))
+        task.net[0].weight.requires_grad_(False)
+        bare_trainer(tmp_path, max_steps=2, log_level="WARNING").fit(task, loader())
+        assert not caplog.records
 
 
 def test_a_function_given_to_fit_replaces_the_tasks(tmp_path):

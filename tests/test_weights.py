@@ -10,12 +10,7 @@ from torch.utils.data import DataLoader
 import lumen
 from lumen.data.weights import StepWeights
 from lumen.errors import NonFiniteLoss, TrainingError
-from tests.tasks import quiet_trainer
-
-
-def bare_trainer(tmp_path, **options):
-    """A trainer that writes nothing."""
-    return quiet_trainer(tmp_path, **{"logger": False, "enable_checkpointing": False} | options)
+from tests.tasks import bare_trainer
 
 
 def weighed(known, returned, *, alone=False, by_task=False, guess=1.0):

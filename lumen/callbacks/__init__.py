@@ -2,18 +2,24 @@
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.early_stopping import EarlyStopping
+from lumen.callbacks.lambda_callback import LambdaCallback
 from lumen.callbacks.lr_monitor import LearningRateMonitor
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.callbacks.model_summary import ModelSummary
+from lumen.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from lumen.callbacks.progress_bar import ProgressBar
-from lumen.callbacks.system_monitor import SystemMonitor
+from lumen.callbacks.throughput_monitor import ThroughputMonitor
+from lumen.callbacks.timer import Timer
 
 __all__ = [
     "Callback",
     "EarlyStopping",
+    "LambdaCallback",
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelSummary",
+    "OnExceptionCheckpoint",
     "ProgressBar",
-    "SystemMonitor",
+    "ThroughputMonitor",
+    "Timer",
 ]

@@ -8,8 +8,9 @@ import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from datetime import timedelta
+from html import escape
 from time import perf_counter
-from typing import final
+from typing import Any, final
 
 import rich.live
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -24,6 +25,7 @@ _NARROWEST_BAR = 8
 _WIDE_TERMINAL = 120
 _MOST_DETAIL_LINES = 3
 _DRAWING_SHARE = 0.01
+_NOTEBOOK_INTERVAL_S = 0.5  # the server keeps every picture for a browser that is away
 
 
 @final
@@ -49,9 +51,7 @@ class Line:
         return _SEPARATOR.join(filter(None, [self.head, *self._values(), *self.costs, self.tail]))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        percent = "" if self.fraction is None else f" {min(int(100 * self.fraction), 100)} %"
-        tail = percent + (_SEPARATOR + self.tail if self.tail else "")
+        width, tail = options.max_width, self._tail()
         room = min(width - Text(self.head + tail).cell_len - 1, _WIDEST_BAR)
         if self.fraction is None or room < _NARROWEST_BAR:
             yield _fitted(self.head + tail, width)
@@ -63,6 +63,16 @@ class Line:
         for pieces in ([*self._values(), *self.costs],) if wide else (self._values(), self.costs):
             for text in _wrapped(pieces, width):
                 yield _fitted(text, width)
+
+    def html(self) -> str:
+        """The same for a browser: the line of the bar, and below it values and costs, each broken between them only."""
+        bar = "" if self.fraction is None else f' <progress max="1" value="{self.fraction:.3f}"></progress>'
+        pieces = [escape(piece).replace(" ", "&nbsp;") for piece in (*self._values(), *self.costs)]
+        return f"{escape(self.head)}{bar}{escape(self._tail())}\n{_SEPARATOR.join(pieces)}".rstrip()
+
+    def _tail(self) -> str:
+        percent = "" if self.fraction is None else f" {min(int(100 * self.fraction), 100)} %"
+        return percent + (_SEPARATOR + self.tail if self.tail else "")
 
     def _values(self) -> list[str]:
         return [f"{name} {number(value, 4)}" for name, value in self.values.items()]
@@ -77,10 +87,11 @@ class Board:
     evaluation: Line | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self.training is not None:
-            yield self.training
-        if self.evaluation is not None:
-            yield self.evaluation
+        yield from self.lines()
+
+    def lines(self) -> list[Line]:
+        """What there is of it."""
+        return [line for line in (self.training, self.evaluation) if line is not None]
 
 
 class Display(ABC):
@@ -188,6 +199,49 @@ class Live(Display):
             self._live.stop()
             atexit.unregister(self._live.stop)
             self._live = None
+
+
+@final
+class Notebook(Display):
+    """One output below the cell, each picture in the place of the one before.
+
+    Args:
+        interval_s: Seconds between two pictures, half a second at least.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = max(interval_s, _NOTEBOOK_INTERVAL_S)
+        self._output: Any = None
+
+    def draw(self, board: Board) -> None:
+        """Draw; on the first call make the output."""
+        from IPython.display import display
+
+        text, marked_up = ("\n".join(map(write, board.lines())) for write in (str, Line.html))
+        picture = {"text/plain": text, "text/html": f'<pre style="white-space: pre-wrap">{marked_up}</pre>'}
+        if self._output is None:
+            self._output = display(picture, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._output.update(picture, raw=True)
+
+    def show(self, board: Board) -> None:
+        """Draw."""
+        self.draw(board)
+
+    def close(self) -> None:
+        """Do nothing: the last picture stays."""
+
+
+def choose_display(interval_s: float, plain_interval_s: float) -> Display:
+    """The best that this process can show.
+
+    Args:
+        interval_s: Seconds between two pictures.
+        plain_interval_s: Seconds between two lines where there are no pictures.
+    """
+    if terminal.in_notebook:
+        return Notebook(interval_s)
+    return Live(interval_s) if Live.is_possible() else Plain(plain_interval_s)
 
 
 def _fitted(text: str, width: int) -> Text:

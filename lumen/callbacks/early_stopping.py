@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Literal, final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
+from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
 
@@ -29,7 +31,19 @@ class EarlyStopping(Callback):
         check_finite: Stop at a NaN or infinite value.
         stopping_threshold: Stop at once when the value is better than this.
         divergence_threshold: Stop at once when the value is worse than this.
+
+    Attributes:
+        best_score: The best value so far.
+        wait_count: Values since then.
+        stopped_epoch: Epochs completed when it stopped training; 0: it has not.
+        stopping_reason_message: Why it stopped training, or None.
     """
+
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "check_on_train_epoch_end": "The monitor is looked at when it has a new value, of a validation or of an epoch.",
+        "log_rank_zero_only": "Only the first process logs.",
+        "verbose": "Trainer(log_level='DEBUG') shows every value that is looked at.",
+    }
 
     def __init__(
         self,
@@ -41,7 +55,9 @@ class EarlyStopping(Callback):
         check_finite: bool = True,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse(EarlyStopping, unknown)
         if mode not in ("min", "max"):
             raise ConfigError(f'EarlyStopping: mode must be "min" or "max", found {mode!r}.')
         if min_delta < 0 or patience < 0:
@@ -59,7 +75,8 @@ class EarlyStopping(Callback):
     def _forget(self) -> None:
         self.best_score = self._sign * math.inf
         self.wait_count = 0
-        self.stopped_reason: str | None = None
+        self.stopped_epoch = 0
+        self.stopping_reason_message: str | None = None
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Start anew."""
@@ -69,10 +86,13 @@ class EarlyStopping(Callback):
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
         """Look at a new value, if there is one."""
         if self.monitor in trainer.fresh_metrics:
-            reason = self._judge(float(trainer.callback_metrics[self.monitor]))
+            value = float(trainer.callback_metrics[self.monitor])
+            reason = self._judge(value)
+            _log.debug("%s: %g, best %g, %d since", self.monitor, value, self.best_score, self.wait_count)
             if reason is not None:
-                self.stopped_reason = f"{self.monitor}: {reason}"
-                _log.info("early stopping: %s", self.stopped_reason)
+                self.stopped_epoch = trainer.current_epoch
+                self.stopping_reason_message = f"{self.monitor}: {reason}"
+                _log.info("early stopping: %s", self.stopping_reason_message)
                 trainer.should_stop = True
 
     def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
@@ -108,11 +128,13 @@ class EarlyStopping(Callback):
         return {
             "best_score": self.best_score,
             "wait_count": self.wait_count,
-            "stopped_reason": self.stopped_reason,
+            "stopped_epoch": self.stopped_epoch,
+            "stopping_reason_message": self.stopping_reason_message,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting."""
         self.best_score = state["best_score"]
         self.wait_count = state["wait_count"]
-        self.stopped_reason = state["stopped_reason"]
+        self.stopped_epoch = state["stopped_epoch"]
+        self.stopping_reason_message = state["stopping_reason_message"]

@@ -1,10 +1,11 @@
-"""Log the learning rate."""
+"""Log what the optimizer is set to."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from lumen.callbacks.base import Callback
+from lumen.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -15,12 +16,49 @@ if TYPE_CHECKING:
 
 @final
 class LearningRateMonitor(Callback):
-    """Logs the learning rate that each update uses, as `lr`, or `lr/group_N` with several parameter groups."""
+    """Logs the learning rate that each update uses, as `lr`, or `lr/group_N` with several parameter groups.
+
+    Args:
+        logging_interval: "step": of every update that is logged; "epoch": of the first update of every epoch.
+        log_momentum: Log `momentum` too, or what is in its place, the first of the `betas`.
+        log_weight_decay: Log `weight_decay` too.
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] = "step",
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        if logging_interval not in ("step", "epoch"):
+            raise ConfigError(
+                f'LearningRateMonitor: logging_interval must be "step" or "epoch", found {logging_interval!r}.'
+            )
+        self.logging_interval = logging_interval
+        self._wanted = ["lr", *["momentum"] * log_momentum, *["weight_decay"] * log_weight_decay]
+
+    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Complain of what the optimizer does not have."""
+        for optimizer in trainer.optimizers:
+            missing = [name for name in self._wanted for group in optimizer.param_groups if _value(group, name) is None]
+            if missing:
+                raise ConfigError(
+                    f"LearningRateMonitor: {type(optimizer).__name__} has no {missing[0]}. Leave log_{missing[0]} out."
+                )
 
     def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
-        """Log the rates of the update in progress, once for all its micro-batches."""
+        """Log the values of the update in progress, once for all its micro-batches."""
+        by_epoch = self.logging_interval == "epoch"
+        if by_epoch and trainer.run.progress.batches:
+            return
         groups = optimizer.param_groups
         for number, group in enumerate(groups):
-            task.log(
-                "lr" if len(groups) == 1 else f"lr/group_{number}", float(group["lr"]), on_step=True, on_epoch=False
-            )
+            suffix = "" if len(groups) == 1 else f"/group_{number}"
+            for name in self._wanted:
+                task.log(f"{name}{suffix}", float(_value(group, name)), on_step=not by_epoch, on_epoch=by_epoch)
+
+
+def _value(group: dict[str, Any], name: str) -> Any:
+    if name == "momentum" and "momentum" not in group:
+        return group.get("betas", (None,))[0]
+    return group.get(name)

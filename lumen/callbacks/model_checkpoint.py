@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from collections.abc import Mapping
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
+from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
 from lumen.checkpoint.folder import find_checkpoints, read_info, remove_checkpoint
 from lumen.errors import ConfigError
+from lumen.plan import Duration, duration_s
 
 if TYPE_CHECKING:
     from lumen.task import TaskModule
     from lumen.trainer import Trainer
+
+_log = logging.getLogger("lumen")
+_DEFAULT_INTERVAL_S = 600.0
+_NAMES = "Checkpoints are named by their step, and none is ever overwritten."
 
 
 @final
@@ -24,71 +32,115 @@ class ModelCheckpoint(Callback):
     Each is a directory `step-NNNNNNNN`, named by completed optimizer updates. One is never written twice, and none is
     removed before a newer one is committed, nor the one the run was resumed from before that.
 
+    When: without any of `every_n_train_steps`, `every_n_epochs` and `train_time_interval`, at the end of every epoch
+    and every 10 minutes; otherwise as they say. Beside them at every new best value, and at the end.
+
+    Which: what one of the rules keeps.
+
     Args:
         monitor: A logged name, such as `val_loss`, that says which checkpoints are best.
         mode: "min": smaller is better; "max": larger is better.
-        every_n_steps: When: after every n-th optimizer step.
+        every_n_train_steps: When: after every n-th optimizer step; 0: never.
         every_n_epochs: When: at the end of every n-th epoch; 0: never.
-        every_n_minutes: When: that many minutes after the last one; 0: never. Outside exact repetition, as any clock.
+        train_time_interval: When: that long after the last one: "DD:HH:MM:SS", a timedelta, or its keywords. Outside
+            exact repetition, as any clock.
         on_best: When: at every new best value of the monitor.
         at_end: When: at the end of training, and when the run is asked to leave.
         keep_last: Which: the newest n; 0: none but the very last; -1: all.
-        keep_best: Which: the n best by the monitor.
+        save_top_k: Which: the k best by the monitor; 0: none for being best; -1: all.
         keep_every_n_steps: Which: those whose step is a multiple of n.
         dirpath: Where: default `checkpoints` in the run directory.
 
     Attributes:
         best_model_path: Directory of the best checkpoint, or "".
         best_model_score: Its value, or None.
+        best_k_models: Values of the `save_top_k` best by directory, the best one first.
+        kth_best_model_path: Directory of the worst of these, or "".
         last_model_path: Directory of the newest checkpoint, or "".
+        current_score: The newest value of the monitor, or None.
     """
+
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "filename": _NAMES,
+        "auto_insert_metric_name": _NAMES,
+        "enable_version_counter": _NAMES,
+        "save_last": "The newest are always kept: keep_last says how many. Trainer(resume='last') and ckpt_path='last' "
+        "find them.",
+        "save_weights_only": "A checkpoint is always whole; `lumen export` makes one file of its weights.",
+        "save_on_train_epoch_end": "An epoch's checkpoint is made when its last validation and its end are both done.",
+        "save_on_exception": "Add lumen.OnExceptionCheckpoint() to the callbacks.",
+        "verbose": "Trainer(log_level='DEBUG') shows every save.",
+    }
 
     def __init__(
         self,
+        *,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
-        *,
-        every_n_steps: int | None = None,
-        every_n_epochs: int = 1,
-        every_n_minutes: float = 10.0,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        train_time_interval: Duration | None = None,
         on_best: bool = True,
         at_end: bool = True,
         keep_last: int = 2,
-        keep_best: int = 1,
+        save_top_k: int = 1,
         keep_every_n_steps: int | None = None,
         dirpath: str | Path | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse(ModelCheckpoint, unknown)
         if mode not in ("min", "max"):
             raise ConfigError(f'ModelCheckpoint: mode must be "min" or "max", found {mode!r}.')
-        for name, value in (("every_n_steps", every_n_steps), ("keep_every_n_steps", keep_every_n_steps)):
-            if value is not None and value < 1:
-                raise ConfigError(f"ModelCheckpoint: {name} must be at least 1, found {value}.")
+        for name, value, least in (
+            ("every_n_train_steps", every_n_train_steps, 0),
+            ("every_n_epochs", every_n_epochs, 0),
+            ("keep_every_n_steps", keep_every_n_steps, 1),
+            ("keep_last", keep_last, -1),
+            ("save_top_k", save_top_k, -1),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(f"ModelCheckpoint: {name} must be at least {least}, found {value}.")
+        if monitor is None and save_top_k > 1:
+            raise ConfigError(f"ModelCheckpoint: save_top_k={save_top_k} needs a monitor that says which are best.")
+        given = (every_n_train_steps, every_n_epochs, train_time_interval) != (None, None, None)
         self.monitor = monitor
         self.mode = mode
-        self.every_n_steps = every_n_steps
-        self.every_n_epochs = every_n_epochs
-        self.every_n_minutes = every_n_minutes
+        self.every_n_train_steps = every_n_train_steps or 0
+        self.every_n_epochs = (every_n_epochs or 0) if given else 1
+        self.train_time_interval_s = math.inf if given else _DEFAULT_INTERVAL_S
+        if train_time_interval is not None:
+            self.train_time_interval_s = duration_s("ModelCheckpoint: train_time_interval", train_time_interval)
         self.on_best = on_best
         self.at_end = at_end
         self.keep_last = keep_last
-        self.keep_best = keep_best
+        self.save_top_k = save_top_k
         self.keep_every_n_steps = keep_every_n_steps
         self.given_dirpath = self.dirpath = None if dirpath is None else Path(dirpath)
         self.scores: dict[str, float] = {}
+        self.current_score: float | None = None
         self._epoch = 0
         self._saved_at_s = time.monotonic()
 
     @property
     def best_model_path(self) -> str:
         """Directory of the best checkpoint; "" before there is one."""
-        name = self._best_name()
-        return "" if name is None or self.dirpath is None else str(self.dirpath / name)
+        return self._path(self._best_name())
 
     @property
     def best_model_score(self) -> float | None:
         """The monitor's value at the best checkpoint."""
         name = self._best_name()
         return None if name is None else self.scores[name]
+
+    @property
+    def best_k_models(self) -> dict[str, float]:
+        """The monitor's values at the `save_top_k` best checkpoints, by directory, the best one first."""
+        return {self._path(name): self.scores[name] for name in self._top()}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """Directory of the worst of the `save_top_k` best checkpoints; "" before there is one."""
+        return self._path(next(reversed(self._top()), None))
 
     @property
     def last_model_path(self) -> str:
@@ -101,6 +153,7 @@ class ModelCheckpoint(Callback):
         if stage != "fit":
             return
         self.scores = {}
+        self.current_score = None
         if self.given_dirpath is None and trainer.run_directory is not None:
             self.dirpath = trainer.run_directory / "checkpoints"
 
@@ -125,16 +178,17 @@ class ModelCheckpoint(Callback):
         step, epoch = trainer.global_step, trainer.current_epoch
         fresh = self.monitor is not None and self.monitor in trainer.fresh_metrics
         value = float(trainer.callback_metrics[str(self.monitor)]) if fresh else None
+        self.current_score = self.current_score if value is None else value
         epoch_ended, self._epoch = epoch != self._epoch, epoch
         due = (
-            (self.every_n_steps is not None and step % self.every_n_steps == 0)
+            (self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0)
             or (epoch_ended and self.every_n_epochs > 0 and epoch % self.every_n_epochs == 0)
-            or (self.every_n_minutes > 0 and time.monotonic() - self._saved_at_s >= 60 * self.every_n_minutes)
+            or time.monotonic() - self._saved_at_s >= self.train_time_interval_s
             or (self.on_best and value is not None and self._is_among_best(value))
             or (self.at_end and trainer.is_ending)
         )
         if due:
-            self._save(trainer, value)
+            self.save(trainer, value)
         if epoch_ended and self.monitor is not None:
             trainer.require_logged("ModelCheckpoint", self.monitor)
 
@@ -145,38 +199,28 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Which checkpoints scored what."""
-        return {"scores": self.scores}
+        return {"scores": self.scores, "current_score": self.current_score}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self.scores = state["scores"]
+        self.scores, self.current_score = state["scores"], state["current_score"]
 
-    def _save(self, trainer: Trainer, value: float | None) -> None:
-        path, saved = self._place(trainer)
-        if value is not None:
-            self.scores[path.name] = value
-        if not saved:
-            trainer.save_checkpoint(path, info={"best": self._best_name(), "finished": trainer.run.limit_reached})
-        self._saved_at_s = time.monotonic()
-        self._prune(trainer, path)
+    def save(self, trainer: Trainer, score: float | None = None) -> None:
+        """Save this boundary, unless that is done, and remove what no rule keeps any more.
 
-    def _place(self, trainer: Trainer) -> tuple[Path, bool]:
-        """Where this moment's checkpoint lies or will lie, and whether it is there already.
-
-        A skipped update leaves the step as it was while samples were consumed: a second moment of a step gets `-1`.
+        Args:
+            trainer: At a boundary.
+            score: The monitor's value, if it has a new one.
         """
         assert self.dirpath is not None
-        committed = find_checkpoints(self.dirpath)
-        now = trainer.run.progress.micro_batches, trainer.current_epoch
-        later = (f"-{number}" for number in count(1))
-        for suffix in ("-validating",) if trainer.validation_due else chain(("",), later):
-            path = self.dirpath / f"step-{trainer.global_step:08d}{suffix}"
-            if path not in committed:
-                return path, False
-            info = read_info(path)
-            if trainer.validation_due or (info["micro_batches"], info["epoch"]) == now:
-                break
-        return path, True
+        path, saved = place(trainer, self.dirpath)
+        if score is not None:
+            self.scores[path.name] = score
+        if not saved:
+            trainer.save_checkpoint(path, info={"best": self._best_name(), "finished": trainer.run.limit_reached})
+            _log.debug("saved %s", path)
+        self._saved_at_s = time.monotonic()
+        self._prune(trainer, path)
 
     def _exists(self, name: str) -> bool:
         return self.dirpath is not None and (self.dirpath / name).is_dir()
@@ -196,8 +240,10 @@ class ModelCheckpoint(Callback):
 
     def kept(self, found: list[Path]) -> set[Path]:
         """Which of some checkpoints, oldest first, the rules keep."""
-        kept = set(found if self.keep_last < 0 else found[max(0, len(found) - self.keep_last) :])
-        best = self._ranked()[: self.keep_best]
+        if -1 in (self.keep_last, self.save_top_k):
+            return set(found)
+        kept = set(found[max(0, len(found) - self.keep_last) :])
+        best = self._top()
         kept |= {path for path in found if path.name in best}
         if self.keep_every_n_steps is not None:
             kept |= {path for path in found if int(path.name.split("-")[1]) % self.keep_every_n_steps == 0}
@@ -211,14 +257,40 @@ class ModelCheckpoint(Callback):
             key=lambda name: (sign * self.scores[name], name),
         )
 
+    def _top(self) -> list[str]:
+        """The `save_top_k` best, best first."""
+        ranked = self._ranked()
+        return ranked if self.save_top_k < 0 else ranked[: self.save_top_k]
+
     def _best_name(self) -> str | None:
         return next(iter(self._ranked()), None)
 
+    def _path(self, name: str | None) -> str:
+        return "" if name is None or self.dirpath is None else str(self.dirpath / name)
+
     def _is_among_best(self, value: float) -> bool:
-        ranked = self._ranked()
-        if math.isnan(value) or self.keep_best < 1:
+        if math.isnan(value) or self.save_top_k == 0:
             return False
-        if len(ranked) < self.keep_best:
+        top = self._top()
+        if len(top) < self.save_top_k or self.save_top_k < 0:
             return True
-        worst = self.scores[ranked[self.keep_best - 1]]
+        worst = self.scores[top[-1]]
         return value < worst if self.mode == "min" else value > worst
+
+
+def place(trainer: Trainer, folder: Path) -> tuple[Path, bool]:
+    """Where in a run's folder this moment's checkpoint lies or will lie, and whether it is there already.
+
+    A skipped update leaves the step as it was while samples were consumed: a second moment of a step gets `-1`.
+    """
+    committed = find_checkpoints(folder)
+    now = trainer.run.progress.micro_batches, trainer.current_epoch
+    later = (f"-{number}" for number in count(1))
+    for suffix in ("-validating",) if trainer.validation_due else chain(("",), later):
+        path = folder / f"step-{trainer.global_step:08d}{suffix}"
+        if path not in committed:
+            return path, False
+        info = read_info(path)
+        if trainer.validation_due or (info["micro_batches"], info["epoch"]) == now:
+            break
+    return path, True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from rich import box
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lumen import console as terminal
+from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
 from lumen.callbacks.display import number
 from lumen.errors import ConfigError
@@ -56,7 +57,8 @@ class ModelSummary(Callback):
         max_depth: Levels of modules to list; 0: the totals only; -1: all.
     """
 
-    def __init__(self, max_depth: int = 1) -> None:
+    def __init__(self, max_depth: int = 1, **unknown: Any) -> None:
+        refuse(ModelSummary, unknown)
         if max_depth < -1:
             raise ConfigError(f"ModelSummary: max_depth must be at least -1 (all levels), found {max_depth}.")
         self.max_depth = max_depth
@@ -111,7 +113,9 @@ def _print(rows: list[Row]) -> None:
         share = f"{100 * row.trainable / row.parameters:.3g} %" if row.parameters else ""
         style = "dim" if row.trainable == 0 else ""
         table.add_row(row.name, row.type, _humane(row.parameters), share, style=style)
-    (Console(file=console.file, width=_WIDE) if plain else console).print(table, highlight=False)
+    (Console(file=console.file, width=_WIDE, force_jupyter=False, force_terminal=False) if plain else console).print(
+        table, highlight=False
+    )
 
 
 def _totals(model: nn.Module, total: Row) -> str:

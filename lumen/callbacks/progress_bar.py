@@ -1,16 +1,17 @@
-"""Show how a run goes: a live bar in a terminal, plain lines elsewhere."""
+"""Show how a run goes: a live bar in a terminal or a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 
+from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
-from lumen.callbacks.display import Board, Display, Line, Live, NoDisplay, Plain, duration, number, size, speed
+from lumen.callbacks.display import Board, Display, Line, NoDisplay, choose_display, duration, number, size, speed
 from lumen.callbacks.throughput import Throughput, memory_mb
 from lumen.errors import ConfigError
 from lumen.metrics import LogOptions, StageMetrics
@@ -35,12 +36,20 @@ class ProgressBar(Callback):
 
     Args:
         refresh_per_second: Looks per second in a terminal, > 0; fewer where drawing would take more than 1 % of the
-            time.
-        plain_every_s: Without a terminal: seconds between two lines, >= 0. There is always one after a validation and
+            time. In a notebook, where they are drawn in the place of one output, 2 at most.
+        plain_every_s: Without either: seconds between two lines, >= 0. There is always one after a validation and
             one at the end.
     """
 
-    def __init__(self, refresh_per_second: float = 10.0, plain_every_s: float = 10.0) -> None:
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "refresh_rate": "refresh_per_second counts in time, not in batches.",
+        "leave": "The last picture of training always stays.",
+        "process_position": "Whatever is printed meanwhile stays above the bar.",
+        "theme": "The bar has the terminal's own colours.",
+    }
+
+    def __init__(self, refresh_per_second: float = 10.0, plain_every_s: float = 10.0, **unknown: Any) -> None:
+        refuse(ProgressBar, unknown)
         if not refresh_per_second > 0:
             raise ConfigError(f"ProgressBar: refresh_per_second must be more than 0, found {refresh_per_second}.")
         if not plain_every_s >= 0:
@@ -68,7 +77,7 @@ class ProgressBar(Callback):
         """Choose a display."""
         self._forget()
         if trainer.is_global_zero:
-            self._display = Live(1 / self.refresh_per_second) if Live.is_possible() else Plain(self.plain_every_s)
+            self._display = choose_display(1 / self.refresh_per_second, self.plain_every_s)
 
     # ------------------------------------------------------------------ training
 

@@ -20,19 +20,25 @@ class Rates(NamedTuple):
 
     Attributes:
         steps_per_s: Optimizer updates per second.
+        batches_per_s: Micro-batches per second.
         samples_per_s: Training samples per second.
+        units_per_s: Weights of updates per second: tokens, boxes; samples where the task weighs nothing.
         data_wait_share: Part of the time spent waiting for the loader, 0 to 1.
     """
 
     steps_per_s: float
+    batches_per_s: float
     samples_per_s: float
+    units_per_s: float
     data_wait_share: float
 
 
 class _Mark(NamedTuple):
     time_s: float
     steps: int
+    batches: int
     samples: int
+    units: float
     waited_s: float
 
 
@@ -70,14 +76,19 @@ class Throughput:
             marks.popleft()
         then = marks[0]
         seconds = max(now.time_s - then.time_s, 1e-9)
-        return Rates(
-            (now.steps - then.steps) / seconds,
-            (now.samples - then.samples) / seconds,
-            min((now.waited_s - then.waited_s) / seconds, 1.0),
-        )
+        rates = Rates._make((end - start) / seconds for end, start in zip(now[1:], then[1:], strict=True))
+        return rates._replace(data_wait_share=min(rates.data_wait_share, 1.0))
 
     def _mark(self, run: Run) -> _Mark:
-        return _Mark(perf_counter() - self._paused_s, run.progress.step, run.samples_seen, run.waited_s)
+        progress = run.progress
+        return _Mark(
+            perf_counter() - self._paused_s,
+            progress.step,
+            progress.micro_batches,
+            run.samples_seen,
+            progress.units,
+            run.waited_s,
+        )
 
 
 def memory_mb(device: torch.device) -> float:

@@ -15,30 +15,34 @@ all, whenever the process or the machine dies. For readers a directory without a
 Nothing is ever overwritten or unpickled.
 
 The modules, each using only those before it: `codec`, `disk`, `manifest`, `safetensors_files`, `reader`, `folder`,
-`writer`, `state`.
+`sources`, `weights`, `writer`, `changes`, `state`, `resume`.
 """
 
+from lumen.checkpoint.changes import changed_hyperparameters, configured
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.state import (
-    check_savable,
-    find_checkpoint,
-    load_model,
-    load_run,
-    load_task,
-    load_user_state,
-    save,
-)
+from lumen.checkpoint.resume import PARTS, Part, choose_parts, load_model_and_data, load_run, load_task
+from lumen.checkpoint.sources import Weights, as_weights, find_checkpoint, is_weights
+from lumen.checkpoint.state import check_savable, save
+from lumen.checkpoint.weights import load_weights
 
 __all__ = [
+    "PARTS",
     "Checkpoint",
+    "Part",
+    "Weights",
+    "as_weights",
+    "changed_hyperparameters",
     "check_savable",
+    "choose_parts",
+    "configured",
     "find_checkpoint",
     "find_checkpoints",
-    "load_model",
+    "is_weights",
+    "load_model_and_data",
     "load_run",
     "load_task",
-    "load_user_state",
+    "load_weights",
     "newest_valid",
     "save",
 ]

@@ -75,13 +75,7 @@ def check_header(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int,
     Raises:
         CheckpointDamaged: It does not; the message names the first difference.
     """
-    with readable(path), open(path, "rb") as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-        size = os.fstat(file.fileno()).st_size
-        if start > size:
-            raise CheckpointDamaged(f"{path} ends inside its header.")
-        header = parse_json(path, file.read(start - 8))
-    header.pop("__metadata__", None)
+    header, start, size = _header(path)
     if odd := sorted(header.keys() ^ tensors.keys()):
         raise CheckpointDamaged(f"{path} and the manifest disagree: only one of them has the tensor {odd[0]!r}.")
     begins: dict[str, int] = {}
@@ -96,8 +90,40 @@ def check_header(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int,
         if start + end != size:
             raise ValueError(f"{size - start - end} bytes belong to no tensor")
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(f"{path} and the manifest disagree: {error}.") from error
+        raise CheckpointDamaged(f"{path} does not hold what it should: {error}.") from error
     return begins
+
+
+def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of every tensor of a file that need not be Lumen's, by name; `check_header` is to follow.
+
+    Raises:
+        CheckpointDamaged: It is no safetensors file, or holds a dtype that torch has not.
+    """
+    header, _, _ = _header(path)
+    known = {text: dtype for dtype, text in _DTYPES.items()}
+    tensors = {}
+    for name, entry in header.items():
+        try:
+            dtype, shape = known[entry["dtype"]], tuple(entry["shape"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointDamaged(f"{path} has an entry that cannot be read: {name!r}: {entry!r}.") from error
+        if any(type(size) is not int or size < 0 for size in shape):
+            raise CheckpointDamaged(f"{path} gives {name!r} the shape {shape}.")
+        tensors[name] = dtype, shape
+    return tensors
+
+
+def _header(path: Path) -> tuple[dict[str, JSON], int, int]:
+    """A file's tensors as its header has them, the byte at which their data begins, and the file's size in bytes."""
+    with readable(path), open(path, "rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
+        if start > size:
+            raise CheckpointDamaged(f"{path} is no safetensors file, or ends inside its header.")
+        header = parse_json(path, file.read(start - 8))
+    header.pop("__metadata__", None)
+    return header, start, size
 
 
 def _entry(dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> dict[str, JSON]:

@@ -93,7 +93,12 @@ def _check(settings: Settings, path: Keys, kind: type, given: Mapping[str, Any])
     parser = ArgumentParser(exit_on_error=False)
     supplied = SUPPLIED.get(path[0], ()) if len(path) < 3 else ()
     added = parser.add_class_arguments(kind, skip={*supplied}, fail_untyped=False)
-    problems = [_unknown(settings, (*path, name), kind.__name__, added) for name in given if name not in added]
+    instead = getattr(kind, "INSTEAD", {})  # what serves for an argument of Lightning's
+    problems = [
+        _unknown(settings, (*path, name), kind.__name__, added, instead.get(name, ""))
+        for name in given
+        if name not in added
+    ]
     values = {name: value for name, value in given.items() if name in added and not any(_nodes(value, ()))}
     constructors = [vars(owner)["__init__"] for owner in kind.__mro__ if "__init__" in vars(owner)]
     parameters = ChainMap(*({**inspect.signature(each).parameters} for each in constructors))
@@ -115,8 +120,9 @@ def _wrong(settings: Settings, path: Keys, parser: ArgumentParser, values: Mappi
                 yield f"{settings.where((*path, name))}: expected {expected}, found {value!r}."
 
 
-def _unknown(settings: Settings, path: Keys, owner: str, known: Iterable[str]) -> str:
-    hint = " Use seed_everything." if path == ("trainer", "seed") else _nearest(path[-1], known)
+def _unknown(settings: Settings, path: Keys, owner: str, known: Iterable[str], instead: str = "") -> str:
+    instead = "Use seed_everything." if path == ("trainer", "seed") else instead
+    hint = f" {instead}" if instead else _nearest(path[-1], known)
     return f"{settings.where(path)}: {owner} has no option {path[-1]}.{hint}"
 
 

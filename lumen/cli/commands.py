@@ -18,13 +18,14 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace  # type: ignore[attr-defined]
 
 from lumen import session
-from lumen.checkpoint import find_checkpoint
+from lumen.checkpoint import PARTS, Weights, find_checkpoint, is_weights
 from lumen.cli import COMMANDS
 from lumen.cli.checks import BASES, SUPPLIED, check, find_class
 from lumen.cli.layers import Settings, parse_words
 from lumen.cli.outputs import SaveConfig, check_output, dump, show_metrics, texts, write_results
 from lumen.errors import ConfigError
 from lumen.hooks import overrides
+from lumen.optim import Lookahead, decay_groups, layer_decay_groups
 from lumen.random import seed_everything
 from lumen.task import TaskModule
 from lumen.trainer import Trainer
@@ -38,19 +39,61 @@ class Schedule:
     """When lr_scheduler moves.
 
     Args:
-        interval: What it counts.
+        interval: What it counts; tokens are the weights of the steps, for the schedules of lumen.optim.
         frequency: Every how many of them it moves.
         monitor: The logged name that ReduceLROnPlateau reads.
         strict: A monitor that was not logged is an error.
+        warmup_steps: Steps of linear warm-up before it, whatever it counts itself.
+        warmup_start: Where the warm-up begins, as a fraction of the learning rate.
     """
 
-    interval: Literal["step", "epoch"] = "epoch"
+    interval: Literal["step", "epoch", "token"] = "epoch"
     frequency: int = 1
     monitor: str | None = None
     strict: bool = True
+    warmup_steps: int = 0
+    warmup_start: float = 0.0
 
 
-_GROUPS = {"lr_schedule": Schedule, "trainer": Trainer}
+@final
+@dataclass
+class ParameterGroups:
+    """What differs between the parameters of optimizer.
+
+    Args:
+        no_decay: Parameters whose weight_decay is 0: "dimension", those of less than two dimensions; "module type",
+            biases, norms and embeddings; or names with wildcards. Unset: none.
+        layer_decay: Each layer learns with this share of the rate of the one above, in (0, 1].
+        blocks: The layers, for layer_decay: the name of the module that holds them, or their names, lowest first.
+        embeddings: What is below the blocks. Unset: what is defined before them.
+    """
+
+    no_decay: Literal["dimension", "module type"] | list[str] | None = None
+    layer_decay: float | None = None
+    blocks: str | list[str] | None = None
+    embeddings: list[str] | None = None
+
+
+@final
+@dataclass
+class LookaheadOptions:
+    """Lookahead around optimizer; see lumen.optim.Lookahead.
+
+    Args:
+        k: Fast steps for one slow step. Unset: no Lookahead.
+        alpha: Part of the way that a slow step goes, in (0, 1].
+    """
+
+    k: int | None = None
+    alpha: float = 0.5
+
+
+_GROUPS = {
+    "parameter_groups": ParameterGroups,
+    "lookahead": LookaheadOptions,
+    "lr_schedule": Schedule,
+    "trainer": Trainer,
+}
 
 
 def run(command: str, words: list[str]) -> int:
@@ -71,6 +114,12 @@ def run(command: str, words: list[str]) -> int:
     config = _parse(parser, settings)
     record = yaml.safe_load(parser.dump(config, skip_unset=False))
     record = {key: value for key, value in record.items() if key not in ("config", "output", "ckpt_path")}
+    if not config.optimizer and any(
+        value is not None for value in (config.lookahead.k, *vars(config.parameter_groups).values())
+    ):
+        raise ConfigError(
+            "lookahead and parameter_groups: they need the optimizer that they are for. Set optimizer too."
+        )
     if any(key == "print_config" for key, _ in pairs):
         print(dump(record), end="")
         return 0
@@ -90,13 +139,13 @@ def run(command: str, words: list[str]) -> int:
             configure = partial(_configure_optimizers, config, built.model) if config.optimizer else None
             built.trainer.fit(built.model, built.data, configure_optimizers=configure)
             return 0
-        results = getattr(built.trainer, command)(built.model, built.data, ckpt_path=where)
+        results = getattr(built.trainer, command)(built.model, built.data, ckpt_path=built.ckpt_path)
     if command == "predict":
         results = [batch for loader in built.trainer.run.predictions for batch in loader]
         for text in texts(results):
             print(text)
     else:
-        show_metrics(results, f"{command}, {where or 'no checkpoint'}")
+        show_metrics(results, f"{command}, {getattr(where, 'path', where) or 'no checkpoint'}")
     if output:
         write_results(results, Path(output))
     return 0
@@ -112,7 +161,8 @@ def _make_parser(command: str) -> ArgumentParser:
     parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of settings; the last one wins.")
     parser.add_argument("--seed_everything", type=int | None, help="The run's seed. Default: drawn and recorded.")
     if command != "fit":
-        parser.add_argument("--ckpt_path", type=str | None, help="best, last, or the path of a checkpoint or run.")
+        help_text = "best, last, the path of a checkpoint or run, or weights as trainer.init_from has them."
+        parser.add_argument("--ckpt_path", type=Weights | str | None, help=help_text)
         parser.add_argument("--output", type=str | None, help="Where results are written: .json, .jsonl, .safetensors.")
     for key, base in BASES.items():
         later = SUPPLIED.get(key, set())
@@ -155,25 +205,48 @@ def _take(name: str, data: Any) -> Any:
     return value
 
 
-def _seed(config: Namespace, checkpoint: str | Path | None) -> int:
+def _seed(config: Namespace, checkpoint: Any) -> int:
     """The seed that is set, else that of the checkpoint to go on from, else a new one."""
     if config.seed_everything is not None:
         return int(config.seed_everything)
     name = config.trainer.name or config.model.class_path.rpartition(".")[2].lower()
     folder = Path(config.trainer.default_root_dir) / name / "checkpoints"
-    found = checkpoint and find_checkpoint(str(checkpoint), folder)
+    goes_on = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
+    found = find_checkpoint(str(checkpoint), folder) if goes_on and not is_weights(checkpoint) else None
     return int(found.state["seed"]) if found else secrets.randbits(31)
 
 
 def _configure_optimizers(config: Namespace, task: TaskModule) -> dict[str, Any]:
     if overrides(task, "configure_optimizers"):
         _log.info("optimizer: %s, instead of the task's configure_optimizers", config.optimizer.class_path)
-    optimizer = _built(config.optimizer, [parameter for parameter in task.parameters() if parameter.requires_grad])
+    optimizer = _built(config.optimizer, _parameter_groups(config, task))
+    if config.lookahead.k is not None:
+        optimizer = Lookahead(optimizer, config.lookahead.k, config.lookahead.alpha)
     if not config.lr_scheduler:
         return {"optimizer": optimizer}
     return {"optimizer": optimizer, "lr_scheduler": {
         "scheduler": _built(config.lr_scheduler, optimizer), **config.lr_schedule.as_dict()
     }}  # fmt: skip
+
+
+def _parameter_groups(config: Namespace, task: TaskModule) -> list[Any]:
+    """What the optimizer is built with: trainable parameters, in groups if any are asked for."""
+    wanted, given = config.parameter_groups, config.optimizer.get("init_args", {})
+    lr, weight_decay = given.get("lr"), given.get("weight_decay")
+    if (wanted.layer_decay is None) != (wanted.blocks is None):
+        raise ConfigError("parameter_groups: layer_decay and blocks need each other. Set both or neither.")
+    for name, needed, value in ("no_decay", "weight_decay", weight_decay), ("layer_decay", "lr", lr):
+        if wanted[name] is not None and value is None:
+            raise ConfigError(f"parameter_groups.{name}: {config.optimizer.class_path} has no {needed}. Set it there.")
+    by = [] if wanted.no_decay is None else wanted.no_decay
+    if wanted.layer_decay is not None:
+        return layer_decay_groups(
+            task, lr, wanted.layer_decay, wanted.blocks, weight_decay=weight_decay or 0.0, by=by,
+            embeddings=wanted.embeddings,
+        )  # fmt: skip
+    if wanted.no_decay is not None:
+        return [group for group in decay_groups(task, weight_decay, by=by) if group["params"]]
+    return [parameter for parameter in task.parameters() if parameter.requires_grad]
 
 
 def _built(node: Namespace, subject: Any) -> Any:

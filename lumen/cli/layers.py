@@ -21,6 +21,7 @@ from lumen.errors import ConfigError
 Tree = dict[str, Any]
 Keys = tuple[str, ...]
 _CLASSES = {("model",), ("data",), ("optimizer",), ("lr_scheduler",)}
+_GROUPS = ("parameter_groups", "lookahead", "lr_schedule", "trainer")
 _NODE = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -59,8 +60,8 @@ class Settings:
         # One layer for all words: whether `--optimizer SGD` stands before or after `--optimizer.lr 1` is the same.
         typed: Tree = reduce(merge, (_nested(key.split("."), text) for key, text in words), {})
         self._layers.append(("the command line", typed))
-        self.tree: Tree = reduce(merge, (tree for _, tree in self._layers), {"trainer": {}, "lr_schedule": {}})
-        for key in ("trainer", "lr_schedule"):
+        self.tree: Tree = reduce(merge, (tree for _, tree in self._layers), {key: {} for key in _GROUPS})
+        for key in _GROUPS:
             if not isinstance(self.tree[key] or {}, dict):
                 raise ConfigError(f"{self.where((key,))}: expected `name: value` lines, found {self.tree[key]!r}.")
 

@@ -34,7 +34,7 @@ class SaveConfig(Callback):
         """Write it, now that everything is loaded and fits: a resume that fails leaves the old one alone."""
         if trainer.run_directory is None or not trainer.is_global_zero:
             return
-        self._record["trainer"] |= {"name": trainer.run_directory.name, "resume": None}
+        self._record["trainer"] |= {"name": trainer.run_directory.name, "resume": None, "resume_parts": None}
         path = trainer.run_directory / "config.yaml"
         if path.exists() and yaml.safe_load(before := path.read_text(encoding="utf-8")) != self._record:
             kept = (path.with_name(f"config-{number}.yaml") for number in count(1))

@@ -6,47 +6,108 @@ So the position of a run inside an epoch is one integer: samples consumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, final
 
+import numpy as np
 import torch
 
 from lumen.random import Domain, make_key
 
-#: One micro-batch: positions [start, end) of the epoch's order.
-Slice = tuple[int, int]
+#: Above this length a shuffled order is computed in pieces: torch's would take 8 bytes a sample and seconds an epoch.
+LARGE = 2**24
 
 
-def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> torch.Tensor:
+def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> range | torch.Tensor | Permutation:
     """The indices of an epoch.
 
     Returns:
-        int64 of shape (length,).
+        What gives int64 indices by slices: of `torch.randperm` up to `LARGE` samples, of a `Permutation` above.
     """
     if not shuffle:
-        return torch.arange(length)
-    generator = torch.Generator().manual_seed(make_key(seed, Domain.ORDER, epoch))
-    return torch.randperm(length, generator=generator)
+        return range(length)
+    key = make_key(seed, Domain.ORDER, epoch)
+    if length > LARGE:
+        return Permutation(length, key)
+    return torch.randperm(length, generator=torch.Generator().manual_seed(key))
 
 
-def step_slices(start: int, length: int, batch_size: int, step_size: int, *, drop_last: bool) -> Iterator[list[Slice]]:
-    """The micro-batches of each optimizer step, from a position to the end of the epoch.
+@final
+class Permutation:
+    """A permutation of range(length) that is computed in pieces, in no memory.
+
+    A Feistel network over the next power of four, walked along its cycles until it is back in the range (Black &
+    Rogaway, Ciphers with Arbitrary Finite Domains, 2002). The round function is the finaliser of MurmurHash3, whose
+    output is well mixed but not secret. Independent of torch's version.
 
     Args:
-        start: Samples already consumed, 0 to length.
-        length: Samples of the epoch.
+        length: 1 to 2**62.
+        key: Two keys give unrelated permutations.
+    """
+
+    _ROUNDS = 6
+    _BLOCK = 4096  # indices computed at once: below, numpy's calls would cost more than its work
+
+    def __init__(self, length: int, key: int) -> None:
+        self.length = length
+        self._half = np.uint64(((length - 1).bit_length() + 1) // 2 or 1)
+        self._mask = np.uint64((1 << int(self._half)) - 1)
+        self._keys = [np.uint64(make_key(key, Domain.ORDER, number)) for number in range(self._ROUNDS)]
+        self._cached = -1
+        self._block = np.empty(0, np.int64)
+
+    def __getitem__(self, part: slice) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The indices at positions `part.start` to `part.stop`: int64."""
+        start, stop, _ = part.indices(self.length)
+        pieces = []
+        while start < stop:
+            number, offset = divmod(start, self._BLOCK)
+            if number != self._cached:
+                self._cached, first = number, number * self._BLOCK
+                self._block = self._permute(np.arange(first, min(first + self._BLOCK, self.length), dtype=np.uint64))
+            pieces.append(self._block[offset : offset + stop - start])
+            start += len(pieces[-1])
+        return np.concatenate(pieces) if pieces else self._block[:0]
+
+    def _permute(self, numbers: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        numbers = self._encrypt(numbers)
+        while (outside := numbers >= self.length).any():
+            numbers[outside] = self._encrypt(numbers[outside])
+        return numbers.astype(np.int64)
+
+    def _encrypt(self, numbers: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        left, right = numbers >> self._half, numbers & self._mask
+        for key in self._keys:
+            mixed = (right ^ key) * np.uint64(0xFF51AFD7ED558CCD)
+            mixed = (mixed ^ (mixed >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(33))) & self._mask)
+        return (left << self._half) | right
+
+
+def cut_steps(
+    take: Callable[[int], list[Any]], batch_size: int, step_size: int, *, drop_last: bool, limit: int | None = None
+) -> Iterator[list[list[Any]]]:
+    """Cut a stream of indices into the micro-batches of optimizer steps.
+
+    Args:
+        take: Returns the next n indices, or fewer at the end.
         batch_size: Samples of a micro-batch.
         step_size: Samples of an optimizer step.
-        drop_last: Leave out the epoch's last micro-batch if the data ended before it was full.
+        drop_last: Leave out the last micro-batch if the data ended before it was full.
+        limit: Samples to use at most.
 
     Yields:
-        Slices of one step, never an empty list.
+        Indices of each micro-batch of one step, never an empty list.
     """
-    for step in range(start, length, step_size):
-        step_end = min(step + step_size, length)
-        slices = [(first, min(first + batch_size, step_end)) for first in range(step, step_end, batch_size)]
-        first, end = slices[-1]
-        cut_by_the_data = end == length and step_end - step < step_size and end - first < batch_size
-        if drop_last and cut_by_the_data:
-            slices.pop()
-        if slices:
-            yield slices
+    ended = False
+    while not ended:
+        wanted = step_size if limit is None else min(step_size, limit)
+        indices = take(wanted)
+        ended = len(indices) < wanted or wanted < step_size
+        if limit is not None:
+            limit -= len(indices)
+        batches = [indices[first : first + batch_size] for first in range(0, len(indices), batch_size)]
+        if drop_last and len(indices) < step_size and batches and len(batches[-1]) < batch_size:
+            batches.pop()
+        if batches:
+            yield batches

@@ -64,6 +64,11 @@ class StepWeights:
         return weight / self._planned if self._planned else 0.0
 
     @property
+    def counted(self) -> bool:
+        """Whether the weights are the user's own (tokens, boxes), not numbers of samples."""
+        return self._by_task or bool(self._returned)
+
+    @property
     def correction(self) -> float:
         """What to multiply the gradients with after the last backward; 1.0 where nothing is left to do."""
         return 1.0 if self.total in (0.0, self._planned) else self._planned / self.total

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any, final
+from typing import Any, NamedTuple, final
+
+
+class Item(NamedTuple):
+    """What a loader gave.
+
+    Attributes:
+        batch: As it is.
+        samples: How many samples it holds.
+        loader: Which of several loaders it came from.
+    """
+
+    batch: Any
+    samples: int
+    loader: int = 0
 
 
 @final
@@ -16,17 +30,19 @@ class MicroBatch:
         index: Its number in the epoch, as one process would count.
         samples: How many samples it holds.
         weight: What it counts in its step; the number of samples unless the task weighs batches itself.
+        loader: Which of several loaders that take turns it came from.
         first: It opens its optimizer step.
         last: It closes its optimizer step.
     """
 
-    __slots__ = ("batch", "first", "index", "last", "samples", "weight")
+    __slots__ = ("batch", "first", "index", "last", "loader", "samples", "weight")
 
-    def __init__(self, batch: Any, index: int, samples: int, first: bool, last: bool) -> None:
-        self.batch = batch
+    def __init__(self, item: Item, index: int, first: bool, last: bool) -> None:
+        self.batch = item.batch
         self.index = index
-        self.samples = samples
-        self.weight: float = samples
+        self.samples = item.samples
+        self.weight: float = item.samples
+        self.loader = item.loader
         self.first = first
         self.last = last
 
@@ -36,35 +52,44 @@ class Window:
     """The micro-batches of one optimizer step; iterate it once.
 
     Args:
-        fetch: Returns the loader's next batch.
+        fetch: Returns the next of them.
         sizes: Samples of each micro-batch.
         first_index: Number of its first micro-batch in the epoch.
         last: It is the epoch's last step.
+        state: Where the feed stands after this step, as plain data and tensors.
         waited_s: Seconds spent waiting for the loader before.
 
     Attributes:
         sizes: Samples of each micro-batch.
         samples: Samples of the whole step.
         last: It is the epoch's last step.
+        state: Where the feed stands after this step.
         waited_s: Seconds spent waiting for the loader so far.
     """
 
-    __slots__ = ("_fetch", "_first_index", "last", "samples", "sizes", "waited_s")
+    __slots__ = ("_fetch", "_first_index", "last", "samples", "sizes", "state", "waited_s")
 
     def __init__(
-        self, fetch: Callable[[], Any], sizes: list[int], first_index: int, last: bool, waited_s: float = 0.0
+        self,
+        fetch: Callable[[], Item],
+        sizes: list[int],
+        first_index: int,
+        last: bool,
+        state: dict[str, Any],
+        waited_s: float = 0.0,
     ) -> None:
         self._fetch = fetch
         self._first_index = first_index
         self.sizes = sizes
         self.samples = sum(sizes)
         self.last = last
+        self.state = state
         self.waited_s = waited_s
 
     def __iter__(self) -> Iterator[MicroBatch]:
         closing = len(self.sizes) - 1
-        for number, samples in enumerate(self.sizes):
+        for number in range(closing + 1):
             start = perf_counter()
-            batch = self._fetch()
+            item = self._fetch()
             self.waited_s += perf_counter() - start
-            yield MicroBatch(batch, self._first_index + number, samples, number == 0, number == closing)
+            yield MicroBatch(item, self._first_index + number, number == 0, number == closing)

@@ -31,7 +31,8 @@ class Logger(ABC):
 
         Args:
             directory: The run's.
-            resumed: Keep what is there, for `load_state_dict` to cut it back; otherwise start over.
+            resumed: Keep what is there, for `load_state_dict` to cut it back; otherwise start over. A record that the
+                checkpoint does not know is started over too: all of it is past the checkpoint.
         """
 
     @abstractmethod

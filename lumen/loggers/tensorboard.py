@@ -41,20 +41,21 @@ class TensorBoardLogger(Logger):
         self._make_writer = EventWriter
         self._directory: Path | None = None
         self._part = 0
-        self._is_new = True
+        self._step = 0
+        self._hyperparameters: dict[str, int | float | str] | None = None
         self._writer: Any = None
 
     def open(self, directory: Path, *, resumed: bool) -> None:
         """See `Logger.open`."""
         self._directory = directory / "tensorboard"
-        if not resumed:
-            for path in self._files():
-                path.unlink()
-        self._is_new = not self._files()
+        self._step, self._hyperparameters = 0, None
         # above all that are there, also those about to be removed: names never go back, whatever the clock does
         self._part = max(
             (int(path.name.split(".")[3]) + 1 for path in self._files("events.out.tfevents.*.lumen")), default=0
         )
+        if not resumed:
+            for path in self._files():
+                path.unlink()
 
     @property
     def experiment(self) -> Any:
@@ -66,6 +67,7 @@ class TensorBoardLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int) -> None:
         """See `Logger.log_metrics`."""
+        self._step = step
         for name, value in metrics.items():
             self.experiment.add_scalar(name, value, step)
 
@@ -75,10 +77,21 @@ class TensorBoardLogger(Logger):
             self.experiment.add_scalar(f"system/{name}", value, step)
 
     def log_hyperparams(self, hyperparameters: Mapping[str, Any]) -> None:
-        """See `Logger.log_hyperparams`; `lr` of the task is `model.lr`. What is no number is recorded as text."""
+        """See `Logger.log_hyperparams`; `lr` of the task is `model.lr`. What is no number is recorded as text.
+
+        The dashboard of hyperparameters knows one value of each in a run: those that have changed when a run is
+        resumed are recorded as a text, "hyperparameters".
+        """
         plain = {name: value if type(value) in (int, float) else str(value) for name, value in _flat(hyperparameters)}
-        if plain and self._is_new and self.experiment is not None:
-            self.experiment.add_hyperparameters(plain)
+        before, self._hyperparameters = self._hyperparameters, plain
+        if before is None:
+            if plain and self.experiment is not None:
+                self.experiment.add_hyperparameters(plain)
+            return
+        pairs = {name: (str(before.get(name)), str(plain.get(name))) for name in before | plain}
+        changed = [f"* `{name}`: {old} → {new}" for name, (old, new) in pairs.items() if old != new]
+        if changed:
+            self.log_text("hyperparameters", "\n".join(["changed:", "", *changed]), self._step)
 
     def log_image(self, name: str, image: Array, step: int) -> None:
         """See `Logger.log_image`."""
@@ -114,12 +127,14 @@ class TensorBoardLogger(Logger):
             self._writer.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Bytes of each event file."""
-        return {"files": {self._key(path): path.stat().st_size for path in self._files()}}
+        """Bytes of each event file, the step they have come to, and the hyperparameters of the run."""
+        files = {self._key(path): path.stat().st_size for path in self._files()}
+        return {"files": files, "step": self._step, "hyperparameters": self._hyperparameters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Cut every file back, remove those that came later, and go on in a new one."""
         self._close_writer()
+        self._step, self._hyperparameters = state["step"], state["hyperparameters"]
         for path in self._files():
             size = state["files"].get(self._key(path))
             if size is None:

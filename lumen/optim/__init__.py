@@ -1,13 +1,15 @@
 """Parameter groups, learning-rate schedules and Lookahead, for every torch optimizer."""
 
+from lumen.optim.fused import adamw
 from lumen.optim.groups import check_groups, decay_groups, layer_decay_groups
-from lumen.optim.lookahead import Lookahead
+from lumen.optim.lookahead import Lookahead, needs_closure
 from lumen.optim.schedules import Schedule, Warmup, constant, cosine, inverse_sqrt, linear, wsd
 
 __all__ = [
     "Lookahead",
     "Schedule",
     "Warmup",
+    "adamw",
     "check_groups",
     "constant",
     "cosine",
@@ -15,5 +17,6 @@ __all__ = [
     "inverse_sqrt",
     "layer_decay_groups",
     "linear",
+    "needs_closure",
     "wsd",
 ]

@@ -12,6 +12,12 @@ from torch.optim import Optimizer
 from lumen.errors import ConfigError
 
 
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether its `step` asks for a closure that evaluates loss and gradients anew, as that of LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
 @final
 class Lookahead(Optimizer):
     """Every k steps, move slow weights a part of the way to where the optimizer went, and let it go on from there.
@@ -34,8 +40,7 @@ class Lookahead(Optimizer):
     def __init__(self, optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> None:
         if k < 1 or not 0 < alpha <= 1:
             raise ConfigError(f"Lookahead: k = {k}, alpha = {alpha}; k must be at least 1, alpha in (0, 1].")
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
+        if needs_closure(optimizer):
             raise ConfigError(
                 f"Lookahead: {type(optimizer).__name__} makes several evaluations of a closure in one step; "
                 "use an optimizer that makes one step per gradient."

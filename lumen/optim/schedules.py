@@ -23,17 +23,21 @@ class Schedule(LRScheduler):
 
     Args:
         optimizer: The learning rates of its groups are the highest ones.
-        factor: Of the steps made, 0 at the first update.
+        factor: Of the steps made, 0 at the first update; or of the tokens.
         total_steps: Where the schedule ends; None if never.
     """
 
-    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float], total_steps: int | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, factor: Callable[[float], float], total_steps: int | None = None) -> None:
         self.factor, self.total_steps = factor, total_steps
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
         """Learning rates of the groups at this step."""
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
+
+    def move_to(self, position: float) -> None:
+        """Go to a position that its owner counts, in tokens for example, instead of one step further."""
+        self._update_lr(position)  # type: ignore[arg-type]  # a step or any number between two
 
     def state_dict(self) -> dict[str, Any]:
         """Where the schedule stands: plain data."""
@@ -48,16 +52,23 @@ class Warmup(LRScheduler):
     scheduler begins with. From step `steps` on the scheduler moves as it would have from its own step 0.
 
     A ReduceLROnPlateau is stepped by its owner, with its metric; until the warm-up is over it is in its cooldown, so
-    that it notes the best value but does not act. Both are schedulers of the run::
+    that it notes the best value but does not act. In a run these two are the same::
 
-        plateau = ReduceLROnPlateau(optimizer)
-        warmup = {"scheduler": Warmup(plateau, 500), "interval": "step"}
-        return [optimizer], [warmup, {"scheduler": plateau, "monitor": "val_loss"}]
+        {"scheduler": Warmup(ReduceLROnPlateau(optimizer), 500), "interval": "step", "monitor": "val_loss"}
+        {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss", "warmup_steps": 500}
+
+    `warmup_steps` (and `warmup_start`) put a warm-up that counts steps before any scheduler, whatever that counts: here
+    the first epoch whose end comes after the warm-up is the first of the ten::
+
+        {"scheduler": StepLR(optimizer, 10), "interval": "epoch", "warmup_steps": 500}
 
     Args:
-        scheduler: Just built; from now on stepped by this one only, unless it is a ReduceLROnPlateau.
-        steps: Length of the warm-up in calls of `step`, at least 1: steps or epochs as the `interval` says.
+        scheduler: Just built; from now on stepped by this one only, unless it `leads` not.
+        steps: Length of the warm-up in calls of `step`, at least 1: steps, epochs or tokens as the `interval` says.
         start: Where it begins, as a fraction of the target, in [0, 1].
+
+    Attributes:
+        leads: After the warm-up it steps the scheduler; False if the scheduler is stepped by its owner.
 
     Raises:
         ConfigError: A value is out of range.
@@ -67,19 +78,33 @@ class Warmup(LRScheduler):
         _check_count("warm-up steps", steps)
         _check_fraction("start", start)
         self.scheduler, self.steps, self.start = scheduler, steps, start
+        self.leads = not isinstance(scheduler, ReduceLROnPlateau)
         self.targets = scheduler.get_last_lr()
         super().__init__(scheduler.optimizer)
 
+    @property
+    def over(self) -> bool:
+        """The learning rates are those of the scheduler."""
+        return self.last_epoch >= self.steps
+
     def step(self) -> None:  # type: ignore[override]
         """Move by one: the warm-up, or the scheduler after it."""
-        if self.last_epoch < self.steps:
+        if not self.over:
             super().step()
             if isinstance(self.scheduler, ReduceLROnPlateau):
-                self.scheduler.cooldown_counter = sys.maxsize if self.last_epoch < self.steps else 0
+                self.scheduler.cooldown_counter = 0 if self.over else sys.maxsize
             return
         self.last_epoch += 1
-        if not isinstance(self.scheduler, ReduceLROnPlateau):
+        if self.leads:
             self.scheduler.step()
+
+    def move_to(self, position: float) -> None:
+        """Go to a position, with a `Schedule` that can go there too."""
+        if position <= self.steps:
+            self._update_lr(position)  # type: ignore[arg-type]
+        else:
+            self.last_epoch = position  # type: ignore[assignment]
+            self.scheduler.move_to(position - self.steps)  # type: ignore[attr-defined]
 
     def get_lr(self) -> list[float | Tensor]:
         """Learning rates of the groups at this step of the warm-up."""
@@ -94,7 +119,7 @@ class Warmup(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Where warm-up and scheduler stand: plain data if the scheduler's is."""
-        own = {key: value for key, value in super().state_dict().items() if key not in ("steps", "start")}
+        own = {key: value for key, value in super().state_dict().items() if key not in ("steps", "start", "leads")}
         return own | {"scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -141,7 +166,7 @@ def cosine(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int 
     """
     length = _length(steps, warmup, floor)
 
-    def factor(step: int) -> float:
+    def factor(step: float) -> float:
         return floor + (1 - floor) * (1 + math.cos(math.pi * min(1.0, step / length))) / 2
 
     return _warmed(Schedule(optimizer, factor, length), warmup, start)
@@ -196,7 +221,7 @@ def wsd(
     _check(shape in ("sqrt", "linear"), f"shape = {shape!r}", '"sqrt" or "linear"')
     falling = min(decay, length)
 
-    def factor(step: int) -> float:
+    def factor(step: float) -> float:
         x = min(1.0, max(0, step - (length - falling)) / falling)
         return 1 - (1 - floor) * (math.sqrt(x) if shape == "sqrt" else x)
 

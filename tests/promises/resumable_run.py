@@ -85,7 +85,7 @@ def main(directory, workers, precision):
         val_check_interval=0.5, log_every_n_steps=1, default_root_dir=directory, name="run", resume="auto",
         enable_progress_bar=False, enable_model_summary=False,
         callbacks=[
-            lumen.ModelCheckpoint(monitor="val_loss", every_n_steps=1, every_n_minutes=0),
+            lumen.ModelCheckpoint(monitor="val_loss", every_n_train_steps=1),
             lumen.EarlyStopping("val_loss", patience=100),
             lumen.LearningRateMonitor(),
         ],

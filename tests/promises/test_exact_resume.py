@@ -45,9 +45,9 @@ def run(directory, workers, precision, strike=None):
     return killed
 
 
-def final_state(directory):
-    """All tensors of the last checkpoint, everything else it holds, and the metrics, in comparable form."""
-    checkpoint = Checkpoint.open(find_checkpoints(directory / "run" / "checkpoints")[-1])
+def final_state(directory, name="run"):
+    """All tensors of a run's last checkpoint, everything else it holds, and its metrics, in comparable form."""
+    checkpoint = Checkpoint.open(find_checkpoints(directory / name / "checkpoints")[-1])
     tensors = {
         (section, name): checkpoint.tensor(section, name).contiguous().view(-1).tolist()
         for section in ("model", "optimizer", "extra")
@@ -55,7 +55,7 @@ def final_state(directory):
     }
     state = {key: value for key, value in checkpoint.state.items() if key not in ("progress", "loggers")}
     progress = {key: value for key, value in checkpoint.state["progress"].items() if key != "elapsed_s"}
-    return tensors, state, progress, (directory / "run" / "metrics.csv").read_text()
+    return tensors, state, progress, (directory / name / "metrics.csv").read_text()
 
 
 def surviving_samples(directory):

@@ -1,0 +1,99 @@
+"""Surnames of eight countries, as the package Faker collected them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from importlib import import_module
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, random_split
+
+import lumen
+from lumen.errors import DataError
+
+LOCALES = {
+    "Austrian": "de_AT",
+    "Croatian": "hr_HR",
+    "Dutch": "nl_NL",
+    "Finnish": "fi_FI",
+    "Italian": "it_IT",
+    "Kenyan": "en_KE",
+    "Slovak": "sk_SK",
+    "Spanish": "es_ES",
+}
+
+
+class Surnames(lumen.DataModule):
+    """About 8,000 surnames, of which a fifth is for validation, and where they are from.
+
+    A name is a sequence of bytes, its UTF-8: so there is no vocabulary to keep, and no letter is unknown. Names
+    differ in length; `collate` pads the shorter ones of a batch.
+
+    A batch is ``(letters, lengths, labels)``: bytes, int64 of shape ``(batch, longest)``, 0 where a name has ended;
+    their numbers, a list, which stays on the host, where packing wants it; and positions in ``origins``, int64 of shape
+    ``(batch,)``. A prediction batch is ``(letters, lengths)``.
+
+    Args:
+        batch_size: Names in a batch.
+        names: Of which ``predict`` says where they are from.
+        num_workers: Processes that load data.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 64,
+        names: Sequence[str] = ("Vivaldi", "Cervantes", "Hundertwasser", "Rembrandt", "Sibelius", "Kipchoge"),
+        num_workers: int = 0,
+    ):
+        super().__init__()
+        self.save_hyperparameters()
+        self.origins = list(LOCALES)
+
+    def setup(self, stage: str) -> None:
+        """Deal the names to training and validation, in every run the same."""
+        self.train, self.val = random_split(labelled_names(), [0.8, 0.2], torch.Generator().manual_seed(0))
+
+    def train_dataloader(self) -> DataLoader:
+        """The training names, shuffled."""
+        h = self.hparams
+        return DataLoader(self.train, h.batch_size, shuffle=True, collate_fn=collate, num_workers=h.num_workers)
+
+    def val_dataloader(self) -> DataLoader:
+        """The validation names."""
+        return DataLoader(self.val, self.hparams.batch_size, collate_fn=collate, num_workers=self.hparams.num_workers)
+
+    def predict_dataloader(self) -> DataLoader:
+        """The names to guess at."""
+        return DataLoader(self.hparams.names, self.hparams.batch_size, collate_fn=pad)
+
+
+def collate(samples: list[tuple[str, int]]) -> tuple[Tensor, list[int], Tensor]:
+    """Make a batch of names and the positions of their origins."""
+    names, labels = zip(*samples, strict=True)
+    return *pad(names), torch.tensor(labels)
+
+
+def pad(names: Sequence[str]) -> tuple[Tensor, list[int]]:
+    """Write names below each other, filled up with 0 to the length of the longest.
+
+    Returns:
+        Their bytes, int64 of shape ``(names, longest)``; and how many each name has.
+    """
+    rows = [torch.tensor(list(name.encode())) for name in names]
+    return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
+
+
+def labelled_names() -> list[tuple[str, int]]:
+    """The surnames that one of the countries has and no other, and its position in ``LOCALES``; sorted.
+
+    Raises:
+        DataError: The package is missing.
+    """
+    try:
+        providers = [import_module(f"faker.providers.person.{locale}").Provider for locale in LOCALES.values()]
+    except ImportError as error:
+        raise DataError("the names come with the package Faker, which is missing. Run `pip install Faker`.") from error
+    countries = [set(provider.last_names) for provider in providers]
+    found_in = Counter(name for names in countries for name in names)
+    return sorted((name, label) for label, names in enumerate(countries) for name in names if found_in[name] == 1)

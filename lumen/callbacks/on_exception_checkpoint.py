@@ -1,0 +1,122 @@
+"""Save what a failing run has learned since its last checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from torch.optim import Optimizer
+
+from lumen.callbacks.base import Callback
+from lumen.callbacks.model_checkpoint import place
+from lumen.errors import NonFiniteLoss
+from lumen.run import Progress
+
+if TYPE_CHECKING:
+    from lumen.task import TaskModule
+    from lumen.trainer import Trainer
+
+_log = logging.getLogger("lumen")
+
+
+@final
+class OnExceptionCheckpoint(Callback):
+    """Saves a checkpoint when training fails with an exception; a run that is asked to stop saves one anyway.
+
+    What is saved depends on where the exception strikes:
+
+    * Between two steps, while the next batch is loaded or in a validation: the state of the last boundary, or of the
+      start of that validation. It is exact and goes where the run's checkpoints are, as `step-N`, for
+      `resume: auto` to go on from.
+    * Inside a step, but before or after the update: parameters, optimizer and position are those of the last update,
+      but buffers, metrics and what your code counts may be a part of a step ahead. It is named `exception-step-N`,
+      which `auto` never takes: give its path to `resume` or to `load_from_checkpoint`.
+    * Inside `optimizer.step`: nothing, because the parameters may be half updated. Nor after a loss that is not
+      finite, nor with several processes, because the others are somewhere else.
+
+    Args:
+        dirpath: Where all of them go, as `exception-step-N`. Default: where the run's checkpoints are.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None) -> None:
+        self.dirpath = None if dirpath is None else Path(dirpath)
+        self._boundary: Progress | None = None
+        self._is_updating = False
+        self._watch: Any = None
+
+    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Start anew."""
+        self._boundary, self._is_updating = None, False
+
+    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Begin to watch."""
+
+        def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._is_updating = True
+
+        self._watch = trainer.optimizers[0].register_step_pre_hook(note)
+        self._boundary = replace(trainer.run.progress)
+
+    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+        """Note where a complete step has left the run."""
+        self._boundary = replace(trainer.run.progress)
+        self._is_updating = False
+
+    def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
+        """Save what can be saved."""
+        if self._boundary is None or not isinstance(exception, Exception) or not trainer.is_global_zero:
+            return
+        run, now = trainer.run, trainer.run.progress
+        counted = (now.epoch, now.batches) != (self._boundary.epoch, self._boundary.batches)
+        reason = None
+        if trainer.world_size > 1:
+            reason = "the other processes are somewhere else"
+        elif isinstance(exception, NonFiniteLoss):
+            reason = "the loss is not finite"
+        elif self._is_updating and not counted:
+            reason = "the exception struck inside optimizer.step, so the parameters may be half updated"
+        if reason is not None:
+            _log.warning("no checkpoint is saved on this exception: %s", reason)
+            return
+        if not counted:
+            run.progress = self._boundary  # what a step has begun is to be done again
+        untouched = _moment(now) == _moment(self._boundary) or (now.validation_due and not run.in_train_step)
+        try:
+            self._save(trainer, exact=untouched, may_be_there=untouched or not counted)
+        finally:
+            run.progress = now
+
+    def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Watch no more."""
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
+    def _save(self, trainer: Trainer, *, exact: bool, may_be_there: bool) -> None:
+        saver = trainer.checkpoint_callback
+        own = trainer.run_directory and trainer.run_directory / "checkpoints" if saver is None else saver.dirpath
+        if own is None or trainer.global_step == 0:
+            return
+        path, saved = place(trainer, own)
+        if not (saved and may_be_there):
+            if not exact or self.dirpath is not None:
+                path = _free_name(trainer, self.dirpath or own)
+            if exact and self.dirpath is None and saver is not None:
+                saver.save(trainer)
+            else:
+                trainer.save_checkpoint(path)
+        _log.info("%s holds what was learned before this exception", path)
+
+
+def _moment(progress: Progress) -> tuple[Any, ...]:
+    """What has moved as soon as anything of an epoch, a step or a validation has begun."""
+    return progress.epoch, progress.in_epoch, progress.micro_batches, progress.validation_due
+
+
+def _free_name(trainer: Trainer, folder: Path) -> Path:
+    name = f"exception-step-{trainer.global_step:08d}"
+    names = (name if number == 0 else f"{name}-{number}" for number in count())
+    return next(path for each in names if not (path := folder / each).exists())

@@ -1,0 +1,155 @@
+"""Record speed, use of the hardware, and memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lumen.callbacks.arguments import refuse
+from lumen.callbacks.base import Callback
+from lumen.callbacks.peaks import peak_flop_per_s
+from lumen.callbacks.throughput import Throughput, memory_mb
+from lumen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lumen.run import Run
+    from lumen.task import TaskModule
+    from lumen.trainer import Trainer
+
+_log = logging.getLogger("lumen")
+_COUNTED = "Samples are those the loader drew, units the weights that the task returns or that batch_weight gives."
+
+
+@final
+class ThroughputMonitor(Callback):
+    """Gives every logger, at each `log_every_n_steps`-th step, what no two runs share: `system.csv`.
+
+    | column | |
+    |---|---|
+    | `time_s` | seconds of training over all resumed parts |
+    | `steps_per_s`, `batches_per_s`, `samples_per_s` | updates, micro-batches, samples; evaluations left out |
+    | `units_per_s` | weights of the updates, where the task returns some or defines `batch_weight`: tokens, boxes |
+    | `data_wait_share` | part of the time spent waiting for the loader, 0 to 1 |
+    | `flop_per_step`, `flop_per_s` | floating-point operations of forward and backward, if asked for |
+    | `mfu` | their share of the device's dense peak in the precision of the run, 0 to 1, where it is known |
+    | `memory_mb` | 10^6 bytes: on CUDA the peak of what tensors took, elsewhere what the process holds in RAM |
+
+    Operations are counted once, while the first micro-batch is trained as it would be anyway: matrix products,
+    convolutions and attention, recomputed ones too. From then on each sample is taken to cost the same.
+
+    Args:
+        measure_flops: Count operations. The first micro-batch takes longer; its results are the same bit for bit.
+        window_s: Time to average over, >= 0; 0: since the last record.
+    """
+
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "batch_size_fn": _COUNTED,
+        "length_fn": _COUNTED,
+        "window_size": "window_s is the time to average over.",
+        "available_flops": "The device's peak is known or left out.",
+    }
+
+    def __init__(self, measure_flops: bool = False, window_s: float = 0.0, **unknown: Any) -> None:
+        refuse(ThroughputMonitor, unknown)
+        if not window_s >= 0:
+            raise ConfigError(f"ThroughputMonitor: window_s must be at least 0, found {window_s}.")
+        self.measure_flops = measure_flops
+        self._throughput = Throughput(window_s)
+        self._recorded_step = 0
+        self._is_asked = False
+        self._counter: FlopCounterMode | None = None
+        self._counted_samples = 0
+        self._flop_per_sample: float | None = None
+        self._peak: float | None = None
+        if measure_flops:  # hooks of this object alone: without them a step pays nothing
+            vars(self).update(
+                on_before_zero_grad=self._begin_to_count,
+                on_after_backward=self._take_count,
+                on_train_batch_end=self._stop_counting,
+                on_exception=self._stop_counting,
+            )
+
+    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Start the clock."""
+        self._throughput.start(trainer.run)
+        # a step that was saved while its validation was due is recorded again: its record is cut back to before
+        self._recorded_step = trainer.global_step - trainer.validation_due
+        self._flop_per_sample = None
+        self._is_asked = self.measure_flops and not _is_compiled(task)
+        if self.measure_flops and not self._is_asked:
+            _log.warning("operations are not counted: to count them a compiled model would have to run uncompiled.")
+
+    def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Stop the clock."""
+        self._throughput.pause()
+
+    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Go on."""
+        self._throughput.resume()
+
+    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+        """Write a record if one is due."""
+        run = trainer.run
+        step = run.progress.step
+        if step % run.plan.log_every_n_steps or step == self._recorded_step:  # a skipped update is no new step
+            return
+        self._recorded_step = step
+        values = {"time_s": run.progress.elapsed_s, **self._speeds(run), "memory_mb": memory_mb(run.strategy.device)}
+        for logger in run.loggers:
+            logger.log_system(values, step)
+
+    def _begin_to_count(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+        """The forward of a step's first micro-batch follows."""
+        if self._is_asked and self._counter is None:
+            self._counted_samples = max(trainer.run.batch_samples, 1)
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
+
+    def _take_count(self, trainer: Trainer, task: TaskModule) -> None:
+        """The backward is done."""
+        if self._counter is not None:
+            operations = self._counter.get_total_flops()
+            self._stop_counting()
+            self._is_asked = False
+            self._flop_per_sample = operations / self._counted_samples
+            self._peak = _peak_flop_per_s(trainer.run)
+            _log.info("%.4g FLOP per sample, forward and backward", self._flop_per_sample)
+
+    def _stop_counting(self, *_: Any) -> None:
+        """Leave nothing behind, also where a micro-batch was skipped or failed; then the next one is tried."""
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._counter = None
+
+    def _speeds(self, run: Run) -> dict[str, float]:
+        values = self._throughput.measure(run)._asdict()
+        if not run.has_units:
+            del values["units_per_s"]
+        if self._flop_per_sample is not None:
+            flop_per_s = self._flop_per_sample * values["samples_per_s"]
+            values |= {"flop_per_step": flop_per_s / max(values["steps_per_s"], 1e-9), "flop_per_s": flop_per_s}
+            if self._peak is not None:
+                values["mfu"] = flop_per_s / (self._peak * run.strategy.world_size)
+        return values
+
+
+def _is_compiled(task: TaskModule) -> bool:
+    return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in task.modules())
+
+
+def _peak_flop_per_s(run: Run) -> float | None:
+    """The device's peak in the dtype of the run's matrix products; says so where it is not known."""
+    device = run.strategy.device
+    with run.precision.forward():
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else next(iter(run.parameters)).dtype
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    peak = peak_flop_per_s(name, dtype, tf32=torch.backends.cuda.matmul.fp32_precision == "tf32")
+    if peak is None:
+        _log.info("the peak of %s in %s is not known, so there is no mfu", name, str(dtype).removeprefix("torch."))
+    return peak

@@ -1,0 +1,147 @@
+"""Measure how long the stages of a run take, and end training when its time is used up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from lumen.callbacks.base import Callback
+from lumen.errors import ConfigError
+from lumen.plan import Duration, duration_s
+
+if TYPE_CHECKING:
+    from lumen.task import TaskModule
+    from lumen.trainer import Trainer
+
+_log = logging.getLogger("lumen")
+_STAGES = ("train", "validate", "test", "predict")
+
+
+@final
+class Timer(Callback):
+    """Tells the time of each stage: "train", "validate", "test" and "predict".
+
+    Training is timed over all resumed parts of a run, the validations in it included; of the other stages the last
+    one counts. `Trainer(max_time=...)` ends a run after a time too; this one may wait for the end of the epoch, and
+    the minimum of steps and epochs comes before it.
+
+    Args:
+        duration: Of training, after which it ends: "DD:HH:MM:SS", a timedelta, or its keywords; None: only measure.
+        interval: "step" ends it at the next boundary, "epoch" at the end of the epoch.
+    """
+
+    def __init__(self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step") -> None:
+        if interval not in ("step", "epoch"):
+            raise ConfigError(f'Timer: interval must be "step" or "epoch", found {interval!r}.')
+        self.interval = interval
+        self._duration_s = None if duration is None else duration_s("Timer: duration", duration)
+        self._started_s: dict[str, float] = {}
+        self._ended_s: dict[str, float] = {}
+        self._trained_s = 0.0  # up to the last boundary
+        self._has_stopped = False
+        self._trainer: Trainer | None = None
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """When a stage began, in seconds of `time.monotonic`; None before."""
+        return self._started_s.get(_known(stage))
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """When a stage ended, in seconds of `time.monotonic`; None before, and while it goes on."""
+        return self._ended_s.get(_known(stage))
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Seconds that a stage has taken: training up to its last boundary, the others up to now or their end."""
+        if _known(stage) == "train":
+            return self._trained_s
+        if stage not in self._started_s:
+            return 0.0
+        return self._ended_s.get(stage, time.monotonic()) - self._started_s[stage]
+
+    def time_remaining(self) -> float | None:
+        """Seconds of training that are left, negative if it took longer; None without a duration."""
+        return None if self._duration_s is None else self._duration_s - self._trained_s
+
+    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Start anew."""
+        if stage == "fit":
+            self._trained_s, self._has_stopped, self._trainer = 0.0, False, trainer
+
+    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Start the clock; a run that goes on may have no time left."""
+        self._start("train")
+        self._look(trainer)
+
+    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+        """End training if it is time to."""
+        self._look(trainer)
+
+    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Stop the clock."""
+        self._end("train")
+
+    def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Start the clock."""
+        self._start("validate")
+
+    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Stop the clock."""
+        self._end("validate")
+
+    def on_test_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Start the clock."""
+        self._start("test")
+
+    def on_test_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Stop the clock."""
+        self._end("test")
+
+    def on_predict_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Start the clock."""
+        self._start("predict")
+
+    def on_predict_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Stop the clock."""
+        self._end("predict")
+
+    def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
+        """Stop every clock."""
+        for stage in self._started_s:
+            if stage not in self._ended_s:
+                self._end(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether this callback ended the run; its time is part of every checkpoint."""
+        return {"has_stopped": self._has_stopped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A run that was ended here may go on if it has been given more time."""
+        assert self._trainer is not None
+        self._trained_s = self._trainer.run.progress.elapsed_s
+        self._has_stopped = state["has_stopped"] and self._is_used_up()
+        if state["has_stopped"] and not self._has_stopped:
+            self._trainer.should_stop = False
+
+    def _look(self, trainer: Trainer) -> None:
+        progress = trainer.run.progress
+        self._trained_s = progress.elapsed_s
+        asked = self.interval == "step" or not progress.in_epoch
+        if asked and self._is_used_up() and not trainer.should_stop:
+            _log.info("Timer: the %g s of training are used up (%.1f s)", self._duration_s, self._trained_s)
+            trainer.should_stop = self._has_stopped = True
+
+    def _is_used_up(self) -> bool:
+        return self._duration_s is not None and self._trained_s >= self._duration_s
+
+    def _start(self, stage: str) -> None:
+        self._started_s[stage] = time.monotonic()
+        self._ended_s.pop(stage, None)
+
+    def _end(self, stage: str) -> None:
+        self._ended_s[stage] = time.monotonic()
+
+
+def _known(stage: str) -> str:
+    if stage not in _STAGES:
+        raise ConfigError(f"Timer: expected a stage out of {', '.join(_STAGES)}, found {stage!r}.")
+    return stage

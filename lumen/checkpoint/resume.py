@@ -1,0 +1,256 @@
+"""What a run takes over from a checkpoint: all of it, or chosen parts; or a task its hyperparameters and parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+import torch
+from torch import nn
+
+from lumen.batches import move
+from lumen.checkpoint.changes import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
+from lumen.checkpoint.codec import decode
+from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.sources import find_checkpoint
+from lumen.checkpoint.state import keyed, kind_of, parameter_names
+from lumen.checkpoint.weights import load_model
+from lumen.console import logger as _log
+from lumen.errors import CheckpointMismatch, ConfigError
+from lumen.metrics import load_metric_state, metrics_of
+from lumen.precision import make_precision
+from lumen.run import Progress, Run
+from lumen.task import TaskModule
+
+Task = TypeVar("Task", bound=TaskModule)
+Part: TypeAlias = Literal["model", "optimizer", "schedulers", "progress", "data"]
+PARTS: frozenset[Part] = frozenset(get_args(Part))
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_MOVED_BY_SCHEDULERS = (*_RATES, "momentum", "betas", "weight_decay")
+
+
+def choose_parts(given: Iterable[str] | None, resume: str | None) -> frozenset[Part]:
+    """Which parts of a checkpoint a run takes over.
+
+    Raises:
+        ConfigError: There are no such parts, or they cannot be chosen.
+    """
+    if given is None:
+        return PARTS
+    chosen = frozenset(part for part in PARTS if part in given)
+    if not chosen or set(given) - PARTS:
+        raise ConfigError(f"resume_parts: expected some of {', '.join(get_args(Part))}; found {given}.")
+    if resume in (None, "auto", "last"):
+        raise ConfigError(
+            f'resume_parts says what a new run takes over from "best" or a path, but resume is {resume}: a run that '
+            "stays in its directory goes on exactly. Set resume to the run's path, or leave resume_parts out."
+        )
+    if "data" in chosen and "progress" not in chosen:
+        raise ConfigError(
+            "resume_parts: data is a position within the epoch that progress counts. Add progress, or leave out data."
+        )
+    return chosen
+
+
+def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
+    """Fill the model, and hand the task and the data module what they saved; before the optimizers are built.
+
+    Raises:
+        CheckpointMismatch: It is a checkpoint of another model; nothing was changed.
+    """
+    extra = checkpoint.tensors("extra")
+    if "model" in parts:
+        load_model(run.task, checkpoint)
+        run.task.on_load_checkpoint(decode(checkpoint.state["task"], extra))
+    if "data" in parts and run.datamodule is not None:
+        run.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
+
+
+def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], continue_records: bool) -> None:
+    """Make a run, with its model loaded and its optimizers built, go on from a checkpoint.
+
+    Args:
+        run: The run.
+        checkpoint: Where it goes on.
+        parts: What is taken over; `Trainer` says what each of them is.
+        continue_records: The loggers go on with the records of the run that wrote the checkpoint.
+
+    Raises:
+        CheckpointMismatch: The optimizer or the schedulers are not the ones saved.
+        ConfigError: A schedule ends before the step that the run goes on from.
+    """
+    extra = checkpoint.tensors("extra")
+    state = {name: decode(part, extra) for name, part in checkpoint.state.items() if name != "optimizer"}
+    if "progress" in parts:
+        run.progress = Progress(**state["progress"])
+        run.metrics = state["metrics"]
+        _load_states(keyed(run.callbacks), state["callbacks"], checkpoint)
+    if "optimizer" in parts:
+        run.precision.load_state_dict(state["precision"])
+        _load_optimizer(run, checkpoint)
+    _load_groups(run, checkpoint, parts, state["configured"])
+    if "schedulers" in parts:
+        _load_schedulers(run, checkpoint, state, exact="optimizer" in parts)
+    else:
+        _move_schedulers(run)
+    if "data" in parts:
+        _load_open_epoch(run, state)
+    else:
+        run.progress = replace(run.progress, samples=0, batches=0, loader=None, in_epoch=False, validation_due=False)
+    if continue_records:
+        loggers = keyed(run.loggers)
+        _load_states(loggers, state["loggers"], checkpoint)
+        run.absent_records = {key: record for key, record in state["loggers"].items() if key not in loggers}
+    if changed := changed_hyperparameters(run, checkpoint):
+        _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, _listed(changed))
+
+
+def _load_open_epoch(run: Run, state: Mapping[str, Any]) -> None:
+    """What the epoch in progress has gathered so far."""
+    metrics = metrics_of(run.task)
+    for name, saved in state["torchmetrics"].items():
+        if name in metrics:
+            load_metric_state(metrics[name], saved)
+    run.train_metrics.load_state_dict(state["logged"], metrics.__getitem__, run.strategy.device)
+
+
+def _load_states(things: dict[str, Any], saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    for key, state in saved.items():
+        if key in things:
+            things[key].load_state_dict(state)
+        elif state:
+            _log.warning("%s holds the state of %s, which this run does not have", checkpoint.path, key)
+
+
+def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
+    saved, tensors = checkpoint.state["optimizer"], checkpoint.tensors("optimizer")
+    optimizer, names = run.optimizer, parameter_names(run.task)
+    parameters = dict(run.task.named_parameters())
+    groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    if saved["class"] != kind_of(optimizer) or [group["params"] for group in saved["groups"]] != groups:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} was saved with {saved['class']} over {[len(g['params']) for g in saved['groups']]} "
+            f"parameters per group; this run has {kind_of(optimizer)} over {[len(g) for g in groups]}. "
+            "Resume with the optimizer and the parameter groups it was saved with, or "
+            f"{_without(checkpoint, 'optimizer')}."
+        )
+    optimizer.state.clear()
+    for name, entries in saved["state"].items():
+        parameter = parameters[name]
+        moves_with_it = {"fused", "capturable"} & {
+            key for group in optimizer.param_groups for key, value in group.items() if value is True
+        }
+        optimizer.state[parameter] = {
+            key: _placed(decode(value, tensors), parameter, plain=key == "step" and not moves_with_it)
+            for key, value in entries.items()
+        }
+
+
+def _placed(value: Any, parameter: nn.Parameter, *, plain: bool) -> Any:
+    return value if plain else move(value, parameter.device)
+
+
+def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], configuration: dict[str, Setting]) -> None:
+    """What groups hold beside parameters. Rates go with the schedulers, an optimizer's own counters with its state."""
+    saved, tensors = checkpoint.state["optimizer"]["groups"], checkpoint.tensors("optimizer")
+    if not parts & {"optimizer", "schedulers"}:
+        return
+    if len(saved) != len(run.optimizer.param_groups):
+        raise CheckpointMismatch(
+            f"{checkpoint.path} has learning rates of {len(saved)} parameter groups, the run has "
+            f"{len(run.optimizer.param_groups)}. Resume with these groups, or {_without(checkpoint, 'schedulers')}."
+        )
+    for number, (group, values) in enumerate(zip(run.optimizer.param_groups, saved, strict=True)):
+        for key in values.keys() - HOW_TO_STEP:
+            value = decode(values[key], tensors)
+            moved = settings(f"groups[{number}].{key}", value).items() - configuration.items()
+            if (
+                parts >= {"optimizer", "schedulers"}
+                or ("schedulers" in parts and key in _RATES and key in group)
+                or ("optimizer" in parts and key not in _MOVED_BY_SCHEDULERS and moved)
+            ):
+                group[key] = value
+
+
+def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any], *, exact: bool) -> None:
+    """Let the schedulers go on, and say where the configuration asks for something else than what goes on."""
+    configuration: dict[str, Setting] = state["configured"]
+    found = [type(config.scheduler).__qualname__ for config in run.schedulers]
+    saved = [configuration[f"schedulers[{number}]"] for number in range(len(state["schedulers"]))]
+    if found != saved:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} was saved with the schedulers {saved}, the run has {found}. "
+            f"Resume with the configuration it was saved with, or {_without(checkpoint, 'schedulers')}."
+        )
+    for config, scheduler_state in zip(run.schedulers, state["schedulers"], strict=True):
+        config.scheduler.load_state_dict(scheduler_state)
+    goes_on = {
+        where: value
+        for where, value in configuration.items()
+        if exact or where.startswith("schedulers") or where.rpartition(".")[2] in _RATES
+    }
+    if changed := differences(goes_on, run.configured):
+        _log.warning(
+            "the optimizer or its schedule is configured otherwise than in %s: %s. The checkpoint's values count, so "
+            "that it goes on exactly. For the configured ones, %s",
+            checkpoint.path,
+            _listed(changed),
+            _without(checkpoint, "schedulers"),
+        )
+    run.configured |= goes_on
+
+
+def _move_schedulers(run: Run) -> None:
+    """Bring schedulers just built to where the run stands; epochs had equal lengths; one with a monitor stays."""
+    progress = run.progress
+    in_epochs = round(progress.step * (1 - progress.batches / max(progress.micro_batches, 1)))  # the complete ones
+    ended = [min(step, in_epochs) * progress.epoch // max(in_epochs, 1) for step in range(progress.step + 1)]
+    moving = [config for config in run.schedulers if config.monitor is None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch misses the optimizer's steps, which were made long ago
+        try:
+            for step in range(progress.step if moving else 0):
+                for interval, moments in (("step", [step]), ("epoch", range(ended[step], ended[step + 1]))):
+                    for config in moving:
+                        due = sum((moment + 1) % config.frequency == 0 for moment in moments)
+                        for _ in range(due if config.interval == interval else 0):
+                            config.step({})
+        except ValueError as error:
+            raise ConfigError(f"lr_scheduler: it does not reach to step {progress.step}: {error}") from error
+        for config in moving:
+            if config.interval == "token" and progress.units:
+                config.move_to(progress.units, counted=True)
+
+
+def _without(checkpoint: Checkpoint, part: Part) -> str:
+    rest = ", ".join(each for each in get_args(Part) if each != part)
+    return f"start a new run from it with resume: {checkpoint.path} and resume_parts: [{rest}]"
+
+
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    shown = [f"{name} {old!r} there, {new!r} here" for name, (old, new) in changed.items()]
+    return "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
+
+
+def load_task(kind: type[Task], path: Path, *, strict: bool, overrides: Mapping[str, Any]) -> Task:
+    """Build a task from a checkpoint's hyperparameters and load its parameters; see `load_from_checkpoint`."""
+    checkpoint = find_checkpoint(str(path), path)
+    assert checkpoint is not None
+    hyperparameters = decode(checkpoint.state["hyperparameters"], checkpoint.tensors("extra")) | dict(overrides)
+    try:
+        task = kind(**hyperparameters)
+    except TypeError as error:
+        raise CheckpointMismatch(
+            f"{kind.__name__} cannot be built from the hyperparameters of {checkpoint.path} "
+            f"({', '.join(hyperparameters) or 'none saved'}): {error}. Call save_hyperparameters() in its __init__, "
+            "or give the missing arguments to load_from_checkpoint."
+        ) from error
+    task.configure_model()
+    if precision := checkpoint.state["precision"].get("name"):
+        make_precision(precision, torch.device("cpu")).convert(task)
+    load_model(task, checkpoint, strict=strict)
+    task.on_load_checkpoint(decode(checkpoint.state["task"], checkpoint.tensors("extra")))
+    return task

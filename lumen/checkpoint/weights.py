@@ -1,0 +1,214 @@
+"""Parameters and buffers: their names, and how saved ones get into a model, one tensor at a time and in place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from lumen.checkpoint.codec import decode
+from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.sources import Weights, open_weights
+from lumen.console import logger as _log
+from lumen.errors import CheckpointMismatch
+
+Tensors = dict[str, torch.Tensor]
+
+
+def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
+    """Parameters and persistent buffers by canonical name.
+
+    Returns:
+        The tensors, tied ones once; and for each further name of a tied tensor the name it is stored under.
+    """
+    tensors: Tensors = {}
+    aliases: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = {**module._parameters, **_persistent_buffers(module)}
+        for name, tensor in own.items():
+            if tensor is None:
+                continue
+            path = f"{prefix}.{name}" if prefix else name
+            stored = first_name.setdefault(id(tensor), path)
+            if stored == path:
+                tensors[path] = tensor.detach()
+            else:
+                aliases[path] = stored
+    return tensors, aliases
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
+
+
+def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True) -> None:
+    """Copy parameters and buffers in place, and modules' own extra state.
+
+    Raises:
+        CheckpointMismatch: Names (if strict), shapes or dtypes differ; nothing was changed.
+    """
+    _fill(model, checkpoint, Weights(checkpoint.path, strict=strict), cast=False)
+    extra = decode(checkpoint.state["extra_state"], checkpoint.tensors("extra"))
+    for name, module in model.named_modules():
+        if name in extra:
+            module.set_extra_state(extra[name])
+
+
+def load_weights(model: nn.Module, weights: Weights) -> None:
+    """Copy parameters and buffers, and nothing else, in place; floating-point ones are cast to the model's dtypes.
+
+    Beyond the model it needs the memory of one tensor.
+
+    Raises:
+        CheckpointMismatch: Names (if strict), shapes or kinds of numbers differ; nothing was changed.
+        CheckpointError: There are no weights there, they cannot be fetched or are not whole; nothing was changed.
+    """
+    with open_weights(str(weights.path)) as checkpoint:
+        _fill(model, checkpoint, weights, cast=True)
+
+
+def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, *, cast: bool) -> None:
+    """Find out where every tensor comes from, refuse what does not fit, and only then copy."""
+    tensors, aliases = model_tensors(model)
+    names = {name: [name] for name in tensors}
+    for alias, name in aliases.items():
+        names[name].append(alias)
+    offered, idle = _renamed(checkpoint, weights, [*tensors, *aliases])
+    sources = {
+        name: list(dict.fromkeys(offered[each] for each in own if each in offered)) for name, own in names.items()
+    }
+    ignored = {name for name, own in names.items() if any(_matches(weights.ignore, each) for each in own)}
+    missing = [name for name, found in sources.items() if not found and name not in ignored]
+    used = {source for found in sources.values() for source in found}
+    left: dict[str, str] = {}
+    for name, source in offered.items():
+        if source not in used:
+            left.setdefault(source, name)
+    unexpected = sorted(left.values())
+    complaints = [
+        *([f"not in the checkpoint: {_some(missing)}"] if missing else []),
+        *([f"only in the checkpoint: {_some(unexpected)}"] if unexpected else []),
+        *([f"patterns that match nothing: {_some(idle)}"] if idle else []),
+    ]
+    wrong = list(_wrong(checkpoint, tensors, sources, cast=cast))
+    if wrong and not complaints and not cast and _same_shapes(checkpoint, tensors, sources):
+        saved_with = checkpoint.state["precision"].get("name", "fp32, bf16 or fp16")
+        raise CheckpointMismatch(
+            f"{checkpoint.path} was saved by a run with precision: {saved_with}, whose parameters have other dtypes: "
+            f"{'; '.join(wrong[:3])}. Set the same precision."
+        )
+    if tensors and not used:
+        wrong.append("no name is in both")
+    if wrong or (weights.strict and complaints):
+        raise CheckpointMismatch(
+            f"{weights.path} holds the weights of another model: "
+            + "; ".join([*complaints, *wrong[:8]])
+            + f". {_advice(missing, unexpected, wrong, cast=cast)}"
+        )
+    for complaint in complaints:
+        _log.warning("%s: %s", weights.path, complaint)
+    casts = Counter[str]()
+    with torch.no_grad():
+        for name, found in sources.items():
+            for source in found[:1]:
+                dtype, _ = checkpoint.spec("model", source)
+                if dtype == tensors[name].dtype:
+                    checkpoint.copy_into("model", source, tensors[name])
+                else:
+                    tensors[name].copy_(checkpoint.tensor("model", source))
+                    casts[f"{dtype} to {tensors[name].dtype}"] += 1
+    if casts:
+        kinds = ", ".join(f"{count} tensors from {kind}" for kind, count in casts.items())
+        _log.info("%s: cast %s", weights.path, kinds)
+
+
+def _renamed(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """What a checkpoint offers, by the model's names, and the patterns that changed nothing.
+
+    Args:
+        checkpoint: Whose names are renamed, those of tied tensors too.
+        weights: How, and which of them are left out.
+        known: The model's names.
+    """
+    offered: dict[str, str] = {}
+    hits = Counter[str]()
+    seen = set(known)
+    for name in (*checkpoint.names("model"), *checkpoint.aliases):
+        renamed = name
+        for pattern, replacement in weights.rename.items():
+            renamed, count = re.subn(pattern, replacement, renamed)
+            hits[pattern] += count
+        seen.add(renamed)
+        if _matches(weights.ignore, renamed):
+            continue
+        if renamed in offered:
+            raise CheckpointMismatch(
+                f"{weights.path}: rename makes {renamed!r} of {offered[renamed]!r} and of {name!r}. "
+                "Make the patterns narrower, or ignore one of the two by a name of its own."
+            )
+        offered[renamed] = checkpoint.aliases.get(name, name)
+    unmatched = [pattern for pattern in weights.ignore if not any(_matches([pattern], name) for name in seen)]
+    return offered, [*(pattern for pattern in weights.rename if not hits[pattern]), *unmatched]
+
+
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def _wrong(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]], *, cast: bool) -> Iterator[str]:
+    """What cannot be copied: other shapes, other dtypes, and two different tensors for one that the model ties."""
+    for name, found in sources.items():
+        tensor = tensors[name]
+        for source in found:
+            dtype, shape = checkpoint.spec("model", source)
+            castable = cast and dtype.is_floating_point and tensor.is_floating_point() and not tensor.is_meta
+            if shape != tensor.shape or not (dtype == tensor.dtype or castable):
+                yield f"{name}: {tuple(shape)} {dtype} saved, {tuple(tensor.shape)} {tensor.dtype} in the model"
+                break
+        else:
+            for source in found[1:]:
+                if not torch.equal(checkpoint.tensor("model", found[0]), checkpoint.tensor("model", source)):
+                    yield f"{name}: the model ties {found[0]} and {source}, which differ in the checkpoint"
+
+
+def _same_shapes(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]]) -> bool:
+    pairs = [(source, tensors[name]) for name, found in sources.items() for source in found]
+    return all(checkpoint.spec("model", source)[1] == tensor.shape for source, tensor in pairs)
+
+
+def _advice(missing: list[str], unexpected: list[str], wrong: list[str], *, cast: bool) -> str:
+    if not cast:
+        lenient = ", or load with strict=False to leave names that differ alone." if not wrong else "."
+        return f"Build the model with the checkpoint's hyperparameters{lenient}"
+    return (
+        f"{_guess(missing, unexpected)}Say with `rename` what the model calls the same tensors, "
+        "and with `ignore` which to leave alone."
+    )
+
+
+def _guess(missing: list[str], unexpected: list[str]) -> str:
+    """The rename that explains most names, if they differ in how they begin."""
+    tails = {tail: name for name in unexpected for tail in _tails(name)}
+    beginnings = Counter[tuple[str, str]]()
+    for name in missing:
+        if tail := next((tail for tail in _tails(name) if tail in tails), None):
+            beginnings[tails[tail].removesuffix(tail), name.removesuffix(tail)] += 1
+    if not beginnings:
+        return ""
+    (old, new), count = beginnings.most_common(1)[0]
+    return f"rename={json.dumps({'^' + re.escape(old): new})} would fit {count} of them. "
+
+
+def _tails(name: str) -> Iterator[str]:
+    """`a.b.c`, `b.c`, `c`."""
+    parts = name.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

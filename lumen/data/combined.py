@@ -1,0 +1,156 @@
+"""Several training loaders read as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal, final
+
+from lumen.data.feed import Feed, Position, Step, count_steps, read_ahead
+from lumen.data.windows import Item, MicroBatch, Window
+from lumen.errors import ConfigError, DataError
+
+Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
+_MODES = ("max_size_cycle", "max_size", "min_size", "sequential")
+#: Rounds of a loader within an epoch get epoch numbers of their own: a round is an epoch to the loader.
+_ROUND = 1 << 16
+
+
+@final
+class CombinedLoader:
+    """Several loaders read together: a batch holds one of each.
+
+    A list or dictionary of loaders returned by `train_dataloader` is one with the mode "max_size_cycle".
+
+    Args:
+        loaders: By name, or in a list: batches have the same structure.
+        mode: "max_size_cycle": until each has ended once, the shorter ones begin again, in another order; "min_size":
+            until the first ends; "max_size": until all have ended, with None for those that have; "sequential": one
+            after the other, a batch is one loader's and `dataloader_idx` says whose.
+
+    Raises:
+        ConfigError: There is no such mode, or no loader.
+    """
+
+    def __init__(self, loaders: Mapping[str, Any] | Sequence[Any], mode: Mode = "max_size_cycle") -> None:
+        if mode not in _MODES:
+            raise ConfigError(f"CombinedLoader: no mode is named {mode!r}; there are {', '.join(_MODES)}.")
+        if not loaders:
+            raise ConfigError("CombinedLoader: no loaders were given. Give at least one.")
+        self.loaders, self.mode = loaders, mode
+
+
+@final
+class CombinedFeed(Feed):
+    """The loaders of a `CombinedLoader`, each with its own order, position and state.
+
+    A micro-batch counts as many samples as that of its first loader.
+
+    Args:
+        loader: How they are combined.
+        open_feed: Makes the feed of a loader, with a number by which its randomness differs from the others'.
+        accumulate: Micro-batches of an optimizer step.
+    """
+
+    def __init__(self, loader: CombinedLoader, open_feed: Callable[[Any, int], Feed], accumulate: int) -> None:
+        loaders, self._mode, self._accumulate = loader.loaders, loader.mode, accumulate
+        self._names = list(loaders) if isinstance(loaders, Mapping) else None
+        parts = loaders.values() if isinstance(loaders, Mapping) else loaders
+        self._feeds = [open_feed(part, number) for number, part in enumerate(parts)]
+        self.length = self._length()
+
+    def _length(self) -> int | None:
+        lengths = [feed.length for feed in self._feeds]
+        known = [length for length in lengths if length is not None]
+        if self._mode == "min_size":
+            return min(known, default=None)
+        if len(known) < len(lengths):
+            return None
+        return sum(known) if self._mode == "sequential" else max(known)
+
+    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
+        """See `Feed.windows`."""
+        saved = position.state or {}
+        if position.batches and saved.get("ended"):
+            return
+        states = saved.get("parts") or [None] * len(self._feeds)
+        parts = [
+            _Part(feed, epoch, state, begun=position.batches > 0)
+            for feed, state in zip(self._feeds, states, strict=True)
+        ]
+        items = self._in_turn(parts) if self._mode == "sequential" else self._together(parts)
+        if limit is not None:
+            items = islice(items, max(0, limit - position.batches))
+        yield from read_ahead(self._steps(items, parts), position.batches, lambda state: _ended(parts))
+
+    def _steps(self, items: Iterator[Item], parts: list[_Part]) -> Iterator[Step]:
+        while step := list(islice(items, self._accumulate)):
+            yield step, {"parts": [part.state() for part in parts]}
+
+    def _in_turn(self, parts: list[_Part]) -> Iterator[Item]:
+        for number, part in enumerate(parts):
+            while (micro := part.next()) is not None:
+                yield Item(micro.batch, micro.samples, number)
+
+    def _together(self, parts: list[_Part]) -> Iterator[Item]:
+        while True:
+            micros = [part.next() for part in parts]
+            if all(part.ended for part in parts) or (self._mode == "min_size" and None in micros):
+                return
+            if self._mode == "max_size_cycle":
+                micros = [micro or part.begin_again() for micro, part in zip(micros, parts, strict=True)]
+            batches = [micro and micro.batch for micro in micros]
+            samples = next(micro.samples for micro in micros if micro is not None)
+            yield Item(dict(zip(self._names, batches, strict=True)) if self._names else batches, samples)
+
+    def steps(self, limit: int | None) -> int | None:
+        """See `Feed.steps`."""
+        return count_steps(self.length, limit, self._accumulate)
+
+    def close(self) -> None:
+        """See `Feed.close`."""
+        for feed in self._feeds:
+            feed.close()
+
+
+def _ended(parts: list[_Part]) -> dict[str, Any]:
+    return {"parts": [part.state() | {"loader": part.feed.live_state()} for part in parts], "ended": True}
+
+
+@final
+class _Part:
+    """One of the loaders within an epoch of them all."""
+
+    def __init__(self, feed: Feed, epoch: int, saved: Mapping[str, Any] | None, *, begun: bool) -> None:
+        self.feed, self._epoch = feed, epoch
+        self.ended, self._round, self._position = False, 0, Position(state=saved and saved["loader"])
+        if saved is not None and begun:
+            self.ended, self._round = saved["ended"], saved["round"]
+            self._position = Position(saved["samples"], saved["batches"], saved["loader"])
+        self._windows = self._open()
+
+    def _open(self) -> Iterator[Window]:
+        return self.feed.windows(self._epoch + _ROUND * self._round, self._position, None)
+
+    def next(self) -> MicroBatch | None:
+        window = next(self._windows, None)
+        if window is None:
+            self.ended = True
+            return None
+        (micro,) = window
+        samples, batches, _ = self._position
+        self._position = Position(samples + micro.samples, batches + 1, window.state)
+        return micro
+
+    def begin_again(self) -> MicroBatch:
+        self._round += 1
+        self._position = Position(state=self._position.state)
+        self._windows = self._open()
+        micro = self.next()
+        if micro is None:
+            raise DataError("one of several training loaders is empty, so it cannot begin again. Leave it out.")
+        return micro
+
+    def state(self) -> dict[str, Any]:
+        samples, batches, loader = self._position
+        return {"round": self._round, "ended": self.ended, "samples": samples, "batches": batches, "loader": loader}

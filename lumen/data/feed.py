@@ -1,0 +1,115 @@
+"""Feed: one loader as the loop reads it, from any position of any epoch on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any, NamedTuple, final
+
+from lumen.batches import count_samples
+from lumen.console import logger as _log
+from lumen.data.windows import Item, Window
+
+
+class Position(NamedTuple):
+    """Where an epoch stands.
+
+    Attributes:
+        samples: Consumed of it.
+        batches: Consumed of it.
+        state: What the feed gave with the last window, in the process that consumed it; None at the very beginning.
+    """
+
+    samples: int = 0
+    batches: int = 0
+    state: Any = None
+
+
+class Feed(ABC):
+    """One loader as the loop reads it.
+
+    Attributes:
+        length: Micro-batches of an epoch as one process would count them; None if the loader does not know.
+        name: Of an evaluation loader that was given one.
+    """
+
+    length: int | None
+    name: str = ""
+
+    @abstractmethod
+    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
+        """The optimizer steps of an epoch, from a position on.
+
+        Args:
+            epoch: Decides the order.
+            position: What was consumed of the epoch before.
+            limit: Micro-batches of the epoch to use at most.
+        """
+
+    @abstractmethod
+    def steps(self, limit: int | None) -> int | None:
+        """Optimizer steps of an epoch; None if the loader has no length."""
+
+    def live_state(self) -> dict[str, Any]:
+        """Where the loader itself stands, which may be ahead of what was consumed; plain data and tensors."""
+        return {}
+
+    def close(self) -> None:
+        """End the workers; the lengths stay known."""
+
+
+def count_steps(length: int | None, limit: int | None, accumulate: int) -> int | None:
+    """Optimizer steps of an epoch of a length in micro-batches; None if neither length nor limit is known."""
+    known = [number for number in (length, limit) if number is not None]
+    return -(-min(known) // accumulate) if known else None
+
+
+Step = tuple[list[Item], dict[str, Any]]
+
+
+def read_ahead(
+    steps: Iterator[Step], index: int, at_end: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state
+) -> Iterator[Window]:
+    """Optimizer steps out of micro-batches whose sizes are known only once they are read.
+
+    One step is read ahead, to know which is the last.
+
+    Args:
+        steps: Micro-batches of each step, and where the feed stands after it.
+        index: Number of the first micro-batch in the epoch.
+        at_end: Makes of the state after the last step one that knows of the end.
+    """
+    ahead = next(steps, None)
+    while ahead is not None:
+        start = perf_counter()
+        (items, state), ahead = ahead, next(steps, None)
+        waited_s = perf_counter() - start
+        last = ahead is None
+        sizes = [item.samples for item in items]
+        yield Window(iter(items).__next__, sizes, index, last, at_end(state) if last else state, waited_s)
+        index += len(items)
+
+
+@final
+class SampleCounter:
+    """Counts the samples of batches that Lumen did not draw, and says once what it counts.
+
+    Args:
+        loader: Where they come from.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._said = False
+
+    def __call__(self, batch: Any) -> int:
+        """Samples of a batch."""
+        if not self._said:
+            self._said = True
+            _log.warning(
+                "%s: Lumen did not draw these batches, so a batch counts as many samples as dimension 0 of its first "
+                "tensor. Return (loss, weight) from training_step to say it yourself.",
+                type(self._loader).__name__,
+            )
+        return count_samples(batch)

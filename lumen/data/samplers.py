@@ -1,0 +1,247 @@
+"""Orders: which samples make which micro-batch of an epoch, from a position on, without loading any.
+
+Three kinds: the data set's own order or a plain shuffle of it; a sampler of the user's, cut into batches; a batch
+sampler of the user's. The user's are iterated with every generator keyed by (seed, epoch), so every process draws the
+same list, and a resumed one skips what was consumed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import partial
+from itertools import count, islice
+from typing import Any, final
+from zlib import crc32
+
+from lumen.data.feed import Position, count_steps
+from lumen.data.keyed import Draw
+from lumen.data.order import LARGE, cut_steps, epoch_order
+from lumen.errors import DataError
+from lumen.random import Domain, GeneratorStates, make_key, preserved_generators, seed_generators, seed_own_generators
+
+
+class Order(ABC):
+    """Which samples make which micro-batch.
+
+    Attributes:
+        length: Micro-batches of an epoch; None if only its end will tell.
+    """
+
+    length: int | None
+
+    @abstractmethod
+    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
+        """The draws of each optimizer step from a position on, and the state after it.
+
+        Raises:
+            DataError: The position belongs to another order.
+        """
+
+    @abstractmethod
+    def count(self, limit: int | None) -> int | None:
+        """Optimizer steps of an epoch; None if only its end will tell."""
+
+
+@final
+class PlainOrder(Order):
+    """Each sample once: in the data set's order, or shuffled by (seed, epoch).
+
+    Args:
+        samples: Of the data set.
+        seed: Of the order.
+        shuffle: Or in the data set's order.
+        batch_size: Samples of a micro-batch.
+        step_size: Samples of an optimizer step.
+        drop_last: Leave out the epoch's last micro-batch if it is not full.
+    """
+
+    def __init__(
+        self, samples: int, seed: int, *, shuffle: bool, batch_size: int, step_size: int, drop_last: bool
+    ) -> None:
+        self._samples, self._seed, self._shuffle = samples, seed, shuffle
+        self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
+        self._per_step = -(-step_size // batch_size)
+        self.length = _batches(samples, batch_size, step_size, drop_last=drop_last)
+
+    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
+        """See `Order.steps`."""
+        kind = "in order" if not self._shuffle else "in pieces" if self._samples > LARGE else "at once"
+        state = {"samples": self._samples, "shuffled": kind, "seed": self._seed}
+        if position.samples and position.state and position.state != state:
+            raise DataError(
+                "this run goes on in the middle of an epoch, whose order belongs to other data: "
+                f"then {position.state}, now {state}. Give it the data and the shuffling it had."
+            )
+        order = epoch_order(self._samples, self._seed, epoch, shuffle=self._shuffle)
+        start, end = position.samples, self._samples
+        if limit is not None:
+            steps, batches = divmod(limit, self._per_step)
+            end = min(end, steps * self._step_size + batches * self._batch_size)
+        piece = count(start, self._step_size)
+
+        def take(number: int) -> list[Any]:
+            first = next(piece)
+            indices = order[first : min(first + number, end)]
+            return indices.tolist() if hasattr(indices, "tolist") else list(indices)
+
+        for step in cut_steps(take, self._batch_size, self._step_size, drop_last=self._drop_last):
+            draws = []
+            for indices in step:
+                draws.append(Draw(epoch, start, indices, by_place=False))
+                start += len(indices)
+            yield draws, state
+
+    def count(self, limit: int | None) -> int | None:
+        """See `Order.count`."""
+        return count_steps(self.length, limit, self._per_step)
+
+
+@final
+class SampledOrder(Order):
+    """The order of a user's sampler, which may leave samples out, repeat them, or never end.
+
+    Args:
+        sampler: An iterable of indices.
+        seed: Of the run.
+        batch_size: Samples of a micro-batch.
+        step_size: Samples of an optimizer step.
+        drop_last: Leave out the epoch's last micro-batch if it is not full.
+    """
+
+    def __init__(self, sampler: Any, seed: int, *, batch_size: int, step_size: int, drop_last: bool) -> None:
+        self._sampler, self._seed = sampler, seed
+        self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
+        self._per_step = -(-step_size // batch_size)
+        samples = known_length(sampler)
+        self.length = None if samples is None else _batches(samples, batch_size, step_size, drop_last=drop_last)
+
+    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
+        """See `Order.steps`."""
+        stream = _KeyedIterator(self._sampler, self._seed, epoch)
+        stream.skip(position.samples, position.state)
+        start = position.samples
+        samples = None
+        if limit is not None:
+            steps, batches = divmod(limit, self._per_step)
+            samples = max(0, steps * self._step_size + batches * self._batch_size - start)
+        cut = cut_steps(stream.take, self._batch_size, self._step_size, drop_last=self._drop_last, limit=samples)
+        for step in cut:
+            draws = []
+            for indices in step:
+                draws.append(Draw(epoch, start, indices, by_place=True))
+                start += len(indices)
+            yield draws, stream.state()
+
+    def count(self, limit: int | None) -> int | None:
+        """See `Order.count`."""
+        return count_steps(self.length, limit, self._per_step)
+
+
+@final
+class BatchedOrder(Order):
+    """The batches of a user's batch sampler, or single samples where a loader makes no batches.
+
+    Args:
+        sampler: An iterable of lists of indices, or of indices.
+        seed: Of the run.
+        accumulate: Batches of an optimizer step.
+        single: It gives single indices.
+    """
+
+    def __init__(self, sampler: Any, seed: int, accumulate: int, *, single: bool = False) -> None:
+        self._sampler, self._seed, self._accumulate, self._single = sampler, seed, accumulate, single
+        self.length = known_length(sampler)
+
+    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
+        """See `Order.steps`."""
+        stream = _KeyedIterator(self._sampler, self._seed, epoch)
+        stream.skip(position.batches, position.state)
+        start = position.batches if self._single else position.samples
+        left = None if limit is None else max(0, limit - position.batches)
+        take = partial(_take_batches, stream, single=self._single)
+        for (batches,) in cut_steps(take, self._accumulate, self._accumulate, drop_last=False, limit=left):
+            draws = []
+            for indices in batches:
+                draws.append(Draw(epoch, start, indices, by_place=True))
+                start += len(indices)
+            yield draws, stream.state()
+
+    def count(self, limit: int | None) -> int | None:
+        """See `Order.count`."""
+        return count_steps(self.length, limit, self._accumulate)
+
+
+def _take_batches(stream: _KeyedIterator, number: int, *, single: bool) -> list[list[Any]]:
+    return [[taken] if single else list(taken) for taken in stream.take(number)]
+
+
+def _batches(samples: int, batch_size: int, step_size: int, *, drop_last: bool) -> int:
+    """Micro-batches of an epoch."""
+    steps, rest = divmod(samples, step_size)
+    return steps * -(-step_size // batch_size) + (rest // batch_size if drop_last else -(-rest // batch_size))
+
+
+def known_length(thing: Any) -> int | None:
+    """What `len` says, or None where it says nothing."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def parts_of(loader: Any) -> Iterator[Any]:
+    """A loader with its samplers and data set, and theirs: what may hold a generator or want to know the epoch."""
+    waiting, met = [loader], set[int]()
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or id(part) in met:
+            continue
+        met.add(id(part))
+        yield part
+        waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset")]
+
+
+def begin_epoch(loader: Any, seed: int, epoch: int) -> None:
+    """Tell a loader or sampler which epoch begins, and key every generator that it keeps."""
+    for part in parts_of(loader):
+        seed_own_generators(part, make_key(seed, Domain.ORDER, epoch))
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+@final
+class _KeyedIterator:
+    """An iterator over a sampler that draws from generators of its own, and a digest of what it gave."""
+
+    def __init__(self, sampler: Any, seed: int, epoch: int) -> None:
+        self._digest = 0
+        with preserved_generators():
+            begin_epoch(sampler, seed, epoch)
+            seed_generators(make_key(seed, Domain.ORDER, epoch))
+            self._iterator = iter(sampler)
+            self._generators = GeneratorStates()
+
+    def take(self, number: int) -> list[Any]:
+        with preserved_generators():
+            self._generators.restore()
+            taken = list(islice(self._iterator, number))
+            self._generators = GeneratorStates()
+        self._digest = crc32("".join(f"{each}," for each in taken).encode(), self._digest)
+        return taken
+
+    def skip(self, number: int, state: Any) -> None:
+        begun = number > 0
+        while number > 0:
+            piece = min(number, 1 << 16)
+            self.take(piece)
+            number -= piece
+        if begun and state and state != self.state():
+            raise DataError(
+                "this run goes on in the middle of an epoch, and the sampler now gives another order than it gave "
+                "before. Give it the data and the arguments it had. A sampler that changes itself from epoch to epoch "
+                "must do so in set_epoch(epoch)."
+            )
+
+    def state(self) -> dict[str, Any]:
+        return {"order": self._digest}

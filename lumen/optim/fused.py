@@ -1,0 +1,54 @@
+"""AdamW in its fastest form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import AdamW
+
+_FUSED_ON = {"cpu", "cuda", "mps"}
+
+
+def adamw(
+    params: Iterable[Any],
+    lr: float = 1e-3,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    amsgrad: bool = False,
+) -> AdamW:
+    """`torch.optim.AdamW`, fused where torch has one kernel for the whole update, over what is trainable.
+
+    Args:
+        params: Parameters, pairs of name and parameter, or groups such as `decay_groups` returns. Those that need no
+            gradient are left out, and groups that hold nothing else.
+        lr: Learning rate of groups that have none of their own.
+        betas: Decay of the running means of gradient and squared gradient, in [0, 1).
+        eps: Added to the root of the mean square.
+        weight_decay: Decoupled, per unit of learning rate; of groups that have none of their own.
+        amsgrad: Divide by the largest mean square so far (Reddi et al., On the Convergence of Adam and Beyond, 2018).
+
+    Raises:
+        ValueError: A value is out of range, or nothing is trainable.
+    """
+    entries = list(params)
+    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    groups = [group | {"params": _trainable(group["params"])} for group in groups]
+    groups = [group for group in groups if group["params"]]
+    parameters = [_bare(entry) for group in groups for entry in group["params"]]
+    fused = all(each.device.type in _FUSED_ON and each.is_floating_point() for each in parameters)
+    options = {"fused": True} if fused else {}  # else torch chooses between its other two
+    return AdamW(groups, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+def _trainable(entries: Any) -> list[Any]:
+    return [each for each in ([entries] if isinstance(entries, torch.Tensor) else entries) if _bare(each).requires_grad]
+
+
+def _bare(entry: Any) -> torch.Tensor:
+    """A parameter without its name."""
+    parameter: torch.Tensor = entry[1] if isinstance(entry, tuple) else entry
+    return parameter

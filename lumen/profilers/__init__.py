@@ -1,0 +1,36 @@
+"""Profilers: where the time of a run goes."""
+
+from __future__ import annotations
+
+from lumen.errors import ConfigError
+from lumen.profilers.base import Profiler
+from lumen.profilers.overlay import profiled
+from lumen.profilers.simple import SimpleProfiler
+from lumen.profilers.trace import TorchProfiler
+
+__all__ = ["Profiler", "SimpleProfiler", "TorchProfiler", "make_profiler", "profiled"]
+
+_NAMES: dict[str, type[SimpleProfiler | TorchProfiler]] = {
+    "simple": SimpleProfiler,
+    "torch": TorchProfiler,
+    "pytorch": TorchProfiler,
+}
+
+
+def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
+    """The profiler of a name.
+
+    Args:
+        profiler: `simple` or `torch` (Lightning's `pytorch` means the same); None or an object is returned as it is.
+
+    Raises:
+        ConfigError: No such profiler.
+    """
+    if profiler is None or isinstance(profiler, Profiler):
+        return profiler
+    if str(profiler) not in _NAMES:
+        raise ConfigError(
+            f"profiler: no profiler is named {profiler!r}; use {', '.join(_NAMES)}, or an object such as "
+            "lumen.SimpleProfiler()."
+        )
+    return _NAMES[str(profiler)]()

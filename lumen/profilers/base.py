@@ -1,0 +1,90 @@
+"""Profiler: what is told of each part of a run, and how its table is shown."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lumen import console as terminal
+
+if TYPE_CHECKING:
+    from lumen.run import Run
+
+_WIDE = 200  # columns of a table that goes to a file
+_STAGES = {"validate": "validation", "sanity": "validation", "test": "test", "predict": "predict"}
+
+
+class Profiler(ABC):
+    """Is told when each part of a run begins and ends; `Trainer(profiler=...)` takes a class of your own too.
+
+    What is measured begins with the first hook of `fit` (after model, data and optimizer are built) or of an
+    evaluation and ends before `teardown`. A run without a profiler has no trace of one in its loop.
+    """
+
+    @abstractmethod
+    def start(self, run: Run, directory: Path | None) -> None:
+        """Begin anew.
+
+        Args:
+            run: What is measured; `run.stage` is "fit", "validate", "test" or "predict".
+            directory: The run directory; None: there is none, as in evaluations, so nothing is to be written.
+        """
+
+    @abstractmethod
+    def part(self, name: str, calls: int = 1) -> AbstractContextManager[Any]:
+        """The context in which a part runs. Parts nest: a callback saves a checkpoint, which flushes a logger.
+
+        Args:
+            name: Such as `training_step`, `data wait (validation)` or `EarlyStopping.on_boundary`.
+            calls: 0 where this is no call of its own but belongs to another one.
+        """
+
+    @abstractmethod
+    def step(self) -> None:
+        """An optimizer step is complete with all that follows from it; in an evaluation: a batch."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Report. Called after errors and stop requests too."""
+
+
+def in_stage(name: str, stage: str) -> str:
+    """A part's name, by which those of evaluations are told from those of training."""
+    return f"{name} ({_STAGES[stage]})" if stage in _STAGES else name
+
+
+def hook_stage(stage: str) -> str:
+    """A stage as hooks spell it: "validation" for "validate"."""
+    return _STAGES[stage]
+
+
+def make_table(name: str, *numbers: str) -> Table:
+    """An empty table: a column of names, then columns of numbers."""
+    table = Table(box=None, show_edge=False, pad_edge=False, header_style="bold", title_justify="left", title_style="")
+    table.add_column(name, overflow="fold")
+    for number in numbers:
+        table.add_column(number, justify="right", no_wrap=True)
+    return table
+
+
+def show(table: Table, directory: Path | None) -> None:
+    """Print a table, and append it to `profile.txt` and `run.log` of a run directory."""
+    file = StringIO()
+    Console(file=file, width=_WIDE, color_system=None, force_terminal=False, force_jupyter=False).print(table)
+    text = "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
+    console = terminal.console
+    if console.is_terminal:
+        table.box = box.SIMPLE_HEAD
+        console.print(table, highlight=False)
+    else:
+        console.print(text, end="", markup=False, highlight=False)
+    for name in ("profile.txt", "run.log") if directory is not None else ():
+        with open(directory / name, "a", encoding="utf-8") as record:  # type: ignore[operator]
+            record.write(text)

@@ -1,0 +1,239 @@
+"""One optimizer step, in the order the device sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from copy import copy
+from numbers import Real
+from typing import Any, final
+
+import torch
+
+from lumen.data.weights import StepWeights
+from lumen.data.windows import MicroBatch, Window
+from lumen.errors import ConfigError, TrainingError
+from lumen.hooks import overrides
+from lumen.metrics import StageMetrics, metric_states, restore_metrics
+from lumen.random import GeneratorStates
+from lumen.run import Run
+
+_log = logging.getLogger("lumen")
+
+
+class EpochSkipped(Exception):
+    """A hook ended the epoch."""
+
+
+def train_step(run: Run, window: Window) -> bool:
+    """One optimizer step. Returns False if no update was made."""
+    hooks, optimizer = run.hooks, run.optimizer
+    updated = False
+    run.train_metrics.window += 1
+    run.in_train_step = True
+    micro_batches, weights = weigh(run, window)
+    closure = Closure(run, weights) if run.needs_closure else None
+    for micro in micro_batches:
+        run.seed_micro_batch(micro)
+        batch = run.receive(micro.batch, micro.loader)
+        for hook in hooks.on_train_batch_start:
+            if hook(batch, micro.index) == -1:
+                raise EpochSkipped
+        if micro.first:
+            for hook in hooks.on_before_zero_grad:
+                hook(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        if closure is None:
+            output, _ = accumulate(run, micro, batch, weights)
+        else:
+            output = closure.first(micro, batch, weights)
+        if micro.last:
+            updated = update(run, window, weights, closure)
+        for hook in hooks.on_train_batch_end:
+            hook(output, batch, micro.index)
+    run.in_train_step = False
+    return updated
+
+
+def accumulate(
+    run: Run, micro: MicroBatch, batch: Any, weights: StepWeights, *, check: bool = True
+) -> tuple[Any, torch.Tensor | None]:
+    """Forward and backward of one micro-batch: add its part of the step's gradient.
+
+    Returns:
+        What `training_step` returned, and the micro-batch's part of the step's loss; None if it counts nothing.
+    """
+    hooks, precision = run.hooks, run.precision
+    with run.strategy.gradient_sync(micro.last):
+        with precision.forward():
+            output = run.call_step("training_step", batch, micro.index, micro.loader)
+        loss, returned_weight = read_output(output)
+        if loss is None:
+            return output, None
+        share = weights.share(micro.weight, returned_weight)
+        if check:
+            run.check_loss(loss, share)
+        if not share:
+            return output, None
+        part = loss if share == 1.0 else loss * share
+        for hook in hooks.on_before_backward:
+            hook(part)
+        precision.backward(part)
+        for hook in hooks.on_after_backward:
+            hook()
+    return output, part
+
+
+def update(run: Run, window: Window, weights: StepWeights, closure: Closure | None = None) -> bool:
+    """Turn the gradients of a window into one update. Returns False if it was skipped: then no schedule moves."""
+    updated = bool(weights.total)
+    if updated:
+        complete_gradients(run, weights)
+        if closure is not None:
+            closure.hand_over(weights)
+        updated = run.precision.step(run.optimizer, closure)
+    else:
+        _log.warning("update after step %d skipped: the weights of its micro-batches sum to 0", run.progress.step)
+    run.count(window, weights, updated=updated)
+    if updated:
+        for scheduler in run.schedulers:
+            if scheduler.interval == "step" and run.progress.step % scheduler.frequency == 0:
+                scheduler.step(run.metrics if scheduler.monitor is None else run.newest_values())
+            elif scheduler.interval == "token":
+                scheduler.move_to(run.progress.units, counted=weights.counted)
+    return updated
+
+
+def complete_gradients(run: Run, weights: StepWeights) -> None:
+    """Bring the accumulated gradients to the size of the step's mean, and clip them."""
+    strategy, plan = run.strategy, run.plan
+    run.precision.unscale(run.optimizer)
+    if weights.correction != 1.0:
+        strategy.correct_gradients(run.parameters, weights.correction)
+    for hook in run.hooks.on_before_optimizer_step:
+        hook(run.optimizer)
+    if plan.clip_norm is not None:
+        run.grad_norm = strategy.clip_grad_norm(run.parameters, plan.clip_norm)
+    if plan.clip_value is not None:
+        strategy.clip_grad_value(run.parameters, plan.clip_value)
+
+
+@final
+class Closure:
+    """Loss and gradients of a step, for an optimizer that evaluates them several times.
+
+    The first evaluation is the step's own: it alone logs, updates metrics and counts. Every further one is made of the
+    same batches, as they were received, with the same random numbers; gradients are zeroed, brought to the size of the
+    step's mean and clipped as in any step, with the hooks from `on_before_backward` to `on_before_optimizer_step`. Its
+    loss may be infinite or NaN: a line search may look too far. Buffers that the forward changes, such as BatchNorm's
+    statistics, change with every evaluation, as in the loop written by hand.
+    """
+
+    def __init__(self, run: Run, weights: StepWeights) -> None:
+        self._run = run
+        self._unused_weights = copy(weights)
+        self._micro_batches: list[tuple[MicroBatch, Any, GeneratorStates]] = []
+        self._parts: list[torch.Tensor | None] = []
+        self._first: torch.Tensor | None = None
+        self._seen: list[Any] = []
+
+    def first(self, micro: MicroBatch, batch: Any, weights: StepWeights) -> Any:
+        """Evaluate a micro-batch for the first time, and keep it. Returns what `training_step` returned."""
+        self._micro_batches.append((micro, batch, GeneratorStates()))
+        output, part = accumulate(self._run, micro, batch, weights)
+        self._parts.append(part)
+        return output
+
+    def hand_over(self, weights: StepWeights) -> None:
+        """The gradients of the first evaluation are complete: from now on it is the optimizer that evaluates."""
+        self._first, self._seen = _mean(self._parts, weights), self._look()
+
+    def __call__(self) -> torch.Tensor:
+        """Bring the gradients to where the parameters are now.
+
+        Returns:
+            The mean loss of the step.
+
+        Raises:
+            TrainingError: There is none: `training_step` returned None for every micro-batch, or the weight 0.
+        """
+        loss, self._first = self._first, None
+        if loss is not None and self._look() == self._seen:
+            return loss
+        run = self._run
+        before = run.stage_metrics, run.grad_norm, metric_states(run.task)
+        run.stage_metrics = StageMetrics()
+        try:
+            return self._evaluate()
+        finally:
+            run.stage_metrics, run.grad_norm, accumulated = before
+            restore_metrics(accumulated)
+
+    @torch.enable_grad()
+    def _evaluate(self) -> torch.Tensor:
+        run, weights = self._run, copy(self._unused_weights)
+        run.optimizer.zero_grad(set_to_none=True)
+        parts = []
+        for micro, batch, states in self._micro_batches:
+            states.restore()
+            parts.append(accumulate(run, micro, batch, weights, check=False)[1])
+        if not weights.total:
+            raise TrainingError(
+                f"{type(run.optimizer).__name__} evaluated step {run.progress.step + 1} again, and this time its "
+                "micro-batches weigh 0. Let what training_step leaves out depend on the batch alone."
+            )
+        complete_gradients(run, weights)
+        return _mean(parts, weights)
+
+    def _look(self) -> list[Any]:
+        """What changes when the optimizer moves parameters or touches gradients before its first evaluation."""
+        return [
+            (parameter._version, gradient is not None and (id(gradient), gradient._version))
+            for parameter in self._run.parameters
+            for gradient in [parameter.grad]
+        ]
+
+
+def _mean(parts: list[torch.Tensor | None], weights: StepWeights) -> torch.Tensor:
+    """The step's mean loss."""
+    return torch.stack([part.detach().reshape(()) for part in parts if part is not None]).sum() * weights.correction
+
+
+def weigh(run: Run, window: Window) -> tuple[Iterable[MicroBatch], StepWeights]:
+    """The micro-batches of a step and their weights; fetched all at once only if the task weighs them itself."""
+    by_task = overrides(run.task, "batch_weight")
+    micro_batches: Iterable[MicroBatch] = window
+    planned: float = window.samples
+    if by_task:
+        micro_batches = list(window)
+        for micro in micro_batches:
+            micro.weight = float(run.task.batch_weight(micro.batch))
+        planned = sum(micro.weight for micro in micro_batches)
+    alone = len(window.sizes) == 1 and run.strategy.world_size == 1
+    return micro_batches, StepWeights(planned, alone=alone, by_task=by_task, guess=run.progress.weight_guess)
+
+
+def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:
+    """Loss and weight out of what `training_step` returned."""
+    loss, weight = output, None
+    if isinstance(output, dict) and "loss" in output:
+        loss, weight = output["loss"], output.get("weight")
+    elif isinstance(output, tuple) and len(output) == 2:
+        loss, weight = output
+    if loss is None:
+        return None, None
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise _wrong_output("loss", loss)
+    if weight is None:
+        return loss, None
+    if not isinstance(weight, Real) and not (isinstance(weight, torch.Tensor) and weight.numel() == 1):
+        raise _wrong_output("weight", weight)
+    return loss, float(weight)
+
+
+def _wrong_output(part: str, value: Any) -> ConfigError:
+    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return ConfigError(
+        "training_step must return a scalar loss, (loss, weight), a dictionary with 'loss' (and 'weight'), or None; "
+        f"the {part} found is {found}."
+    )

@@ -1,0 +1,168 @@
+"""Networks for tables: a classifier and a regression, which take numbers as they are in the table.
+
+On tables as small as these a linear model is as good: logistic regression is right for 98 % of the biopsies, ridge
+regression explains 0.42 of the variance. What is worth a look is how the scaling travels with the model.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanAbsoluteError, R2Score
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
+
+import lumen
+
+
+class Standardize(nn.Module):
+    """Takes numbers to mean 0 and standard deviation 1, as seen by `fit`; both are buffers, saved with the weights.
+
+    Args:
+        shape: Of the numbers in one row.
+    """
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("std", torch.ones(shape))
+
+    def fit(self, values: Tensor) -> None:
+        """Look at the training rows, of shape ``(rows, *shape)``; at no others, or the test would tell itself."""
+        self.mean.copy_(values.mean(0))
+        self.std.copy_(values.std(0))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """From the units of the table; ``values`` and the result are of shape ``(rows, *shape)``."""
+        return (values - self.mean) / self.std
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """Back to them."""
+        return values * self.std + self.mean
+
+
+def mlp(features: int, hidden: int, dropout: float) -> nn.Sequential:
+    """A network with one hidden layer: from float32 of shape ``(rows, features)`` to ``(rows,)``."""
+    return nn.Sequential(
+        nn.Linear(features, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 1), nn.Flatten(0)
+    )
+
+
+class Classifier(lumen.TaskModule):
+    """Tells two classes apart. The optimizer comes from the config.
+
+    A batch is ``[rows, labels]``: float32 of shape ``(batch, features)``, and 0 or 1, float32 of shape ``(batch,)``.
+
+    Args:
+        features: Numbers in a row.
+        hidden: Width of the hidden layer.
+        dropout: Probability with which a hidden unit is dropped in training, in [0, 1).
+    """
+
+    def __init__(self, features: int, hidden: int = 32, dropout: float = 0.2):
+        super().__init__()
+        self.save_hyperparameters()
+        self.scale = Standardize(features)
+        self.net = mlp(features, hidden, dropout)
+        self.accuracy = BinaryAccuracy()
+        self.auroc = BinaryAUROC()
+
+    def setup(self, stage: str) -> None:
+        """Learn the scale from the training rows; a checkpoint brings its own."""
+        if stage == "fit":
+            rows, _ = self.trainer.datamodule.train[:]
+            self.scale.fit(rows)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Logits of class 1, of shape ``(batch,)``."""
+        return self.net(self.scale(rows))
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        """Cross-entropy of the labels."""
+        rows, labels = batch
+        loss = F.binary_cross_entropy_with_logits(self(rows), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        """Log loss, accuracy and the area under the ROC curve."""
+        self.evaluate(batch, "val")
+
+    def test_step(self, batch: list[Tensor]) -> None:
+        """Log the same for the test."""
+        self.evaluate(batch, "test")
+
+    def evaluate(self, batch: list[Tensor], part: str) -> None:
+        """Log how good the model is on a part of the data; the metrics are objects, exact over all of its rows."""
+        rows, labels = batch
+        logits = self(rows)
+        self.accuracy.update(logits, labels)
+        self.auroc.update(logits, labels.int())
+        self.log(f"{part}_loss", F.binary_cross_entropy_with_logits(logits, labels), prog_bar=True)
+        self.log(f"{part}_acc", self.accuracy, prog_bar=True)
+        self.log(f"{part}_auroc", self.auroc)
+
+    def predict_step(self, batch: list[Tensor]) -> list[str]:
+        """How likely class 1 is for each row, and what it was."""
+        rows, labels = batch
+        found = zip(self(rows).sigmoid().tolist(), labels.tolist(), strict=True)
+        return [f"malignant: {p:6.1%}, {'yes' if label else 'no'}" for p, label in found]
+
+
+class Regressor(lumen.TaskModule):
+    """Predicts a number, in its own units. The optimizer comes from the config.
+
+    A batch is ``[rows, targets]``: float32 of shape ``(batch, features)``, and float32 of shape ``(batch,)``.
+
+    Args:
+        features: Numbers in a row.
+        hidden: Width of the hidden layer.
+        dropout: Probability with which a hidden unit is dropped in training, in [0, 1).
+    """
+
+    def __init__(self, features: int, hidden: int = 32, dropout: float = 0.2):
+        super().__init__()
+        self.save_hyperparameters()
+        self.scale = Standardize(features)
+        self.target_scale = Standardize()
+        self.net = mlp(features, hidden, dropout)
+        self.r2 = R2Score()
+        self.error = MeanAbsoluteError()
+
+    def setup(self, stage: str) -> None:
+        """Learn the scales from the training rows; a checkpoint brings its own."""
+        if stage == "fit":
+            rows, targets = self.trainer.datamodule.train[:]
+            self.scale.fit(rows)
+            self.target_scale.fit(targets)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Predictions in the units of the targets, of shape ``(batch,)``."""
+        return self.target_scale.inverse(self.net(self.scale(rows)))
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        """Squared error, as a part of the variance."""
+        rows, targets = batch
+        loss = F.mse_loss(self.net(self.scale(rows)), self.target_scale(targets))
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        """Log the explained part of the variance and the mean error."""
+        self.evaluate(batch, "val")
+
+    def test_step(self, batch: list[Tensor]) -> None:
+        """Log the same for the test."""
+        self.evaluate(batch, "test")
+
+    def evaluate(self, batch: list[Tensor], part: str) -> None:
+        """Log how good the model is on a part of the data; R2 is no mean of batches, so it is an object."""
+        rows, targets = batch
+        predictions = self(rows)
+        self.r2.update(predictions, targets)
+        self.error.update(predictions, targets)
+        self.log(f"{part}_r2", self.r2, prog_bar=True)
+        self.log(f"{part}_error", self.error, prog_bar=True)
+
+    def predict_step(self, batch: list[Tensor]) -> list[str]:
+        """The prediction for each row, and what it was."""
+        rows, targets = batch
+        return [f"{guess:4.0f}, was {target:3.0f}" for guess, target in zip(self(rows), targets, strict=True)]

@@ -1,0 +1,52 @@
+"""Kill -9 with every kind of loader, run it again: the result has the bits of a run that was never killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.promises.loader_run import KINDS
+from tests.promises.test_exact_resume import final_state
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(directory, *kinds, strike=None):
+    """Run the child until it is killed at an event, or to its end. Returns what it said."""
+    command = [sys.executable, "-u", "-m", "tests.promises.loader_run", str(directory), *kinds]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    said = []
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        for line in child.stdout:
+            said.append(line.strip())
+            if strike is not None and said.count(strike[0]) == strike[1]:
+                os.kill(child.pid, signal.SIGKILL)
+                break
+        errors = child.communicate()[1]
+    assert child.returncode == (0 if strike is None else -signal.SIGKILL), errors
+    return said
+
+
+#: Those that `make test` tries; the others are slow together.
+QUICK = {"weighted-workers", "batch-sampler", "stream", "max_size_cycle"}
+
+
+@pytest.mark.time_limit(240)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in KINDS]
+)
+def test_kills_leave_no_trace_with_any_loader(tmp_path, kind):
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    run(undisturbed, kind)
+    expected = final_state(undisturbed, kind)
+    batches = expected[2]["micro_batches"]
+    run(killed, kind, strike=("train", batches * 2 // 5))  # in the middle of an epoch
+    run(killed, kind, strike=("train", batches // 5 + 1))
+    run(killed, kind)
+    for kept, whole in zip(final_state(killed, kind), expected, strict=True):
+        assert kept == whole

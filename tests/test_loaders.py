@@ -1,0 +1,568 @@
+"""Every kind of loader: which samples come, what they draw, what is read again on resume, and what is refused."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from threadpoolctl import threadpool_info
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import lumen
+from lumen.errors import ConfigError, DataError
+from tests.tasks import Saving, Seeing, bare_trainer, numbers, plain, quiet_trainer, seen
+
+# ---------------------------------------------------------------------- samplers and batch samplers of the user's
+
+
+class Counted(Dataset):
+    """Counts what is loaded, and draws."""
+
+    def __init__(self, samples=20):
+        self.loaded = []
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        self.loaded.append(index)
+        return index + torch.rand(()).double()
+
+
+class Sizes(Sampler):
+    """Batches of one, two, three, four, one, ... random samples."""
+
+    def __init__(self, samples=20):
+        self.samples = samples
+
+    def __iter__(self):
+        order = torch.randperm(self.samples).tolist()
+        for size in count():
+            if not order:
+                return
+            yield order[: 1 + size % 4]
+            del order[: 1 + size % 4]
+
+
+class Numpy(Sampler):
+    """Draws from generators of its own: numpy's, new and old."""
+
+    def __init__(self):
+        self.new, self.old = np.random.default_rng(), np.random.RandomState()
+
+    def __iter__(self):
+        yield from self.new.permutation(10).tolist()
+        yield from self.old.permutation(10).tolist()
+
+
+INDEXED = {
+    "weighted": lambda data: DataLoader(data, 4, sampler=WeightedRandomSampler(torch.ones(20), 18)),
+    "with replacement": lambda data: DataLoader(data, 4, sampler=RandomSampler(data, replacement=True)),
+    "its own generators": lambda data: DataLoader(data, 4, sampler=Numpy()),
+    "batches of varying size": lambda data: DataLoader(data, batch_sampler=Sizes()),
+    "no batching": lambda data: DataLoader(data, batch_size=None, shuffle=True),
+    "shuffled": lambda data: DataLoader(data, 4, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_going_on_inside_an_epoch_loads_nothing_of_what_was_consumed(tmp_path, kind):
+    whole = seen(tmp_path, INDEXED[kind](Counted()), max_epochs=2)
+    per_epoch, path = len(whole.epochs[0]), tmp_path / "step"
+    step = per_epoch + 3
+    seen(tmp_path, INDEXED[kind](Counted()), max_steps=step, callbacks=[Saving(step, path)])
+    data = Counted()
+    resumed = seen(tmp_path, INDEXED[kind](data), max_epochs=2, resume=path)
+    assert plain(resumed.epochs[1]) == plain(whole.epochs[1])[3:]
+    assert len(data.loaded) == sum(torch.as_tensor(batch).numel() for batch in whole.epochs[1][3:])
+    assert plain(whole.epochs[0]) != plain(whole.epochs[1])
+
+
+def test_a_sample_that_comes_twice_in_an_epoch_is_augmented_twice(tmp_path):
+    class First(Sampler):
+        def __iter__(self):
+            return iter([0] * 8)
+
+        def __len__(self):
+            return 8
+
+    task = seen(tmp_path, DataLoader(Counted(), 4, sampler=First()))
+    assert len(set(task.samples(0) + task.samples(1))) == 16
+
+
+@pytest.mark.parametrize("kind", ["weighted", "batches of varying size", "no batching"])
+def test_samples_and_their_draws_do_not_depend_on_workers(tmp_path, kind):
+    expected = seen(tmp_path, INDEXED[kind](Counted())).epochs
+    with_workers = INDEXED[kind](Counted())
+    rebuilt = {"sampler": with_workers.sampler} if with_workers.batch_sampler is None else {}
+    batching = {"batch_sampler": with_workers.batch_sampler} if with_workers.batch_sampler else {"batch_size": None}
+    found = seen(tmp_path, DataLoader(Counted(), num_workers=2, **batching, **rebuilt)).epochs
+    assert {epoch: plain(found[epoch]) for epoch in found} == {epoch: plain(expected[epoch]) for epoch in expected}
+
+
+def test_batches_of_varying_size_are_accumulated_and_weighed_by_their_samples(tmp_path):
+    class Mean(Seeing):
+        def training_step(self, batch):
+            super().training_step(batch)
+            return self.weight * batch[0].double().mean()
+
+    task, data = Mean(), TensorDataset(torch.arange(10.0))
+    batches = [[0], [1, 2, 3], [4, 5, 6, 7, 8, 9]]
+    bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=3).fit(task, DataLoader(data, batch_sampler=batches))
+    assert task.weight.item() == pytest.approx(-0.1 * 4.5, rel=1e-6)
+
+
+def test_a_sampler_without_an_end_or_a_length_needs_only_a_limit(tmp_path):
+    class Endless(Sampler):
+        def __iter__(self):
+            while True:
+                yield from torch.randperm(20).tolist()
+
+    whole = seen(tmp_path, DataLoader(Counted(), 4, sampler=Endless()), max_epochs=None, max_steps=13)
+    assert len(whole.epochs[0]) == 13
+    path = tmp_path / "step"
+    options = {"max_epochs": 3, "limit_train_batches": 4}
+    limited = seen(tmp_path, DataLoader(Counted(), 4, sampler=Endless()), **options)
+    assert plain(limited.epochs[0]) == plain(whole.epochs[0])[:4]
+    seen(
+        tmp_path, DataLoader(Counted(), 4, sampler=Endless()), **options | {"max_steps": 6}, callbacks=[Saving(6, path)]
+    )
+    resumed = seen(tmp_path, DataLoader(Counted(), 4, sampler=Endless()), resume=path, **options)
+    assert plain(resumed.epochs[1]) == plain(limited.epochs[1])[2:]
+    assert plain(resumed.epochs[2]) == plain(limited.epochs[2])
+
+
+class Epochs:
+    """Notes the epochs it is told."""
+
+    told = None
+
+    def set_epoch(self, epoch):
+        self.told = [*(self.told or []), epoch]
+
+
+class EpochSampler(Epochs, Sampler):
+    def __iter__(self):
+        return iter(range(8))
+
+    def __len__(self):
+        return 8
+
+
+class EpochStream(Epochs, IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+def test_whatever_wants_to_know_the_epoch_is_told(tmp_path):
+    sampler, inner, stream = EpochSampler(), EpochSampler(), EpochStream()
+    batches = BatchSampler(inner, 3, drop_last=False)
+    batches.set_epoch = Epochs.set_epoch.__get__(batches)
+    subclass = type("Varying", (BatchSampler,), {})(inner, 3, False)
+    for data in (
+        DataLoader(numbers(8), 4, sampler=sampler),
+        DataLoader(numbers(8), batch_sampler=subclass),
+        DataLoader(stream, 4),
+    ):
+        seen(tmp_path, data, max_epochs=3)
+    assert sampler.told == inner.told == stream.told == [0, 1, 2]
+
+
+def test_a_distributed_sampler_is_replaced_because_lumen_deals_the_samples(tmp_path):
+    data = numbers(20)
+    sampler = DistributedSampler(data, num_replicas=2, rank=1)
+    task = seen(tmp_path, DataLoader(data, 4, sampler=sampler))
+    assert sorted(task.samples(0)) == sorted(task.samples(1)) == list(range(20))
+    assert task.samples(0) != task.samples(1)
+
+
+def test_the_seed_of_a_loaders_generator_decides_its_order(tmp_path):
+    def order(seed, run_seed):
+        generator = torch.Generator().manual_seed(seed)
+        return seen(tmp_path, DataLoader(numbers(), 4, shuffle=True, generator=generator), seed=run_seed).samples(0)
+
+    assert order(1, 3) == order(1, 4) != order(2, 3)
+
+
+# ---------------------------------------------------------------------- what cannot go on
+
+
+def resume_with(tmp_path, before, after, step=2):
+    path = tmp_path / "step"
+    seen(tmp_path, before, max_steps=step, callbacks=[Saving(step, path)])
+    return seen(tmp_path, after, max_epochs=2, resume=path)
+
+
+def test_other_data_in_the_middle_of_an_epoch_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"'samples': 20.*'samples': 21"):
+        resume_with(tmp_path, DataLoader(numbers(20), 4), DataLoader(numbers(21), 4))
+
+
+def test_another_shuffling_in_the_middle_of_an_epoch_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"'shuffled': 'at once'.* 'in order'"):
+        resume_with(tmp_path, DataLoader(numbers(20), 4, shuffle=True), DataLoader(numbers(20), 4))
+
+
+def test_another_order_of_a_sampler_in_the_middle_of_an_epoch_is_an_error(tmp_path):
+    def weighted(weights):
+        return DataLoader(numbers(20), 4, sampler=WeightedRandomSampler(weights, 18))
+
+    with pytest.raises(DataError, match="the sampler now gives another order"):
+        resume_with(tmp_path, weighted(torch.ones(20)), weighted(torch.arange(1.0, 21)))
+
+
+def test_more_data_from_the_next_epoch_on_is_welcome(tmp_path):
+    task = resume_with(tmp_path, DataLoader(numbers(20), 4), DataLoader(numbers(24), 4), step=5)
+    assert len(task.samples(1)) == 24
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class Counting(IterableDataset):
+    """A stream that knows where it stands."""
+
+    def __init__(self):
+        self.place, self.read = 0, 0
+
+    def __iter__(self):
+        while self.place < 20:
+            self.place += 1
+            self.read += 1
+            yield self.place + torch.rand(()).double()
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": torch.tensor(self.place)}
+
+    def load_state_dict(self, state):
+        self.place = int(state["place"])
+
+
+class CountingBatches(Counting):
+    """The same as a loader of its own: an iterable of batches."""
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            yield sample.reshape(1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("kind", ["a data set with a state", "a loader with a state"])
+def test_a_stream_with_a_state_goes_on_from_it(tmp_path, kind, accumulate):
+    def make():
+        stream = Counting() if kind == "a data set with a state" else CountingBatches()
+        return stream, DataLoader(stream, 2) if kind == "a data set with a state" else stream
+
+    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    whole = seen(tmp_path, make()[1], **options)
+    per_epoch = len(whole.epochs[0])
+    steps = -(-per_epoch // accumulate)
+    for step in (steps + 1, 2 * steps):
+        path = tmp_path / f"step-{step}"
+        seen(tmp_path, make()[1], **options | {"max_steps": step}, callbacks=[Saving(step, path)])
+        stream, data = make()
+        resumed = seen(tmp_path, data, resume=path, **options)
+        for epoch, batches in resumed.epochs.items():
+            assert plain(batches) == plain(whole.epochs[epoch])[-len(batches) :]
+        assert stream.read == 20 * (3 - step / steps) if step % steps == 0 else stream.read < 40
+
+
+def test_a_stream_without_a_state_is_read_again_with_one_clear_warning(tmp_path, caplog):
+    class Forgetful(IterableDataset):
+        read = 0
+
+        def __iter__(self):
+            for number in range(20):
+                self.read += 1
+                yield number
+
+    path = tmp_path / "step"
+    seen(tmp_path, DataLoader(Forgetful(), 4), max_steps=8, callbacks=[Saving(8, path)])
+    stream = Forgetful()
+    task = seen(tmp_path, DataLoader(stream, 4), max_epochs=2, resume=path, log_level="WARNING")
+    assert plain(task.epochs[1]) == [[12, 13, 14, 15], [16, 17, 18, 19]]
+    assert stream.read == 20
+    assert caplog.text.count("3 batches of this epoch are read once more") == 1
+    assert "state_dict" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_loader_goes_on_from_its_state(tmp_path, workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from tests.promises.loader_run import Sharded
+
+    class Watched(Sharded):
+        def __iter__(self):
+            for _, _, index in super().__iter__():
+                yield index
+
+    def make():
+        return StatefulDataLoader(Watched(), 4, num_workers=workers)
+
+    whole = seen(tmp_path, make())
+    path, step = tmp_path / "step", len(whole.epochs[0]) + 5
+    seen(tmp_path, make(), max_steps=step, max_epochs=None, callbacks=[Saving(step, path)])
+    resumed = seen(tmp_path, make(), resume=path)
+    assert plain(resumed.epochs[1]) == plain(whole.epochs[1])[5:]
+    assert sorted(index for batch in plain(whole.epochs[1]) for index in batch) == list(range(41))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_torchdatas_loader_over_a_map_style_data_set_is_taken_over(tmp_path):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    plain_loader, stateful = DataLoader(Counted(), 4, shuffle=True), StatefulDataLoader(Counted(), 4, shuffle=True)
+    assert plain(seen(tmp_path, stateful).epochs[1]) == plain(seen(tmp_path, plain_loader).epochs[1])
+
+
+@pytest.mark.parametrize("promised", [12, 30])
+def test_a_stream_whose_length_is_wrong_is_read_to_its_end(tmp_path, promised):
+    class Wrong(Counting):
+        def __len__(self):
+            return promised
+
+    task = seen(tmp_path, DataLoader(Wrong(), 2))
+    assert [len(task.epochs[epoch]) for epoch in range(2)] == [10, 10]
+
+
+# ---------------------------------------------------------------------- several training loaders
+
+
+def alphabet(samples, first=0):
+    return DataLoader(TensorDataset(torch.arange(first, first + samples)), 2)
+
+
+EXPECTED = {
+    "max_size_cycle": [([0, 1], [100, 101]), ([2], [102, 103]), ([0, 1], [104, 105]), ([2], [106])],
+    "min_size": [([0, 1], [100, 101]), ([2], [102, 103])],
+    "max_size": [([0, 1], [100, 101]), ([2], [102, 103]), (None, [104, 105]), (None, [106])],
+}
+
+
+class Structures(Seeing):
+    """Keeps the structure of its batches, and which loader they came from."""
+
+    def training_step(self, batch, batch_idx, dataloader_idx):
+        self.epochs.setdefault(self.current_epoch, []).append((batch, dataloader_idx))
+        return self.weight.square()
+
+
+def content(batch):
+    return None if batch is None else batch[0].tolist()
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+@pytest.mark.parametrize("structure", [dict, list, tuple])
+def test_several_loaders_are_read_together(tmp_path, mode, structure):
+    loaders = [alphabet(3), alphabet(7, 100)]
+    given = {"few": loaders[0], "many": loaders[1]} if structure is dict else structure(loaders)
+    task, trainer = Structures(), bare_trainer(tmp_path, max_epochs=2)
+    trainer.fit(task, lumen.CombinedLoader(given, mode))
+    for epoch in range(2):
+        batches = [batch for batch, _ in task.epochs[epoch]]
+        if structure is dict:
+            assert all(list(batch) == ["few", "many"] for batch in batches)
+            batches = [tuple(batch.values()) for batch in batches]
+        assert [tuple(map(content, batch)) for batch in batches] == EXPECTED[mode]
+    assert trainer.num_training_batches == len(EXPECTED[mode])
+
+
+def test_several_loaders_can_be_read_one_after_the_other(tmp_path):
+    task, trainer = Structures(), bare_trainer(tmp_path, max_epochs=1)
+    trainer.fit(task, lumen.CombinedLoader([alphabet(3), alphabet(4, 100)], "sequential"))
+    assert [(content(batch), number) for batch, number in task.epochs[0]] == [
+        ([0, 1], 0), ([2], 0), ([100, 101], 1), ([102, 103], 1),
+    ]  # fmt: skip
+
+
+def test_a_list_or_dictionary_of_training_loaders_repeats_the_shorter_ones(tmp_path):
+    for given in ([alphabet(3), alphabet(7)], {"few": alphabet(3), "many": alphabet(7)}):
+        task = Structures()
+        bare_trainer(tmp_path, max_epochs=1).fit(task, given)
+        assert len(task.epochs[0]) == 4
+
+
+def test_loaders_of_the_same_data_and_rounds_of_one_loader_have_different_orders(tmp_path):
+    def shuffled(samples):
+        return DataLoader(TensorDataset(torch.arange(samples)), samples, shuffle=True)
+
+    task = Structures()
+    bare_trainer(tmp_path, max_epochs=1).fit(
+        task, [shuffled(12), shuffled(12), DataLoader(TensorDataset(torch.arange(24)), 12)]
+    )
+    (first, second, _), (again, _, _) = [batch for batch, _ in task.epochs[0]]
+    assert content(first) != content(second)
+    assert content(first) != content(again)
+    assert sorted(content(first)) == sorted(content(again)) == list(range(12))
+
+
+def test_what_several_loaders_cannot_do_is_one_clear_error(tmp_path):
+    loaders = [alphabet(3), alphabet(7)]
+    with pytest.raises(ConfigError, match="no mode is named 'zip'; there are max_size_cycle"):
+        lumen.CombinedLoader(loaders, "zip")
+    with pytest.raises(ConfigError, match="no loaders were given"):
+        lumen.CombinedLoader([])
+    with pytest.raises(ConfigError, match="global_batch_size: 4 samples of which of the 2 training loaders"):
+        bare_trainer(tmp_path, max_epochs=1, global_batch_size=4).fit(Structures(), loaders)
+    with pytest.raises(DataError, match="one of several training loaders is empty"):
+        bare_trainer(tmp_path, max_epochs=1).fit(Structures(), [alphabet(0), alphabet(7)])
+
+
+# ---------------------------------------------------------------------- several validation loaders
+
+
+class Validated(lumen.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch):
+        return self.weight.square()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.log("mean", batch[0].float().mean())
+        self.log("both", batch[0].float().mean(), add_dataloader_idx=False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_named_validation_loaders_give_named_values(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[lumen.EarlyStopping("mean/noisy")])
+    named = {"clean": alphabet(4), "noisy": alphabet(3, 100)}
+    trainer.fit(Validated(), alphabet(4), val_dataloaders=named)
+    values = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert values == {"mean/clean": 1.5, "mean/noisy": 101.0, "both": pytest.approx((4 * 1.5 + 3 * 101) / 7)}
+    clean, noisy = trainer.validate(Validated(), named)
+    assert (set(clean), set(noisy)) == ({"mean/clean", "both"}, {"mean/noisy", "both"})
+
+
+def test_numbered_validation_loaders_give_numbered_values(tmp_path):
+    first, second = bare_trainer(tmp_path).validate(Validated(), [alphabet(4), alphabet(3, 100)])
+    assert (set(first), set(second)) == ({"mean/dataloader_idx_0", "both"}, {"mean/dataloader_idx_1", "both"})
+    assert first["mean/dataloader_idx_0"] == 1.5
+
+
+# ---------------------------------------------------------------------- the same batches, and new loaders
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "weighted", "batches of varying size"])
+def test_overfitting_repeats_the_same_batches_in_every_epoch(tmp_path, kind):
+    class Counts(Seeing):
+        validated = 0
+
+        def validation_step(self, batch):
+            self.validated += 1
+
+    task = Counts()
+    trainer = bare_trainer(tmp_path, max_epochs=3, overfit_batches=2)
+    trainer.fit(task, INDEXED[kind](Counted()), val_dataloaders=alphabet(20))
+    batches = [plain(task.epochs[epoch]) for epoch in range(3)]
+    assert batches[0] == batches[1] == batches[2]
+    assert len(batches[0]) == 2
+    assert task.validated == 2 + 3 * 2  # the sanity check too
+
+
+def test_overfitting_a_fraction_counts_the_batches_of_each_loader(tmp_path):
+    task = Seeing()
+    bare_trainer(tmp_path, max_epochs=2, overfit_batches=0.4).fit(task, alphabet(20))
+    assert [len(task.epochs[epoch]) for epoch in range(2)] == [4, 4]
+
+
+class Growing(Seeing):
+    """Its loader grows with the epoch in which it is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.made_for_validation = [], []
+
+    def train_dataloader(self):
+        self.made.append(self.current_epoch)
+        return alphabet(2 + 2 * self.current_epoch)
+
+    def val_dataloader(self):
+        self.made_for_validation.append(self.current_epoch)
+        return alphabet(2)
+
+    def validation_step(self, batch):
+        pass
+
+
+def test_loaders_are_asked_for_anew_every_so_many_epochs(tmp_path):
+    task = Growing()
+    bare_trainer(tmp_path, max_epochs=5, reload_dataloaders_every_n_epochs=2).fit(task)
+    assert task.made == task.made_for_validation == [0, 2, 4]
+    assert [len(task.epochs[epoch]) for epoch in range(5)] == [1, 1, 3, 3, 5]
+
+
+def test_a_resumed_run_asks_for_the_loader_that_the_undisturbed_run_had(tmp_path):
+    path, options = tmp_path / "step", {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 2}
+    bare_trainer(tmp_path, **options | {"max_steps": 7, "callbacks": [Saving(7, path)]}).fit(Growing())
+    task = Growing()
+    bare_trainer(tmp_path, resume=path, **options).fit(task)
+    assert task.made == [2, 4]
+    assert {epoch: len(batches) for epoch, batches in task.epochs.items()} == {3: 1, 4: 5}
+
+
+def test_loaders_are_made_once_and_only_where_they_are_needed(tmp_path):
+    task = Growing()
+    bare_trainer(tmp_path, max_epochs=3, limit_val_batches=0).fit(task)
+    assert (task.made, task.made_for_validation) == ([0], [])
+    bare_trainer(tmp_path).validate(task)
+    assert (task.made, task.made_for_validation) == ([0], [0])
+
+
+# ---------------------------------------------------------------------- batches and workers
+
+
+def test_a_batch_may_be_a_list_of_samples(tmp_path):
+    class Listed(Seeing):
+        def training_step(self, batch):
+            assert all(isinstance(sample, tuple) for sample in batch)
+            self.epochs.setdefault(self.current_epoch, []).append(torch.stack([sample[0] for sample in batch]))
+            return self.weight * torch.stack([sample[0] for sample in batch]).double().mean()
+
+    listed, trainer = Listed(), bare_trainer(tmp_path, max_epochs=1, global_batch_size=20)
+    trainer.fit(listed, DataLoader(numbers(20), 8, collate_fn=lambda samples: samples))
+    assert listed.weight.item() == pytest.approx(-0.1 * 9.5, rel=1e-6)  # three batches, 8 + 8 + 4
+
+
+class Threads(Dataset):
+    """How many threads the libraries of a worker may use."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        pools = [pool["num_threads"] for pool in threadpool_info()]
+        return torch.tensor(max([torch.get_num_threads(), *pools]))
+
+
+def test_a_worker_uses_one_thread(tmp_path):
+    assert np.ones((2, 2)).sum() == 4  # numpy and its BLAS are loaded
+    task = seen(tmp_path, DataLoader(Threads(), 2, num_workers=1))
+    assert task.samples(0) == [1, 1, 1, 1]
+
+
+def test_the_users_worker_init_fn_has_the_last_word(tmp_path):
+    from threadpoolctl import threadpool_limits
+
+    task = seen(
+        tmp_path, DataLoader(Threads(), 2, num_workers=1, worker_init_fn=lambda worker: threadpool_limits(2) and None)
+    )
+    assert max(task.samples(0)) == (2 if any(pool["num_threads"] for pool in threadpool_info()) else 1)

@@ -1,0 +1,83 @@
+"""The example GRU: that padding is never read, and that it learns where names are from."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from datamodules.surnames import pad
+from lumen.cli import main
+from models.surnames import SurnameGRU
+
+ORIGINS = ["Here", "There", "Elsewhere"]
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return SurnameGRU(ORIGINS).eval()
+
+
+def test_a_name_means_the_same_alone_and_beside_longer_ones(model):
+    names = ["Ek", "Hundertwasser", "Šimková", "van der Berg"]
+    together = model(*pad(names))
+    for name, logits in zip(names, together, strict=True):
+        torch.testing.assert_close(model(*pad([name]))[0], logits)
+
+
+def test_what_stands_in_the_padding_does_not_matter(model):
+    letters, lengths = pad(["Ek", "Hundertwasser"])
+    scribbled = letters.masked_fill(letters == 0, ord("x"))
+    assert not torch.equal(scribbled, letters)
+    assert torch.equal(model(scribbled, lengths), model(letters, lengths))
+
+
+def test_every_letter_of_a_name_counts(model):
+    (letters,), (length,) = pad(["Šimková"])
+    before = model(letters[None], [length])
+    for position in range(length):
+        changed = letters.clone()
+        changed[position] = ord("x")
+        assert not torch.equal(model(changed[None], [length]), before)
+
+
+def test_the_loss_is_the_mean_over_names(model):
+    names, labels = ["Ek", "Hundertwasser", "Šimková"], torch.tensor([0, 2, 1])
+    each = [F.cross_entropy(model(*pad([name])), labels[[i]]) for i, name in enumerate(names)]
+    torch.testing.assert_close(model.training_step((*pad(names), labels)), torch.stack(each).mean())
+
+
+def test_a_prediction_is_the_name_its_likeliest_origin_and_how_likely_it_is(model):
+    batch = pad(["Ek", "Šimková"])
+    likelihoods = model(*batch).softmax(-1)
+    for line, name, row in zip(model.predict_step(batch), ["Ek", "Šimková"], likelihoods.tolist(), strict=True):
+        assert line.split() == [name, ORIGINS[row.index(max(row))], f"{max(row):.0%}"]
+
+
+def run(command, tmp_path, *arguments):
+    config = ["--config", "models/surnames.yaml", f"--trainer.default_root_dir={tmp_path}"]
+    assert main([command, *config, *arguments]) == 0
+
+
+def best_accuracy(tmp_path):
+    run("validate", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json")
+    return json.loads((tmp_path / "values.json").read_text())[0]["val_acc"]
+
+
+def test_three_epochs_are_enough_for_three_of_four_names(tmp_path, capsys):
+    run("fit", tmp_path, "--trainer.max_epochs=3")
+    assert best_accuracy(tmp_path) >= 0.75
+    capsys.readouterr()
+    run("predict", tmp_path, "--ckpt_path=best", "--data.names", "[Virtanen, Dvořáková]")
+    finnish, slovak = capsys.readouterr().out.splitlines()
+    assert finnish.split()[:2] == ["Virtanen", "Finnish"]
+    assert slovak.split()[:2] == ["Dvořáková", "Slovak"]
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(240)
+def test_the_config_tells_the_origin_of_four_of_five_names_and_ends_by_itself(tmp_path):
+    run("fit", tmp_path)
+    assert best_accuracy(tmp_path) >= 0.80
+    assert "finished: stopped early" in (tmp_path / "surnames/run.log").read_text()

@@ -1,0 +1,112 @@
+"""The example networks for tables: that the scale travels with the model, and that they learn."""
+
+import json
+
+import pytest
+import torch
+from sklearn.metrics import r2_score, roc_auc_score
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from datamodules.tabular import Tabular
+from lumen.cli import main
+from models.tabular import Classifier, Regressor, Standardize
+
+
+def run(command, name, tmp_path, *arguments):
+    config = ["--config", f"models/{name}.yaml", f"--trainer.default_root_dir={tmp_path}"]
+    assert main([command, *config, *arguments]) == 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Where both configs have been trained, and what their test said of the best checkpoint."""
+    root, found = tmp_path_factory.mktemp("runs"), {}
+    for name in ("breast_cancer", "diabetes"):
+        run("fit", name, root)
+        run("test", name, root, "--ckpt_path=best", f"--output={root / name}.json")
+        found[name] = json.loads((root / f"{name}.json").read_text())[0]
+    return root, found
+
+
+def held_out(table):
+    data = Tabular(table)
+    data.setup("test")
+    return data.test[:]
+
+
+def test_the_scale_is_that_of_the_rows_it_was_fit_to():
+    rows = torch.randn(50, 3) * torch.tensor([1.0, 100.0, 0.01]) + torch.tensor([5.0, -300.0, 0.0])
+    scale = Standardize(3)
+    assert torch.equal(scale(rows), rows)
+    scale.fit(rows)
+    torch.testing.assert_close(scale(rows).mean(0), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(scale(rows).std(0), torch.ones(3))
+    torch.testing.assert_close(scale.inverse(scale(rows)), rows)
+
+
+def test_the_config_is_right_for_94_of_100_biopsies_it_never_saw(trained):
+    _, found = trained
+    assert found["breast_cancer"]["test_acc"] >= 0.94
+    assert found["breast_cancer"]["test_auroc"] >= 0.98
+
+
+def test_the_config_explains_30_percent_of_the_variance_among_patients_it_never_saw(trained):
+    _, found = trained
+    assert found["diabetes"]["test_r2"] >= 0.30
+
+
+def test_the_values_of_the_test_are_those_of_all_its_rows_together(trained):
+    root, found = trained
+    rows, labels = held_out("breast_cancer")
+    logits = best(Classifier(30), "breast_cancer", root)(rows)
+    expected = {
+        "test_loss": F.binary_cross_entropy_with_logits(logits, labels).item(),
+        "test_acc": ((logits > 0) == labels.bool()).double().mean().item(),
+        "test_auroc": roc_auc_score(labels, logits),
+    }
+    assert found["breast_cancer"] == pytest.approx(expected, rel=1e-5)
+    rows, targets = held_out("diabetes")
+    guesses = best(Regressor(10), "diabetes", root)(rows)
+    expected = {"test_r2": r2_score(targets, guesses), "test_error": (guesses - targets).abs().mean().item()}
+    assert found["diabetes"] == pytest.approx(expected, rel=1e-5)
+
+
+def best(model, name, root):
+    """The model with the best checkpoint's parameters and buffers; it never meets its training data."""
+    trainer = lumen.Trainer(default_root_dir=root, name=name, enable_progress_bar=False, log_level="ERROR")
+    trainer.predict(model, DataLoader(TensorDataset(*held_out(name))), ckpt_path="best")
+    return model.eval().requires_grad_(False)
+
+
+def test_the_saved_scale_is_that_of_the_training_rows_only(trained):
+    root, _ = trained
+    data = Tabular("diabetes")
+    data.setup("fit")
+    rows, targets = data.train[:]
+    model = best(Regressor(10), "diabetes", root)
+    assert torch.equal(model.scale.mean, rows.mean(0))
+    assert torch.equal(model.scale.std, rows.std(0))
+    assert torch.equal(model.target_scale.mean, targets.mean())
+    assert not torch.allclose(model.scale.mean, data.rows.tensors[0].mean(0))
+
+
+def test_predictions_are_for_people(trained, capsys):
+    root, _ = trained
+    rows, labels = held_out("breast_cancer")
+    run("predict", "breast_cancer", root, "--ckpt_path=best")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(", ")[2] for line in lines] == ["yes" if label else "no" for label in labels]
+    likelihoods = best(Classifier(30), "breast_cancer", root)(rows).sigmoid()
+    assert [line.partition("%")[0].split()[-1] for line in lines] == [f"{100 * p:.1f}" for p in likelihoods]
+
+
+def test_predictions_of_a_regression_are_in_the_units_of_the_table(trained, capsys):
+    root, _ = trained
+    rows, targets = held_out("diabetes")
+    run("predict", "diabetes", root, "--ckpt_path=best")
+    found = [line.split(", was ") for line in capsys.readouterr().out.splitlines()]
+    assert [float(was) for _, was in found] == targets.tolist()
+    guesses = best(Regressor(10), "diabetes", root)(rows)
+    assert [float(guess) for guess, _ in found] == pytest.approx(guesses.tolist(), abs=0.51)
