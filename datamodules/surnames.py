@@ -65,6 +65,8 @@ class Surnames(lumen.DataModule):
 
     def predict_dataloader(self) -> DataLoader:
         """The names to guess at."""
+        if not all(self.hparams.names):
+            raise DataError("one of the names is empty: there is nothing to read. Give each a letter at least.")
         return DataLoader(self.hparams.names, self.hparams.batch_size, collate_fn=pad)
 
 

@@ -21,8 +21,9 @@ _VERSIONS = 32  # of one piece of code: for each shape, with and without gradien
 class Compilation(AbstractContextManager["Compilation"]):
     """Compiles modules of a task; when the context ends they are as they were.
 
-    Shapes are static unless `dynamic` says otherwise: what a batch is computed with then depends on its shape alone,
-    never on the shapes that came before it, so a resumed run computes what the undisturbed one does.
+    Shapes are static unless `dynamic` says otherwise. By torch's own choice a second shape makes code for all shapes,
+    which then rounds the first shape differently too: a resumed run, which meets the shapes in another order, would
+    not end with the bits of the undisturbed one.
 
     Args:
         setting: False: nothing. True: the task's `forward` and its direct child modules. A class name or a list of

@@ -155,11 +155,12 @@ def sanity_check(run: Run) -> None:
     Raises:
         StopRequested: The run was asked to leave.
     """
-    for hook in run.hooks.on_sanity_check_start:
-        hook()
-    complete = evaluate(run, "sanity", run.eval_feeds)
-    for hook in run.hooks.on_sanity_check_end:
-        hook()
+    with preserved_generators():
+        for hook in run.hooks.on_sanity_check_start:
+            hook()
+        complete = evaluate(run, "sanity", run.eval_feeds)
+        for hook in run.hooks.on_sanity_check_end:
+            hook()
     run.metrics.clear()
     run.fresh.clear()
     if not complete:

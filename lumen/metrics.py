@@ -284,7 +284,7 @@ def _read(name: str, value: Any) -> float | torch.Tensor:
         return float(value)
     if value.numel() != 1:
         raise ConfigError(f"self.log({name!r}): expected one number, found a tensor of shape {tuple(value.shape)}.")
-    if value.device.type == "cpu":
+    if value.device.type in ("cpu", "mps"):  # MPS has no float64 to sum in
         return value.item()
     fresh = value.grad_fn is not None  # a buffer could be changed in place later; a computed value could not
     return value.detach().reshape(()) if fresh else value.detach().reshape(()).clone()

@@ -72,6 +72,7 @@ class GeneratorStates:
         self._cpu, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = [generator.get_state() for generator in torch.cuda.default_generators] if in_use else []
+        self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
 
     def restore(self) -> None:
         """Put the generators back to that moment."""
@@ -80,6 +81,8 @@ class GeneratorStates:
         random.setstate(self._python)
         for generator, state in zip(torch.cuda.default_generators, self._cuda, strict=False):
             generator.set_state(state)
+        if self._mps is not None:
+            torch.mps.set_rng_state(self._mps)
 
 
 @contextmanager

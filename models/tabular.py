@@ -1,7 +1,8 @@
 """Networks for tables: a classifier and a regression, which take numbers as they are in the table.
 
-On tables as small as these a linear model is as good: logistic regression is right for 98 % of the biopsies, ridge
-regression explains 0.42 of the variance. What is worth a look is how the scaling travels with the model.
+On tables as small as these a linear model is as good. Over five splits, logistic regression is right for 97 % of the
+biopsies and this network for 97 %; ridge regression explains 48 % of the variance in the other table and this network
+49 %. What is worth a look is how the scale of the numbers travels with the model.
 """
 
 import torch

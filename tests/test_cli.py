@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from lumen.cli import main
+from lumen.profilers import SimpleProfiler, TorchProfiler
 from tests.cli_tasks import Grid, Line, Noise, Points, Slope, Spy
 
 ROOT = Path(__file__).parents[1]
@@ -275,6 +276,13 @@ def test_switching_a_nested_class_drops_its_arguments_too():
     assert fit("--config", "nested.yaml", "--model.encoder.alpha=0.5")[1].encoder.alpha == 0.5
     assert fit("--config", "nested.yaml", "--config", "other.yaml")[1].encoder.alpha == 1.0
     assert fit("--config", "nested.yaml", "--model.encoder", "torch.nn.ELU")[1].encoder.alpha == 1.0
+
+
+def test_a_word_replaces_an_object_where_both_are_accepted():
+    write("traced.yaml", {"trainer": {"profiler": {"class_path": "lumen.TorchProfiler", "init_args": {"wait": 1}}}})
+    assert type(fit("--config", "traced.yaml")[0].profiler) is TorchProfiler
+    assert type(fit("--config", "traced.yaml", "--trainer.profiler", "simple")[0].profiler) is SimpleProfiler
+    assert fit("--config", "traced.yaml", "--trainer.profiler", "null")[0].profiler is None
 
 
 # ---------------------------------------------------------------------- optimizer, scheduler, callbacks

@@ -200,16 +200,26 @@ def test_a_forward_that_logs_is_compiled_around_it(tmp_path):
 # ---------------------------------------------------------------------- the same again
 
 
+class Wide(Regression):
+    """Its sums over a batch are rounded differently where the code serves every shape."""
+
+    def __init__(self, **others):
+        super().__init__(**others)
+        layers = nn.Linear(FEATURES, 48), nn.GELU(), nn.BatchNorm1d(48), nn.Dropout(0.3), nn.LayerNorm(48)
+        self.net = nn.Sequential(*layers, nn.Linear(48, 1))
+
+
 @pytest.mark.time_limit(300)
-@pytest.mark.parametrize(("kind", "setting"), [(Regression, True), (Stack, "Block")])
+@pytest.mark.parametrize(("kind", "setting"), [pytest.param(Wide, True, marks=pytest.mark.slow), (Stack, "Block")])
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, kind, setting):
     """Compiled for real, with dropout and short last batches; what one run has compiled is forgotten in the next."""
     tasks = []
     for root, stops in ((tmp_path / "whole", (12,)), (tmp_path / "parts", (3, 7, 12))):
         for steps in stops:
-            task = kind(dropout=0.3)
             trainer = quiet_trainer(root, max_steps=steps, resume="auto", compile=setting, num_sanity_val_steps=0)
-            trainer.fit(task, loader(37), val_dataloaders=loader(8))
+            torch.manual_seed(2)
+            task = kind(dropout=0.3)
+            trainer.fit(task, loader(148, 32), val_dataloaders=loader(32, 32))
         tasks.append(task)
     assert same(*tasks)
     assert trainer.callback_metrics["val_loss"] < 10
@@ -265,6 +275,30 @@ def test_what_cannot_be_one_graph_is_one_clear_error(tmp_path):
     with pytest.raises(ConfigError, match=r"compile: torch.compile failed: .*graph.*Try compile: false"):
         fit(tmp_path, Printing(), compile={"backend": "eager", "fullgraph": True})
     fit(tmp_path, Printing(), compile={"backend": "eager", "fullgraph": True, "blocks": "Block"})
+
+
+def test_a_mistake_in_a_compiled_module_stays_what_it_is(tmp_path):
+    class Mistaken(Stack):
+        def forward(self, inputs):
+            if len(inputs) < 9:
+                raise ValueError("on purpose")
+            return super().forward(inputs)
+
+    with pytest.raises(ValueError, match="on purpose"):
+        fit(tmp_path, Mistaken(), compile={"backend": "eager"})
+
+
+def test_a_compiled_layer_that_has_no_float16_kernel_is_named(tmp_path):
+    class Sequences(Stack):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.LSTM(FEATURES, FEATURES, batch_first=True)
+
+        def forward(self, inputs):
+            return super().forward(self.cell(inputs[:, None])[0][:, -1])
+
+    with pytest.raises(ConfigError, match=r"under fp16 torch cannot run 'cell' \(LSTM\) on cpu"):
+        fit(tmp_path, Sequences(), precision="fp16", compile={"backend": "eager"})
 
 
 class Lengths(Regression):

@@ -331,6 +331,11 @@ def test_no_name_has_two_origins_and_each_origin_has_hundreds(names):
     assert names.origins[dict(everybody)["Virtanen"]] == "Finnish"
 
 
+def test_an_empty_name_is_refused():
+    with pytest.raises(DataError, match="one of the names is empty"):
+        Surnames(names=["Ek", ""]).predict_dataloader()
+
+
 def test_a_fifth_of_the_names_is_for_validation_the_same_in_every_run(names):
     assert len(names.val) == pytest.approx(0.25 * len(names.train), abs=2)
     assert set(names.train.indices).isdisjoint(names.val.indices)

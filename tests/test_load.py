@@ -1,5 +1,6 @@
 """Checkpoints used outside of the run that wrote them, and the hyperparameters they carry."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,19 +97,83 @@ def test_absent_optimizer_state_stays_absent(tmp_path):
     assert resumed.unused not in trainer.optimizers[0].state
 
 
-def test_strict_loading_names_what_differs_and_lenient_loading_leaves_it_alone(tmp_path, caplog):
-    class More(Regression):
-        def __init__(self, lr=1e-2, dropout=0.0, dtype=torch.float32, optimizer="AdamW"):
-            super().__init__(lr, dropout, dtype, optimizer)
-            self.extra = nn.Linear(2, 2)
+class More(Regression):
+    """Has a layer that `Regression` has not."""
 
-    task = Regression()
+    def __init__(self, lr=1e-2, dropout=0.0, dtype=torch.float32, optimizer="AdamW"):
+        super().__init__(lr, dropout, dtype, optimizer)
+        self.extra = nn.Linear(2, 2)
+
+
+class Fewer(Regression):
+    """Has only the first layer of `Regression`."""
+
+    def __init__(self, lr=1e-2, dropout=0.0, dtype=torch.float32, optimizer="AdamW"):
+        super().__init__(lr, dropout, dtype, optimizer)
+        self.net = self.net[:1]
+
+
+class Unlike(lumen.TaskModule):
+    """Has no name in common with `Regression`."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 16)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "message"),
+    [
+        (Regression, More, "not in the checkpoint: extra.weight, extra.bias"),
+        (Regression, Fewer, "only in the checkpoint: net.3.bias, net.3.weight"),
+        (More, Fewer, "only in the checkpoint: extra.bias, extra.weight, net.3.bias, net.3.weight"),
+    ],
+)
+def test_strict_loading_names_what_differs_and_lenient_loading_leaves_it_alone(tmp_path, caplog, saved, own, message):
+    task = saved()
     path = trained(tmp_path, task)
-    with pytest.raises(CheckpointMismatch, match=r"not in the checkpoint: extra\.weight, extra\.bias"):
-        More.load_from_checkpoint(path)
-    loaded = More.load_from_checkpoint(path, strict=False)
-    assert torch.equal(loaded.net[0].weight, task.net[0].weight)
-    assert "extra.weight" in caplog.text
+    with pytest.raises(CheckpointMismatch, match=re.escape(message)):
+        own.load_from_checkpoint(path)
+    assert not caplog.records
+    found = own.load_from_checkpoint(path, strict=False)
+    assert torch.equal(found.net[0].weight, task.net[0].weight)
+    assert [message in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("other", [More, Fewer])
+def test_a_run_goes_on_with_the_same_names_only(tmp_path, other):
+    trained(tmp_path, Regression())
+    with pytest.raises(CheckpointMismatch, match="holds the weights of another model"):
+        quiet_trainer(tmp_path, max_epochs=2, resume="auto").fit(other(), loader())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_checkpoint_without_a_name_in_common_is_always_an_error(tmp_path, strict):
+    path = trained(tmp_path, Regression())
+    with pytest.raises(CheckpointMismatch, match="no name is in both"):
+        Unlike.load_from_checkpoint(path, strict=strict)
+
+
+def test_weights_that_are_tied_now_must_have_been_equal(tmp_path):
+    class Apart(Rich):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.again.weight = nn.Parameter(self.first.weight.detach() + 1)
+
+    with pytest.raises(CheckpointMismatch, match=r"ties first\.weight and again\.weight, which differ"):
+        Rich.load_from_checkpoint(trained(tmp_path, Apart()))
+
+
+def test_weights_that_were_tied_may_part(tmp_path):
+    class Apart(Rich):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.again.weight = nn.Parameter(torch.zeros_like(self.first.weight))
+
+    task = Rich()
+    loaded = Apart.load_from_checkpoint(trained(tmp_path, task))
+    assert torch.equal(loaded.again.weight, task.first.weight)
+    assert loaded.again.weight is not loaded.first.weight
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -121,6 +186,24 @@ def test_another_shape_is_an_error_and_changes_nothing(tmp_path, strict):
 def test_overrides_replace_hyperparameters(tmp_path):
     path = trained(tmp_path, Rich())
     assert Rich.load_from_checkpoint(path, rates=(3.0,)).hparams.rates == (3.0,)
+
+
+def test_the_best_checkpoint_the_newest_and_the_run_are_each_loaded_by_their_path(tmp_path):
+    trainer = quiet_trainer(
+        tmp_path, max_epochs=3, callbacks=[lumen.ModelCheckpoint(monitor="val_loss", mode="max", keep_last=1)]
+    )
+    trainer.fit(Regression(), loader(), val_dataloaders=loader(20))
+    saver, weights = trainer.checkpoint_callback, {}
+    for name, path in {
+        "best": saver.best_model_path, "last": saver.last_model_path, "run": trainer.run_directory
+    }.items():  # fmt: skip
+        loaded = Regression.load_from_checkpoint(path, dropout=0.25)
+        assert (loaded.hparams.dropout, loaded.net[2].p, loaded.hparams.lr) == (0.25, 0.25, 1e-2)
+        weights[name] = loaded.net[0].weight
+    for name, path in (("best", saver.best_model_path), ("last", saver.last_model_path)):
+        assert torch.equal(weights[name], Checkpoint.open(Path(path)).tensor("model", "net.0.weight"))
+    assert torch.equal(weights["run"], weights["last"])
+    assert not torch.equal(weights["best"], weights["last"])
 
 
 def test_missing_hyperparameters_are_named(tmp_path):

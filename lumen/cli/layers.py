@@ -90,6 +90,8 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
     callbacks = path[:2] == ("trainer", "callbacks") and path[-1] not in _NODE
     named = path in _CLASSES or (callbacks and (len(path) == 3 or (len(path) == 2 and isinstance(new, str))))
     begun = isinstance(old, str) and isinstance(new, dict) and old.rpartition(".")[2].isidentifier()
+    if isinstance(new, str) and not named and _is_class(old) and not _same(old.get("class_path"), new):
+        return new  # a word that stands for an object: `--trainer.profiler simple`
     if named or begun or _is_class(old) or _is_class(new):
         old, new = _as_class(old), _as_class(new)
         if _is_class(old) and _is_class(new) and not _same(old.get("class_path"), new.get("class_path")):

@@ -59,7 +59,7 @@ class IndexedFeed(Feed):
             **draws,
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory and torch.accelerator.is_available(),
+            pin_memory=loader.pin_memory and torch.accelerator.is_available() and not torch.backends.mps.is_available(),
             timeout=loader.timeout,
             worker_init_fn=partial(init_worker, loader.dataset, loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
