@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
-from typing import final
+from contextlib import suppress
+from typing import IO, Any, Literal, cast, final
 
 from rich.console import Console
 
+
+@final
+class _Stream:
+    """stdout or stderr, for as long as somebody looks: a closed pipe or a terminal that is gone ends no run.
+
+    What cannot be written is dropped, and so is whatever follows: Python would else try again when it exits, and fail.
+    """
+
+    def __init__(self, name: Literal["stdout", "stderr"]) -> None:
+        self._name = name
+
+    @property
+    def _now(self) -> IO[str]:
+        """Looked up each time, for those who redirect it; below the proxy by which a live display does."""
+        stream = getattr(sys, self._name) or io.StringIO()  # None: the process was started with it closed
+        return cast("IO[str]", getattr(stream, "rich_proxied_file", stream))
+
+    def write(self, text: str) -> int:
+        """Write, or drop."""
+        try:
+            return self._now.write(text)
+        except OSError:
+            return self._drop()
+
+    def flush(self) -> None:
+        """Flush, or drop."""
+        try:
+            self._now.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> int:
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self._now.fileno())
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now, name)
+
+
+stdout, stderr = cast("IO[str]", _Stream("stdout")), cast("IO[str]", _Stream("stderr"))
 in_notebook = Console().is_jupyter
 # What a kernel writes to stdout flows into one output below the cell; printed rich's way each line would be an output
 # of its own. FORCE_COLOR, which kernels and build servers set, does not make a terminal of what has no cursor to move.
 console = Console(
-    stderr=not in_notebook,
+    file=stdout if in_notebook else stderr,
     soft_wrap=True,
+    emoji=False,
     force_jupyter=False,
-    force_terminal=None if sys.stderr.isatty() and not in_notebook else False,
+    force_terminal=None if stderr.isatty() and not in_notebook else False,
 )
 logger = logging.getLogger("lumen")
 logger.addHandler(logging.NullHandler())

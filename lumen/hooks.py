@@ -85,3 +85,26 @@ def step_arguments(step: Callable[..., Any]) -> tuple[int, ...]:
             "or (batch, batch_idx, dataloader_idx)."
         )
     return tuple(chosen)
+
+
+def check_training(task: Any, *, optimizer_given: bool) -> None:
+    """Check that a task defines what training calls, and nothing that it would not call.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if not isinstance(task, TaskModule):
+        raise ConfigError(f"expected a TaskModule, found {type(task).__name__}. Subclass lumen.TaskModule.")
+    if not overrides(task, "training_step"):
+        raise ConfigError(f"{type(task).__name__} has no training_step. Define `training_step(self, batch)`.")
+    if not optimizer_given and not overrides(task, "configure_optimizers"):
+        task.configure_optimizers()
+    if replaced := [name for name in NOT_CALLED if hasattr(task, name)]:
+        raise ConfigError(
+            f"{type(task).__name__} defines {', '.join(replaced)}, which Lumen does not call. "
+            "Move the code to one of the hooks that help(lumen.Callback) draws."
+        )
+    if not task.automatic_optimization:
+        raise ConfigError(
+            f"{type(task).__name__} sets automatic_optimization = False; this version has no manual optimization."
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, final
 
@@ -56,6 +56,19 @@ class Plan:
     global_batch_size: int | None = None
     same_batches: bool = False
     reload_every_n_epochs: int = 0
+
+    def overfitting(self, batches: int | float) -> Plan:
+        """The plan on a count or fraction of the batches, the same in every epoch."""
+        few = batch_limit("overfit_batches", batches)
+        return replace(self, same_batches=True, limits=self.limits | {"train": few, "validate": few})
+
+    def trial(self, batches: int) -> Plan:
+        """The plan of `fast_dev_run`: a few batches of everything, once."""
+        return replace(
+            self, max_steps=batches, max_epochs=1, max_time_s=None, sanity_batches=0,
+            limits=dict.fromkeys(self.limits, batches), val_every_n_steps=None, val_every_s=None,
+            val_every_epoch_fraction=1.0, val_every_n_epochs=1,
+        )  # fmt: skip
 
     def limit(self, stage: str, feed: Feed) -> int | None:
         """Batches of a feed to use at most.

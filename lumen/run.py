@@ -79,6 +79,11 @@ class Progress:
         self.in_epoch = False
 
     @property
+    def epochs_begun(self) -> int:
+        """The epoch in progress counted from 1; between two of them the one that is complete. What people are told."""
+        return self.epoch + self.in_epoch
+
+    @property
     def position(self) -> Position:
         """Where the epoch in progress stands."""
         return Position(self.samples, self.batches, self.loader)

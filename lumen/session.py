@@ -70,14 +70,20 @@ def resume_command(run_directory: Path) -> str:
 
 @contextmanager
 def console_log(level: str) -> Iterator[None]:
-    """Show Lumen's messages in the terminal, unless the user's program listens to them already."""
+    """Show Lumen's messages in the terminal; in the manner of the user's program where it shows them already."""
     if not isinstance(logging.getLevelName(level.upper()), int):
         raise ConfigError(f"log_level: expected DEBUG, INFO, WARNING or ERROR, found {level!r}.")
-    if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+    above = logging.root.handlers if logger.propagate else []
+    listened = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
+    shown = listened or any(_is_on_the_terminal(handler) for handler in above)
+    with _handler(logging.NullHandler() if shown else ConsoleHandler(), level):
         yield
-        return
-    with _handler(ConsoleHandler(), level):
-        yield
+
+
+def _is_on_the_terminal(handler: logging.Handler) -> bool:
+    """Whether it writes where this process does: that of `logging.basicConfig`, or rich's; no file, no test's."""
+    stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
+    return stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
 
 
 @contextmanager

@@ -7,12 +7,18 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, final
 
 from lumen import loop, session
-from lumen.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar, ThroughputMonitor
+from lumen.callbacks import (
+    Callback,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    ThroughputMonitor,
+    choose_callbacks,
+)
 from lumen.checkpoint import (
     PARTS,
     Checkpoint,
@@ -35,7 +41,7 @@ from lumen.compilation import Compilation
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError
 from lumen.feeds import eval_feeds, open_feeds, reopen_feeds
-from lumen.hooks import NOT_CALLED, overrides
+from lumen.hooks import check_training, overrides
 from lumen.horizons import check_horizons
 from lumen.loggers import CSVLogger, Logger
 from lumen.optim import needs_closure
@@ -230,17 +236,9 @@ class Trainer(RunView):
             **validation_interval(val_check_interval),
         )
         if overfit_batches:
-            few = batch_limit("overfit_batches", overfit_batches)
-            self.plan = replace(
-                self.plan, same_batches=True, limits=self.plan.limits | {"train": few, "validate": few}
-            )  # fmt: skip
+            self.plan = self.plan.overfitting(overfit_batches)
         if self.fast_dev_run:
-            self.plan = replace(
-                self.plan, max_steps=self.fast_dev_run, max_epochs=1, max_time_s=None, sanity_batches=0,
-                limits=dict.fromkeys(self.plan.limits, self.fast_dev_run), val_every_n_steps=None, val_every_s=None,
-                val_every_epoch_fraction=1.0, val_every_n_epochs=1,
-            )  # fmt: skip
-            logger = False
+            self.plan, logger = self.plan.trial(self.fast_dev_run), False
         self.loggers: list[Logger] = (
             ([CSVLogger()] if logger else [])
             if isinstance(logger, bool)
@@ -248,15 +246,12 @@ class Trainer(RunView):
             if isinstance(logger, Logger)
             else logger
         )
-        self.callbacks = _callbacks(
-            callbacks,
-            {
-                ThroughputMonitor: bool(self.loggers),
-                ModelSummary: enable_model_summary,
-                ProgressBar: enable_progress_bar,
-            },
-            enable_checkpointing,
-        )
+        defaults: dict[type[Callback], bool] = {
+            ThroughputMonitor: bool(self.loggers),
+            ModelSummary: enable_model_summary,
+            ProgressBar: enable_progress_bar,
+        }
+        self.callbacks = choose_callbacks(callbacks, defaults, checkpointing=enable_checkpointing)
         self.enable_checkpointing = enable_checkpointing and not self.fast_dev_run
         if self.fast_dev_run:
             self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, ModelCheckpoint)]
@@ -289,7 +284,9 @@ class Trainer(RunView):
         """
         if isinstance(data, DataModule) and val_dataloaders is not None:
             raise ConfigError("val_dataloaders was given beside a DataModule, which brings its own. Leave one out.")
-        self._check_fit(task, configure_optimizers)
+        if self.plan.max_steps is None and self.plan.max_epochs is None and self.plan.max_time_s is None:
+            raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
+        check_training(task, optimizer_given=configure_optimizers is not None)
         with self._stage("fit", task, data, val_dataloaders) as run:
             checkpoint = self._start(run)
             run.optimizer, run.schedulers = build_optimizers(
@@ -324,7 +321,9 @@ class Trainer(RunView):
             loop.train(run)
             for hook in run.hooks.on_fit_end:
                 hook()
-            _log.info("finished: %s at step %d, epoch %d", run.limit_reached, run.progress.step, run.progress.epoch)
+            _log.info(
+                "finished: %s at step %d, epoch %d", run.limit_reached, run.progress.step, run.progress.epochs_begun
+            )
 
     def validate(
         self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: Weights | str | Path | None = None
@@ -577,47 +576,7 @@ class Trainer(RunView):
                 for suffix in suffixes
             ]
 
-    def _check_fit(self, task: TaskModule, configure_optimizers: Any) -> None:
-        plan = self.plan
-        if plan.max_steps is None and plan.max_epochs is None and plan.max_time_s is None:
-            raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
-        if not isinstance(task, TaskModule):
-            return
-        if not overrides(task, "training_step"):
-            raise ConfigError(f"{type(task).__name__} has no training_step. Define `training_step(self, batch)`.")
-        if configure_optimizers is None and not overrides(task, "configure_optimizers"):
-            task.configure_optimizers()
-        if replaced := [name for name in NOT_CALLED if hasattr(task, name)]:
-            raise ConfigError(
-                f"{type(task).__name__} defines {', '.join(replaced)}, which Lumen does not call. "
-                "Move the code to one of the hooks that help(lumen.Callback) draws."
-            )
-        if not task.automatic_optimization:
-            raise ConfigError(
-                f"{type(task).__name__} sets automatic_optimization = False; this version has no manual optimization."
-            )
-
 
 def _has_record(checkpoint: Checkpoint | None, logger: str) -> bool:
     """Whether a checkpoint says how far a logger's record goes; without that nothing of it can be told apart."""
     return checkpoint is not None and logger in checkpoint.state["loggers"]
-
-
-def _callbacks(given: Any, defaults: Mapping[type[Callback], bool], checkpointing: bool) -> list[Callback]:
-    """The user's callbacks with the defaults that they do not replace; those that save come last."""
-    listed = (
-        [given] if isinstance(given, Callback) else list(given.values() if isinstance(given, dict) else given or ())
-    )
-    callbacks = [callback for callback in listed if callback is not None]
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise ConfigError(f"callbacks: {type(callback).__name__} is not a lumen.Callback.")
-    savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
-    if savers and not checkpointing:
-        raise ConfigError("enable_checkpointing is False, but callbacks hold a ModelCheckpoint. Remove one of the two.")
-    for kind, wanted in defaults.items():
-        if wanted and not any(isinstance(callback, kind) for callback in callbacks):
-            callbacks.append(kind())
-    if checkpointing and not savers:
-        savers = [ModelCheckpoint()]
-    return [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)] + savers

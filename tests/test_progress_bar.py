@@ -115,11 +115,11 @@ def test_plain_lines_hold_everything_in_one_order(monkeypatch: pytest.MonkeyPatc
     trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_epochs=2).fit(
         Task(pause_s=0.002), loader(6), val_dataloaders=loader(2)
     )
-    lines = [line for line in written().splitlines() if re.match(r"step \d+/12 · epoch 1/2 · ", line)]
+    lines = [line for line in written().splitlines() if re.match(r"step \d+/12 · epoch 2/2 · ", line)]
     assert re.fullmatch(
-        r"step 8/12 · epoch 1/2 · number 8\.000 · val_number 1006 · [\d,.]+ steps/s · [\d,.]+ samples/s · "
+        r"step 8/12 · epoch 2/2 · number 8\.000 · val_number 1006 · [\d,.]+ steps/s · [\d,.]+ samples/s · "
         r"data \d+ % · \d+ MB · 0:00:0\d left",
-        lines[2],
+        lines[1],
     )
     assert "\x1b" not in written()
 
@@ -127,7 +127,7 @@ def test_plain_lines_hold_everything_in_one_order(monkeypatch: pytest.MonkeyPatc
 def test_each_plain_line_shows_the_values_of_its_own_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written = show_on(monkeypatch, terminal=False)
     trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=9).fit(Task(), loader(20))
-    assert list(pairs(written())) == [(step, step) for step in [*range(1, 10), 9]]
+    assert list(pairs(written())) == [(step, step) for step in range(1, 10)]
 
 
 def test_samples_per_second_are_steps_per_second_times_the_batch(
@@ -146,18 +146,42 @@ def test_samples_per_second_are_steps_per_second_times_the_batch(
     assert rates[-1][0] < 1 / 0.009
 
 
-def test_plain_lines_come_at_validations_and_at_the_end_however_long_the_interval(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("plain_every_s", [0.0, 0.1, 1000.0])
+def test_plain_lines_come_at_the_end_and_at_validations_that_are_no_closer_than_the_interval(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain_every_s: float
 ) -> None:
+    due_at_s, epochs = 0.0, []
+
+    class Expects(Callback):
+        def on_validation_end(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
+            nonlocal due_at_s
+            if time.perf_counter() >= due_at_s or trainer.current_epoch == 3:
+                epochs.append(trainer.current_epoch + 1)
+                due_at_s = time.perf_counter() + plain_every_s
+            time.sleep(0.06)
+
     written = show_on(monkeypatch, terminal=False)
-    trainer(tmp_path, ProgressBar(plain_every_s=1000.0), max_epochs=2).fit(Task(), loader(6), val_dataloaders=loader(2))
+    run = trainer(tmp_path, ProgressBar(plain_every_s=plain_every_s), max_epochs=4, num_sanity_val_steps=0)
+    run.callbacks.append(Expects())
+    run.fit(Task(), loader(6), val_dataloaders=loader(2))
     shown = [line.split(" · ")[:4] for line in written().splitlines() if line.startswith("step")]
-    assert shown == [
-        ["step 6/12", "epoch 0/2", "number 6.000", "val_number 1006"],
-        ["step 12/12", "epoch 1/2", "number 12.00", "val_number 1012"],
-        ["step 12/12", "epoch 2/2", "number 12.00", "val_number 1012"],
+    expected = [
+        [f"step {6 * epoch}/24", f"epoch {epoch}/4", f"number {number(6 * epoch, 4)}", f"val_number {1000 + 6 * epoch}"]
+        for epoch in epochs
     ]
+    assert [line for line in shown if line in expected] == expected
+    if plain_every_s == 1000.0:  # else there are lines of single steps too
+        assert shown == expected
+        assert epochs == [1, 4]
     assert "took 0:00:0" in written().splitlines()[-2]
+
+
+def test_no_time_is_left_when_no_step_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = show_on(monkeypatch, terminal=False)
+    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=5).fit(Task(pause_s=0.01), loader(5))
+    assert re.findall(r"step (\d)/5 .* · (0:00:\d\d left|took)", written()) == [
+        *((str(step), "0:00:01 left") for step in range(1, 5)), ("5", "took"),
+    ]  # fmt: skip
 
 
 def test_without_values_for_the_bar_the_last_loss_and_the_first_validation_values_are_shown(
@@ -178,7 +202,7 @@ def test_an_epoch_mean_asked_for_is_shown_once_it_exists(monkeypatch: pytest.Mon
     written = show_on(monkeypatch, terminal=False)
     trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_epochs=2).fit(Means(), loader(3))
     shown = re.findall(r"step (\d)/6 .*? · mean ([\d.]+)", written())
-    assert shown == [(step, "1.000") for step in "345"] + [("6", "4.000")] * 2
+    assert shown == [(step, "1.000") for step in "345"] + [("6", "4.000")]
 
 
 def test_the_sanity_check_leaves_no_values_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -196,7 +220,7 @@ def test_a_time_limit_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, tmp_p
     stop = Task()
     stop.at[2] = lambda: setattr(stop.trainer, "should_stop", True)
     trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_time=timedelta(hours=30)).fit(stop, loader(3))
-    assert re.search(r"^step 1 · epoch 0 · number 1.000 .* · 1 day, [56]:\d\d:\d\d left$", written(), re.MULTILINE)
+    assert re.search(r"^step 1 · epoch 1 · number 1.000 .* · 1 day, [56]:\d\d:\d\d left$", written(), re.MULTILINE)
 
 
 def test_data_without_a_length_is_shown_without_a_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -256,11 +280,11 @@ def test_a_terminal_shows_everything_within_its_width(
     )
     seen = frames(written())
     assert all(len(line) <= width for frame in seen for line in frame.splitlines())
-    training = [frame for frame in seen if re.search(r"step (2[1-9]|3\d)/40 · epoch 1/2", frame)]
+    training = [frame for frame in seen if re.search(r"step (2[1-9]|3\d)/40 · epoch 2/2", frame)]
     assert len(training) == 19
     rest = re.sub(r"\s+", " ", training[-2])
     assert re.search(
-        r"(━|1/2) \d+ % · 0:00:0\d left number \d\d.00 · val_number 1020 (· )?[\d.,]+ steps/s · "
+        r"(━|2/2) \d+ % · 0:00:0\d left number \d\d.00 · val_number 1020 (· )?[\d.,]+ steps/s · "
         r"[\d.,]+ samples/s (· )?data \d+ % · \d+ MB",
         rest,
     ), rest
@@ -287,11 +311,13 @@ def test_the_bar_is_the_epochs_in_a_run_of_several_and_else_the_runs(
     trainer(tmp_path, every_step, max_epochs=3).fit(Task(), loader(20))
     shown = re.findall(r"step (\d+)/60 · epoch (\d)/3 [━╸╺]+ (\d+) %", without_escapes(written()))
     assert len(shown) >= 60
-    assert all(int(percent) == 5 * (int(step) - 20 * int(epoch)) for step, epoch, percent in shown)
+    expected = {(step, step // 20 + 1, step % 20 * 5) for step in range(1, 60) if step % 20}
+    expected |= {(0, 0, 0), (20, 1, 100), (40, 2, 100)}
+    assert {(int(step), int(epoch), int(percent)) for step, epoch, percent in shown} == expected
 
     written = show_on(monkeypatch, terminal=True)
     trainer(tmp_path, every_step, max_steps=10).fit(Task(), loader(20))
-    shown = re.findall(r"step (\d+)/10 · epoch 0 [━╸╺]+ (\d+) %", without_escapes(written()))
+    shown = re.findall(r"step (\d+)/10 · epoch [01] [━╸╺]+ (\d+) %", without_escapes(written()))
     assert len(shown) >= 10
     assert all(int(percent) == 10 * int(step) for step, percent in shown)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -181,8 +180,8 @@ class Live(Display):
                 board,
                 console=terminal.console,
                 auto_refresh=False,
-                redirect_stdout=sys.stdout.isatty(),  # what goes to a file or a pipe must go on going there
-                redirect_stderr=sys.stderr.isatty(),
+                redirect_stdout=terminal.stdout.isatty(),  # what goes to a file or a pipe must go on going there
+                redirect_stderr=terminal.stderr.isatty(),
             )
             atexit.register(self._live.stop)  # whatever happens, the cursor comes back
             self._live.start()

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @final
 class LearningRateMonitor(Callback):
-    """Logs the learning rate that each update uses, as `lr`, or `lr/group_N` with several parameter groups.
+    """Logs the learning rate that each update uses, as `lr`, or with several parameter groups as `lr/group_N`.
+
+    A group's own "name" is used instead of `group_N`, as those of `decay_groups` have one: `lr/no decay`.
 
     Args:
         logging_interval: "step": of every update that is logged; "epoch": of the first update of every epoch.
@@ -52,10 +54,11 @@ class LearningRateMonitor(Callback):
         if by_epoch and trainer.run.progress.batches:
             return
         groups = optimizer.param_groups
+        names = [group.get("name", f"group_{number}") for number, group in enumerate(groups)]
         for number, group in enumerate(groups):
-            suffix = "" if len(groups) == 1 else f"/group_{number}"
+            own = names[number] if names.count(names[number]) == 1 else f"{names[number]} {number}"
             for name in self._wanted:
-                task.log(f"{name}{suffix}", float(_value(group, name)), on_step=not by_epoch, on_epoch=by_epoch)
+                task.log(f"{name}/{own}" if len(groups) > 1 else name, float(_value(group, name)), on_step=not by_epoch, on_epoch=by_epoch)
 
 
 def _value(group: dict[str, Any], name: str) -> Any:

@@ -19,6 +19,7 @@ from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
 from lumen.callbacks.display import number
 from lumen.errors import ConfigError
+from lumen.metrics import metrics_of
 
 if TYPE_CHECKING:
     from lumen.task import TaskModule
@@ -82,16 +83,21 @@ def summarize(model: nn.Module, max_depth: int = 1) -> list[Row]:
 
     Returns:
         First the model itself, whose numbers are the totals; then, in the order of their definition, the parameters
-        it holds directly and its modules.
+        it holds directly and its modules, but for metrics without parameters and what holds them.
     """
     own = [_row(name, "Parameter", [parameter]) for name, parameter in model.named_parameters(recurse=False)]
     modules = [
         _row(name, type(module).__name__, module.parameters())
         for name, module in model.named_modules()
-        if name and (max_depth == -1 or name.count(".") < max_depth)
+        if name and (max_depth == -1 or name.count(".") < max_depth) and not _is_metric(module)
     ]
     total = _row("", type(model).__name__, model.parameters())
     return [total, *own, *modules] if max_depth else [total]
+
+
+def _is_metric(module: nn.Module) -> bool:
+    """Whether there is nothing to learn in it, but something to measure with."""
+    return not any(True for _ in module.parameters()) and bool(metrics_of(module))
 
 
 def _row(name: str, kind: str, parameters: Iterable[nn.Parameter]) -> Row:

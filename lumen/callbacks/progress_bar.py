@@ -29,16 +29,17 @@ _UNASKED_VALUES = 3  # of an evaluation that logs nothing with prog_bar=True
 class ProgressBar(Callback):
     """Shows the step, what was logged with `prog_bar=True` (else the loss), speed, memory and the time left.
 
-    The bar is that of the epoch in progress, or of the run if that has no more than one epoch. Speeds are those of the
-    last 10 seconds, evaluations left out; `data` is the share of time spent waiting for the loader; memory is on CUDA
-    the peak of what tensors took, elsewhere what the process holds in RAM. Between two looks a step costs one reading
-    of the clock, and a CUDA device is never waited for.
+    Epochs are counted from 1: `epoch 2/30` is in progress, or complete if its bar is full. The bar is that of the
+    epoch, or of the run if that has no more than one. Speeds are those of the last 10 seconds, evaluations left out;
+    `data` is the share of time spent waiting for the loader; memory is on CUDA the peak of what tensors took, elsewhere
+    what the process holds in RAM. Between two looks a step costs one reading of the clock, and a CUDA device is never
+    waited for.
 
     Args:
         refresh_per_second: Looks per second in a terminal, > 0; fewer where drawing would take more than 1 % of the
             time. In a notebook, where they are drawn in the place of one output, 2 at most.
-        plain_every_s: Without either: seconds between two lines, >= 0. There is always one after a validation and
-            one at the end.
+        plain_every_s: Without either: seconds between two lines, >= 0. There is one more after a validation, unless
+            another validation had its line less than these seconds before, and one at the end.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
@@ -62,6 +63,7 @@ class ProgressBar(Callback):
         self._display: Display = NoDisplay()
         self._board = Board()
         self._due_at_s = math.inf
+        self._validation_due_at_s = 0.0
         self._throughput = Throughput(_SPEED_WINDOW_S)
         self._training = False
         self._total_steps: int | None = None
@@ -101,7 +103,7 @@ class ProgressBar(Callback):
 
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
         """Show the step if it is time to."""
-        if perf_counter() < self._due_at_s:
+        if perf_counter() < self._due_at_s or trainer.is_ending:  # the end has a line of its own
             return
         if self._look is None:
             self._take_look(trainer)
@@ -152,10 +154,11 @@ class ProgressBar(Callback):
             samples = f"{number(rates.samples_per_s, 3)} samples/s"
             waiting = f"data {100 * rates.data_wait_share:.0f} %"
             costs = [speed(rates.steps_per_s, "step"), samples, waiting, *costs]
+        epoch = _of(progress.epochs_begun, run.plan.max_epochs)
         return Line(
-            head=f"step {_of(progress.step, self._total_steps)} · epoch {_of(progress.epoch, run.plan.max_epochs)}",
+            head=f"step {_of(progress.step, self._total_steps)} · epoch {epoch}",
             fraction=self._fraction(trainer),
-            tail="" if left_s is None else f"{duration(left_s)} left",
+            tail="" if left_s is None else f"{duration(math.ceil(left_s))} left",
             values={name: run.metrics[name] for name in self._epoch_names if name in run.metrics},
             costs=costs,
         )
@@ -164,7 +167,8 @@ class ProgressBar(Callback):
         """How much of the epoch, or else of the run, is done; None if nobody knows."""
         progress, plan = trainer.run.progress, trainer.plan
         if self._bar_is_epoch:
-            return progress.batches / max(trainer.num_training_batches or 1, 1)
+            complete = progress.epoch > 0 and not progress.in_epoch
+            return 1.0 if complete else progress.batches / max(trainer.num_training_batches or 1, 1)
         if self._total_steps is not None:
             return progress.step / max(self._total_steps, 1)
         return None if plan.max_time_s is None else progress.elapsed_s / plan.max_time_s
@@ -256,7 +260,9 @@ class ProgressBar(Callback):
             self._board.evaluation = None
             self._take_look(trainer)
             self._take_in_look(wait=True)
-            self._show()
+            self._display.draw(self._board)
+            if (now := perf_counter()) >= self._validation_due_at_s:
+                self._due_at_s, self._validation_due_at_s = 0.0, now + self._display.interval_s
         else:
             self._board.evaluation = self._evaluation.line({name: run.metrics[name] for name in names}, over=True)
             self._show()
@@ -302,7 +308,8 @@ class _Pass:
         fraction, tail = None, f"took {duration(seconds)}" if over else ""
         if self.total and not over:
             fraction = self.done / self.total
-            tail = f"{duration((self.total - self.done) * seconds / self.done)} left" if self.done else ""
+            left_s = (self.total - self.done) * seconds / self.done if self.done else None
+            tail = "" if left_s is None else f"{duration(math.ceil(left_s))} left"
         return Line(f"{self.name} {_of(self.done, self.total)}", fraction, tail, values or {}, [])
 
 

@@ -231,8 +231,13 @@ def _without(checkpoint: Checkpoint, part: Part) -> str:
 
 
 def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    shown = [f"{name} {old!r} there, {new!r} here" for name, (old, new) in changed.items()]
+    shown = [f"{name} {_short(old)} there, {_short(new)} here" for name, (old, new) in changed.items()]
     return "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def load_task(kind: type[Task], path: Path, *, strict: bool, overrides: Mapping[str, Any]) -> Task:

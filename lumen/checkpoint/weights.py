@@ -46,6 +46,7 @@ def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
 
 
+@torch.no_grad()
 def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True) -> None:
     """Copy parameters and buffers in place, and modules' own extra state.
 
@@ -59,6 +60,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True)
             module.set_extra_state(extra[name])
 
 
+@torch.no_grad()
 def load_weights(model: nn.Module, weights: Weights) -> None:
     """Copy parameters and buffers, and nothing else, in place; floating-point ones are cast to the model's dtypes.
 
@@ -75,35 +77,59 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
 def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, *, cast: bool) -> None:
     """Find out where every tensor comes from, refuse what does not fit, and only then copy."""
     tensors, aliases = model_tensors(model)
+    sources = _match(tensors, aliases, checkpoint, weights, cast=cast)
+    casts = Counter[str]()
+    for name, source in sources.items():
+        dtype, _ = checkpoint.spec("model", source)
+        if dtype == tensors[name].dtype:
+            checkpoint.copy_into("model", source, tensors[name])
+        else:
+            tensors[name].copy_(checkpoint.tensor("model", source))
+            casts[f"{dtype} to {tensors[name].dtype}"] += 1
+    if casts:
+        kinds = ", ".join(f"{count} tensors from {kind}" for kind, count in casts.items())
+        _log.info("%s: cast %s", weights.path, kinds)
+
+
+def _match(
+    tensors: Tensors, aliases: dict[str, str], checkpoint: Checkpoint, weights: Weights, *, cast: bool
+) -> dict[str, str]:
+    """Name in the checkpoint of each tensor that is to be filled.
+
+    Raises:
+        CheckpointMismatch: Says what does not fit, and what to do.
+    """
     names = {name: [name] for name in tensors}
     for alias, name in aliases.items():
         names[name].append(alias)
     offered, idle = _renamed(checkpoint, weights, [*tensors, *aliases])
-    sources = {
-        name: list(dict.fromkeys(offered[each] for each in own if each in offered)) for name, own in names.items()
-    }
-    ignored = {name for name, own in names.items() if any(_matches(weights.ignore, each) for each in own)}
-    missing = [name for name, found in sources.items() if not found and name not in ignored]
-    used = {source for found in sources.values() for source in found}
-    left: dict[str, str] = {}
-    for name, source in offered.items():
-        if source not in used:
-            left.setdefault(source, name)
+    found = {name: list(dict.fromkeys(offered[each] for each in own if each in offered)) for name, own in names.items()}
+    missing = [
+        name
+        for name, own in names.items()
+        if not found[name] and not any(_matches(weights.ignore, each) for each in own)
+    ]
+    used = {source for each in found.values() for source in each}
+    left = {source: name for name, source in reversed(offered.items()) if source not in used}
     unexpected = sorted(left.values())
     complaints = [
-        *([f"not in the checkpoint: {_some(missing)}"] if missing else []),
-        *([f"only in the checkpoint: {_some(unexpected)}"] if unexpected else []),
-        *([f"patterns that match nothing: {_some(idle)}"] if idle else []),
+        f"{what}: {_some(which)}"
+        for what, which in (
+            ("not in the checkpoint", missing),
+            ("only in the checkpoint", unexpected),
+            ("patterns that match nothing", idle),
+        )
+        if which
     ]
-    wrong = list(_wrong(checkpoint, tensors, sources, cast=cast))
-    if wrong and not complaints and not cast and _same_shapes(checkpoint, tensors, sources):
+    wrong = list(_wrong(checkpoint, tensors, found, cast=cast))
+    if tensors and not used:
+        wrong.append("no name is in both")
+    if not cast and not complaints and _differ_in_dtype_only(checkpoint, tensors, found):
         saved_with = checkpoint.state["precision"].get("name", "fp32, bf16 or fp16")
         raise CheckpointMismatch(
             f"{checkpoint.path} was saved by a run with precision: {saved_with}, whose parameters have other dtypes: "
             f"{'; '.join(wrong[:3])}. Set the same precision."
         )
-    if tensors and not used:
-        wrong.append("no name is in both")
     if wrong or (weights.strict and complaints):
         raise CheckpointMismatch(
             f"{weights.path} holds the weights of another model: "
@@ -112,19 +138,7 @@ def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, *, cast: b
         )
     for complaint in complaints:
         _log.warning("%s: %s", weights.path, complaint)
-    casts = Counter[str]()
-    with torch.no_grad():
-        for name, found in sources.items():
-            for source in found[:1]:
-                dtype, _ = checkpoint.spec("model", source)
-                if dtype == tensors[name].dtype:
-                    checkpoint.copy_into("model", source, tensors[name])
-                else:
-                    tensors[name].copy_(checkpoint.tensor("model", source))
-                    casts[f"{dtype} to {tensors[name].dtype}"] += 1
-    if casts:
-        kinds = ", ".join(f"{count} tensors from {kind}" for kind, count in casts.items())
-        _log.info("%s: cast %s", weights.path, kinds)
+    return {name: each[0] for name, each in found.items() if each}
 
 
 def _renamed(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
@@ -176,9 +190,10 @@ def _wrong(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str
                     yield f"{name}: the model ties {found[0]} and {source}, which differ in the checkpoint"
 
 
-def _same_shapes(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]]) -> bool:
-    pairs = [(source, tensors[name]) for name, found in sources.items() for source in found]
-    return all(checkpoint.spec("model", source)[1] == tensor.shape for source, tensor in pairs)
+def _differ_in_dtype_only(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]]) -> bool:
+    pairs = [(checkpoint.spec("model", source), tensors[name]) for name, found in sources.items() for source in found]
+    same_shapes = all(shape == tensor.shape for (_, shape), tensor in pairs)
+    return same_shapes and any(dtype != tensor.dtype for (dtype, _), tensor in pairs)
 
 
 def _advice(missing: list[str], unexpected: list[str], wrong: list[str], *, cast: bool) -> str:

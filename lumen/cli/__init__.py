@@ -8,6 +8,7 @@ import sys
 import traceback
 
 from lumen import __version__
+from lumen.console import stderr, stdout
 from lumen.errors import ConfigError, LumenError
 
 COMMANDS = {
@@ -32,19 +33,21 @@ def main(args: list[str] | None = None) -> int:
     except LumenError as error:
         if os.environ.get("LUMEN_DEBUG") == "1":
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    finally:
+        stdout.flush()  # here, where a closed pipe is no error, and not when Python exits
 
 
 def _dispatch(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         lines = [f"  {command:{width}}  {summary}" for command, summary in COMMANDS.items()]
-        print("lumen COMMAND --config FILE [--KEY VALUE ...]", *lines, "lumen COMMAND --help says more.", sep="\n")
+        print("lumen COMMAND --config FILE [--KEY VALUE ...]", *lines, "lumen COMMAND --help says more.", sep="\n", file=stdout)
         return 0
     command, *words = args
     if command == "--version":
-        print(f"lumen {__version__}")
+        print(f"lumen {__version__}", file=stdout)
         return 0
     if command not in COMMANDS:
         close = difflib.get_close_matches(command, COMMANDS, n=1)

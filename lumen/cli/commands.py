@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import reprlib
 import secrets
 import sys
 import traceback
@@ -22,7 +23,8 @@ from lumen.checkpoint import PARTS, Weights, find_checkpoint, is_weights
 from lumen.cli import COMMANDS
 from lumen.cli.checks import BASES, SUPPLIED, check, find_class
 from lumen.cli.layers import Settings, parse_words
-from lumen.cli.outputs import SaveConfig, check_output, dump, show_metrics, texts, write_results
+from lumen.cli.outputs import SaveConfig, check_output, dump, show_metrics, show_predictions, write_results
+from lumen.console import stdout
 from lumen.errors import ConfigError
 from lumen.hooks import overrides
 from lumen.optim import Lookahead, decay_groups, layer_decay_groups
@@ -121,7 +123,7 @@ def run(command: str, words: list[str]) -> int:
             "lookahead and parameter_groups: they need the optimizer that they are for. Set optimizer too."
         )
     if any(key == "print_config" for key, _ in pairs):
-        print(dump(record), end="")
+        print(dump(record), end="", file=stdout)
         return 0
     if output := config.get("output"):
         check_output(command, Path(output))
@@ -142,10 +144,10 @@ def run(command: str, words: list[str]) -> int:
         results = getattr(built.trainer, command)(built.model, built.data, ckpt_path=built.ckpt_path)
     if command == "predict":
         results = [batch for loader in built.trainer.run.predictions for batch in loader]
-        for text in texts(results):
-            print(text)
+        show_predictions(results, kept=bool(output))
     else:
-        show_metrics(results, f"{command}, {getattr(where, 'path', where) or 'no checkpoint'}")
+        title = f"{command}, {getattr(where, 'path', where) or 'no checkpoint'}"
+        show_metrics(results, built.trainer.run.eval_feeds, title)
     if output:
         write_results(results, Path(output))
     return 0
@@ -201,7 +203,7 @@ def _take(name: str, data: Any) -> Any:
             f"{type(data).__name__} an attribute {name} to take it from."
         )
     value = getattr(data, name)
-    _log.info("model.%s is %s, from data.%s", name, value, name)
+    _log.info("model.%s is %s, from data.%s", name, reprlib.repr(value), name)
     return value
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from itertools import chain, count
+import reprlib
+from collections.abc import Iterable, Iterator
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, final
 
@@ -16,10 +17,14 @@ from rich.table import Table
 
 from lumen.callbacks import Callback
 from lumen.checkpoint.safetensors_files import write_safetensors
+from lumen.console import stderr, stdout
+from lumen.data.feed import Feed
 from lumen.errors import ConfigError, DataError
+from lumen.loop import loader_suffix
 from lumen.task import TaskModule
 from lumen.trainer import Trainer
 
+_MOST_LINES, _MOST_VALUES = 20, 16  # of what is shown of predictions
 _SUFFIXES = {"validate": (".json",), "test": (".json",), "predict": (".jsonl", ".safetensors")}
 
 
@@ -55,21 +60,65 @@ def check_output(command: str, path: Path) -> None:
         raise ConfigError(f"--output {path}: there is no directory {path.parent}. Create it.")
 
 
-def show_metrics(metrics: list[dict[str, float]], title: str) -> None:
+def show_metrics(metrics: list[dict[str, float]], feeds: list[Feed], title: str) -> None:
     """Print a table of values, one column per loader."""
-    table = Table("metric", *(f"loader {number}" for number in range(len(metrics))), title=title)
-    for name in dict.fromkeys(name for column in metrics for name in column):
-        table.add_row(name, *(format(column[name], ".6g") if name in column else "" for column in metrics))
-    Console().print(table)
+    suffixes = [loader_suffix(feeds, number) for number in range(len(feeds))]
+    columns = [
+        {name.removesuffix(suffix): value for name, value in column.items()}
+        for column, suffix in zip(metrics, suffixes, strict=True)
+    ]
+    unnamed = ["value"] if len(feeds) == 1 else [f"loader {number}" for number in range(len(feeds))]
+    table = Table("metric", *(feed.name or head for feed, head in zip(feeds, unnamed, strict=True)), title=title)
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(name, *(format(column[name], ".6g") if name in column else "" for column in columns))
+    Console(file=stdout, markup=False, emoji=False).print(table)
 
 
-def texts(predictions: Any) -> Iterator[str]:
+def show_predictions(batches: list[Any], *, kept: bool) -> None:
+    """Print all strings in predictions; of others that are not kept in a file the first ones, each in a line."""
+    found = list(_texts(batches))
+    for text in found:
+        print(text, file=stdout)
+    if found or kept or all(batch is None for batch in batches):
+        return
+    samples = chain.from_iterable(map(_samples, batches))
+    for sample in islice(samples, _MOST_LINES):
+        print(_brief(sample), file=stdout)
+    which = f"the first {_MOST_LINES} predictions" if next(samples, None) is not None else "all predictions"
+    print(f"these are {which}. To keep them: --output FILE.jsonl, or FILE.safetensors for tensors", file=stderr)
+
+
+def _texts(predictions: Any) -> Iterator[str]:
     """The strings in predictions, in their order."""
     if isinstance(predictions, str):
         yield predictions
     elif isinstance(predictions, (list, tuple)):
         for item in predictions:
-            yield from texts(item)
+            yield from _texts(item)
+
+
+def _samples(batch: Any) -> Iterable[Any]:
+    """What there is in a batch for each sample, or the batch where that cannot be told."""
+    if isinstance(batch, list) or (isinstance(batch, torch.Tensor) and batch.ndim):
+        return batch
+    columns = list(batch.values()) if isinstance(batch, dict) else []
+    if all(isinstance(each, torch.Tensor) and each.ndim for each in columns) and len(set(map(len, columns))) == 1:
+        return (dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True))
+    return [batch]
+
+
+def _brief(value: Any) -> str:
+    """The values of a sample in a line, or how many there are."""
+    if isinstance(value, torch.Tensor):
+        few = value.numel() <= _MOST_VALUES
+        return _brief(value.tolist()) if few else f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, float):
+        return format(value, ".4g")
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_brief(item)}" for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_brief, value))}]" if len(value) <= _MOST_VALUES else f"{len(value)} values"
+    return reprlib.repr(value)
 
 
 def write_results(results: list[Any], path: Path) -> None:

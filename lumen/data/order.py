@@ -22,10 +22,10 @@ def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> range |
     """The indices of an epoch.
 
     Returns:
-        What gives int64 indices by slices: of `torch.randperm` up to `LARGE` samples, of a `Permutation` above.
+        int64 of shape (length,); above `LARGE` samples something else that gives indices by slices.
     """
     if not shuffle:
-        return range(length)
+        return range(length) if length > LARGE else torch.arange(length)
     key = make_key(seed, Domain.ORDER, epoch)
     if length > LARGE:
         return Permutation(length, key)

@@ -60,6 +60,7 @@ class Window:
         waited_s: Seconds spent waiting for the loader before.
 
     Attributes:
+        fetch: Returns the next micro-batch's batch and size.
         sizes: Samples of each micro-batch.
         samples: Samples of the whole step.
         last: It is the epoch's last step.
@@ -67,7 +68,7 @@ class Window:
         waited_s: Seconds spent waiting for the loader so far.
     """
 
-    __slots__ = ("_fetch", "_first_index", "last", "samples", "sizes", "state", "waited_s")
+    __slots__ = ("_first_index", "fetch", "last", "samples", "sizes", "state", "waited_s")
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Window:
         state: dict[str, Any],
         waited_s: float = 0.0,
     ) -> None:
-        self._fetch = fetch
+        self.fetch = fetch
         self._first_index = first_index
         self.sizes = sizes
         self.samples = sum(sizes)
@@ -90,6 +91,6 @@ class Window:
         closing = len(self.sizes) - 1
         for number in range(closing + 1):
             start = perf_counter()
-            item = self._fetch()
+            item = self.fetch()
             self.waited_s += perf_counter() - start
             yield MicroBatch(item, self._first_index + number, number == 0, number == closing)

@@ -15,6 +15,7 @@ from lumen.errors import ConfigError
 
 Group = dict[str, Any]
 By = Literal["dimension", "module type"] | Sequence[str]
+_ENDS = ("head", "embeddings")  # of the layers; a block of that name is called otherwise
 
 
 def decay_groups(module: nn.Module, weight_decay: float, *, by: By = "dimension") -> list[Group]:
@@ -29,7 +30,7 @@ def decay_groups(module: nn.Module, weight_decay: float, *, by: By = "dimension"
             names of parameters, with the wildcards of `fnmatch`: `["*.bias", "embed.*"]`.
 
     Returns:
-        The decaying group and the other one, for an optimizer. Either may be empty.
+        The decaying group and the other one, for an optimizer, by name "decay" and "no decay". Either may be empty.
 
     Raises:
         ConfigError: Nothing is trainable, a name matches no parameter, or there is no such `by`.
@@ -65,20 +66,26 @@ def layer_decay_groups(
         embeddings: Names of modules or parameters. By default what is defined before the first block.
 
     Returns:
-        For each depth, lowest first, the decaying group and the other one; without empty ones.
+        For each depth, lowest first, the decaying group and the other one; without empty ones. Their names are those
+        of the block, "head" or "embeddings", with "decay" or "no decay": "transformer.blocks.0 decay".
 
     Raises:
         ConfigError: A name is unknown, nothing is trainable, or `decay` is out of range.
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"decay = {decay}: it must be in (0, 1]. 1 gives all layers the same learning rate.")
-    distances = _distances(module, blocks, embeddings)
+    stack = _children(module, blocks) if isinstance(blocks, str) else blocks
+    if not stack:
+        raise ConfigError(f"blocks: {blocks} holds no blocks. Name the module that holds them, or list the blocks.")
+    distances = _distances(module, stack, embeddings)
+    layers = ["head", *(f"block {block}" if block in _ENDS else block for block in reversed(stack)), "embeddings"]
     trainable, undecayed = _trainable(module), _undecayed(module, by)
     groups: list[Group] = []
     for distance in sorted(set(distances.values()), reverse=True):
         layer = {name: each for name, each in trainable.items() if distances[id(each)] == distance}
         for group in _split(layer, undecayed, weight_decay):
-            groups += [group | {"lr": lr * decay**distance}] if group["params"] else []
+            name = f"{layers[distance]} {group['name']}"
+            groups += [group | {"lr": lr * decay**distance, "name": name}] if group["params"] else []
     return groups
 
 
@@ -119,6 +126,7 @@ def _split(parameters: Mapping[str, nn.Parameter], undecayed: set[int], weight_d
         {
             "params": [each for each in parameters.values() if (id(each) in undecayed) == spared],
             "weight_decay": 0.0 if spared else weight_decay,
+            "name": "no decay" if spared else "decay",
         }
         for spared in (False, True)
     ]
@@ -151,11 +159,8 @@ def _is_norm_or_embedding(module: nn.Module) -> bool:
     return norm or isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
-def _distances(module: nn.Module, blocks: str | Sequence[str], embeddings: Sequence[str] | None) -> dict[int, int]:
+def _distances(module: nn.Module, stack: Sequence[str], embeddings: Sequence[str] | None) -> dict[int, int]:
     """Layers above each parameter, by its id: 0 for the head."""
-    stack = _children(module, blocks) if isinstance(blocks, str) else blocks
-    if not stack:
-        raise ConfigError(f"blocks: {blocks} holds no blocks. Name the module that holds them, or list the blocks.")
     inside = [_below(module, block) for block in stack]
     order = [id(parameter) for parameter in module.parameters()]
     if embeddings is None:

@@ -136,7 +136,7 @@ class Overlay:
                 window = next(found, None)
             if window is None:
                 return
-            window._fetch = self._timed(name, window._fetch)
+            window.fetch = self._timed(name, window.fetch)
             yield window
 
     def _step(self, *_: Any) -> None:
