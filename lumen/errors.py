@@ -8,7 +8,7 @@
     │   └── CheckpointMismatch   it is intact, but belongs to another model, optimizer or run
     ├── RunDirectoryError        a run directory cannot be claimed, locked or written
     └── TrainingError            training cannot go on
-        └── NonFiniteLoss        the loss is NaN or infinite
+        └── NonFiniteLoss        a loss, a gradient or a parameter is NaN or infinite
 
 A message says what is wrong, what was found, and what to do.
 """
@@ -47,4 +47,4 @@ class TrainingError(LumenError):
 
 
 class NonFiniteLoss(TrainingError):
-    """The loss of a training step is NaN or infinite."""
+    """A loss, a gradient or a parameter is NaN or infinite."""

@@ -1,4 +1,4 @@
-"""A loss that is not a finite number ends the run, with the step that made it."""
+"""A loss or gradient that is not a finite number ends the run, with the step that made it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from lumen.errors import NonFiniteLoss
 
 @final
 class LossCheck:
-    """Looks at every loss. On the CPU at once; on CUDA without making the host wait.
+    """Looks at every loss, and at every gradient norm. On the CPU at once; on CUDA without making the host wait.
 
     On CUDA each value travels to pinned memory behind the step's work and is read when it has arrived, so the error
     may come some steps late; it names the true step, and `flush` before a commit keeps checkpoints clean.
     """
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor, float, tuple[int, int, int]]] = deque()
+        self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor, float | None, tuple[int, int, int]]] = deque()
 
-    def check(self, loss: torch.Tensor, share: float, step: int, epoch: int, micro_batch: int) -> None:
-        """Look at one loss.
+    def check(self, loss: torch.Tensor, share: float | None, step: int, epoch: int, micro_batch: int) -> None:
+        """Look at one loss or gradient norm.
 
         Args:
             loss: One element.
-            share: The factor its weight gives it; 0 for a micro-batch that counts nothing.
+            share: The factor its weight gives it; 0 for a micro-batch that counts nothing; None for a gradient norm.
             step: The step it belongs to.
             epoch: The epoch it belongs to.
             micro_batch: Its number in the run.
 
         Raises:
-            NonFiniteLoss: This loss, or on CUDA an earlier one, is NaN or infinite.
+            NonFiniteLoss: This one, or on CUDA an earlier one, is NaN or infinite.
         """
         where = (step, epoch, micro_batch)
         if loss.device.type != "cuda":
@@ -62,11 +62,16 @@ class LossCheck:
         _refuse(value.item(), share, where)
 
 
-def _refuse(value: float, share: float, where: tuple[int, int, int]) -> None:
+def _refuse(value: float, share: float | None, where: tuple[int, int, int]) -> None:
     if math.isfinite(value):
         return
     step, epoch, micro_batch = where
     place = f"step {step} (epoch {epoch}, micro-batch {micro_batch} of the run)"
+    if share is None:
+        raise NonFiniteLoss(
+            f"the gradient norm of {place} is {value}, although its losses are finite: the derivative of sqrt at 0, "
+            "for example, or 0/0 behind torch.where. Run with detect_anomaly: true to find the operation."
+        )
     if not share:
         raise NonFiniteLoss(
             f"the loss of {place} is {value} although its weight is 0: a mean over nothing, and 0 x NaN is NaN. "

@@ -207,6 +207,12 @@ class Run:
             progress = self.progress
             self.losses.check(loss, share, progress.step + 1, progress.epoch, progress.micro_batches - 1)
 
+    def check_gradient(self) -> None:
+        """Refuse a NaN or infinite gradient, where clipping has computed its norm; fp16 leaves one to its scaler."""
+        if self.grad_norm is not None and not self.precision.handles_overflow:
+            progress = self.progress
+            self.losses.check(self.grad_norm, None, progress.step + 1, progress.epoch, progress.micro_batches - 1)
+
     def count(self, window: Window, weights: StepWeights, *, updated: bool) -> None:
         """Advance by one window."""
         self.progress.advance(window, updated=updated)

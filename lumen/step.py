@@ -89,6 +89,7 @@ def update(run: Run, window: Window, weights: StepWeights, closure: Closure | No
     updated = bool(weights.total)
     if updated:
         complete_gradients(run, weights)
+        run.check_gradient()
         if closure is not None:
             closure.hand_over(weights)
         updated = run.precision.step(run.optimizer, closure)

@@ -31,6 +31,8 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
     A task is an ordinary `nn.Module`: its steps can be called without a trainer, `self.log` then does nothing.
     """
 
+    _is_filled = False  # training or a file has given it its parameters
+
     #: False asks for manual optimization, which this version refuses with a clear error.
     automatic_optimization = True
 
@@ -214,7 +216,14 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         """
         from lumen.checkpoint import load_task  # checkpoints are floors above; this is the one way up
 
-        return load_task(cls, Path(path), strict=strict, overrides=overrides)
+        task = load_task(cls, Path(path), strict=strict, overrides=overrides)
+        task._is_filled = True
+        return task
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; an evaluation then no longer warns of parameters that nobody has trained."""
+        self._is_filled = True
+        return super().load_state_dict(*args, **kwargs)
 
     # ------------------------------------------------------------------ hooks, called in the order drawn in Callback
 

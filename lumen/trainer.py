@@ -26,6 +26,7 @@ from lumen.checkpoint import (
     Weights,
     as_weights,
     check_savable,
+    check_there,
     choose_parts,
     configured,
     find_checkpoint,
@@ -477,6 +478,8 @@ class Trainer(RunView):
         return self.resume in ("auto", "last")
 
     def _claim(self, closing: ExitStack) -> RunDirectory | None:
+        if self.init_from is not None and not self._stays:
+            check_there(self.init_from.path)
         if self.fast_dev_run or not (self.loggers or self.enable_checkpointing):
             self.run_directory = None
             return None
@@ -543,16 +546,24 @@ class Trainer(RunView):
         self.strategy.setup(task)
         checkpoint: Checkpoint | None = run.checkpoint
         weights = self.init_from if stage == "fit" and checkpoint is None else None
+        home = self.run_directory or self.default_root_dir / str(self.name)
+        folder = self._checkpoints(home)
         if ckpt_path is not None and is_weights(ckpt_path):
             weights = as_weights(ckpt_path)
         elif ckpt_path is not None:
-            folder = self._checkpoints(self.run_directory or self.default_root_dir / str(self.name))
             checkpoint = find_checkpoint("last" if ckpt_path == "auto" else str(ckpt_path), folder)
             _log.info("parameters from %s", checkpoint.path if checkpoint else None)
         if checkpoint is not None:
             load_model_and_data(run, checkpoint, self.resume_parts if stage == "fit" else PARTS)
         elif weights is not None:
             load_weights(task, weights)
+        elif stage != "fit" and not task._is_filled and any(True for _ in task.parameters()):
+            trained = home if folder.is_dir() and find_checkpoints(folder) else "a run"
+            _log.warning(
+                "%s uses the parameters that %s was built with. For those of %s set ckpt_path, as in --ckpt_path best",
+                stage, type(task).__name__, trained,
+            )  # fmt: skip
+        task._is_filled |= stage == "fit" or checkpoint is not None or weights is not None
         return checkpoint
 
     def _evaluate(

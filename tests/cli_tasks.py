@@ -78,6 +78,18 @@ class Columns(Line):
         return {"x": batch[0], "y": self(batch[0])[:, 0]}
 
 
+class Pairs(lumen.DataModule):
+    """Two validation loaders, with names or without."""
+
+    def __init__(self, names: list[str] | None = None):
+        super().__init__()
+        self.names = names
+
+    def val_dataloader(self):
+        loaders = [DataLoader(TensorDataset(torch.full((4, 3), value), torch.ones(4, 1)), 2) for value in (0.0, 1.0)]
+        return dict(zip(self.names, loaders, strict=True)) if self.names else loaders
+
+
 class Points(lumen.DataModule):
     """Random points on a line.
 

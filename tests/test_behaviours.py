@@ -99,7 +99,7 @@ A run that was stopped or killed anywhere and resumed ends like one that was not
     promises/test_exact_resume.py::test_three_kills_leave_no_trace
 A loader's own state is saved, and gone on from
     test_loaders.py::test_a_stream_with_a_state_goes_on_from_it
-    test_loaders.py::test_torchdatas_loader_goes_on_from_its_state
+    test_behaviours.py::test_a_stateful_loader_is_not_read_again
 An exception in any hook, step or save leaves a run that goes on exactly
     test_behaviours.py::test_an_exception_anywhere_leaves_a_run_that_goes_on_exactly
 States of callbacks survive; one whose callback is missing is named
@@ -140,7 +140,7 @@ from torch.utils.data.distributed import DistributedSampler
 import lumen
 from lumen.errors import ConfigError, NonFiniteLoss
 from lumen.hooks import HOOKS
-from tests.tasks import FEATURES, Regression, Seeing, bare_trainer, loader, numbers, plain, quiet_trainer
+from tests.tasks import FEATURES, Regression, Saving, Seeing, bare_trainer, loader, numbers, plain, quiet_trainer
 
 # ---------------------------------------------------------------------- the table above
 
@@ -465,6 +465,37 @@ def test_no_worker_of_an_evaluation_outlives_it(tmp_path, stage, fails, persiste
             run()
     assert task.running == 1
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stateful_loader_is_not_read_again(tmp_path, caplog, workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    class Numbers(IterableDataset):
+        place = 0
+
+        def __iter__(self):
+            while self.place < 12:
+                self.place += 1
+                with (tmp_path / "read").open("a") as file:
+                    file.write(f"{self.place} ")
+                yield torch.tensor([self.place])
+            self.place = 0
+
+        def state_dict(self):
+            return {"place": self.place}
+
+        def load_state_dict(self, state):
+            self.place = state["place"]
+
+    for parts in ({"max_steps": 4, "callbacks": [Saving(4, tmp_path / "step")]}, {"resume": tmp_path / "step"}):
+        (tmp_path / "read").write_text("")
+        trainer = bare_trainer(tmp_path, **{"max_epochs": 1, "log_level": "WARNING"} | parts)
+        trainer.fit(task := Seeing(), StatefulDataLoader(Numbers(), 2, num_workers=workers))
+    assert torch.cat(task.epochs[0]).flatten().tolist() == [9, 10, 11, 12]
+    assert (tmp_path / "read").read_text() == "9 10 11 12 "
+    assert "read once more" not in caplog.text
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])

@@ -238,6 +238,17 @@ def test_by_epoch_the_values_of_its_first_update_are_logged_for_each_group(tmp_p
     assert {row["momentum/group_1"] for row in logged} == {"0.875"}
 
 
+def test_groups_with_names_are_logged_under_them_and_with_numbers_where_they_share_one(tmp_path):
+    def make(net):
+        kinds = [{"name": "low"}, {"name": "top"}, {"name": "top", "lr": 0.25}, {}]
+        parameters = list(net.parameters())
+        return torch.optim.SGD([kind | {"params": [each]} for kind, each in zip(kinds, parameters, strict=True)], 0.5)
+
+    found = optimized(tmp_path, lumen.LearningRateMonitor(), make)
+    rates = {name: row for row in found[:1] for name, row in row.items() if name.startswith("lr")}
+    assert rates == {"lr/low": "0.5", "lr/top 1": "0.5", "lr/top 2": "0.25", "lr/group_3": "0.5"}
+
+
 def test_what_the_optimizer_does_not_have_cannot_be_logged(tmp_path):
     with pytest.raises(ConfigError, match=r"Adagrad has no momentum\. Leave log_momentum out"):
         optimized(

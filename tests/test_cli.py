@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -369,6 +370,18 @@ def test_a_required_argument_without_a_type_comes_from_the_data_too():
     assert (task.hparams.width, task.hparams.label) == (3, "five")
 
 
+def test_what_comes_from_the_data_is_said_in_few_words_and_recorded_whole(capsys):
+    write("long.py", "from tests.cli_tasks import Line\n\nclass Long(Line):\n    def __init__(self, names):\n"
+          "        super().__init__(3)\n")  # fmt: skip
+    write("many.py", "from tests.cli_tasks import Points\n\nclass Many(Points):\n"
+          "    names = [f'name {n}' for n in range(999)]\n")  # fmt: skip
+    fit("--model", "long.Long", "--data", "many.Many")
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "from data.names" in line]
+    assert said.startswith("model.names is ['name 0', 'name 1', ")
+    assert len(said) < 120
+    assert saved()["model"]["init_args"]["names"] == [f"name {n}" for n in range(999)]
+
+
 def test_what_is_set_is_not_taken_from_the_data(capsys):
     assert fit("--data.width", "4", "--model.width", "4")[1].hparams.width == 4
     assert "from data" not in capsys.readouterr().err
@@ -480,6 +493,42 @@ def test_evaluation_prints_a_table_and_writes_json(capsys):
     assert values("validate", "--config", "line.yaml") != by_name
 
 
+@pytest.mark.parametrize(
+    ("words", "heads"),
+    [
+        ([], ["loader 0", "loader 1"]),
+        (["--data.names", "[near, far]"], ["near", "far"]),
+    ],
+)
+def test_the_table_of_an_evaluation_has_a_column_for_each_loader_with_its_name(capsys, words, heads):
+    by_loader = values("validate", "--config", "line.yaml", "--model.width=3", "--data=tests.cli_tasks.Pairs", *words)
+    head, row = [line for line in capsys.readouterr().out.splitlines() if "metric" in line or "val_loss" in line]
+    assert [cell.strip() for cell in head.split("┃")[2:-1]] == heads
+    numbers = [value for column in by_loader for value in column.values()]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["val_loss", *(f"{value:.6g}" for value in numbers)]
+
+
+def test_the_table_of_an_evaluation_of_one_loader_has_a_column_of_values(capsys):
+    by_name = values("validate", "--config", "line.yaml")
+    head, row = [line for line in capsys.readouterr().out.splitlines() if "metric" in line or "val_loss" in line]
+    assert [cell.strip() for cell in head.split("┃")[1:-1]] == ["metric", "value"]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["val_loss", f"{by_name[0]['val_loss']:.6g}"]
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_parameters_that_nobody_has_trained_are_said_to_be_so(capsys, command):
+    warning = f"warning: {command} uses the parameters that Line was built with. For those of {{}} set ckpt_path, "
+    words = [command, "--config", "line.yaml"]
+    assert main(words) == 0
+    assert capsys.readouterr().err.count(warning.format("a run") + "as in --ckpt_path best") == 1
+    fit()
+    capsys.readouterr()
+    assert main(words) == 0
+    assert capsys.readouterr().err.count(warning.format("runs/line")) == 1
+    assert main([*words, "--ckpt_path", "last"]) == 0
+    assert "was built with" not in capsys.readouterr().err
+
+
 def test_best_is_the_checkpoint_that_the_monitor_names():
     saver = ["--trainer.callbacks.saver=ModelCheckpoint", "--trainer.callbacks.saver.monitor=val_loss"]
     fit(*saver, "--trainer.callbacks.saver.mode=max")  # the best is the worst: not the last one
@@ -497,6 +546,43 @@ def test_predicted_text_is_printed_and_written_line_by_line(capsys):
     assert len(printed) == 12
     assert all(line.startswith("y = ") for line in printed)
     assert [json.loads(line) for line in Path("text.jsonl").read_text().splitlines()] == printed
+
+
+HOW_TO_KEEP = "To keep them: --output FILE.jsonl, or FILE.safetensors for tensors"
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [("Line", r"\[(-?[\d.]+)\]"), ("Columns", r"x \[[-\d., ]+\], y (-?[\d.]+)")],
+)
+def test_predicted_tensors_are_shown_one_sample_a_line_with_how_to_keep_them(capsys, model, line):
+    predict = ["predict", "--config", "line.yaml", f"--model=tests.cli_tasks.{model}"]
+    assert main(predict) == 0
+    shown = capsys.readouterr()
+    assert f"these are all predictions. {HOW_TO_KEEP}" in shown.err
+    assert main([*predict, "--output", "kept.safetensors"]) == 0
+    kept = load_file("kept.safetensors")
+    outputs = [re.fullmatch(line, text).group(1) for text in shown.out.splitlines()]
+    assert outputs == [f"{value:.4g}" for value in kept["y" if model == "Columns" else "predictions"].flatten().tolist()]
+    assert capsys.readouterr().out == ""
+
+
+def test_of_many_or_large_predictions_the_first_and_their_shapes_are_shown(capsys):
+    write(
+        "large.py",
+        "from tests.cli_tasks import Line\n\n"
+        "class Large(Line):\n    def predict_step(self, batch):\n        return batch[0].new_zeros(len(batch[0]), 5, 9)\n\n"
+        "class Silent(Line):\n    def predict_step(self, batch):\n        print('mine')\n",
+    )
+    predict = ["predict", "--config", "line.yaml", "--data.samples=24"]
+    assert main([*predict, "--model=large.Large"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == ["(5, 9) float32"] * 20
+    assert f"these are the first 20 predictions. {HOW_TO_KEEP}" in shown.err
+    assert main([*predict, "--model=large.Silent"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == ["mine"] * 6
+    assert "To keep" not in shown.err
 
 
 def test_predicted_tensors_are_written_line_by_line_or_joined(capsys):

@@ -77,6 +77,18 @@ def fit(refused, *words, config=None):
             "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {save_last: true}}]}",
             "ModelCheckpoint has no option save_last. The newest are always kept: keep_last says how many.",
         ),
+        (
+            "trainer: {callbacks: {bar: {class_path: ProgressBar, init_args: {plain_every: 3}}}}",
+            "trainer.callbacks.bar.plain_every (second.yaml): ProgressBar has no option plain_every. Did you mean plain_every_s?",
+        ),
+        (
+            "trainer: {callbacks: {bar: {class_path: ProgressBar, init_args: {unknown: 3}}}}",
+            "trainer.callbacks.bar.unknown (second.yaml): ProgressBar has no option unknown.",
+        ),
+        (
+            "trainer: {callbacks: [{class_path: ProgressBar, dict_kwargs: {plain_every: 3}}]}",
+            "ProgressBar has no argument plain_every. Did you mean plain_every_s?",
+        ),
         ("model: {init_args: {widht: 3}}", "model.widht (second.yaml): Line has no option widht. Did you mean width"),
         ("model: {lrr: 3}", "model.lrr (second.yaml): Line has no option lrr. Did you mean lr?"),
         ("data: {init_args: {bach_size: 3}}", "Points has no option bach_size. Did you mean batch_size?"),
@@ -137,6 +149,7 @@ def test_the_last_one_to_set_a_wrong_value_is_named(refused):
         (["fit"], "no model is configured. Give --config FILE, or --model module.Class."),
         (["fti"], "lumen has no command fti. Did you mean fit?"),
         (["dance"], "lumen has no command dance. Did you mean fit or validate or test or predict?"),
+        (["fit", "--model.help"], "For the options of a class write --model.help module.Class."),
         (["fit", "--config", "lin.yaml"], "cannot read the config file lin.yaml: "),
     ],
 )
@@ -199,15 +212,19 @@ def test_an_import_error_inside_a_users_module_is_the_users_own():
     [
         (["--trainer.max_steps", "many"], "trainer.max_steps (the command line): expected int, found 'many'."),
         (["--trainer.max_steps", "1.5"], "trainer.max_steps (the command line): expected int, found '1.5'."),
-        (["--trainer.gradient_clip_algorithm", "noorm"], "expected Literal['norm', 'value'], found 'noorm'."),
+        (["--trainer.gradient_clip_algorithm", "noorm"], "expected one of norm, value, found 'noorm'."),
         (["--trainer.deterministic", "maybe"], "trainer.deterministic (the command line): expected bool, found 'maybe'."),
         (["--trainer.callbacks", "[1]"], "trainer.callbacks"),
         (["--model.lr", "fast"], "model.lr (the command line): expected float, found 'fast'."),
-        (["--model.widths", "[a]"], "model.widths (the command line): expected int, found '[a]'."),
+        (["--model.widths", "[a]"], "model.widths (the command line): expected a list of int, found '[a]'."),
+        (["--model.widths", "3"], "model.widths (the command line): expected a list of int, found '3'."),
+        (["--trainer.profiler", "fast"], "expected one of simple, torch, pytorch or Profiler, found 'fast'."),
+        (["--trainer.resume_parts", "model"], "expected a list of one of model, optimizer, schedulers, progress, data, found 'model'."),
+        (["--trainer.init_from.rename", "x"], "trainer.init_from"),
         (["--model.encoder", "torch.nn.Linear", "--model.encoder.in_features=a", "--model.encoder.out_features=1"], "model.encoder.in_features (the command line): expected int, found 'a'."),
         (["--seed_everything", "lucky"], "seed_everything (the command line): expected int, found 'lucky'."),
         (["--optimizer", "SGD", "--optimizer.lr", "x"], "optimizer.lr (the command line): expected float, found 'x'."),
-        (["--lr_schedule.interval=week"], "lr_schedule.interval (the command line): expected Literal['step', 'epoch', 'token'], found 'week'."),
+        (["--lr_schedule.interval=week"], "lr_schedule.interval (the command line): expected one of step, epoch, token, found 'week'."),
     ],
 )  # fmt: skip
 def test_a_value_of_another_type_is_shown_with_the_type_that_is_expected(refused, words, message):

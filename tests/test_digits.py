@@ -92,7 +92,7 @@ def test_the_learning_rate_warms_up_and_falls_when_the_loss_does_not_and_then_th
         "--trainer.log_every_n_steps=1", "--lr_schedule.warmup_steps=4", "--lr_scheduler.threshold_mode=abs",
         "--lr_scheduler.threshold=10", "--trainer.callbacks.stop.min_delta=10")  # fmt: skip
     rates = [0.0, 0.0005, 0.001, 0.0015] + 4 * [0.002] + 4 * [0.002] + 4 * [0.0004] + 4 * [0.0004]
-    assert logged(tmp_path, "digits_plateau", "lr/group_0") == pytest.approx(rates)
+    assert logged(tmp_path, "digits_plateau", "lr/decay") == pytest.approx(rates)
     assert "finished: stopped early at step 20" in (tmp_path / "digits_plateau/run.log").read_text()
 
 
@@ -102,7 +102,7 @@ def test_the_plateau_config_reads_96_percent_of_the_digits_and_ends_by_itself(tm
     run("fit", "digits_plateau", tmp_path)
     run("validate", "digits_plateau", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json")
     assert json.loads((tmp_path / "values.json").read_text())[0]["val_acc"] >= 0.96
-    assert logged(tmp_path, "digits_plateau", "lr/group_0")[-1] < 0.001
+    assert logged(tmp_path, "digits_plateau", "lr/decay")[-1] < 0.001
     assert "finished: stopped early" in (tmp_path / "digits_plateau/run.log").read_text()
 
 
@@ -131,7 +131,8 @@ def test_fine_tuning_leaves_the_first_layer_bit_equal_and_changes_all_others(tun
 
 
 def test_each_layer_learns_half_as_fast_as_the_one_above_and_all_slow_down(tuned):
-    lowest, middle, highest = (logged(tuned, "digits_finetune", f"lr/group_{group}") for group in (0, 2, 4))
+    layers = ("net.3", "net.7", "head")
+    lowest, middle, highest = (logged(tuned, "digits_finetune", f"lr/{layer} decay") for layer in layers)
     assert lowest == pytest.approx([rate / 2 for rate in middle])
     assert middle == pytest.approx([rate / 2 for rate in highest])
     assert highest == pytest.approx([1e-3 * (1 - (step - 1) / 140) for step in range(7, 141, 7)])

@@ -3,7 +3,12 @@
 import copy
 import csv
 import math
+import os
 import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +28,7 @@ from lumen.errors import ConfigError
 from lumen.metrics import Accumulator
 from tests.tasks import Regression, bare_trainer, loader, network, quiet_trainer, regression_data
 
+ROOT = Path(__file__).parents[1]
 SEED = 3
 
 
@@ -549,6 +555,37 @@ def test_the_learning_rate_monitor_logs_the_rate_each_update_used(tmp_path):
         )
         for place, name in enumerate(names):
             assert memory.of(name) == [(step + 1, rates[place]) for step, rates in enumerate(task.rates)]
+
+
+@pytest.mark.parametrize(
+    ("setup", "shown"),
+    [
+        ("logging.basicConfig()", "INFO:lumen:"),
+        ("logging.basicConfig(level='ERROR', stream=sys.stdout)", "INFO:lumen:"),
+        ("logging.basicConfig(filename='mine.log')", ""),
+        ("logging.basicConfig(handlers=[rich.logging.RichHandler()])", "INFO "),
+        ("logging.getLogger('lumen').addHandler(logging.StreamHandler())", ""),
+        ("pass", ""),
+    ],
+)
+def test_a_message_is_shown_once_and_in_the_manner_of_the_users_program(tmp_path, setup, shown):
+    script = f"""
+import logging, sys
+import rich.logging
+{setup}
+from tests.tasks import Regression, loader, quiet_trainer
+from pathlib import Path
+quiet_trainer(Path("."), log_level="INFO", max_steps=1).fit(Regression(), loader())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True, text=True, capture_output=True
+    )
+    (line,) = [line for line in (done.stdout + done.stderr).splitlines() if "the run is in" in line]
+    assert re.search(rf"^(\[.*\] |){shown}the run is in runs/run", re.sub(" +", " ", line))
+    assert (tmp_path / "runs/run/run.log").read_text().count("the run is in") == 1
+    if "mine.log" in setup:
+        assert (tmp_path / "mine.log").read_text().count("INFO:lumen:the run is in") == 1
 
 
 def test_the_norm_of_clipped_gradients_is_logged(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
 
 import lumen
 from lumen.callbacks import ModelSummary
@@ -76,6 +77,15 @@ def test_every_level_is_counted_exactly_and_tied_parameters_once_in_the_total() 
 def test_modules_below_the_depth_are_counted_in_the_row_above_them() -> None:
     assert summarize(Task()) == [row for row in ROWS if "." not in row.name]
     assert summarize(Task(), 0) == ROWS[:1]
+
+
+def test_metrics_are_no_rows_unless_they_hold_parameters() -> None:
+    task = Task()
+    task.accuracy = MeanMetric()
+    task.metrics = nn.ModuleDict({"a": MetricCollection([MeanMetric()]), "b": nn.ModuleList([MeanMetric()])})
+    assert summarize(task, -1) == ROWS
+    task.metrics["judge"] = nn.Linear(1, 1)
+    assert [row.name for row in summarize(task, -1)[len(ROWS) :]] == ["metrics", "metrics.judge"]
 
 
 def test_parameters_of_a_lazy_module_count_nothing_until_they_exist() -> None:

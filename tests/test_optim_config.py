@@ -78,7 +78,7 @@ def weights(task):
 
 def rates(path):
     rows = [row.split(",") for row in (path / "metrics.csv").read_text().splitlines()]
-    column = rows[0].index("lr/group_7" if "lr/group_7" in rows[0] else "lr")
+    column = rows[0].index("lr/head no decay" if "lr/head no decay" in rows[0] else "lr")
     return [float(row[column]) for row in rows[1:] if row[column]]
 
 
@@ -157,7 +157,7 @@ def test_a_warm_up_comes_before_any_schedule(tmp_path, scheduler):
     fit(f"--lr_scheduler={scheduler}", *words, "--lr_schedule.monitor=null", "--parameter_groups.layer_decay=null",
         "--parameter_groups.blocks=null")  # fmt: skip
     rows = [row.split(",") for row in (tmp_path / "runs/full/metrics.csv").read_text().splitlines()]
-    column = rows[0].index("lr/group_0")
+    column = rows[0].index("lr/decay")
     found = [float(row[column]) for row in rows[1:] if row[column]]
     top = 0.2 / 25 if scheduler == "OneCycleLR" else 0.1
     assert found[:9] == pytest.approx([top * (0.25 + 0.75 * step / 8) for step in range(9)])

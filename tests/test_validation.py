@@ -34,6 +34,32 @@ class When(lumen.Callback):
             self.batches[-1] += 1
 
 
+# ---------------------------------------------------------------------- of which parameters
+
+
+def test_only_parameters_that_nobody_has_trained_or_loaded_are_warned_of(tmp_path, caplog):
+    def warns(task, **options):
+        caplog.clear()
+        bare_trainer(tmp_path).validate(task, loader(), **options)
+        return "uses the parameters that" in caplog.text
+
+    class Bare(lumen.TaskModule):
+        def validation_step(self, batch):
+            self.log("mean", batch[0].mean())
+
+    trained, loaded = Regression(), Regression()
+    assert warns(trained)
+    assert warns(trained)  # an evaluation trains nothing
+    quiet_trainer(tmp_path, max_steps=1).fit(trained, loader())
+    assert not warns(trained)
+    run = tmp_path / "runs/run"
+    assert not warns(Regression(), ckpt_path=run)
+    assert not warns(Regression.load_from_checkpoint(run))
+    loaded.load_state_dict(trained.state_dict())
+    assert not warns(loaded)
+    assert not warns(Bare())
+
+
 # ---------------------------------------------------------------------- when
 
 

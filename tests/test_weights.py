@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 import lumen
 from lumen.data.weights import StepWeights
 from lumen.errors import NonFiniteLoss, TrainingError
-from tests.tasks import bare_trainer
+from tests.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 
 def weighed(known, returned, *, alone=False, by_task=False, guess=1.0):
@@ -150,6 +150,39 @@ def test_a_loss_that_is_not_finite_is_an_error_also_at_weight_zero(tmp_path, pre
     trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate, precision=precision)
     with pytest.raises(NonFiniteLoss, match=r"although its weight is 0.*Divide by max\(count, 1\)"):
         trainer.fit(Given(), batches((1.0, 1.0), (math.nan, 0.0)))
+
+
+class Root(Regression):
+    """Has a finite loss whose gradient is NaN in one step: the derivative of sqrt at 0, times 0."""
+
+    def __init__(self, bad_step):
+        super().__init__()
+        self.bad_step = bad_step
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        return loss + (self(batch[0]) * 0.0).sqrt().mean() if self.global_step == self.bad_step else loss
+
+
+def test_a_gradient_that_is_not_finite_is_an_error_before_the_update_where_its_norm_is_known(tmp_path):
+    task = Root(3)
+    with pytest.raises(NonFiniteLoss, match=r"gradient norm of step 4 \(epoch 0, .* is nan, although its losses"):
+        bare_trainer(tmp_path, max_steps=8, gradient_clip_val=1.0).fit(task, loader())
+    assert all(parameter.isfinite().all() for parameter in task.parameters())
+
+
+def test_parameters_that_are_not_finite_are_never_committed(tmp_path):
+    def trainer():
+        saver = lumen.ModelCheckpoint(every_n_train_steps=1)
+        return quiet_trainer(tmp_path, max_steps=8, callbacks=[saver], resume="auto")
+
+    first = trainer()
+    with pytest.raises(NonFiniteLoss, match=r"after step 4 4 parameters are not finite.*net.0.weight"):
+        first.fit(Root(3), loader())
+    assert first.checkpoint_callback.last_model_path.endswith("step-00000003")
+    second = trainer()
+    second.fit(Root(None), loader())  # the mistake is corrected
+    assert second.global_step == 8
 
 
 class WeighedByBatch(Given):

@@ -54,11 +54,16 @@ class LearningRateMonitor(Callback):
         if by_epoch and trainer.run.progress.batches:
             return
         groups = optimizer.param_groups
-        names = [group.get("name", f"group_{number}") for number, group in enumerate(groups)]
-        for number, group in enumerate(groups):
-            own = names[number] if names.count(names[number]) == 1 else f"{names[number]} {number}"
+        suffixes = [""] if len(groups) == 1 else [f"/{name}" for name in _names(groups)]
+        for suffix, group in zip(suffixes, groups, strict=True):
             for name in self._wanted:
-                task.log(f"{name}/{own}" if len(groups) > 1 else name, float(_value(group, name)), on_step=not by_epoch, on_epoch=by_epoch)
+                task.log(f"{name}{suffix}", float(_value(group, name)), on_step=not by_epoch, on_epoch=by_epoch)
+
+
+def _names(groups: list[dict[str, Any]]) -> list[str]:
+    """What each group is called, with its number where it has no name or shares it."""
+    names = [str(group.get("name", f"group_{number}")) for number, group in enumerate(groups)]
+    return [name if names.count(name) == 1 else f"{name} {number}" for number, name in enumerate(names)]
 
 
 def _value(group: dict[str, Any], name: str) -> Any:

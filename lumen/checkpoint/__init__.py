@@ -22,7 +22,7 @@ from lumen.checkpoint.changes import changed_hyperparameters, configured
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.resume import PARTS, Part, choose_parts, load_model_and_data, load_run, load_task
-from lumen.checkpoint.sources import Weights, as_weights, find_checkpoint, is_weights
+from lumen.checkpoint.sources import Weights, as_weights, check_there, find_checkpoint, is_weights
 from lumen.checkpoint.state import check_savable, save
 from lumen.checkpoint.weights import load_weights
 
@@ -34,6 +34,7 @@ __all__ = [
     "as_weights",
     "changed_hyperparameters",
     "check_savable",
+    "check_there",
     "choose_parts",
     "configured",
     "find_checkpoint",

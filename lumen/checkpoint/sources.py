@@ -160,14 +160,29 @@ def open_weights(path: str) -> Iterator[Checkpoint]:
         yield _open(_fetch(path, Path(folder)))
 
 
-def _open(path: Path) -> Checkpoint:
-    if not path.exists():
+def check_there(path: str | Path) -> None:
+    """Refuse a place on this machine where no weights can be; a URL is not looked at.
+
+    Raises:
+        CheckpointError: There is nothing.
+        ConfigError: There are pickles, which nobody reads.
+    """
+    place = Path(path)
+    if "://" in str(path):
+        return
+    if not place.exists():
         raise CheckpointError(f"{path} does not exist. Give a checkpoint, a run, or safetensors files.")
+    if is_weights(path) or (place / MANIFEST).exists():
+        return
+    for pickle in sorted(place.glob("*")):
+        refuse_pickle(str(pickle))
+
+
+def _open(path: Path) -> Checkpoint:
+    check_there(path)
     if (path / MANIFEST).exists():
         return _open_model(path)
     if not is_weights(path):
-        for pickle in sorted(path.glob("*")):
-            refuse_pickle(str(pickle))
         checkpoint = find_checkpoint(str(path), path)
         assert checkpoint is not None  # only "auto" may find none
         return checkpoint

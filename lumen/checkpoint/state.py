@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lumen.checkpoint.codec import encode
 from lumen.checkpoint.weights import Tensors, model_tensors
 from lumen.checkpoint.writer import check_tensors, write_checkpoint
+from lumen.errors import NonFiniteLoss
 from lumen.hyperparameters import HasHyperparameters
 from lumen.metrics import metric_state, metrics_of
 from lumen.run import Run
@@ -133,9 +135,10 @@ def save(run: Run, path: Path, info: Mapping[str, Any]) -> None:
 
     Raises:
         CheckpointError: It could not be written; nothing that existed was touched.
-        NonFiniteLoss: A loss under way turned out not to be finite: nothing is committed past it.
+        NonFiniteLoss: A loss under way or a parameter is not finite: nothing is committed past it.
     """
     run.losses.flush()
+    _refuse_non_finite(run)
     for logger in run.loggers:
         logger.flush()
     sections, aliases, state = capture(run)
@@ -151,4 +154,16 @@ def save(run: Run, path: Path, info: Mapping[str, Any]) -> None:
             "metrics": dict(run.metrics),
             **info,
         },
+    )
+
+
+def _refuse_non_finite(run: Run) -> None:
+    if torch.stack([parameter.isfinite().all() for parameter in run.parameters]).all():
+        return
+    names = parameter_names(run.task)
+    broken = [names[id(parameter)] for parameter in run.parameters if not parameter.isfinite().all()]
+    raise NonFiniteLoss(
+        f"after step {run.progress.step} {len(broken)} parameters are not finite, although its losses are: "
+        f"{', '.join(broken[:8])}. No checkpoint is made of them. Look for the derivative of sqrt at 0 or 0/0 behind "
+        "torch.where with detect_anomaly: true, or for a learning rate that is too high."
     )

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -72,6 +73,7 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
     """
     with open_weights(str(weights.path)) as checkpoint:
         _fill(model, checkpoint, weights, cast=True)
+        _log.info("parameters from %s", checkpoint.path if Path(weights.path).is_dir() else weights.path)
 
 
 def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, *, cast: bool) -> None:

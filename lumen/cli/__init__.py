@@ -43,7 +43,8 @@ def _dispatch(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         lines = [f"  {command:{width}}  {summary}" for command, summary in COMMANDS.items()]
-        print("lumen COMMAND --config FILE [--KEY VALUE ...]", *lines, "lumen COMMAND --help says more.", sep="\n", file=stdout)
+        usage = ["lumen COMMAND --config FILE [--KEY VALUE ...]", *lines, "lumen COMMAND --help says more."]
+        print(*usage, sep="\n", file=stdout)
         return 0
     command, *words = args
     if command == "--version":

@@ -6,14 +6,15 @@ import difflib
 import inspect
 import os
 import pkgutil
-import re
 import sys
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -115,9 +116,22 @@ def _wrong(settings: Settings, path: Keys, parser: ArgumentParser, values: Mappi
                 yield f"{settings.where((*path, name))}: {value} would mean {parsed}. For a duration write 0{value}."
         except ArgumentError as error:
             if f'Parser key "{name}"' in str(error):  # and not an argument that is missing
-                types = re.findall(r"Expected an? (?:<class '(?!NoneType)([\w.]+)|typing\.(.+?\])[.\n])", str(error))
-                expected = " or ".join(dict.fromkeys(first or second for first, second in types)) or "another type"
-                yield f"{settings.where((*path, name))}: expected {expected}, found {value!r}."
+                hint = next(getattr(each, "_typehint", Any) for each in parser._actions if each.dest == name)
+                yield f"{settings.where((*path, name))}: expected {_in_words(hint)}, found {value!r}."
+
+
+def _in_words(hint: Any) -> str:
+    """A type as somebody who fills in a value would call it."""
+    origin, inner = get_origin(hint), [each for each in get_args(hint) if each not in (NoneType, ..., Tensor)]
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_in_words, inner)))
+    if inspect.isclass(origin) and issubclass(origin, Mapping) and len(inner) == 2:
+        return f"a dictionary of {_in_words(inner[1])}"
+    if inspect.isclass(origin) and issubclass(origin, Iterable) and inner:
+        return f"a list of {' and '.join(map(_in_words, inner))}"
+    return str(getattr(hint, "__name__", hint)) if hint is not Any else "another type"
 
 
 def _unknown(settings: Settings, path: Keys, owner: str, known: Iterable[str], instead: str = "") -> str:

@@ -104,7 +104,10 @@ def run(command: str, words: list[str]) -> int:
         sys.path.insert(0, os.getcwd())
     parser = _make_parser(command)
     if any(word == "-h" or word.partition("=")[0].endswith(("--help", ".help")) for word in words):
-        parser.parse_args(words)
+        try:
+            parser.parse_args(words)
+        except ArgumentError as error:
+            raise ConfigError(f"{error}. For the options of a class write --model.help module.Class.") from error
     pairs = parse_words(words)
     files = [text for key, text in pairs if key == "config"] or _config_of_run(dict(pairs).get("ckpt_path"))
     settings = Settings(command, files, [(key, text) for key, text in pairs if key not in ("config", "print_config")])
