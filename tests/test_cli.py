@@ -561,17 +561,17 @@ def test_predicted_tensors_are_shown_one_sample_a_line_with_how_to_keep_them(cap
     shown = capsys.readouterr()
     assert f"these are all predictions. {HOW_TO_KEEP}" in shown.err
     assert main([*predict, "--output", "kept.safetensors"]) == 0
-    kept = load_file("kept.safetensors")
+    kept = load_file("kept.safetensors")["y" if model == "Columns" else "predictions"].flatten().tolist()
     outputs = [re.fullmatch(line, text).group(1) for text in shown.out.splitlines()]
-    assert outputs == [f"{value:.4g}" for value in kept["y" if model == "Columns" else "predictions"].flatten().tolist()]
+    assert outputs == [f"{value:.4g}" for value in kept]
     assert capsys.readouterr().out == ""
 
 
 def test_of_many_or_large_predictions_the_first_and_their_shapes_are_shown(capsys):
     write(
         "large.py",
-        "from tests.cli_tasks import Line\n\n"
-        "class Large(Line):\n    def predict_step(self, batch):\n        return batch[0].new_zeros(len(batch[0]), 5, 9)\n\n"
+        "import torch\nfrom tests.cli_tasks import Line\n\n"
+        "class Large(Line):\n    def predict_step(self, batch):\n        return torch.zeros(len(batch[0]), 5, 9)\n\n"
         "class Silent(Line):\n    def predict_step(self, batch):\n        print('mine')\n",
     )
     predict = ["predict", "--config", "line.yaml", "--data.samples=24"]
@@ -599,6 +599,20 @@ def test_predicted_tensors_are_written_line_by_line_or_joined(capsys):
     named = load_file("named.safetensors")
     assert (named["x"].shape, named["y"].shape) == ((12, 3), (12,))
     assert capsys.readouterr().out == ""
+
+
+def test_a_reader_that_has_seen_enough_costs_no_result(tmp_path):
+    words = [sys.executable, "-m", "lumen", "predict", "--config", "line.yaml", "--model=tests.cli_tasks.Slope"]
+    words += ["--data.samples=20000", "--data.batch_size=5000", "--output=text.jsonl"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as process:
+        assert process.stdout.readline().startswith("y = ")
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0, said
+    assert "Error" not in said
+    assert len(Path("text.jsonl").read_text().splitlines()) == 20000
 
 
 def test_every_subcommand_takes_the_saved_config():

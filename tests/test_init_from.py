@@ -119,6 +119,29 @@ def test_the_best_checkpoint_of_a_run_is_its_path(tmp_path):
     assert equal(begin(tmp_path, best), load_file(best / "model/00000-00000.safetensors"))
 
 
+def test_where_the_parameters_come_from_is_said(tmp_path, caplog):
+    checkpoint = Path(trained(tmp_path).checkpoint_callback.last_model_path)
+    save_file(other_weights(), tmp_path / "model.safetensors")
+    with serving(tmp_path) as (url, _):
+        for where, said in [
+            (checkpoint, checkpoint), (checkpoint.parents[1], checkpoint), (tmp_path / "model.safetensors",) * 2,
+            (tmp_path, tmp_path), (f"{url}/model.safetensors",) * 2,
+        ]:  # fmt: skip
+            caplog.clear()
+            begin(tmp_path, where, log_level="INFO")
+            assert [text for text in caplog.messages if "from" in text] == [f"parameters from {said}"]
+
+
+@pytest.mark.parametrize("where", ["nowhere", "nowhere/model.safetensors", "pickles"])
+def test_a_place_without_weights_is_found_before_a_run_has_a_directory(tmp_path, caplog, where):
+    (tmp_path / "pickles").mkdir()
+    (tmp_path / "pickles/model.pt").write_bytes(b"")
+    with pytest.raises((CheckpointError, ConfigError), match=rf"{where}.* does not exist|model.pt is a pickle"):
+        begin(tmp_path, tmp_path / where, log_level="INFO")
+    assert not (tmp_path / "runs").exists()
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("form", ["file", "directory", "shards", "cache of links"])
 def test_safetensors_files_of_others_are_read(tmp_path, form):
     expected = other_weights()

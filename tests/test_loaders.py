@@ -1,6 +1,8 @@
 """Every kind of loader: which samples come, what they draw, what is read again on resume, and what is refused."""
 
+import re
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -409,6 +411,16 @@ def test_loaders_of_the_same_data_and_rounds_of_one_loader_have_different_orders
     assert content(first) != content(second)
     assert content(first) != content(again)
     assert sorted(content(first)) == sorted(content(again)) == list(range(12))
+
+
+def test_the_snippet_in_the_documentation_runs(tmp_path):
+    page = Path(__file__).parents[1] / "docs" / "loaders.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    given = {"lumen": lumen, "labelled": alphabet(3), "unlabelled": alphabet(7)}
+    exec(snippet, given)
+    task = type("Snippet", (Structures,), {"train_dataloader": given["train_dataloader"]})()
+    bare_trainer(tmp_path, max_epochs=1).fit(task)
+    assert [list(batch) for batch, _ in task.epochs[0]] == [["labelled", "unlabelled"]] * 2
 
 
 def test_what_several_loaders_cannot_do_is_one_clear_error(tmp_path):

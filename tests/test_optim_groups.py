@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+import lumen
 from lumen.errors import ConfigError
-from lumen.optim import check_groups, cosine, decay_groups, layer_decay_groups
+from lumen.optim import Lookahead, check_groups, cosine, decay_groups, layer_decay_groups
 from models.gpt import GPT
 from tests.tasks import Regression, loader, quiet_trainer
 
@@ -203,6 +204,43 @@ def test_a_layer_shared_by_blocks_learns_as_the_lowest_of_them():
         "1.weight": 0.25,
         "3.weight": 1.0,
     }
+
+
+def test_each_group_has_a_name_of_its_own():
+    def names(*arguments, **options):
+        return [group["name"] for group in layer_decay_groups(*arguments, weight_decay=0.1, **options)]
+
+    assert [group["name"] for group in decay_groups(Mixed(), 0.1)] == ["decay", "no decay"]
+    gpt = GPT(11, preset="gpt-nano")
+    inner = [f"transformer.blocks.{block} {kind}" for block in range(3) for kind in ("decay", "no decay")]
+    assert names(gpt, 0.8, 0.5, "transformer.blocks") == ["embeddings decay", *inner, "head no decay"]
+    net = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("first", "embeddings", "head", "last")})
+    assert names(net, 0.8, 0.5, ["embeddings", "head"]) == [
+        "embeddings decay", "block embeddings decay", "block head decay", "head decay"
+    ]  # fmt: skip
+
+
+def test_groups_keep_their_names_through_a_checkpoint_and_a_resumed_run_is_exact(tmp_path):
+    class Layered(Regression):
+        def configure_optimizers(self):
+            groups = layer_decay_groups(self, 0.1, 0.5, ["net.0"], weight_decay=0.1)
+            return Lookahead(torch.optim.AdamW(groups), k=3)
+
+    def run(folder, steps):
+        task = Layered()
+        options = {"max_steps": steps, "resume": "auto", "log_every_n_steps": 1}
+        trainer = quiet_trainer(tmp_path / folder, callbacks=[lumen.LearningRateMonitor()], **options)
+        trainer.fit(task, loader())
+        return task, [group["name"] for group in trainer.optimizers[0].param_groups]
+
+    whole, names = run("whole", 9)
+    run("parts", 4)
+    resumed, kept = run("parts", 9)
+    assert kept == names == ["net.0 decay", "net.0 no decay", "head decay", "head no decay"]
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    metrics = [(tmp_path / folder / "runs/run/metrics.csv").read_text() for folder in ("whole", "parts")]
+    assert metrics[0] == metrics[1]
+    assert {f"lr/{name}" for name in names} <= set(metrics[0].splitlines()[0].split(","))
 
 
 def test_frozen_layers_have_no_group_and_change_no_other_rate():

@@ -40,7 +40,7 @@ class When(lumen.Callback):
 def test_only_parameters_that_nobody_has_trained_or_loaded_are_warned_of(tmp_path, caplog):
     def warns(task, **options):
         caplog.clear()
-        bare_trainer(tmp_path).validate(task, loader(), **options)
+        bare_trainer(tmp_path, log_level="WARNING").validate(task, loader(), **options)
         return "uses the parameters that" in caplog.text
 
     class Bare(lumen.TaskModule):
