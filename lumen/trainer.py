@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,23 +19,14 @@ from lumen.callbacks import (
     choose_callbacks,
 )
 from lumen.checkpoint import (
-    PARTS,
     Checkpoint,
     Part,
     Weights,
-    as_weights,
     check_savable,
-    check_there,
-    choose_parts,
     configured,
-    find_checkpoint,
-    is_weights,
-    load_model_and_data,
     load_run,
-    load_weights,
     save,
 )
-from lumen.checkpoint.folder import find_checkpoints, set_aside
 from lumen.checkpoint.state import keyed
 from lumen.compilation import Compilation
 from lumen.datamodule import DataModule
@@ -47,6 +37,7 @@ from lumen.horizons import check_horizons
 from lumen.loggers import CSVLogger, Logger
 from lumen.optim import needs_closure
 from lumen.optimizers import build_optimizers
+from lumen.origin import Origin
 from lumen.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
 from lumen.precision import make_precision
 from lumen.profilers import Profiler, make_profiler, profiled
@@ -201,13 +192,7 @@ class Trainer(RunView):
         self.fast_dev_run = int(fast_dev_run)
         self.default_root_dir = Path(default_root_dir)
         self.name = name
-        self.resume = None if resume is None else str(resume)
-        self.resume_parts = choose_parts(resume_parts, self.resume)
-        self.init_from = None if init_from is None else as_weights(init_from)
-        if self.init_from is not None and self.resume is not None and not self._stays:
-            raise ConfigError(
-                f"init_from and resume={self.resume} both say where a new run's parameters are from. Set one to null."
-            )
+        self.origin = Origin(resume, resume_parts, init_from)
         self.seed = seed
         self.deterministic = deterministic
         self.detect_anomaly = detect_anomaly
@@ -297,8 +282,8 @@ class Trainer(RunView):
             run.parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
             run.configured = configured(run)
             if checkpoint is not None:
-                load_run(run, checkpoint, parts=self.resume_parts, continue_records=self._stays)
-                run.progress.should_stop &= self._stays  # a new run may go on where a callback ended the old one
+                load_run(run, checkpoint, parts=self.origin.parts, continue_records=self.origin.stays)
+                run.progress.should_stop &= self.origin.stays  # a new run may go on where a callback ended the old one
             if 0 < run.plan.reload_every_n_epochs <= run.progress.epoch:
                 reopen_feeds(run)
             open_feeds(run)
@@ -334,7 +319,8 @@ class Trainer(RunView):
         Args:
             task: What to evaluate.
             data: A data module, a loader or a list of loaders; None if the task brings its loaders.
-            ckpt_path: Parameters to load first: "best" or "last" of the run, or what `init_from` may be.
+            ckpt_path: Parameters to load first: "best" or "last" of the run, or what `init_from` may be. Default: those
+                that the task has, with a warning where nobody has trained or loaded them.
 
         Returns:
             One dictionary of logged values per loader.
@@ -421,8 +407,11 @@ class Trainer(RunView):
             directory = self._claim(closing) if stage == "fit" else None
             if directory is not None:
                 closing.enter_context(session.log_file(directory.path / "run.log", self.log_level))
-            checkpoint = self._find_resumed(directory) if stage == "fit" else None
-            seed = self._resolve_seed(checkpoint)
+            checkpoint = None
+            if stage == "fit":
+                earlier = self._checkpoints(self.default_root_dir / str(self.name))
+                checkpoint = self.origin.find(earlier, writes=directory is not None)
+            seed = self.origin.seed_of(checkpoint, self.seed)
             precision = make_precision(self.precision, self.strategy.device)
             run = self._run = Run(
                 self, task, datamodule, self.strategy, precision, self.plan, seed, self.callbacks,
@@ -436,7 +425,7 @@ class Trainer(RunView):
             if directory is not None:
                 session.write_environment(directory.path)
                 for key, logger in keyed(self.loggers).items():
-                    logger.open(directory.path, resumed=self._stays and _has_record(checkpoint, key))
+                    logger.open(directory.path, resumed=self.origin.stays and _has_record(checkpoint, key))
                     closing.callback(logger.close)
             closing.enter_context(session.stop_signals(run))
             closing.callback(self.strategy.teardown)
@@ -472,20 +461,14 @@ class Trainer(RunView):
             _log.info("stopped at step %d; no checkpoint was saved", run.progress.step)
         raise interruption from None
 
-    @property
-    def _stays(self) -> bool:
-        """Whether a resumed run stays in its directory; from "best" or a path a new one starts."""
-        return self.resume in ("auto", "last")
-
     def _claim(self, closing: ExitStack) -> RunDirectory | None:
-        if self.init_from is not None and not self._stays:
-            check_there(self.init_from.path)
+        self.origin.check()
         if self.fast_dev_run or not (self.loggers or self.enable_checkpointing):
             self.run_directory = None
             return None
         assert self.name is not None
-        directory = closing.enter_context(RunDirectory.claim(self.default_root_dir, self.name, reuse=self._stays))
-        if not self._stays:
+        directory = closing.enter_context(RunDirectory.claim(self.default_root_dir, self.name, reuse=self.origin.stays))
+        if not self.origin.stays:
             closing.callback(self._give_back_if_unused, directory.path)
         self.run_directory = directory.path
         _log.info("the run is in %s", directory.path)
@@ -500,30 +483,6 @@ class Trainer(RunView):
         """Where the checkpoints of a run lie."""
         saver = self.checkpoint_callback
         return run_directory / "checkpoints" if saver is None or saver.given_dirpath is None else saver.given_dirpath
-
-    def _find_resumed(self, directory: RunDirectory | None) -> Checkpoint | None:
-        if self.resume is None:
-            return None
-        checkpoint = find_checkpoint(self.resume, self._checkpoints(self.default_root_dir / str(self.name)))
-        if checkpoint is not None:
-            _log.info("going on from %s", checkpoint.path)
-            if self.init_from is not None:
-                _log.info("init_from is not read: the parameters are the checkpoint's")
-            if directory is not None and self._stays:
-                found = find_checkpoints(checkpoint.path.parent)
-                for damaged in found[found.index(checkpoint.path) + 1 :]:
-                    set_aside(damaged)  # its name will be needed again
-        return checkpoint
-
-    def _resolve_seed(self, checkpoint: Checkpoint | None) -> int:
-        if checkpoint is not None and "progress" in self.resume_parts:
-            saved = int(checkpoint.state["seed"])
-            if self.seed not in (None, saved):
-                raise ConfigError(
-                    f"seed: {self.seed} is not the seed {saved} of {checkpoint.path}. Leave it out when resuming."
-                )
-            return saved
-        return secrets.randbits(31) if self.seed is None else self.seed
 
     def _start(self, run: Run, ckpt_path: Weights | str | Path | None = None) -> Checkpoint | None:
         """Prepare the data, set up, place and load the model. Returns the checkpoint that the run goes on from."""
@@ -544,27 +503,8 @@ class Trainer(RunView):
         run.precision.convert(task)
         self.compilation.apply(task)
         self.strategy.setup(task)
-        checkpoint: Checkpoint | None = run.checkpoint
-        weights = self.init_from if stage == "fit" and checkpoint is None else None
         home = self.run_directory or self.default_root_dir / str(self.name)
-        folder = self._checkpoints(home)
-        if ckpt_path is not None and is_weights(ckpt_path):
-            weights = as_weights(ckpt_path)
-        elif ckpt_path is not None:
-            checkpoint = find_checkpoint("last" if ckpt_path == "auto" else str(ckpt_path), folder)
-            _log.info("parameters from %s", checkpoint.path if checkpoint else None)
-        if checkpoint is not None:
-            load_model_and_data(run, checkpoint, self.resume_parts if stage == "fit" else PARTS)
-        elif weights is not None:
-            load_weights(task, weights)
-        elif stage != "fit" and not task._is_filled and any(True for _ in task.parameters()):
-            trained = home if folder.is_dir() and find_checkpoints(folder) else "a run"
-            _log.warning(
-                "%s uses the parameters that %s was built with. For those of %s set ckpt_path, as in --ckpt_path best",
-                stage, type(task).__name__, trained,
-            )  # fmt: skip
-        task._is_filled |= stage == "fit" or checkpoint is not None or weights is not None
-        return checkpoint
+        return self.origin.fill(run, ckpt_path, home, self._checkpoints(home))
 
     def _evaluate(
         self, stage: str, task: TaskModule, data: Any, ckpt_path: Weights | str | Path | None

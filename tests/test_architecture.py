@@ -30,7 +30,7 @@ FLOORS = (
     {"hooks", "losses", "optimizers", "plan", "compilation"},
     {"run"},
     {"feeds", "checkpoint", "loggers", "profilers", "step", "horizons"},
-    {"rundir", "session", "view"},
+    {"rundir", "session", "view", "origin"},
     {"callbacks", "loop"},
     {"trainer"},
     {"cli"},

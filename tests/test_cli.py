@@ -124,6 +124,17 @@ def test_help_shows_options_with_what_they_are_for(words, shown, capsys):
     assert [text for text in shown if text not in out] == []
 
 
+def test_arguments_that_a_callback_only_takes_to_refuse_them_are_no_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.callbacks.help", "lumen.ProgressBar"])
+    assert "unknown" not in (shown := capsys.readouterr().out)
+    assert "--trainer.callbacks.plain_every_s" in shown
+    callbacks = "{bar: lumen.ProgressBar, saver: ModelCheckpoint, summary: ModelSummary}"
+    assert main(["fit", "--config", "line.yaml", "--trainer.callbacks", callbacks, "--print_config"]) == 0
+    bar = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]["bar"]
+    assert bar == {"class_path": "lumen.ProgressBar", "init_args": {"refresh_per_second": 10.0, "plain_every_s": 10.0}}
+
+
 # ---------------------------------------------------------------------- layers
 
 

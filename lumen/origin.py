@@ -1,0 +1,136 @@
+"""Origin: where a run begins: anew, with the weights of another, or from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import final
+
+from lumen.checkpoint import (
+    PARTS,
+    Checkpoint,
+    Part,
+    Weights,
+    as_weights,
+    check_there,
+    choose_parts,
+    find_checkpoint,
+    is_weights,
+    load_model_and_data,
+    load_weights,
+)
+from lumen.checkpoint.folder import find_checkpoints, set_aside
+from lumen.errors import ConfigError
+from lumen.run import Run
+
+_log = logging.getLogger("lumen")
+
+
+@final
+class Origin:
+    """Where a run begins; the arguments are those of `Trainer`.
+
+    Attributes:
+        parts: Of a checkpoint that the run takes over.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+
+    def __init__(
+        self,
+        resume: str | Path | None,
+        resume_parts: Iterable[Part] | None,
+        init_from: Weights | str | Path | None,
+    ) -> None:
+        self._resume = None if resume is None else str(resume)
+        self.parts = choose_parts(resume_parts, self._resume)
+        self._weights = None if init_from is None else as_weights(init_from)
+        if self._weights is not None and self._resume is not None and not self.stays:
+            raise ConfigError(
+                f"init_from and resume={self._resume} both say where a new run's parameters are from. Set one to null."
+            )
+
+    @property
+    def stays(self) -> bool:
+        """Whether a resumed run stays in its directory; from "best" or a path a new one starts."""
+        return self._resume in ("auto", "last")
+
+    def check(self) -> None:
+        """Find out whether there are weights to begin with, before a directory is claimed.
+
+        Raises:
+            CheckpointError: There are none.
+        """
+        if self._weights is not None and not self.stays:
+            check_there(self._weights.path)
+
+    def find(self, folder: Path, *, writes: bool) -> Checkpoint | None:
+        """The checkpoint to go on from, if there is one.
+
+        Args:
+            folder: Where those of the run of this name lie.
+            writes: The run will write there: damaged ones are moved out of its way.
+
+        Raises:
+            CheckpointError: The one asked for is not there, or damaged.
+        """
+        checkpoint = None if self._resume is None else find_checkpoint(self._resume, folder)
+        if checkpoint is not None:
+            _log.info("going on from %s", checkpoint.path)
+            if self._weights is not None:
+                _log.info("init_from is not read: the parameters are the checkpoint's")
+            if writes and self.stays:
+                found = find_checkpoints(checkpoint.path.parent)
+                for damaged in found[found.index(checkpoint.path) + 1 :]:
+                    set_aside(damaged)  # its name will be needed again
+        return checkpoint
+
+    def seed_of(self, checkpoint: Checkpoint | None, given: int | None) -> int:
+        """The seed of the run: the checkpoint's, the one given, or one drawn now.
+
+        Raises:
+            ConfigError: The one given is not the checkpoint's.
+        """
+        if checkpoint is not None and "progress" in self.parts:
+            saved = int(checkpoint.state["seed"])
+            if given not in (None, saved):
+                raise ConfigError(
+                    f"seed: {given} is not the seed {saved} of {checkpoint.path}. Leave it out when resuming."
+                )
+            return saved
+        return secrets.randbits(31) if given is None else given
+
+    def fill(self, run: Run, ckpt_path: Weights | str | Path | None, home: Path, folder: Path) -> Checkpoint | None:
+        """Load the model, if there is anything to load.
+
+        Args:
+            run: With its model built and placed.
+            ckpt_path: What an evaluation asks for.
+            home: The run's directory.
+            folder: Where its checkpoints lie.
+
+        Returns:
+            The checkpoint that was read.
+        """
+        task, stage, checkpoint = run.task, run.stage, run.checkpoint
+        weights = self._weights if stage == "fit" and checkpoint is None else None
+        if ckpt_path is not None and is_weights(ckpt_path):
+            weights = as_weights(ckpt_path)
+        elif ckpt_path is not None:
+            checkpoint = find_checkpoint("last" if ckpt_path == "auto" else str(ckpt_path), folder)
+            _log.info("parameters from %s", checkpoint.path if checkpoint else None)
+        if checkpoint is not None:
+            load_model_and_data(run, checkpoint, self.parts if stage == "fit" else PARTS)
+        elif weights is not None:
+            load_weights(task, weights)
+        elif stage != "fit" and not task._is_filled and any(True for _ in task.parameters()):
+            trained = home if folder.is_dir() and find_checkpoints(folder) else "a run"
+            _log.warning(
+                "%s uses the parameters that %s was built with. For those of %s set ckpt_path, as in --ckpt_path best",
+                stage, type(task).__name__, trained,
+            )  # fmt: skip
+        task._is_filled |= stage == "fit" or checkpoint is not None or weights is not None
+        return checkpoint
