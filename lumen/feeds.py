@@ -72,7 +72,7 @@ def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:
             raise DataError(f"there is no data to {stage}. Give a DataModule or a loader, or define {_METHODS[stage]}.")
         return []
     loaders = given.values() if isinstance(given, Mapping) else given if isinstance(given, Sequence) else [given]
-    feeds = [make_feed(loader, run.seed) for loader in loaders]
+    feeds = [make_feed(loader, run.seed, rewinds=True) for loader in loaders]
     for feed, name in zip(feeds, given if isinstance(given, Mapping) else [""] * len(feeds), strict=True):
         feed.name = str(name)
         run.plan.limit(stage, feed)

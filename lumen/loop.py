@@ -145,7 +145,8 @@ def end_epoch(run: Run, *, complete: bool) -> None:
         for scheduler in run.schedulers:
             if scheduler.interval == "epoch" and (progress.epoch + 1) % scheduler.frequency == 0:
                 scheduler.step(run.metrics)
-        progress.next_epoch()
+        assert run.train_feed is not None
+        progress.next_epoch(run.train_feed.live_state())
         reach_boundary(run)
 
 

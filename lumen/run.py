@@ -72,8 +72,9 @@ class Progress:
         self.batches += len(window.sizes)
         self.loader = window.state
 
-    def next_epoch(self) -> None:
-        """The epoch in progress is complete."""
+    def next_epoch(self, loader: Any) -> None:
+        """The epoch in progress is complete, and its loader stands there."""
+        self.loader = loader
         self.epoch += 1
         self.samples = self.batches = 0
         self.in_epoch = False

@@ -149,7 +149,10 @@ def test_the_last_one_to_set_a_wrong_value_is_named(refused):
         (["fit"], "no model is configured. Give --config FILE, or --model module.Class."),
         (["fti"], "lumen has no command fti. Did you mean fit?"),
         (["dance"], "lumen has no command dance. Did you mean fit or validate or test or predict?"),
-        (["fit", "--model.help"], "For the options of a class write --model.help module.Class."),
+        (
+            ["fit", "--trainer.callbacks.help"],
+            "expected one argument. For the options of a class write --model.help module.Class.",
+        ),
         (["fit", "--config", "lin.yaml"], "cannot read the config file lin.yaml: "),
     ],
 )

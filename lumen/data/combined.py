@@ -57,6 +57,7 @@ class CombinedFeed(Feed):
         self._names = list(loaders) if isinstance(loaders, Mapping) else None
         parts = loaders.values() if isinstance(loaders, Mapping) else loaders
         self._feeds = [open_feed(part, number) for number, part in enumerate(parts)]
+        self._parts: list[_Part] = []
         self.length = self._length()
 
     def _length(self) -> int | None:
@@ -74,18 +75,23 @@ class CombinedFeed(Feed):
         if position.batches and saved.get("ended"):
             return
         states = saved.get("parts") or [None] * len(self._feeds)
-        parts = [
+        parts = self._parts = [
             _Part(feed, epoch, state, begun=position.batches > 0)
             for feed, state in zip(self._feeds, states, strict=True)
         ]
         items = self._in_turn(parts) if self._mode == "sequential" else self._together(parts)
         if limit is not None:
             items = islice(items, max(0, limit - position.batches))
-        yield from read_ahead(self._steps(items, parts), position.batches, lambda state: _ended(parts))
+        yield from read_ahead(self._steps(items), position.batches, lambda state: self.live_state())
 
-    def _steps(self, items: Iterator[Item], parts: list[_Part]) -> Iterator[Step]:
+    def _steps(self, items: Iterator[Item]) -> Iterator[Step]:
         while step := list(islice(items, self._accumulate)):
-            yield step, {"parts": [part.state() for part in parts]}
+            yield step, {"parts": [part.state() for part in self._parts]}
+
+    def live_state(self) -> dict[str, Any]:
+        """See `Feed.live_state`."""
+        states = [part.state() | {"loader": part.feed.live_state()} for part in self._parts]
+        return {"parts": states, "ended": True}
 
     def _in_turn(self, parts: list[_Part]) -> Iterator[Item]:
         for number, part in enumerate(parts):
@@ -111,10 +117,6 @@ class CombinedFeed(Feed):
         """See `Feed.close`."""
         for feed in self._feeds:
             feed.close()
-
-
-def _ended(parts: list[_Part]) -> dict[str, Any]:
-    return {"parts": [part.state() | {"loader": part.feed.live_state()} for part in parts], "ended": True}
 
 
 @final

@@ -52,7 +52,7 @@ class Feed(ABC):
         """Optimizer steps of an epoch; None if the loader has no length."""
 
     def live_state(self) -> dict[str, Any]:
-        """Where the loader itself stands, which may be ahead of what was consumed; plain data and tensors."""
+        """Where the loader itself stands, which may be ahead of what was consumed: the state at the end of an epoch."""
         return {}
 
     def close(self) -> None:

@@ -19,7 +19,9 @@ from lumen.random import Domain, make_key
 _STATEFUL = "torchdata.stateful_dataloader."
 
 
-def make_feed(loader: Any, seed: int, accumulate: int = 1, global_batch_size: int | None = None) -> Feed:
+def make_feed(
+    loader: Any, seed: int, accumulate: int = 1, global_batch_size: int | None = None, *, rewinds: bool = False
+) -> Feed:
     """Take over a standard `DataLoader` over map-style data; read anything else as it is.
 
     Args:
@@ -27,6 +29,7 @@ def make_feed(loader: Any, seed: int, accumulate: int = 1, global_batch_size: in
         seed: Of the run.
         accumulate: Micro-batches of an optimizer step.
         global_batch_size: Samples of an optimizer step; replaces `accumulate`.
+        rewinds: Every pass over a stream with a state begins where the first one did, as evaluations do.
 
     Raises:
         ConfigError: The batch size does not fit `global_batch_size`.
@@ -40,14 +43,16 @@ def make_feed(loader: Any, seed: int, accumulate: int = 1, global_batch_size: in
                 f"global_batch_size: {global_batch_size} samples of which of the {len(loader.loaders)} training "
                 "loaders? Set accumulate_grad_batches instead."
             )
-        return CombinedFeed(loader, lambda part, number: make_feed(part, _seed_of(seed, number)), accumulate)
+        return CombinedFeed(
+            loader, lambda part, number: make_feed(part, _seed_of(seed, number), rewinds=rewinds), accumulate
+        )
     if not hasattr(loader, "__iter__"):
         raise DataError(
             f"a loader must be iterable, found {type(loader).__name__}. Return a DataLoader from the data module."
         )
     if _is_standard(loader):
         return IndexedFeed(loader, _order(loader, seed, accumulate, global_batch_size), seed)
-    return StreamFeed(loader, seed, _batches_of_step(loader, accumulate, global_batch_size))
+    return StreamFeed(loader, seed, _batches_of_step(loader, accumulate, global_batch_size), rewinds=rewinds)
 
 
 def _seed_of(seed: int, number: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from itertools import islice
 from typing import Any, final
 
@@ -30,9 +31,10 @@ class StreamFeed(Feed):
         loader: Gives a fresh iterator of batches for every epoch.
         seed: Of the run.
         accumulate: Batches of an optimizer step.
+        rewinds: Every pass begins where the first one did, as evaluations do.
     """
 
-    def __init__(self, loader: Any, seed: int, accumulate: int = 1) -> None:
+    def __init__(self, loader: Any, seed: int, accumulate: int = 1, *, rewinds: bool = False) -> None:
         self._loader = loader
         self._seed = seed
         self._accumulate = accumulate
@@ -40,17 +42,19 @@ class StreamFeed(Feed):
         self._count = SampleCounter(loader)
         self._iterator: Iterator[Any] | None = None
         self._opened = self._exhausted = False
+        part_of_loader = self._stateful is not None and self._stateful is not loader
+        self._beginning = self.live_state() if rewinds and part_of_loader else {}
         self.length = known_length(loader)
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
         """See `Feed.windows`."""
-        saved = position.state or {}
+        saved = position.state or self._beginning
         resumed, self._opened = not self._opened, True
         if position.batches and saved.get("ended"):
             if resumed:
                 self._load(saved)
             return
-        batches = self._batches(epoch, position, saved if resumed else {})
+        batches = self._batches(epoch, position, saved if resumed else self._beginning)
         if limit is not None:
             batches = islice(batches, max(0, limit - position.batches))
         yield from read_ahead(self._steps(batches), position.batches, lambda state: self.live_state() | {"ended": True})
@@ -99,7 +103,7 @@ class StreamFeed(Feed):
         """See `Feed.live_state`."""
         if self._stateful is None:
             return {}
-        return {"loader": self._stateful.state_dict(), "exhausted": self._exhausted}
+        return {"loader": deepcopy(self._stateful.state_dict()), "exhausted": self._exhausted}
 
     def _load(self, saved: dict[str, Any]) -> bool:
         if self._stateful is None or "loader" not in saved:
