@@ -22,18 +22,37 @@ _METHODS = {
 
 
 def open_feeds(run: Run) -> None:
-    """Take over the loaders of `fit`, once: training, and validation if there is any.
+    """Take over the loaders of `fit`, if this epoch has new ones: training, and validation if there is any.
+
+    They are asked for as of the epoch in which they are due, also by a run that goes on later: with the generators and
+    the `current_epoch` that the undisturbed run had.
 
     Raises:
         DataError: There is no training data.
     """
+    progress, every = run.progress, run.plan.reload_every_n_epochs
+    due = progress.epoch - progress.epoch % every if every else 0
     if run.train_feed is not None:
-        return
+        if run.feeds_epoch == due:
+            return
+        run.close_feeds()
+        run.train_feed, run.eval_feeds = None, []
+    epoch, progress.epoch = progress.epoch, due
+    if due:
+        run.seed_hooks(2)
+    try:
+        _open_feeds(run)
+    finally:
+        progress.epoch = epoch
+    run.feeds_epoch = due
+
+
+def _open_feeds(run: Run) -> None:
     plan = run.plan
     loader = _loader(run, "fit")
     if loader is None:
         raise DataError("there is no training data. Give a DataModule or a loader to fit, or define train_dataloader.")
-    run.train_feed = make_feed(loader, run.seed, plan.accumulate, plan.global_batch_size)
+    run.train_feed = make_feed(loader, run.seed, plan.accumulate, plan.global_batch_size, rewinds=plan.same_batches)
     plan.limit("train", run.train_feed)
     plan.check_validation(run.train_feed)
     if run.train_feed.length == 0:
@@ -42,22 +61,6 @@ def open_feeds(run: Run) -> None:
         run.eval_feeds = eval_feeds(run, "validate", required=False)
     elif run.loaders is not None and run.loaders[1] is not None and plan.limits["validate"] != 0:
         _log.warning("%s has no validation_step: the validation data is not used", type(run.task).__name__)
-
-
-def reopen_feeds(run: Run) -> None:
-    """Ask for the loaders anew, as they are made in the epoch in which they are due.
-
-    A run that goes on between two of these epochs asks as of the earlier one, where the undisturbed run did.
-    """
-    run.close_feeds()
-    run.train_feed, run.eval_feeds = None, []
-    progress, epoch = run.progress, run.progress.epoch
-    progress.epoch -= epoch % run.plan.reload_every_n_epochs
-    run.seed_hooks(2)
-    try:
-        open_feeds(run)
-    finally:
-        progress.epoch = epoch
 
 
 def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:
@@ -71,7 +74,8 @@ def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:
         if required:
             raise DataError(f"there is no data to {stage}. Give a DataModule or a loader, or define {_METHODS[stage]}.")
         return []
-    loaders = given.values() if isinstance(given, Mapping) else given if isinstance(given, Sequence) else [given]
+    several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+    loaders = given.values() if isinstance(given, Mapping) else given if several else [given]
     feeds = [make_feed(loader, run.seed, rewinds=True) for loader in loaders]
     for feed, name in zip(feeds, given if isinstance(given, Mapping) else [""] * len(feeds), strict=True):
         feed.name = str(name)

@@ -15,7 +15,7 @@ import torch
 from lumen.checkpoint.state import logger_states
 from lumen.data.feed import Feed, Position
 from lumen.errors import TrainingError
-from lumen.feeds import reopen_feeds
+from lumen.feeds import open_feeds
 from lumen.metrics import StageMetrics, metric_states, restore_metrics
 from lumen.random import Domain, make_key, preserved_generators, seed_generators
 from lumen.run import Run
@@ -53,8 +53,7 @@ def train_epoch(run: Run) -> None:
     progress, plan = run.progress, run.plan
     fresh, weighted_before = not progress.in_epoch, run.weighted_windows
     if fresh:
-        if plan.reload_every_n_epochs and progress.epoch and progress.epoch % plan.reload_every_n_epochs == 0:
-            reopen_feeds(run)
+        open_feeds(run)
         progress.in_epoch = True
         run.train_metrics = run.stage_metrics = StageMetrics()
         run.seed_hooks(0)
@@ -145,8 +144,7 @@ def end_epoch(run: Run, *, complete: bool) -> None:
         for scheduler in run.schedulers:
             if scheduler.interval == "epoch" and (progress.epoch + 1) % scheduler.frequency == 0:
                 scheduler.step(run.metrics)
-        assert run.train_feed is not None
-        progress.next_epoch(run.train_feed.live_state())
+        progress.next_epoch()
         reach_boundary(run)
 
 
@@ -256,7 +254,7 @@ def evaluate_feed(
             for hook in starts:
                 hook(batch, micro.index, dataloader_idx)
             with run.precision.forward():
-                output = run.call_step(f"{name}_step", batch, micro.index, dataloader_idx)
+                output = run.call_step(f"{name}_step", batch, micro.index, dataloader_idx or micro.loader)
             for hook in ends:
                 hook(output, batch, micro.index, dataloader_idx)
             if stage == "predict":

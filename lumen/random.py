@@ -8,7 +8,7 @@ Generators, OOPSLA 2014).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, final
@@ -64,15 +64,24 @@ def seed_generators(key: int) -> None:
         torch.mps.manual_seed(key)
 
 
+#: What a user's object may draw from, if it keeps a generator of its own.
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
 @final
 class GeneratorStates:
-    """The states of the global generators at one moment."""
+    """The states of the global generators at one moment, and of others.
 
-    def __init__(self) -> None:
+    Args:
+        others: Generators that somebody keeps.
+    """
+
+    def __init__(self, others: Sequence[Any] = ()) -> None:
         self._cpu, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = [generator.get_state() for generator in torch.cuda.default_generators] if in_use else []
         self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+        self._others = [(generator, _state_of(generator)) for generator in others]
 
     def restore(self) -> None:
         """Put the generators back to that moment."""
@@ -83,6 +92,33 @@ class GeneratorStates:
             generator.set_state(state)
         if self._mps is not None:
             torch.mps.set_rng_state(self._mps)
+        for generator, state in self._others:
+            _set_state(generator, state)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def seed_generator(generator: Any, key: int) -> None:
+    """Set one of `GENERATORS` to a 32-bit key."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(key)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(key).state
+    else:
+        generator.seed(key)
 
 
 @contextmanager
@@ -93,17 +129,6 @@ def preserved_generators() -> Iterator[None]:
         yield
     finally:
         before.restore()
-
-
-def seed_own_generators(owner: Any, key: int) -> None:
-    """Set every generator of torch, numpy or `random` that an object keeps as an attribute to a 32-bit key."""
-    for value in list(getattr(owner, "__dict__", {}).values()):
-        if isinstance(value, torch.Generator):
-            value.manual_seed(key)
-        elif isinstance(value, np.random.Generator):
-            value.bit_generator.state = type(value.bit_generator)(key).state
-        elif isinstance(value, (np.random.RandomState, random.Random)):
-            value.seed(key)
 
 
 def seed_everything(seed: int) -> int:

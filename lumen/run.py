@@ -72,9 +72,8 @@ class Progress:
         self.batches += len(window.sizes)
         self.loader = window.state
 
-    def next_epoch(self, loader: Any) -> None:
-        """The epoch in progress is complete, and its loader stands there."""
-        self.loader = loader
+    def next_epoch(self) -> None:
+        """The epoch in progress is complete."""
         self.epoch += 1
         self.samples = self.batches = 0
         self.in_epoch = False
@@ -129,6 +128,7 @@ class Run:
         self.schedulers: list[SchedulerConfig] = []
         self.configured: dict[str, Any] = {}  # what their settings were when they were built
         self.train_feed: Feed | None = None
+        self.feeds_epoch = 0  # in which the loaders of fit were asked for
         self.eval_feeds: list[Feed] = []
         self.stage = ""
         self.loaders: tuple[Any, Any] | None = None  # given to fit instead of a data module: training, evaluation

@@ -31,7 +31,7 @@ from lumen.checkpoint.state import keyed
 from lumen.compilation import Compilation
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError
-from lumen.feeds import eval_feeds, open_feeds, reopen_feeds
+from lumen.feeds import eval_feeds, open_feeds
 from lumen.hooks import check_training, overrides
 from lumen.horizons import check_horizons
 from lumen.loggers import CSVLogger, Logger
@@ -284,8 +284,6 @@ class Trainer(RunView):
             if checkpoint is not None:
                 load_run(run, checkpoint, parts=self.origin.parts, continue_records=self.origin.stays)
                 run.progress.should_stop &= self.origin.stays  # a new run may go on where a callback ended the old one
-            if 0 < run.plan.reload_every_n_epochs <= run.progress.epoch:
-                reopen_feeds(run)
             open_feeds(run)
             if not self.fast_dev_run:
                 check_horizons(run)

@@ -160,7 +160,9 @@ def test_weights_that_are_tied_now_must_have_been_equal(tmp_path):
             super().__init__(**settings)
             self.again.weight = nn.Parameter(self.first.weight.detach() + 1)
 
-    with pytest.raises(CheckpointMismatch, match=r"another model: .*ties first\.weight and again\.weight, which differ"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"another model: .*ties first\.weight and again\.weight, which differ"
+    ):
         Rich.load_from_checkpoint(trained(tmp_path, Apart()))
 
 

@@ -116,8 +116,8 @@ def _wrong(settings: Settings, path: Keys, parser: ArgumentParser, values: Mappi
                 yield f"{settings.where((*path, name))}: {value} would mean {parsed}. For a duration write 0{value}."
         except ArgumentError as error:
             if f'Parser key "{name}"' in str(error):  # and not an argument that is missing
-                hint = next(getattr(each, "_typehint", Any) for each in parser._actions if each.dest == name)
-                yield f"{settings.where((*path, name))}: expected {_in_words(hint)}, found {value!r}."
+                hints = {each.dest: getattr(each, "_typehint", Any) for each in parser._actions}
+                yield f"{settings.where((*path, name))}: expected {_in_words(hints.get(name, Any))}, found {value!r}."
 
 
 def _in_words(hint: Any) -> str:

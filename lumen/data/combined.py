@@ -12,8 +12,6 @@ from lumen.errors import ConfigError, DataError
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
 _MODES = ("max_size_cycle", "max_size", "min_size", "sequential")
-#: Rounds of a loader within an epoch get epoch numbers of their own: a round is an epoch to the loader.
-_ROUND = 1 << 16
 
 
 @final
@@ -35,8 +33,11 @@ class CombinedLoader:
     def __init__(self, loaders: Mapping[str, Any] | Sequence[Any], mode: Mode = "max_size_cycle") -> None:
         if mode not in _MODES:
             raise ConfigError(f"CombinedLoader: no mode is named {mode!r}; there are {', '.join(_MODES)}.")
-        if not loaders:
+        parts = list(loaders.values() if isinstance(loaders, Mapping) else loaders)
+        if not parts:
             raise ConfigError("CombinedLoader: no loaders were given. Give at least one.")
+        if len({id(part) for part in parts}) < len(parts):
+            raise ConfigError("CombinedLoader: one loader is given twice. Make two, which may share their data set.")
         self.loaders, self.mode = loaders, mode
 
 
@@ -57,7 +58,6 @@ class CombinedFeed(Feed):
         self._names = list(loaders) if isinstance(loaders, Mapping) else None
         parts = loaders.values() if isinstance(loaders, Mapping) else loaders
         self._feeds = [open_feed(part, number) for number, part in enumerate(parts)]
-        self._parts: list[_Part] = []
         self.length = self._length()
 
     def _length(self) -> int | None:
@@ -71,27 +71,31 @@ class CombinedFeed(Feed):
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
         """See `Feed.windows`."""
-        saved = position.state or {}
+        saved, like_this = position.state_of("combination"), {"mode": self._mode, "loaders": self._described()}
+        if saved and like_this != {key: saved[key] for key in like_this}:
+            if position.batches:
+                raise DataError(
+                    f"this run goes on in the middle of an epoch of {saved['loaders']} loaders combined by "
+                    f"{saved['mode']}; now there are {like_this['loaders']} by {self._mode}. Give it those it had."
+                )
+            saved = {}
         if position.batches and saved.get("ended"):
             return
         states = saved.get("parts") or [None] * len(self._feeds)
-        parts = self._parts = [
-            _Part(feed, epoch, state, begun=position.batches > 0)
-            for feed, state in zip(self._feeds, states, strict=True)
-        ]
+        parts = [_Part(feed, epoch, position, state) for feed, state in zip(self._feeds, states, strict=True)]
         items = self._in_turn(parts) if self._mode == "sequential" else self._together(parts)
         if limit is not None:
             items = islice(items, max(0, limit - position.batches))
-        yield from read_ahead(self._steps(items), position.batches, lambda state: self.live_state())
+        yield from read_ahead(
+            self._steps(items, parts, like_this), position.batches, lambda state: state | {"ended": True}
+        )
 
-    def _steps(self, items: Iterator[Item]) -> Iterator[Step]:
+    def _described(self) -> str:
+        return ", ".join(self._names) if self._names else str(len(self._feeds))
+
+    def _steps(self, items: Iterator[Item], parts: list[_Part], like_this: dict[str, Any]) -> Iterator[Step]:
         while step := list(islice(items, self._accumulate)):
-            yield step, {"parts": [part.state() for part in self._parts]}
-
-    def live_state(self) -> dict[str, Any]:
-        """See `Feed.live_state`."""
-        states = [part.state() | {"loader": part.feed.live_state()} for part in self._parts]
-        return {"parts": states, "ended": True}
+            yield step, {"kind": "combination", **like_this, "parts": [part.state() for part in parts]}
 
     def _in_turn(self, parts: list[_Part]) -> Iterator[Item]:
         for number, part in enumerate(parts):
@@ -123,16 +127,17 @@ class CombinedFeed(Feed):
 class _Part:
     """One of the loaders within an epoch of them all."""
 
-    def __init__(self, feed: Feed, epoch: int, saved: Mapping[str, Any] | None, *, begun: bool) -> None:
-        self.feed, self._epoch = feed, epoch
+    def __init__(self, feed: Feed, epoch: int, position: Position, saved: Mapping[str, Any] | None) -> None:
+        self._feed, self._epoch, self._outer_round = feed, epoch, position.round << 16
         self.ended, self._round, self._position = False, 0, Position(state=saved and saved["loader"])
-        if saved is not None and begun:
+        if saved is not None and position.batches:
             self.ended, self._round = saved["ended"], saved["round"]
             self._position = Position(saved["samples"], saved["batches"], saved["loader"])
         self._windows = self._open()
 
     def _open(self) -> Iterator[Window]:
-        return self.feed.windows(self._epoch + _ROUND * self._round, self._position, None)
+        self._position = self._position._replace(round=self._outer_round + self._round)
+        return self._feed.windows(self._epoch, self._position, None)
 
     def next(self) -> MicroBatch | None:
         window = next(self._windows, None)
@@ -140,8 +145,8 @@ class _Part:
             self.ended = True
             return None
         (micro,) = window
-        samples, batches, _ = self._position
-        self._position = Position(samples + micro.samples, batches + 1, window.state)
+        at = self._position
+        self._position = at._replace(samples=at.samples + micro.samples, batches=at.batches + 1, state=window.state)
         return micro
 
     def begin_again(self) -> MicroBatch:
@@ -154,5 +159,5 @@ class _Part:
         return micro
 
     def state(self) -> dict[str, Any]:
-        samples, batches, loader = self._position
+        samples, batches, loader, _ = self._position
         return {"round": self._round, "ended": self.ended, "samples": samples, "batches": batches, "loader": loader}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 from lumen.batches import count_samples
 from lumen.console import logger as _log
 from lumen.data.windows import Item, Window
+from lumen.errors import DataError
 
 
 class Position(NamedTuple):
@@ -18,16 +19,38 @@ class Position(NamedTuple):
     Attributes:
         samples: Consumed of it.
         batches: Consumed of it.
-        state: What the feed gave with the last window, in the process that consumed it; None at the very beginning.
+        state: What the feed gave with the window consumed last, of this epoch or of the one before; None at the start.
+        round: How often the loader has begun again within the epoch, beside longer ones.
     """
 
     samples: int = 0
     batches: int = 0
     state: Any = None
+    round: int = 0
+
+    def state_of(self, kind: str) -> dict[str, Any]:
+        """The state, if a feed of this kind gave it.
+
+        Raises:
+            DataError: Another kind of feed was in the middle of this epoch.
+        """
+        state: dict[str, Any] = self.state or {}
+        if state.get("kind", kind) == kind:
+            return state
+        if self.batches:
+            raise DataError(
+                f"this run goes on in the middle of an epoch that was read from a {state['kind']}, but now there is a "
+                f"{kind}. Give it the loader that it had."
+            )
+        return {}
+
+    def key(self, epoch: int) -> int:
+        """What keys an epoch: one of its own for every round."""
+        return epoch + (self.round << 32)
 
 
 class Feed(ABC):
-    """One loader as the loop reads it.
+    """One loader as the loop reads it, in one pass at a time.
 
     Attributes:
         length: Micro-batches of an epoch as one process would count them; None if the loader does not know.
@@ -39,7 +62,7 @@ class Feed(ABC):
 
     @abstractmethod
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
-        """The optimizer steps of an epoch, from a position on.
+        """The optimizer steps of an epoch, from a position on. The pass before is over, even if it was not read out.
 
         Args:
             epoch: Decides the order.
@@ -50,10 +73,6 @@ class Feed(ABC):
     @abstractmethod
     def steps(self, limit: int | None) -> int | None:
         """Optimizer steps of an epoch; None if the loader has no length."""
-
-    def live_state(self) -> dict[str, Any]:
-        """Where the loader itself stands, which may be ahead of what was consumed: the state at the end of an epoch."""
-        return {}
 
     def close(self) -> None:
         """End the workers; the lengths stay known."""

@@ -73,7 +73,7 @@ class IndexedFeed(Feed):
         """See `Feed.windows`. The position is exact: no sample is loaded that was consumed before."""
         # one copy for the DataLoader, which runs ahead of the steps; one to know each step's sizes and the last one
         self._draws.steps, plan = tee(self._order.steps(epoch, position, limit))
-        self._generator.manual_seed(make_key(self._seed, Domain.ORDER, epoch, 1))
+        self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), 1))
         self._iterator = iter(self._loader)
         if self._makes_batches:
             yield from self._follow(plan, position.batches)
@@ -108,5 +108,4 @@ class IndexedFeed(Feed):
         """See `Feed.close`."""
         for iterator in (self._iterator, self._loader._iterator):  # the second one's workers are persistent
             end_workers(iterator)
-        self._iterator = None
-        del self._loader
+        self._iterator = self._loader._iterator = None

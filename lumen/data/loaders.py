@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lumen.data.combined import CombinedFeed, CombinedLoader
 from lumen.data.feed import Feed
 from lumen.data.indexed import IndexedFeed
-from lumen.data.samplers import BatchedOrder, Order, PlainOrder, SampledOrder
+from lumen.data.samplers import BatchedOrder, Order, PlainOrder, SampledOrder, known_length
 from lumen.data.streams import StreamFeed
 from lumen.errors import ConfigError, DataError
 from lumen.random import Domain, make_key
-
-_STATEFUL = "torchdata.stateful_dataloader."
 
 
 def make_feed(
@@ -46,10 +45,8 @@ def make_feed(
         return CombinedFeed(
             loader, lambda part, number: make_feed(part, _seed_of(seed, number), rewinds=rewinds), accumulate
         )
-    if not hasattr(loader, "__iter__"):
-        raise DataError(
-            f"a loader must be iterable, found {type(loader).__name__}. Return a DataLoader from the data module."
-        )
+    if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, torch.Tensor)):
+        raise DataError(f"a loader is an iterable of batches, found {type(loader).__name__}. Return a DataLoader.")
     if _is_standard(loader):
         return IndexedFeed(loader, _order(loader, seed, accumulate, global_batch_size), seed)
     return StreamFeed(loader, seed, _batches_of_step(loader, accumulate, global_batch_size), rewinds=rewinds)
@@ -61,19 +58,24 @@ def _seed_of(seed: int, number: int) -> int:
 
 
 def _holds_loaders(loader: Any) -> bool:
-    parts = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, (list, tuple)) else ()
-    return any(isinstance(part, (DataLoader, CombinedLoader)) for part in parts)
+    """Whether this is several loaders, and not a list of batches."""
+    if isinstance(loader, Mapping):
+        return True
+    kinds = (DataLoader, CombinedLoader, Iterator)
+    return isinstance(loader, (list, tuple)) and any(isinstance(part, kinds) for part in loader)
 
 
 def _is_standard(loader: Any) -> bool:
     """Whether a loader asks a map-style data set for the samples that a sampler names, and does nothing else."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
     kind = type(loader)
-    known = kind.__module__.startswith(_STATEFUL)  # whose state Lumen's position replaces
-    return (
-        isinstance(loader, DataLoader)
-        and (known or kind.__iter__ is DataLoader.__iter__)
-        and not isinstance(loader.dataset, IterableDataset)
-    )
+    plain = (kind.__iter__, kind._get_iterator) == (DataLoader.__iter__, DataLoader._get_iterator)
+    return plain or _is_torchdatas(kind)  # whose state Lumen's position replaces
+
+
+def _is_torchdatas(kind: type) -> bool:
+    return kind.__module__.startswith("torchdata.stateful_dataloader.")
 
 
 def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_size: int | None) -> Order:
@@ -94,9 +96,14 @@ def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_siz
         )
     step_size = global_batch_size or accumulate * batch_size
     cut = {"batch_size": batch_size, "step_size": step_size, "drop_last": drop_last}
-    samples = len(loader.dataset)  # type: ignore[arg-type]
+    samples = known_length(loader.dataset)
     if isinstance(sampler, DistributedSampler):  # Lumen deals samples to processes itself
         return PlainOrder(samples, seed, shuffle=sampler.shuffle, **cut)  # type: ignore[arg-type]
+    if samples is None and type(sampler) is SequentialSampler:
+        raise DataError(
+            f"{type(loader.dataset).__name__} has no length, and no sampler says which samples it has. "
+            "Define __len__, give a sampler, or derive it from IterableDataset."
+        )
     if not _takes_each_sample_once(sampler, samples):
         return SampledOrder(sampler, seed, **cut)  # type: ignore[arg-type]
     generator = loader.generator or (sampler.generator if type(sampler) is RandomSampler else None)
@@ -105,10 +112,10 @@ def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_siz
     return PlainOrder(samples, own, shuffle=shuffle, **cut)  # type: ignore[arg-type]
 
 
-def _takes_each_sample_once(sampler: Any, samples: int) -> bool:
+def _takes_each_sample_once(sampler: Any, samples: int | None) -> bool:
     """Whether a sampler gives the data set's own order or a plain shuffle of it."""
     kind = type(sampler)
-    shuffles = kind is RandomSampler or (kind.__module__.startswith(_STATEFUL) and kind.__name__ == "RandomSampler")
+    shuffles = kind is RandomSampler or (_is_torchdatas(kind) and kind.__name__ == "RandomSampler")
     if not (shuffles or kind is SequentialSampler) or getattr(sampler, "replacement", False):
         return False
     return len(sampler) == len(sampler.data_source) == samples

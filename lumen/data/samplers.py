@@ -8,17 +8,19 @@ same list, and a resumed one skips what was consumed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any, final
 from zlib import crc32
+
+from torch.utils.data import Sampler
 
 from lumen.data.feed import Position, count_steps
 from lumen.data.keyed import Draw
 from lumen.data.order import LARGE, cut_steps, epoch_order
 from lumen.errors import DataError
-from lumen.random import Domain, GeneratorStates, make_key, preserved_generators, seed_generators, seed_own_generators
+from lumen.random import GENERATORS, Domain, GeneratorStates, make_key, seed_generator, seed_generators
 
 
 class Order(ABC):
@@ -66,14 +68,15 @@ class PlainOrder(Order):
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
         """See `Order.steps`."""
-        kind = "in order" if not self._shuffle else "in pieces" if self._samples > LARGE else "at once"
-        state = {"samples": self._samples, "shuffled": kind, "seed": self._seed}
-        if position.samples and position.state and position.state != state:
+        how = "in order" if not self._shuffle else "in pieces" if self._samples > LARGE else "at once"
+        state = {"kind": "data set", "samples": self._samples, "shuffled": how, "seed": self._seed}
+        if position.samples and position.state_of("data set") not in ({}, state):
             raise DataError(
                 "this run goes on in the middle of an epoch, whose order belongs to other data: "
                 f"then {position.state}, now {state}. Give it the data and the shuffling it had."
             )
-        order = epoch_order(self._samples, self._seed, epoch, shuffle=self._shuffle)
+        key = position.key(epoch)
+        order = epoch_order(self._samples, self._seed, key, shuffle=self._shuffle)
         start, end = position.samples, self._samples
         if limit is not None:
             steps, batches = divmod(limit, self._per_step)
@@ -88,7 +91,7 @@ class PlainOrder(Order):
         for step in cut_steps(take, self._batch_size, self._step_size, drop_last=self._drop_last):
             draws = []
             for indices in step:
-                draws.append(Draw(epoch, start, indices, by_place=False))
+                draws.append(Draw(key, start, indices, by_place=False))
                 start += len(indices)
             yield draws, state
 
@@ -118,8 +121,8 @@ class SampledOrder(Order):
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
         """See `Order.steps`."""
-        stream = _KeyedIterator(self._sampler, self._seed, epoch)
-        stream.skip(position.samples, position.state)
+        stream = _KeyedIterator(self._sampler, self._seed, epoch, position, _SAMPLES_AHEAD)
+        stream.skip(position.samples)
         start = position.samples
         samples = None
         if limit is not None:
@@ -129,7 +132,7 @@ class SampledOrder(Order):
         for step in cut:
             draws = []
             for indices in step:
-                draws.append(Draw(epoch, start, indices, by_place=True))
+                draws.append(Draw(position.key(epoch), start, indices, by_place=True))
                 start += len(indices)
             yield draws, stream.state()
 
@@ -155,15 +158,14 @@ class BatchedOrder(Order):
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
         """See `Order.steps`."""
-        stream = _KeyedIterator(self._sampler, self._seed, epoch)
-        stream.skip(position.batches, position.state)
+        stream = _KeyedIterator(self._sampler, self._seed, epoch, position, _BATCHES_AHEAD, self._as_batch)
+        stream.skip(position.batches)
         start = position.batches if self._single else position.samples
         left = None if limit is None else max(0, limit - position.batches)
-        take = partial(_take_batches, stream, single=self._single)
-        for (batches,) in cut_steps(take, self._accumulate, self._accumulate, drop_last=False, limit=left):
+        for (batches,) in cut_steps(stream.take, self._accumulate, self._accumulate, drop_last=False, limit=left):
             draws = []
             for indices in batches:
-                draws.append(Draw(epoch, start, indices, by_place=True))
+                draws.append(Draw(position.key(epoch), start, indices, by_place=True))
                 start += len(indices)
             yield draws, stream.state()
 
@@ -171,9 +173,12 @@ class BatchedOrder(Order):
         """See `Order.count`."""
         return count_steps(self.length, limit, self._accumulate)
 
-
-def _take_batches(stream: _KeyedIterator, number: int, *, single: bool) -> list[list[Any]]:
-    return [[taken] if single else list(taken) for taken in stream.take(number)]
+    def _as_batch(self, given: Any) -> list[Any]:
+        if self._single:
+            return [given]
+        if not hasattr(given, "__iter__") or not (batch := list(given)):
+            raise DataError(f"a batch sampler gave {given!r}. It must give lists of at least one index.")
+        return batch
 
 
 def _batches(samples: int, batch_size: int, step_size: int, *, drop_last: bool) -> int:
@@ -200,43 +205,90 @@ def parts_of(loader: Any) -> Iterator[Any]:
         met.add(id(part))
         yield part
         waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset")]
+        waiting += [value for value in _held_by(part) if isinstance(value, Sampler)]
 
 
-def begin_epoch(loader: Any, seed: int, epoch: int) -> None:
+def _held_by(part: Any) -> Iterator[Any]:
+    """What an object keeps as attributes, or in lists and dictionaries that are not data."""
+    for value in list(getattr(part, "__dict__", {}).values()):
+        yield value
+        if isinstance(value, (list, tuple, dict)) and len(value) <= 64:
+            yield from value.values() if isinstance(value, dict) else value
+
+
+def own_generators(loader: Any) -> list[Any]:
+    """The generators that a loader and its parts keep."""
+    return [value for part in parts_of(loader) for value in _held_by(part) if isinstance(value, GENERATORS)]
+
+
+def begin_epoch(loader: Any, seed: int, epoch: int, position: Position) -> None:
     """Tell a loader or sampler which epoch begins, and key every generator that it keeps."""
+    for generator in own_generators(loader):
+        seed_generator(generator, make_key(seed, Domain.ORDER, position.key(epoch)))
     for part in parts_of(loader):
-        seed_own_generators(part, make_key(seed, Domain.ORDER, epoch))
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
+
+
+_SAMPLES_AHEAD, _BATCHES_AHEAD = 1024, 64  # drawn at once, because changing generators costs more than drawing
 
 
 @final
 class _KeyedIterator:
     """An iterator over a sampler that draws from generators of its own, and a digest of what it gave."""
 
-    def __init__(self, sampler: Any, seed: int, epoch: int) -> None:
+    def __init__(
+        self,
+        sampler: Any,
+        seed: int,
+        epoch: int,
+        position: Position,
+        ahead: int,
+        convert: Callable[[Any], Any] = lambda given: given,
+    ) -> None:
+        self._position, self._ahead, self._convert = position, ahead, convert
+        self._own = own_generators(sampler)
+        self._generators: GeneratorStates | None = None
+        self._drawn: list[Any] = []
         self._digest = 0
-        with preserved_generators():
-            begin_epoch(sampler, seed, epoch)
-            seed_generators(make_key(seed, Domain.ORDER, epoch))
+        with self._as_if_alone():
+            begin_epoch(sampler, seed, epoch, position)
+            seed_generators(make_key(seed, Domain.ORDER, position.key(epoch)))
             self._iterator = iter(sampler)
-            self._generators = GeneratorStates()
+        if self._iterator is sampler and epoch:
+            raise DataError(
+                f"the sampler is a {type(sampler).__name__}, which can be read only once. "
+                "Give an object whose __iter__ begins anew: a list, or a Sampler."
+            )
+
+    @contextmanager
+    def _as_if_alone(self) -> Iterator[None]:
+        """Put every generator to where the sampler left it, and afterwards back to where it was."""
+        outside = GeneratorStates(self._own)
+        if self._generators is not None:
+            self._generators.restore()
+        try:
+            yield
+        finally:
+            self._generators = GeneratorStates(self._own)
+            outside.restore()
 
     def take(self, number: int) -> list[Any]:
-        with preserved_generators():
-            self._generators.restore()
-            taken = list(islice(self._iterator, number))
-            self._generators = GeneratorStates()
-        self._digest = crc32("".join(f"{each}," for each in taken).encode(), self._digest)
+        if len(self._drawn) < number:
+            with self._as_if_alone():
+                more = islice(self._iterator, max(number - len(self._drawn), self._ahead))
+                self._drawn += [self._convert(given) for given in more]
+        taken, self._drawn = self._drawn[:number], self._drawn[number:]
+        self._digest = crc32(_word(taken).encode(), self._digest)
         return taken
 
-    def skip(self, number: int, state: Any) -> None:
-        begun = number > 0
+    def skip(self, number: int) -> None:
+        begun, saved = number > 0, self._position.state_of("sampler")
         while number > 0:
-            piece = min(number, 1 << 16)
+            piece = min(number, 1 << 14)
             self.take(piece)
             number -= piece
-        if begun and state and state != self.state():
+        if begun and saved not in ({}, self.state()):
             raise DataError(
                 "this run goes on in the middle of an epoch, and the sampler now gives another order than it gave "
                 "before. Give it the data and the arguments it had. A sampler that changes itself from epoch to epoch "
@@ -244,4 +296,13 @@ class _KeyedIterator:
             )
 
     def state(self) -> dict[str, Any]:
-        return {"order": self._digest}
+        return {"kind": "sampler", "order": self._digest}
+
+
+def _word(given: Any) -> str:
+    """What tells indices apart, whatever they are pieces of."""
+    if isinstance(given, (list, tuple)):
+        return "".join(f"{_word(each)}," for each in given)
+    if isinstance(given, (int, str)):
+        return str(given)
+    return str(given.item()) if hasattr(given, "item") else type(given).__name__

@@ -13,7 +13,7 @@ from lumen.console import logger as _log
 from lumen.data.feed import Feed, Position, SampleCounter, Step, count_steps, read_ahead
 from lumen.data.samplers import begin_epoch, known_length
 from lumen.data.windows import Item, Window
-from lumen.data.workers import end_workers
+from lumen.data.workers import end_workers, prepared_workers
 from lumen.errors import DataError
 from lumen.random import Domain, make_key, seed_generators
 
@@ -38,46 +38,40 @@ class StreamFeed(Feed):
         self._loader = loader
         self._seed = seed
         self._accumulate = accumulate
+        self._rewinds = rewinds
         self._stateful = _stateful_part(loader)
         self._count = SampleCounter(loader)
         self._iterator: Iterator[Any] | None = None
         self._opened = self._exhausted = False
+        self._stands_at: dict[str, Any] | None = None  # the state that the loader itself is in, if it is in one
         part_of_loader = self._stateful is not None and self._stateful is not loader
-        self._beginning = self.live_state() if rewinds and part_of_loader else {}
+        self._beginning = self._state() if rewinds and part_of_loader else {"kind": "stream"}
         self.length = known_length(loader)
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
         """See `Feed.windows`."""
-        saved = position.state or self._beginning
-        resumed, self._opened = not self._opened, True
-        if position.batches and saved.get("ended"):
-            if resumed:
-                self._load(saved)
+        state = self._beginning if self._rewinds and not position.batches else position.state_of("stream")
+        if position.batches and state.get("ended"):
+            self._go_to(state)
             return
-        batches = self._batches(epoch, position, saved if resumed else self._beginning)
+        batches = self._batches(epoch, position, state)
         if limit is not None:
             batches = islice(batches, max(0, limit - position.batches))
-        yield from read_ahead(self._steps(batches), position.batches, lambda state: self.live_state() | {"ended": True})
+        yield from read_ahead(self._steps(batches), position.batches, lambda state: self._last_state())
 
     def _steps(self, batches: Iterator[Any]) -> Iterator[Step]:
         while items := [Item(batch, self._count(batch)) for batch in islice(batches, self._accumulate)]:
-            yield items, self.live_state()
+            yield items, self._state()
 
-    def _batches(self, epoch: int, position: Position, saved: dict[str, Any]) -> Iterator[Any]:
-        if not position.batches and (self._stateful is not self._loader or saved.get("exhausted")):
-            self._load(saved)  # a loader, unlike a data set, begins anew where a limit ended its epoch
-        begin_epoch(self._loader, self._seed, epoch)
-        loaded = position.batches > 0 and self._load(saved)  # only now: its generators are not those of the beginning
-        seed_generators(make_key(self._seed, Domain.ORDER, epoch))
-        self._iterator = iter(self._loader)
-        if self._iterator is self._loader and self._exhausted:
-            raise DataError(
-                f"the loader is a {type(self._loader).__name__}, which can be read only once, and an epoch has read "
-                "it. Give an object whose __iter__ begins anew: a DataLoader, a list, or a class of your own."
-            )
-        self._exhausted = False
-        number = position.batches
-        if number and not loaded:
+    def _batches(self, epoch: int, position: Position, state: dict[str, Any]) -> Iterator[Any]:
+        fresh, number = not position.batches, position.batches
+        if fresh:
+            self._go_to(state)
+        begin_epoch(self._loader, self._seed, epoch, position)
+        found = not fresh and self._go_to(state)  # only now: its generators are not those of the epoch's beginning
+        seed_generators(make_key(self._seed, Domain.ORDER, position.key(epoch)))
+        self._begin(epoch)
+        if number and not found:
             _log.warning(
                 "%s has no state_dict to go on from: %d batches of this epoch are read once more. Give it (or its data "
                 "set, with num_workers=0) state_dict and load_state_dict, or use torchdata's StatefulDataLoader.",
@@ -85,31 +79,56 @@ class StreamFeed(Feed):
                 number,
             )
             for again in range(number):
-                self._next(epoch, again)
-        while not self._exhausted:
-            batch = self._next(epoch, number)
-            if not self._exhausted:
-                yield batch
+                self._next(position.key(epoch), again)
+        batch = self._next(position.key(epoch), number)
+        if batch is _END and fresh and not state.get("exhausted", True):
+            self._begin(epoch)  # the epoch before was cut exactly where the data ends
+            batch = self._next(position.key(epoch), number)
+        while batch is not _END:
+            yield batch
             number += 1
+            batch = self._next(position.key(epoch), number)
 
-    def _next(self, epoch: int, number: int) -> Any:
+    def _begin(self, epoch: int) -> None:
+        if isinstance(self._loader, DataLoader) and self._loader.persistent_workers:
+            end_workers(self._loader._iterator)  # theirs are seeded once: an epoch would depend on the ones before
+            self._loader._iterator = None
+        with prepared_workers(self._loader):
+            self._iterator = iter(self._loader)
+        was_read = self._exhausted or (self._opened and self._rewinds) or (epoch and not self._opened)
+        if self._iterator is self._loader and was_read:
+            raise DataError(
+                f"the loader is a {type(self._loader).__name__}, which can be read only once, and it has been read. "
+                "Give an object whose __iter__ begins anew: a DataLoader, a list, or a class of your own."
+            )
+        self._opened, self._exhausted = True, False
+
+    def _next(self, key: int, number: int) -> Any:
         assert self._iterator is not None
-        seed_generators(make_key(self._seed, Domain.SAMPLE, epoch, number))
+        seed_generators(make_key(self._seed, Domain.SAMPLE, key, number))
         batch = next(self._iterator, _END)
         self._exhausted = batch is _END
         return batch
 
-    def live_state(self) -> dict[str, Any]:
-        """See `Feed.live_state`."""
-        if self._stateful is None:
-            return {}
-        return {"loader": deepcopy(self._stateful.state_dict()), "exhausted": self._exhausted}
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"kind": "stream"}
+        if self._stateful is not None:  # a copy: it may be made of what the next batch changes
+            state |= {"loader": deepcopy(self._stateful.state_dict()), "exhausted": self._exhausted}
+        return state
 
-    def _load(self, saved: dict[str, Any]) -> bool:
-        if self._stateful is None or "loader" not in saved:
+    def _last_state(self) -> dict[str, Any]:
+        state = self._state() | {"ended": True}
+        if self._exhausted or self._stateful is not self._loader:  # a loader forgets its place when it begins anew
+            self._stands_at = state
+        return state
+
+    def _go_to(self, state: dict[str, Any]) -> bool:
+        """Bring the loader to where a state says it stood. Returns whether it could be."""
+        if self._stateful is None or "loader" not in state:
             return False
-        self._stateful.load_state_dict(saved["loader"])
-        self._exhausted = saved["exhausted"]
+        if state is not self._stands_at:
+            self._stateful.load_state_dict(deepcopy(state["loader"]))
+        self._stands_at, self._exhausted = None, state["exhausted"]
         return True
 
     def steps(self, limit: int | None) -> int | None:

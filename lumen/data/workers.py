@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from threadpoolctl import threadpool_limits
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 _GRACE_S = 30
 
@@ -42,6 +44,23 @@ def _limit_threads() -> None:
         opencv.setNumThreads(0)
 
 
+@contextmanager
+def prepared_workers(loader: Any) -> Iterator[None]:
+    """The context in which a loader of the user's own starts workers that `init_worker` prepares."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        yield
+        return
+    user_init = loader.worker_init_fn
+    loader.worker_init_fn = partial(init_worker, loader.dataset, user_init)
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = user_init
+
+
 def end_workers(iterator: Any) -> None:
     """End the workers of a DataLoader's iterator; garbage collection, after an error, would wait 5 s for each."""
     getattr(iterator, "_shutdown_workers", lambda: None)()
+    for worker in getattr(iterator, "_workers", ()):
+        if worker.is_alive():  # in the middle of a sample, for more than torch's 5 s
+            worker.kill()
