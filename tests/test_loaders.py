@@ -1,6 +1,9 @@
 """Every kind of loader: which samples come, what they draw, what is read again on resume, and what is refused."""
 
+import multiprocessing
 import re
+import shutil
+import time
 from itertools import count
 from pathlib import Path
 
@@ -198,7 +201,161 @@ def test_the_seed_of_a_loaders_generator_decides_its_order(tmp_path):
     assert order(1, 3) == order(1, 4) != order(2, 3)
 
 
+class Nested(Sampler):
+    """Draws lazily from a generator in a list, and from what another sampler keeps."""
+
+    def __init__(self, samples=20):
+        self.samples = samples
+        self.generators, self.inner = [np.random.default_rng()], RandomSampler(range(samples), generator=own())
+
+    def __iter__(self):
+        for index in self.inner:
+            yield (index + int(self.generators[0].integers(3))) % self.samples
+
+    def __len__(self):
+        return self.samples
+
+
+def own():
+    return torch.Generator().manual_seed(5)
+
+
+def resumed_everywhere(tmp_path, fit, **options):
+    """Train whole, then go on from a checkpoint of each step: what is seen afterwards is the same."""
+    whole = fit(**options)
+    assert whole.global_steps
+    for step in range(1, whole.global_steps):
+        path = tmp_path / f"step-{step}"
+        fit(**options, max_steps=step, callbacks=[Saving(step, path)])
+        again = fit(**options, resume=path)
+        for epoch, batches in again.epochs.items():
+            assert plain(batches) == plain(whole.epochs[epoch])[-len(batches) :], (step, epoch)
+        seen_after = sum(map(len, again.epochs.values())) + sum(map(len, whole.skipped.values()))
+        assert seen_after >= whole.global_steps - step, step
+
+
+class Tracked(Seeing):
+    """Validates, may skip the rest of an epoch, and counts."""
+
+    def __init__(self, skip=None):
+        super().__init__()
+        self.skip, self.skipped, self.validated, self.global_steps = skip, {}, [], 0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if (self.current_epoch, batch_idx) == self.skip else None
+
+    def on_train_end(self):
+        self.global_steps = self.global_step
+
+    def validation_step(self, batch):
+        self.validated.append(plain([batch])[0])
+
+
+def fitting(tmp_path, make, make_validation=None, skip=None):
+    def fit(**options):
+        task = Tracked(skip)
+        trainer = bare_trainer(tmp_path, **{"max_epochs": 3, "num_sanity_val_steps": 0} | options)
+        trainer.fit(task, make(), val_dataloaders=make_validation and make_validation())
+        return task
+
+    return fit
+
+
+def test_a_sampler_that_keeps_generators_anywhere_goes_on_exactly(tmp_path):
+    resumed_everywhere(tmp_path, fitting(tmp_path, lambda: DataLoader(Counted(), 4, sampler=Nested())))
+
+
+def test_a_sampler_shared_with_validation_is_not_disturbed_by_it(tmp_path):
+    def fit(**options):
+        sampler, task = Nested(), Tracked()
+        loaders = [DataLoader(Counted(), 4, sampler=sampler) for _ in range(2)]
+        trainer = bare_trainer(tmp_path, **{"max_epochs": 2, "val_check_interval": 2} | options)
+        trainer.fit(task, loaders[0], val_dataloaders=loaders[1])
+        return task
+
+    assert plain(fit().epochs[1]) == plain(fit(limit_val_batches=0).epochs[1])
+    resumed_everywhere(tmp_path, fit)
+
+
+def test_a_samplers_generators_are_put_back(tmp_path):
+    generator = own()
+    generator.manual_seed(77)
+    before = generator.get_state()
+    seen(tmp_path, DataLoader(numbers(), 4, sampler=RandomSampler(range(20), replacement=True, generator=generator)))
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_loader_with_an_iterator_of_its_own_is_read_as_it_is(tmp_path):
+    class Negative(DataLoader):
+        def _get_iterator(self):
+            return (-batch[0] for batch in super()._get_iterator())
+
+    task = seen(tmp_path, Negative(numbers(8), 4))
+    assert plain(task.epochs[0]) == [[0, -1, -2, -3], [-4, -5, -6, -7]]
+
+
+def test_indices_may_be_anything_a_data_set_takes(tmp_path):
+    class Named(Dataset):
+        def __getitem__(self, key):
+            return float(len(key)) if isinstance(key, str) else float(sum(key))
+
+    words, pairs = ["a", "bb", "ccc", "dddd"], [(1, 2), (3, 4)]
+    assert seen(tmp_path, DataLoader(Named(), 2, sampler=words)).samples(0) == [1, 2, 3, 4]
+    assert seen(tmp_path, DataLoader(Named(), 1, sampler=pairs)).samples(0) == [3, 7]
+    lazily = DataLoader(numbers(8), batch_sampler=[iter([np.int64(1), 2]), iter([torch.tensor(3)])])
+    assert seen(tmp_path, lazily, max_epochs=1).samples(0) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataLoader(numbers(), batch_sampler=[[1], []]), r"a batch sampler gave \[\]"),
+        (lambda: DataLoader(numbers(), batch_sampler=[1, 2]), "a batch sampler gave 1"),
+        (lambda: DataLoader(numbers(), 4, sampler=iter([1, 2, 3])), "a list_iterator, which can be read only once"),
+        (lambda: DataLoader(Endless(), 4), "Endless has no length, and no sampler"),
+        (lambda: "abc", "a loader is an iterable of batches, found str"),
+        (lambda: torch.arange(4), "a loader is an iterable of batches, found Tensor"),
+        (lambda: {"a": alphabet(3), "b": "abc"}, "found str"),
+    ],
+)
+def test_what_is_no_loader_is_one_clear_error(tmp_path, make, message):
+    with pytest.raises(DataError, match=message):
+        seen(tmp_path, make())
+
+
+class Endless(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
 # ---------------------------------------------------------------------- what cannot go on
+
+
+def test_another_kind_of_loader_in_the_middle_of_an_epoch_is_an_error(tmp_path):
+    makes = [
+        lambda: DataLoader(numbers(20), 4),
+        lambda: DataLoader(numbers(20), 4, sampler=list(range(20))),
+        lambda: [torch.arange(4)] * 5,
+        lambda: {"few": alphabet(8), "many": alphabet(12)},
+        lambda: [alphabet(8), alphabet(12)],
+    ]
+    for number, before in enumerate(makes):
+        for after in makes[:number] + makes[number + 1 :]:
+            path = tmp_path / "step"
+            shutil.rmtree(path, ignore_errors=True)
+            options = {"max_steps": 2, "callbacks": [Saving(2, path)]}
+            bare_trainer(tmp_path, **options).fit(Structures(), before())
+            with pytest.raises(DataError, match="in the middle of an epoch"):
+                bare_trainer(tmp_path, max_epochs=2, resume=path).fit(Structures(), after())
+
+
+def test_another_kind_of_loader_is_welcome_from_the_next_epoch_on(tmp_path):
+    path = tmp_path / "step"
+    trainer = bare_trainer(tmp_path, max_steps=4, callbacks=[Saving(4, path)])
+    trainer.fit(Structures(), [alphabet(8), alphabet(6)])
+    task = Structures()
+    bare_trainer(tmp_path, max_epochs=2, resume=path).fit(task, [alphabet(8), alphabet(6), alphabet(2)])
+    assert len(task.epochs[1]) == 4
 
 
 def resume_with(tmp_path, before, after, step=2):
@@ -280,6 +437,148 @@ def test_a_stream_with_a_state_goes_on_from_it(tmp_path, kind, accumulate):
         for epoch, batches in resumed.epochs.items():
             assert plain(batches) == plain(whole.epochs[epoch])[-len(batches) :]
         assert stream.read == 20 * (3 - step / steps) if step % steps == 0 else stream.read < 40
+
+
+class Buffered(IterableDataset):
+    """A shuffle buffer whose state is the buffer itself, not a copy."""
+
+    def __init__(self, samples=22):
+        self.samples, self.read, self.buffer = samples, 0, []
+
+    def __iter__(self):
+        while self.read < self.samples or self.buffer:
+            while self.read < self.samples and len(self.buffer) < 6:
+                self.buffer.append(self.read)
+                self.read += 1
+            yield self.buffer.pop(int(torch.randint(len(self.buffer), ())))
+        self.read = 0
+
+    def state_dict(self):
+        return {"read": self.read, "buffer": self.buffer}
+
+    def load_state_dict(self, state):
+        self.read, self.buffer = state["read"], state["buffer"]
+
+
+class BufferedBatches(Buffered):
+    """The same as a loader of its own."""
+
+    def __iter__(self):
+        return (torch.tensor([sample]) for sample in super().__iter__())
+
+
+STREAMS = {
+    "a data set": lambda: DataLoader(Buffered(), 4),
+    "a loader": lambda: BufferedBatches(6),
+    "in a combination": lambda: lumen.CombinedLoader([DataLoader(Buffered(), 4), alphabet(8)], "min_size"),
+    "without a state": lambda: DataLoader(Numbered(), 4),
+}
+
+
+class Numbered(IterableDataset):
+    def __iter__(self):
+        return iter(range(22))
+
+
+@pytest.mark.parametrize("skip", [None, (0, 2), (1, 0)])
+@pytest.mark.parametrize("limit", [None, 3, 6])
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_goes_on_exactly_from_every_step_however_its_epochs_end(tmp_path, kind, limit, skip):
+    fit = fitting(tmp_path, STREAMS[kind], skip=skip)
+    if kind == "in a combination":
+        fit = combined_fit(tmp_path, skip)
+    resumed_everywhere(tmp_path, fit, limit_train_batches=limit)
+
+
+def combined_fit(tmp_path, skip):
+    class Flat(Tracked):
+        def training_step(self, batch):
+            return super().training_step(torch.cat([part.flatten() for part in (batch[0], batch[1][0])]))
+
+    def fit(**options):
+        task = Flat(skip)
+        bare_trainer(tmp_path, **{"max_epochs": 3} | options).fit(task, STREAMS["in a combination"]())
+        return task
+
+    return fit
+
+
+def test_a_stream_cut_exactly_at_its_end_begins_again(tmp_path):
+    task = seen(tmp_path, DataLoader(Counting(), 2), limit_train_batches=10, max_epochs=4)
+    assert [len(task.epochs[epoch]) for epoch in range(4)] == [10] * 4
+    task = seen(tmp_path, DataLoader(Counting(), 2), limit_train_batches=5, max_epochs=None, max_steps=25)
+    assert [len(task.epochs[epoch]) for epoch in range(5)] == [5] * 5
+    assert [int(number) for number in task.samples(0) + task.samples(1)] == list(range(1, 21))
+
+
+def test_a_combination_loses_no_sample_of_a_stream_at_the_end_of_an_epoch(tmp_path):
+    task = Structures()
+    stream = DataLoader(Counting(), 2)
+    bare_trainer(tmp_path, max_epochs=3).fit(task, lumen.CombinedLoader([alphabet(6), stream], "min_size"))
+    numbers_seen = [int(n) for epoch in range(3) for batch, _ in task.epochs[epoch] for n in batch[1].tolist()]
+    assert numbers_seen == list(range(1, 19))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_sanity_val_steps": 2}, {"limit_val_batches": 2}])
+def test_every_validation_reads_a_stream_from_its_beginning(tmp_path, options):
+    fit = fitting(tmp_path, lambda: DataLoader(numbers(8), 4), lambda: DataLoader(Buffered(12), 2))
+    task = fit(**options)
+    sanity, per_pass = options.get("num_sanity_val_steps", 0), options.get("limit_val_batches", 6)
+    assert len(task.validated) == sanity + 3 * per_pass
+    passes = task.validated[sanity:]
+    assert passes[:per_pass] == passes[per_pass : 2 * per_pass] == passes[2 * per_pass :]
+
+
+def test_a_generator_cannot_be_validated_on_twice_nor_resumed(tmp_path):
+    fit = fitting(tmp_path, lambda: DataLoader(numbers(8), 4), lambda: (torch.zeros(2) for _ in range(3)))
+    with pytest.raises(DataError, match="a generator, which can be read only once"):
+        fit(num_sanity_val_steps=1, max_epochs=1)
+    path = tmp_path / "step"
+    endless = fitting(tmp_path, lambda: iter(lambda: torch.zeros(2), None))
+    endless(limit_train_batches=3, max_steps=5, callbacks=[Saving(5, path)])
+    with pytest.raises(DataError, match="a callable_iterator, which can be read only once"):
+        endless(limit_train_batches=3, resume=path)
+
+
+@pytest.mark.parametrize("kind", ["a data set", "without a state"])
+def test_overfitting_repeats_the_first_batches_of_a_stream(tmp_path, kind):
+    task = seen(tmp_path, STREAMS[kind](), overfit_batches=2, max_epochs=3)
+    epochs = [plain(task.epochs[epoch]) for epoch in range(3)]
+    assert epochs[0] == epochs[1] == epochs[2]
+
+
+def test_a_stateful_loader_is_not_read_again(tmp_path):
+    class Watching(CountingBatches):
+        loads = 0
+
+        def load_state_dict(self, state):
+            self.loads += 1
+            super().load_state_dict(state)
+
+    path, data = tmp_path / "step", Watching()
+    seen(tmp_path, data, max_epochs=3)
+    assert data.loads == 0  # where nothing was cut, nothing is loaded
+    seen(tmp_path, Watching(), max_steps=25, callbacks=[Saving(25, path)])
+    data = Watching()
+    seen(tmp_path, data, max_epochs=2, resume=path)
+    assert (data.loads, data.read) == (1, 15)
+
+
+class NoisyStream(IterableDataset):
+    def __iter__(self):
+        for number in range(8):
+            yield number + torch.rand(()).double()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_the_workers_of_a_stream_draw_does_not_depend_on_the_epochs_before(tmp_path, persistent):
+    def make():
+        return DataLoader(NoisyStream(), 4, num_workers=1, persistent_workers=persistent)
+
+    path = tmp_path / "step"
+    whole = seen(tmp_path, make())
+    seen(tmp_path, make(), max_steps=2, callbacks=[Saving(2, path)])
+    assert plain(seen(tmp_path, make(), resume=path).epochs[1]) == plain(whole.epochs[1])
 
 
 def test_a_stream_without_a_state_is_read_again_with_one_clear_warning(tmp_path, caplog):
@@ -423,12 +722,20 @@ def test_the_snippet_in_the_documentation_runs(tmp_path):
     assert [list(batch) for batch, _ in task.epochs[0]] == [["labelled", "unlabelled"]] * 2
 
 
+def test_a_loader_that_begins_again_within_an_epoch_hears_the_same_epoch(tmp_path):
+    sampler = EpochSampler()
+    bare_trainer(tmp_path, max_epochs=2).fit(Structures(), [DataLoader(numbers(8), 4, sampler=sampler), alphabet(10)])
+    assert sampler.told == [0, 0, 0, 1, 1, 1]
+
+
 def test_what_several_loaders_cannot_do_is_one_clear_error(tmp_path):
     loaders = [alphabet(3), alphabet(7)]
     with pytest.raises(ConfigError, match="no mode is named 'zip'; there are max_size_cycle"):
         lumen.CombinedLoader(loaders, "zip")
     with pytest.raises(ConfigError, match="no loaders were given"):
         lumen.CombinedLoader([])
+    with pytest.raises(ConfigError, match="one loader is given twice"):
+        lumen.CombinedLoader([loaders[0], loaders[0]])
     with pytest.raises(ConfigError, match="global_batch_size: 4 samples of which of the 2 training loaders"):
         bare_trainer(tmp_path, max_epochs=1, global_batch_size=4).fit(Structures(), loaders)
     with pytest.raises(DataError, match="one of several training loaders is empty"):
@@ -531,6 +838,24 @@ def test_a_resumed_run_asks_for_the_loader_that_the_undisturbed_run_had(tmp_path
     assert {epoch: len(batches) for epoch, batches in task.epochs.items()} == {3: 1, 4: 5}
 
 
+@pytest.mark.parametrize("every", [0, 2, 3])
+def test_a_run_resumed_at_any_step_reads_what_the_undisturbed_one_read(tmp_path, every):
+    class Random(Tracked):
+        made = ()
+
+        def train_dataloader(self):
+            self.made += (self.current_epoch,)
+            return alphabet(6 + 2 * self.current_epoch, int(torch.randint(1000, ())))
+
+    def fit(**options):
+        task = Random()
+        bare_trainer(tmp_path, **{"max_epochs": 5, "reload_dataloaders_every_n_epochs": every} | options).fit(task)
+        return task
+
+    assert fit().made == tuple(range(0, 5, every) if every else [0])
+    resumed_everywhere(tmp_path, fit)
+
+
 def test_loaders_are_made_once_and_only_where_they_are_needed(tmp_path):
     task = Growing()
     bare_trainer(tmp_path, max_epochs=3, limit_val_batches=0).fit(task)
@@ -565,10 +890,38 @@ class Threads(Dataset):
         return torch.tensor(max([torch.get_num_threads(), *pools]))
 
 
-def test_a_worker_uses_one_thread(tmp_path):
+class ThreadStream(IterableDataset):
+    def __iter__(self):
+        return (Threads()[0] for _ in range(4))
+
+
+@pytest.mark.parametrize("data", [Threads, ThreadStream])
+def test_a_worker_uses_one_thread(tmp_path, data):
     assert np.ones((2, 2)).sum() == 4  # numpy and its BLAS are loaded
-    task = seen(tmp_path, DataLoader(Threads(), 2, num_workers=1))
+    loader = DataLoader(data(), 2, num_workers=1)
+    task = seen(tmp_path, loader)
     assert task.samples(0) == [1, 1, 1, 1]
+    assert loader.worker_init_fn is None
+
+
+class Stuck(Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        time.sleep(60 if index > 8 else 0)
+        return index
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stuck_does_not_outlive_its_run(tmp_path):
+    class Failing(Seeing):
+        def training_step(self, batch):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        bare_trainer(tmp_path, max_epochs=1).fit(Failing(), DataLoader(Stuck(), 4, num_workers=1))
+    assert not any(process.is_alive() for process in multiprocessing.active_children())
 
 
 def test_the_users_worker_init_fn_has_the_last_word(tmp_path):

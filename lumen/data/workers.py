@@ -64,3 +64,4 @@ def end_workers(iterator: Any) -> None:
     for worker in getattr(iterator, "_workers", ()):
         if worker.is_alive():  # in the middle of a sample, for more than torch's 5 s
             worker.kill()
+            worker.join()
