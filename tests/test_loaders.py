@@ -3,6 +3,7 @@
 import multiprocessing
 import re
 import shutil
+import textwrap
 import time
 from itertools import count
 from pathlib import Path
@@ -712,9 +713,28 @@ def test_loaders_of_the_same_data_and_rounds_of_one_loader_have_different_orders
     assert sorted(content(first)) == sorted(content(again)) == list(range(12))
 
 
-def test_the_snippet_in_the_documentation_runs(tmp_path):
+def snippets():
     page = Path(__file__).parents[1] / "docs" / "loaders.md"
-    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    return [textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)```", page.read_text(), re.S | re.M)]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(
+    ("stateful", "workers"), [(False, 0), (True, 0), pytest.param(True, 2, marks=pytest.mark.slow)]
+)
+def test_the_documented_stream_goes_on_exactly_from_every_step(tmp_path, stateful, workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    given = {"torch": torch}
+    exec(snippets()[0], given)
+    kind = StatefulDataLoader if stateful else DataLoader
+    fit = fitting(tmp_path, lambda: kind(given["Numbers"](22), 4, num_workers=workers))
+    assert sorted(fit(max_epochs=1).samples(0)) == list(range(22))
+    resumed_everywhere(tmp_path, fit)
+
+
+def test_the_snippet_in_the_documentation_runs(tmp_path):
+    snippet = snippets()[1]
     given = {"lumen": lumen, "labelled": alphabet(3), "unlabelled": alphabet(7)}
     exec(snippet, given)
     task = type("Snippet", (Structures,), {"train_dataloader": given["train_dataloader"]})()

@@ -65,6 +65,7 @@ class StreamFeed(Feed):
 
     def _batches(self, epoch: int, position: Position, state: dict[str, Any]) -> Iterator[Any]:
         fresh, number = not position.batches, position.batches
+        stands_there = state is self._stands_at
         if fresh:
             self._go_to(state)
         begin_epoch(self._loader, self._seed, epoch, position)
@@ -81,8 +82,8 @@ class StreamFeed(Feed):
             for again in range(number):
                 self._next(position.key(epoch), again)
         batch = self._next(position.key(epoch), number)
-        if batch is _END and fresh and not state.get("exhausted", True):
-            self._begin(epoch)  # the epoch before was cut exactly where the data ends
+        if batch is _END and fresh and "loader" in state and not (stands_there and state["exhausted"]):
+            self._begin(epoch)  # the epoch before was cut exactly where the data ends, or its end was loaded just now
             batch = self._next(position.key(epoch), number)
         while batch is not _END:
             yield batch
