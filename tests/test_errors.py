@@ -104,7 +104,7 @@ def test_missing_data_is_named(tmp_path):
         quiet_trainer(tmp_path, max_epochs=1).fit(Regression(), lumen.DataModule())
     with pytest.raises(DataError, match="define test_dataloader"):
         quiet_trainer(tmp_path).test(Regression(), lumen.DataModule())
-    with pytest.raises(DataError, match="must be iterable, found int"):
+    with pytest.raises(DataError, match="a loader is an iterable of batches, found int"):
         quiet_trainer(tmp_path, max_epochs=1).fit(Regression(), 3)
 
 

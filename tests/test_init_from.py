@@ -579,6 +579,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
+SLACK_MIB = 48  # of the allocator, the libraries and the page cache; a second copy of the model would be 200
+
+
 def grown_mib(root, where):
     """How much more memory a process needs for loading a model of 200 MiB that it has built."""
     done = subprocess.run(
@@ -592,7 +595,7 @@ def grown_mib(root, where):
 def test_loading_needs_the_memory_of_one_tensor_more(tmp_path):
     grown_mib(tmp_path, "save")
     (checkpoint,) = find_checkpoints(tmp_path / "runs/run/checkpoints")
-    assert grown_mib(tmp_path, checkpoint) < 4 + 16
-    assert grown_mib(tmp_path, "resume") < 200 + 4 + 16  # with the optimizer's state
+    assert grown_mib(tmp_path, checkpoint) < 4 + SLACK_MIB
+    assert grown_mib(tmp_path, "resume") < 200 + 4 + SLACK_MIB  # with the optimizer's state
     with serving(checkpoint) as (url, _):
-        assert grown_mib(tmp_path, url) < 4 + 16
+        assert grown_mib(tmp_path, url) < 4 + SLACK_MIB
