@@ -151,7 +151,7 @@ class Manual(Regression):
         (NoOptimizer(), loader(), ConfigError, "NoOptimizer has no configure_optimizers"),
         (Manual(), loader(), ConfigError, "no manual optimization"),
         (Regression(), None, DataError, "no training data"),
-        (Regression(), 3, DataError, "a loader must be iterable, found int"),
+        (Regression(), 3, DataError, "a loader is an iterable of batches, found int"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_and_named(tmp_path, task, data, error, message):
