@@ -111,6 +111,8 @@ class Compilation(AbstractContextManager["Compilation"]):
 def _callable_children(module: nn.Module, metrics: set[int]) -> Iterator[nn.Module]:
     """The modules with parameters directly in a module; of a list or dictionary of modules, those in it."""
     for child in module.children():
+        if isinstance(child, torch.jit.ScriptModule):
+            continue
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _callable_children(child, metrics)
         elif id(child) not in metrics and next(child.parameters(), None) is not None:
@@ -140,6 +142,8 @@ def _explain(error: BaseException | None) -> None:
             "batches to few shapes, or set compile: {dynamic: true} (a resumed run is then equal within rounding)."
         ) from error
     if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return
+    if isinstance(error, torch._dynamo.exc.TorchRuntimeError):  # a mistake of the model's: torch shows the line
         return
     if "InvalidCxxCompiler" in str(error):
         raise ConfigError(

@@ -98,7 +98,7 @@ def _parts(scheduler: Any, begin: int) -> Iterator[tuple[Any, int]]:
         if scheduler.leads:
             yield from _parts(scheduler.scheduler, begin + scheduler.steps)
     elif isinstance(scheduler, SequentialLR):
-        yield from _parts(scheduler._schedulers[-1], begin + scheduler._milestones[-1])
+        yield from _parts(scheduler._schedulers[-1], begin + (scheduler._milestones or [0])[-1])
     elif isinstance(scheduler, ChainedScheduler):
         for part in scheduler._schedulers:
             yield from _parts(part, begin)
@@ -113,14 +113,17 @@ def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, hor
     if (length := _attribute(scheduler, _LENGTH)) is not None:
         end = begin + length
         _refuse_mistakes(scheduler, begin, end, moves, often, config, horizon)
-        if end > 2 * moves:
+        if end > 2 * moves and not (begin and isinstance(scheduler, ConstantLR)):
             return f"{name} ends after {end} moves, but {often}: the run sees only its beginning. {_ADVICE}"
         if isinstance(scheduler, CosineAnnealingLR) and moves > 1.1 * end:
             return f"{name} is at its lowest after {end} moves, but {often}: then it rises again. {_ADVICE}"
         if moves > 2 * end and _ends_low(scheduler):
             return f"{name} ends after {end} moves, but {often}: it stays at its lowest for the rest. {_ADVICE}"
         return None
-    first = min(scheduler.milestones) if isinstance(scheduler, MultiStepLR) else _attribute(scheduler, _FIRST_CHANGE)
+    if isinstance(scheduler, MultiStepLR):
+        first = min(scheduler.milestones, default=None)
+    else:
+        first = _attribute(scheduler, _FIRST_CHANGE)
     if first is not None and begin + first > 2 * moves:
         return f"{name} changes first after {begin + first:.0f} moves, but {often}. {_ADVICE}"
     if config.interval == "step" and (reason := _too_early(scheduler, begin, moves, horizon)):
@@ -160,7 +163,7 @@ def _too_early(scheduler: Any, begin: int, moves: int, horizon: _Horizon) -> str
                 'Set its interval to "epoch".'
             )
         return f"after {small} moves the learning rate is 1e-6 of what it was" if 2 * small < moves else None
-    if isinstance(scheduler, MultiStepLR) and max(scheduler.milestones) <= epochs:
+    if isinstance(scheduler, MultiStepLR) and 0 < max(scheduler.milestones, default=0) <= epochs:
         last = begin + max(scheduler.milestones)
         return f"its last milestone comes after {last} of them" if 10 * last < moves else None
     if isinstance(scheduler, CosineAnnealingWarmRestarts) and scheduler.T_mult == 1 and epochs >= scheduler.T_0:

@@ -65,7 +65,7 @@ def train_epoch(run: Run) -> None:
     assert feed is not None
     windows = feed.windows(0 if plan.same_batches else progress.epoch, progress.position, plan.limit("train", feed))
     window = next(windows, None)
-    over = progress.validation_due and finish_step(run, last=window is None)  # a checkpoint made while validating
+    over = progress.validation_due and finish_step(run, updated=True, last=window is None)  # saved while validating
     while window is not None and not over:
         try:
             updated = train_step(run, window)
@@ -75,7 +75,7 @@ def train_epoch(run: Run) -> None:
         if updated and progress.step % plan.log_every_n_steps == 0:
             log_step(run)
         progress.validation_due = run.validation_due(window, updated=updated)
-        over = finish_step(run, last=window.last)
+        over = finish_step(run, updated=updated, last=window.last)
         window = None if over else next(windows, None)
 
     end_epoch(run, complete=not over)
@@ -96,15 +96,18 @@ def log_step(run: Run) -> None:
     run.write(values)
 
 
-def finish_step(run: Run, *, last: bool) -> bool:
+def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
     """Validate if it is due, then reach the boundary, unless the epoch's end comes first. Returns whether to end."""
     if run.progress.validation_due:
         if evaluate(run, "validate", run.eval_feeds):
             run.validation_done()
         run.stage_metrics = run.train_metrics
-    if last and not run.progress.validation_due:
-        return False
-    return reach_boundary(run)
+    if run.progress.validation_due:
+        return reach_boundary(run)
+    for scheduler in run.schedulers if updated else ():
+        if scheduler.monitor is not None and scheduler.moves_at(run.progress.step):
+            scheduler.step(run.newest_values())
+    return False if last else reach_boundary(run)
 
 
 def reach_boundary(run: Run) -> bool:

@@ -41,6 +41,10 @@ class SchedulerConfig:
     strict: bool = True
     warmup: Warmup | None = None
 
+    def moves_at(self, step: int) -> bool:
+        """Whether it moves when a step is complete."""
+        return self.interval == "step" and step % self.frequency == 0
+
     def step(self, metrics: Mapping[str, float]) -> None:
         """Move the schedule by one."""
         if self.warmup is not None and not self.warmup.over:
@@ -51,8 +55,9 @@ class SchedulerConfig:
             self.scheduler.step(metrics[self.monitor])
         elif self.strict:
             raise ConfigError(
-                f"lr_scheduler: the monitor {self.monitor!r} was never logged; logged so far: "
-                f"{', '.join(metrics) or 'nothing'}. Log it, or set strict: false."
+                f"lr_scheduler: the monitor {self.monitor!r} has no value of an epoch or a validation; there are: "
+                f"{', '.join(metrics) or 'none'}. Log it so (on_epoch=True), set a frequency at which it has one, "
+                "or set strict: false."
             )
 
     def move_to(self, tokens: float, *, counted: bool) -> None:
@@ -109,7 +114,15 @@ def build_optimizers(
             "follow: no scaled step can be skipped halfway. Use precision: bf16 or fp32."
         )
     _check_parameters(task, optimizer)
-    return optimizer, _paired([config for given in schedulers for config in _configs(given)])
+    configs = _paired([config for given in schedulers for config in _configs(given)])
+    for config in configs:
+        moved = getattr(config.scheduler, "optimizer", optimizer)
+        if moved is not optimizer and moved.param_groups is not optimizer.param_groups:
+            raise ConfigError(
+                f"lr_scheduler: the {type(config.scheduler).__name__} moves the learning rates of another optimizer "
+                f"than the {type(optimizer).__name__} that trains. Build it with that one."
+            )
+    return optimizer, configs
 
 
 def _unpack(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -84,7 +84,7 @@ class Plan:
             return limit
         if limit == 1.0:
             return None
-        name = f"limit_{'val' if stage == 'validate' else stage}_batches"
+        name = "overfit_batches" if self.same_batches else f"limit_{'val' if stage == 'validate' else stage}_batches"
         if feed.length is None:
             raise ConfigError(f"{name}: {limit} is a fraction, but the loader has no length. Give a number of batches.")
         batches = int(feed.length * limit + 1e-9)  # 0.29 * 100 is a little less than 29

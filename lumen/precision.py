@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -187,13 +188,23 @@ class _Explaining(AbstractContextManager[None]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError) and self._complaint.search(str(error)):
+        if error is not None and _is_torchs(error, trace) and self._complaint.search(str(error)):
             better = "bf16 or fp32" if self._name == "fp16" else "fp32"
             raise ConfigError(
                 f"precision: under {self._name} torch cannot run {_culprit(list(_modules(trace)))}: "
                 f"{str(error).splitlines()[0].rstrip('.')}. Use precision: {better}, or run this part in float32 "
                 "(docs/precision.md). A tensor that a step makes has to be given the dtype of those it meets."
             ) from error
+
+
+def _is_torchs(error: BaseException, trace: TracebackType | None) -> bool:
+    """Whether a kernel refused its inputs for want of a float format: not code that raises, nor float for integers."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or type(error) not in (RuntimeError, NotImplementedError):
+        return False
+    raised = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    return not raised and not re.search(r"\b(Long|Int|Byte)\b", str(error))
 
 
 def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:

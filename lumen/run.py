@@ -237,7 +237,7 @@ class Run:
 
     def newest_values(self) -> dict[str, float]:
         """The newest value of every name, of the step in progress too. Waits for the device."""
-        step_values = self.train_metrics.step_values() if self.in_train_step else {}
+        step_values = self.train_metrics.step_values()
         return self.metrics | {name: float(value) for name, value in step_values.items()}
 
     def write(self, values: Mapping[str, float | torch.Tensor]) -> None:

@@ -98,8 +98,8 @@ def update(run: Run, window: Window, weights: StepWeights, closure: Closure | No
     run.count(window, weights, updated=updated)
     if updated:
         for scheduler in run.schedulers:
-            if scheduler.interval == "step" and run.progress.step % scheduler.frequency == 0:
-                scheduler.step(run.metrics if scheduler.monitor is None else run.newest_values())
+            if scheduler.monitor is None and scheduler.moves_at(run.progress.step):  # a plateau waits for validation
+                scheduler.step(run.metrics)
             elif scheduler.interval == "token":
                 scheduler.move_to(run.progress.units, counted=weights.counted)
     return updated

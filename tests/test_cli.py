@@ -290,6 +290,11 @@ def test_switching_a_nested_class_drops_its_arguments_too():
     assert fit("--config", "nested.yaml", "--model.encoder", "torch.nn.ELU")[1].encoder.alpha == 1.0
 
 
+def test_callbacks_may_be_listed_on_the_command_line():
+    trainer, _ = fit("--trainer.callbacks", "[{class_path: tests.cli_tasks.Spy, init_args: {name: listed}}]")
+    assert [callback.name for callback in trainer.callbacks if type(callback) is Spy] == ["listed"]
+
+
 def test_a_word_replaces_an_object_where_both_are_accepted():
     write("traced.yaml", {"trainer": {"profiler": {"class_path": "lumen.TorchProfiler", "init_args": {"wait": 1}}}})
     assert type(fit("--config", "traced.yaml")[0].profiler) is TorchProfiler

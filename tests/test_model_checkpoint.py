@@ -235,7 +235,7 @@ def test_the_checkpoint_callback_runs_after_all_others(tmp_path):
         ({"train_time_interval": 10}, "expected a duration"),
         ({"save_last": True}, "no argument save_last. The newest are always kept: keep_last says how many"),
         ({"filename": "{epoch}"}, "Checkpoints are named by their step"),
-        ({"save_weights_only": True}, "`lumen export`"),
+        ({"save_weights_only": True}, "init_from reads"),
         ({"save_on_exception": True}, r"Add lumen.OnExceptionCheckpoint\(\)"),
         ({"save_on_train_epoch_end": True}, "both done"),
         ({"every_n_steps": 3}, "no argument every_n_steps. Did you mean .*every_n_train_steps"),

@@ -384,3 +384,16 @@ def test_training_on_mps(tmp_path, precision):
     assert any((tmp_path / "runs/run/checkpoints").iterdir())
     with pytest.raises(ConfigError, match="float64, which MPS does not have"):
         lumen.Trainer(max_epochs=1, accelerator="mps", precision="fp64")
+
+
+@pytest.mark.parametrize(
+    ("precision", "text"), [("fp64", "double check the labels"), ("fp16", "Half of them are empty")]
+)
+def test_an_error_that_the_user_raises_is_left_alone(tmp_path, precision, text):
+    class Raising(Regression):
+        def training_step(self, batch):
+            raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError, match=text) as caught:
+        quiet_trainer(tmp_path, max_steps=1, precision=precision).fit(Raising(), loader())
+    assert type(caught.value) is RuntimeError

@@ -352,3 +352,24 @@ def test_persistent_workers_end_with_the_run(tmp_path, fails):
         trainer.fit(Failing(), data, val_dataloaders=loader(10, num_workers=1, persistent_workers=True))
     gc.collect()
     assert multiprocessing.active_children() == []
+
+
+def test_what_hooks_froze_and_put_into_eval_mode_stays_so(tmp_path):
+    class Unfreezing(Regression):
+        def __init__(self):
+            super().__init__(dropout=0.5)
+            self.net[0].requires_grad_(False)
+
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.net[0].requires_grad_(True)
+                self.net[2].eval()
+
+    def fit(name, **options):
+        task, saver = Unfreezing(), lumen.ModelCheckpoint(every_n_train_steps=1)
+        trainer = quiet_trainer(tmp_path / name, resume="auto", callbacks=[saver], **{"max_epochs": 3} | options)
+        trainer.fit(task, loader())
+        return {key: value.tolist() for key, value in task.state_dict().items()}
+
+    fit("stopped", max_steps=9)
+    assert fit("stopped") == fit("whole")

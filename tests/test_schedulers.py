@@ -261,11 +261,7 @@ def test_a_plateau_may_step_with_every_step(tmp_path):
 
     task = Scheduled(configure)
     bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0).fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
-    assert task.rates == [0.1] * 7 + [
-        0.05,
-        0.025,
-        0.0125,
-    ]  # val_loss is known from step 5 on; from 6 on it is no better
+    assert task.rates == [0.1] * 6 + [0.05, 0.025, 0.0125, 0.00625]  # known at step 5, no better from step 6 on
 
 
 def test_a_missing_monitor_is_an_error_that_names_what_was_logged(tmp_path):
@@ -273,7 +269,7 @@ def test_a_missing_monitor_is_an_error_that_names_what_was_logged(tmp_path):
         optimizer = SGD(parameters, lr=0.1)
         return [optimizer], [{"scheduler": ReduceLROnPlateau(optimizer), "monitor": "valid_loss"}]
 
-    with pytest.raises(ConfigError, match=r"the monitor 'valid_loss' was never logged; logged so far: .*val_loss"):
+    with pytest.raises(ConfigError, match=r"the monitor 'valid_loss' has no value of .* there are: .*val_loss"):
         bare_trainer(tmp_path, max_epochs=2).fit(Scheduled(configure), loader(), val_dataloaders=loader(8, 8))
 
 
@@ -435,3 +431,33 @@ def test_the_schedulers_can_be_read_from_the_task(tmp_path):
     task = Scheduled(with_schedule(lambda optimizer, scheduler: optimizer))
     bare_trainer(tmp_path, max_steps=1).fit(task, loader())
     assert task.lr_schedulers() is None
+
+
+def test_a_plateau_that_moves_by_steps_reads_the_validation_of_its_step(tmp_path):
+    class Worse(Regression):
+        validated = 0
+
+        def validation_step(self, batch):
+            type(self).validated += 1
+            self.log("val_loss", float(type(self).validated))
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            moves = {"scheduler": plateau, "interval": "step", "frequency": 3, "monitor": "val_loss"}
+            return [optimizer], [moves]
+
+    options = {"val_check_interval": 3, "num_sanity_val_steps": 0, "gradient_clip_val": 0.01}
+    trainer = bare_trainer(tmp_path, max_steps=9, **options)
+    trainer.fit(Worse(), loader(), val_dataloaders=loader(8, 8))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25  # the first value is the best one, two are worse
+
+
+def test_a_scheduler_of_another_optimizer_is_an_error(tmp_path):
+    class Wrong(Regression):
+        def configure_optimizers(self):
+            other = torch.optim.SGD(self.parameters(), lr=1.0)
+            return [torch.optim.SGD(self.parameters(), lr=1.0)], [torch.optim.lr_scheduler.StepLR(other, 1)]
+
+    with pytest.raises(ConfigError, match="the StepLR moves the learning rates of another optimizer"):
+        bare_trainer(tmp_path, max_steps=1).fit(Wrong(), loader())

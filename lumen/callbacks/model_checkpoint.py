@@ -66,7 +66,7 @@ class ModelCheckpoint(Callback):
         "enable_version_counter": _NAMES,
         "save_last": "The newest are always kept: keep_last says how many. Trainer(resume='last') and ckpt_path='last' "
         "find them.",
-        "save_weights_only": "A checkpoint is always whole; `lumen export` makes one file of its weights.",
+        "save_weights_only": "A checkpoint is always whole; its weights are in model/, which init_from reads.",
         "save_on_train_epoch_end": "An epoch's checkpoint is made when its last validation and its end are both done.",
         "save_on_exception": "Add lumen.OnExceptionCheckpoint() to the callbacks.",
         "verbose": "Trainer(log_level='DEBUG') shows every save.",

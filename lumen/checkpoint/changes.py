@@ -29,7 +29,8 @@ def configured(run: Run) -> dict[str, Setting]:
         own = {key: value for key, value in group.items() if key not in (*HOW_TO_STEP, *follows)}
         found |= settings(f"groups[{number}]", own)
     for number, config in enumerate(run.schedulers):
-        state = config.scheduler.state_dict() if hasattr(config.scheduler, "state_dict") else {}
+        state = dict(config.scheduler.state_dict()) if hasattr(config.scheduler, "state_dict") else {}
+        state.pop("_schedule_phases", None)  # which follow from total_steps
         found[f"schedulers[{number}]"] = type(config.scheduler).__qualname__
         found |= settings(f"schedulers[{number}]", state)
     return found
@@ -43,7 +44,9 @@ def settings(where: str, value: Any) -> dict[str, Setting]:
 def _settings(where: str, value: Any) -> Iterator[tuple[str, Setting]]:
     if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate on its device
         value = value.item()
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and any(not isinstance(key, str) for key in value):  # milestones
+        yield where, str(sorted(value.items()))
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _settings(f"{where}.{key}", item)
     elif isinstance(value, (list, tuple)):

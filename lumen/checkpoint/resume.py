@@ -87,6 +87,7 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
     if "progress" in parts:
         run.progress = Progress(**state["progress"])
         run.metrics = state["metrics"]
+        _load_modes(run.task, state["modes"])
         _load_states(keyed(run.callbacks), state["callbacks"], checkpoint)
     if "optimizer" in parts:
         run.precision.load_state_dict(state["precision"])
@@ -106,6 +107,15 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
         run.absent_records = {key: record for key, record in state["loggers"].items() if key not in loggers}
     if changed := changed_hyperparameters(run, checkpoint):
         _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, _listed(changed))
+
+
+def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
+    """What hooks have frozen, unfrozen, or put into another mode; after the optimizer was built as at the start."""
+    for name, parameter in task.named_parameters():
+        if parameter.requires_grad == (name in modes["frozen"]):
+            parameter.requires_grad_(name not in modes["frozen"])
+    for name, module in task.named_modules():
+        module.training = name not in modes["evaluating"]
 
 
 def _load_open_epoch(run: Run, state: Mapping[str, Any]) -> None:
@@ -135,9 +145,11 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path} was saved with {saved['class']} over {[len(g['params']) for g in saved['groups']]} "
             f"parameters per group; this run has {kind_of(optimizer)} over {[len(g) for g in groups]}. "
             "Resume with the optimizer and the parameter groups it was saved with, or "
-            f"{_without(checkpoint, 'optimizer')}."
+            f"{_without(checkpoint, 'optimizer', *(['schedulers'] if len(groups) != len(saved['groups']) else []))}."
         )
     optimizer.state.clear()
+    if run.progress.step:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch misses its step before the schedulers'
     for name, entries in saved["state"].items():
         parameter = parameters[name]
         moves_with_it = {"fused", "capturable"} & {
@@ -161,7 +173,8 @@ def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], confi
     if len(saved) != len(run.optimizer.param_groups):
         raise CheckpointMismatch(
             f"{checkpoint.path} has learning rates of {len(saved)} parameter groups, the run has "
-            f"{len(run.optimizer.param_groups)}. Resume with these groups, or {_without(checkpoint, 'schedulers')}."
+            f"{len(run.optimizer.param_groups)}. Resume with these groups, or "
+            f"{_without(checkpoint, 'optimizer', 'schedulers')}."
         )
     for number, (group, values) in enumerate(zip(run.optimizer.param_groups, saved, strict=True)):
         for key in values.keys() - HOW_TO_STEP:
@@ -225,8 +238,8 @@ def _move_schedulers(run: Run) -> None:
                 config.move_to(progress.units, counted=True)
 
 
-def _without(checkpoint: Checkpoint, part: Part) -> str:
-    rest = ", ".join(each for each in get_args(Part) if each != part)
+def _without(checkpoint: Checkpoint, *parts: str) -> str:
+    rest = ", ".join(each for each in get_args(Part) if each not in parts)
     return f"start a new run from it with resume: {checkpoint.path} and resume_parts: [{rest}]"
 
 

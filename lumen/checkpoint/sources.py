@@ -59,6 +59,8 @@ class Weights:
     strict: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.ignore, str):
+            raise ConfigError(f"ignore: expected a list of patterns, found {self.ignore!r}. Write [{self.ignore!r}].")
         for option, pattern, replacement in [
             *(("rename", pattern, replacement) for pattern, replacement in self.rename.items()),
             *(("ignore", pattern, "") for pattern in self.ignore),

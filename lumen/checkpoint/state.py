@@ -85,6 +85,10 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
         "data_hyperparameters": dict(run.datamodule.hparams) if isinstance(run.datamodule, HasHyperparameters) else {},
         "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
         "extra_state": _extra_state(task),
+        "modes": {
+            "frozen": [name for name, parameter in task.named_parameters() if not parameter.requires_grad],
+            "evaluating": [name for name, module in task.named_modules() if not module.training],
+        },
         "task": added,
     }
     state = {name: encode(part, extra, name) for name, part in parts.items()}

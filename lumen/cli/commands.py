@@ -125,6 +125,8 @@ def run(command: str, words: list[str]) -> int:
         raise ConfigError(
             "lookahead and parameter_groups: they need the optimizer that they are for. Set optimizer too."
         )
+    if not config.lr_scheduler and vars(config.lr_schedule) != vars(parser.get_defaults().lr_schedule):
+        raise ConfigError("lr_schedule: it says how lr_scheduler moves. Set lr_scheduler too.")
     if any(key == "print_config" for key, _ in pairs):
         print(dump(record), end="", file=stdout)
         return 0

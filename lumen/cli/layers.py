@@ -134,7 +134,8 @@ def _has(node: Any, path: Keys) -> bool:
 def _nested(keys: list[str], text: str) -> Tree:
     value: Any = text
     with suppress(yaml.YAMLError):
-        value = load_yaml(text) if text.startswith("{") else text
+        listed = keys == ["trainer", "callbacks"] and text.startswith("[")
+        value = load_yaml(text) if text.startswith("{") or listed else text
     return dict(merge({}, reduce(lambda inner, key: {key: inner}, reversed(keys), value)))
 
 
