@@ -290,6 +290,13 @@ def test_switching_a_nested_class_drops_its_arguments_too():
     assert fit("--config", "nested.yaml", "--model.encoder", "torch.nn.ELU")[1].encoder.alpha == 1.0
 
 
+def test_a_schedule_without_a_scheduler_is_said_to_be_unused(capsys):
+    fit("--optimizer=SGD", "--lr_schedule.warmup_steps=5")
+    assert "lr_schedule says how lr_scheduler moves, but there is none" in capsys.readouterr().err
+    fit("--optimizer=SGD")
+    assert "lr_schedule" not in capsys.readouterr().err
+
+
 def test_callbacks_may_be_listed_on_the_command_line():
     trainer, _ = fit("--trainer.callbacks", "[{class_path: tests.cli_tasks.Spy, init_args: {name: listed}}]")
     assert [callback.name for callback in trainer.callbacks if type(callback) is Spy] == ["listed"]

@@ -222,7 +222,6 @@ def test_an_import_error_inside_a_users_module_is_the_users_own():
         (["--model.widths", "[a]"], "model.widths (the command line): expected a list of int, found '[a]'."),
         (["--model.widths", "3"], "model.widths (the command line): expected a list of int, found '3'."),
         (["--trainer.profiler", "fast"], "expected one of simple, torch, pytorch or Profiler, found 'fast'."),
-        (["--optimizer=SGD", "--lr_schedule.warmup_steps=5"], "lr_schedule: it says how lr_scheduler moves. Set lr_scheduler too"),
         (["--trainer.resume_parts", "model"], "expected a list of one of model, optimizer, schedulers, progress, data, found 'model'."),
         (["--trainer.init_from.rename", "x"], "trainer.init_from"),
         (["--model.encoder", "torch.nn.Linear", "--model.encoder.in_features=a", "--model.encoder.out_features=1"], "model.encoder.in_features (the command line): expected int, found 'a'."),

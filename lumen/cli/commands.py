@@ -125,8 +125,6 @@ def run(command: str, words: list[str]) -> int:
         raise ConfigError(
             "lookahead and parameter_groups: they need the optimizer that they are for. Set optimizer too."
         )
-    if not config.lr_scheduler and vars(config.lr_schedule) != vars(parser.get_defaults().lr_schedule):
-        raise ConfigError("lr_schedule: it says how lr_scheduler moves. Set lr_scheduler too.")
     if any(key == "print_config" for key, _ in pairs):
         print(dump(record), end="", file=stdout)
         return 0
@@ -230,6 +228,8 @@ def _configure_optimizers(config: Namespace, task: TaskModule) -> dict[str, Any]
     if config.lookahead.k is not None:
         optimizer = Lookahead(optimizer, config.lookahead.k, config.lookahead.alpha)
     if not config.lr_scheduler:
+        if config.lr_schedule.as_dict() != vars(Schedule()):
+            _log.warning("lr_schedule says how lr_scheduler moves, but there is none: it is not used")
         return {"optimizer": optimizer}
     return {"optimizer": optimizer, "lr_scheduler": {
         "scheduler": _built(config.lr_scheduler, optimizer), **config.lr_schedule.as_dict()
