@@ -5,6 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lumen.worker import attach
+
+attach()
+
 if TYPE_CHECKING:
     from lumen.callbacks import (
         Callback,
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from lumen.profilers import Profiler, SimpleProfiler, TorchProfiler
     from lumen.random import seed_everything
     from lumen.strategies import SingleDevice, Strategy
+    from lumen.strategies.ddp import DDP
+    from lumen.strategies.fsdp import FSDP
     from lumen.task import TaskModule
     from lumen.trainer import Trainer
 
@@ -34,8 +40,10 @@ _HOME = {
     "CSVLogger": "lumen.loggers",
     "Callback": "lumen.callbacks",
     "CombinedLoader": "lumen.data.combined",
+    "DDP": "lumen.strategies.ddp",
     "DataModule": "lumen.datamodule",
     "EarlyStopping": "lumen.callbacks",
+    "FSDP": "lumen.strategies.fsdp",
     "LambdaCallback": "lumen.callbacks",
     "LearningRateMonitor": "lumen.callbacks",
     "Logger": "lumen.loggers",
@@ -59,6 +67,8 @@ _HOME = {
     "seed_everything": "lumen.random",
 }
 __all__ = [
+    "DDP",
+    "FSDP",
     "CSVLogger",
     "Callback",
     "CombinedLoader",

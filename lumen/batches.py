@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
+from numbers import Real
 from typing import Any
 
 import torch
+
+_NUMBERS = (torch.Tensor, Real)
 
 
 def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -22,33 +25,50 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
         device: Where the tensors go.
         dtype: Of all floating tensors; None: each keeps its own.
     """
-    if isinstance(batch, torch.Tensor):
-        dtype = dtype if batch.is_floating_point() else None
-        return batch.to(device, dtype, non_blocking=device.type != "mps")  # on MPS the copy may come too late
-    if isinstance(batch, Mapping):
-        moved = {key: move(value, device, dtype) for key, value in batch.items()}
-        if type(batch) is dict:
-            return moved
-        if isinstance(batch, MutableMapping):
-            kept = copy(batch)  # with whatever makes it more than its items
-            kept.update(moved)
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            own = dtype if part.is_floating_point() else None
+            return part.to(device, own, non_blocking=device.type != "mps")  # on MPS the copy may come too late
+        return part.to(device) if callable(getattr(part, "to", None)) else part
+
+    return convert(batch, moved)
+
+
+def convert(data: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to everything in nested data that is no collection, keeping the structure.
+
+    Mappings, lists, tuples, named tuples without a `to` method and dataclasses are walked.
+    """
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        converted = {key: convert(value, function) for key, value in data.items()}
+        if type(data) is dict:
+            return converted
+        if isinstance(data, MutableMapping):
+            kept = copy(data)  # with whatever makes it more than its items
+            kept.update(converted)
             return kept
-        return type(batch)(moved)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        if hasattr(batch, "to"):
-            return batch.to(device)
-        return type(batch)(*(move(value, device, dtype) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)([move(value, device, dtype) for value in batch])
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {field.name: move(getattr(batch, field.name), device, dtype) for field in dataclasses.fields(batch)}
-        moved_batch = object.__new__(type(batch))  # not replace(): init=False and InitVar fields must survive
+        return type(data)(converted)  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        if hasattr(data, "to"):
+            return function(data)
+        return type(data)(*(convert(value, function) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)([convert(value, function) for value in data])
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        fields = {field.name: convert(getattr(data, field.name), function) for field in dataclasses.fields(data)}
+        made = object.__new__(type(data))  # not replace(): init=False and InitVar fields must survive
         for name, value in fields.items():
-            object.__setattr__(moved_batch, name, value)
-        return moved_batch
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device)
-    return batch
+            object.__setattr__(made, name, value)
+        return made
+    return function(data)
+
+
+def as_tensors(data: Any, device: torch.device) -> Any:
+    """The numbers in nested data as tensors, and all tensors, on a device."""
+    return convert(data, lambda part: torch.as_tensor(part, device=device) if isinstance(part, _NUMBERS) else part)
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lumen.errors import ConfigError
-from lumen.metrics import metrics_of
+from lumen.metric_objects import metrics_of
 
 _OPTIONS = ("mode", "dynamic", "fullgraph", "backend", "options")
 _VERSIONS = 32  # of one piece of code: for each shape, with and without gradients, in training and in evaluation

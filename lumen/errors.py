@@ -8,7 +8,9 @@
     │   └── CheckpointMismatch   it is intact, but belongs to another model, optimizer or run
     ├── RunDirectoryError        a run directory cannot be claimed, locked or written
     └── TrainingError            training cannot go on
-        └── NonFiniteLoss        a loss, a gradient or a parameter is NaN or infinite
+        ├── NonFiniteLoss        a loss, a gradient or a parameter is NaN or infinite
+        ├── ProcessStuck         a process waited in vain for another one, which does something else
+        └── ProcessLost          another process of the run has ended; its own error says why
 
 A message says what is wrong, what was found, and what to do.
 """
@@ -48,3 +50,11 @@ class TrainingError(LumenError):
 
 class NonFiniteLoss(TrainingError):
     """A loss, a gradient or a parameter is NaN or infinite."""
+
+
+class ProcessStuck(TrainingError):
+    """A process waited in vain for another one, which does something else."""
+
+
+class ProcessLost(TrainingError):
+    """Another process of the run has ended; its own error says why."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from lumen.data.feed import Feed
 from lumen.data.loaders import make_feed
+from lumen.data.windows import Shard
 from lumen.errors import DataError
 from lumen.hooks import overrides
 from lumen.run import Run
@@ -52,7 +53,10 @@ def _open_feeds(run: Run) -> None:
     loader = _loader(run, "fit")
     if loader is None:
         raise DataError("there is no training data. Give a DataModule or a loader to fit, or define train_dataloader.")
-    run.train_feed = make_feed(loader, run.seed, plan.accumulate, plan.global_batch_size, rewinds=plan.same_batches)
+    shard = _shard(run, run.strategy.needs_stand_ins)
+    run.train_feed = make_feed(
+        loader, run.seed, plan.accumulate * shard.world, plan.global_batch_size, rewinds=plan.same_batches, shard=shard
+    )
     plan.limit("train", run.train_feed)
     plan.check_validation(run.train_feed)
     if run.train_feed.length == 0:
@@ -76,11 +80,16 @@ def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:
         return []
     several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
     loaders = given.values() if isinstance(given, Mapping) else given if several else [given]
-    feeds = [make_feed(loader, run.seed, rewinds=True) for loader in loaders]
+    shard = _shard(run, run.strategy.evaluation_stands_in)
+    feeds = [make_feed(loader, run.seed, shard.world, rewinds=True, shard=shard) for loader in loaders]
     for feed, name in zip(feeds, given if isinstance(given, Mapping) else [""] * len(feeds), strict=True):
         feed.name = str(name)
         run.plan.limit(stage, feed)
     return feeds
+
+
+def _shard(run: Run, stands_in: bool) -> Shard:
+    return Shard(run.strategy.rank, run.strategy.world_size, stands_in, run.strategy.gather)
 
 
 def _loader(run: Run, stage: str) -> Any:

@@ -7,19 +7,23 @@ the last step of an epoch after the end of that epoch. Checkpoints are made and 
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import torch
 
+from lumen.batches import move
 from lumen.checkpoint.state import logger_states
 from lumen.data.feed import Feed, Position
 from lumen.errors import TrainingError
 from lumen.feeds import open_feeds
-from lumen.metrics import StageMetrics, metric_states, restore_metrics
+from lumen.metric_objects import metric_states, restore_metrics
+from lumen.metrics import LogOptions, StageMetrics
 from lumen.random import Domain, make_key, preserved_generators, seed_generators
 from lumen.run import Run
-from lumen.step import EpochSkipped, train_step
+from lumen.step import EpochSkipped, train_step, unnoticed
 
 _log = logging.getLogger("lumen")
 _DOMAINS = {
@@ -30,12 +34,21 @@ _DOMAINS = {
 }
 
 
+T = TypeVar("T")
+Numbered = tuple[Any, T]
+
+
+def _for_loggers(options: LogOptions) -> bool:
+    return options.logger
+
+
 class StopRequested(Exception):
     """The run was asked to leave; a checkpoint of this boundary exists if checkpoints are on."""
 
 
 def train(run: Run) -> None:
     """Run epochs until a limit is reached, a callback stops the run, or it is asked to leave."""
+    run.share_metrics()
     for hook in run.hooks.on_train_start:
         hook()
     run.start_clock()
@@ -44,6 +57,7 @@ def train(run: Run) -> None:
     while not run.finished:
         train_epoch(run)
     run.losses.flush()
+    run.leave()
     for hook in run.hooks.on_train_end:
         hook()
 
@@ -89,8 +103,8 @@ def train_epoch(run: Run) -> None:
 
 
 def log_step(run: Run) -> None:
-    """Write the step's values."""
-    values = run.train_metrics.step_values(lambda options: options.logger)
+    """Write the step's values. Collective."""
+    values = run.train_metrics.step_values(_for_loggers, run.gather)
     if run.grad_norm is not None:
         values["grad_norm"] = run.grad_norm
     run.write(values)
@@ -116,13 +130,15 @@ def reach_boundary(run: Run) -> bool:
     Raises:
         StopRequested: The run was asked to leave, and callbacks have saved what they save.
     """
+    if run.fresh:
+        run.agree_to_stop()
     run.tick()
     metrics, run.stage_metrics = run.stage_metrics, None  # what is logged here would belong to no step
     for hook in run.hooks.on_boundary:
         hook()
     run.stage_metrics = metrics
     run.fresh.clear()
-    if run.stop_signal is not None:
+    if run.pulse.stop_signal is not None:
         raise StopRequested
     run.finished = run.limit_reached is not None
     return run.finished
@@ -136,11 +152,12 @@ def end_epoch(run: Run, *, complete: bool) -> None:
     progress = run.progress
     run.seed_hooks(1)
     run.batch_samples = 1
-    run.publish(run.train_metrics.epoch_values())
+    run.publish(run.train_metrics.epoch_values(run.task, run.gather))
     for hook in run.hooks.on_train_epoch_end:
         hook()
-    run.publish(run.train_metrics.epoch_values())  # once more: with what the hooks logged
-    run.write(run.train_metrics.epoch_values(lambda options: options.logger))
+    values = run.train_metrics.epoch_values(run.task, run.gather)  # once more: with what the hooks logged
+    run.publish(values)
+    run.write({name: values[name] for name in run.train_metrics.epoch_names(_for_loggers)})
     run.train_metrics.reset_metrics()
     run.stage_metrics = None
     if complete:
@@ -187,32 +204,36 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     complete = False
     run.stage, run.stage_metrics = stage, StageMetrics()
     metrics, run.batch_samples = run.stage_metrics, 1
-    rows: list[dict[str, float | torch.Tensor]] = []
-    no_gradients: AbstractContextManager[Any] = torch.inference_mode() if run.plan.inference_mode else torch.no_grad()
+    rows: list[Numbered[dict[str, float | torch.Tensor]]] = []
+    inference_mode = run.plan.inference_mode and run.strategy.inference_mode
+    no_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference_mode else torch.no_grad()
+    run.share_metrics()
+    run.strategy.sync_buffers(task)
     try:
-        with preserved_generators(), no_gradients:
+        with preserved_generators(), run.strategy.evaluation(), no_gradients:
             task.eval()
             seed_generators(make_key(run.seed, _DOMAINS[stage]))
             for hook in (*getattr(hooks, f"on_{name}_start"), *getattr(hooks, f"on_{name}_epoch_start")):
                 hook()
             for number, feed in enumerate(feeds):
-                run.loader_suffix = loader_suffix(feeds, number)
+                run.loader_suffix, run.in_evaluation_pass = loader_suffix(feeds, number), True
                 outputs = evaluate_feed(run, stage, name, feed, number, rows)
-                if stage == "predict":
-                    run.predictions.append(outputs)
-                if run.stop_signal is not None:
+                run.in_evaluation_pass = False
+                if run.pulse.stop_signal is not None:
                     return False
+                if stage == "predict":
+                    run.predictions.append(in_order(run, outputs))
             complete = True
             run.loader_suffix, run.batch_samples = "", 1
             seed_generators(make_key(run.seed, _DOMAINS[stage], 1))
             for hook in getattr(hooks, f"on_{name}_epoch_end"):
                 hook()
-            values = metrics.epoch_values()
+            values = metrics.epoch_values(task, run.gather)
             run.publish(values)
             if stage != "sanity":
-                for row in rows:
+                for row in in_order(run, rows):
                     run.write(row)
-                run.write(metrics.epoch_values(lambda options: options.logger))
+                run.write({name: values[name] for name in metrics.epoch_names(_for_loggers)})
             metrics.closed = True
             for hook in getattr(hooks, f"on_{name}_end"):
                 hook()
@@ -220,7 +241,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
         metrics.reset_metrics()
         if not complete:
             restore_metrics(accumulated)
-        run.loader_suffix = ""
+        run.loader_suffix, run.in_evaluation_pass = "", False
         run.stage, run.stage_metrics, modes = before
         for module, training in modes:
             module.training = training
@@ -235,10 +256,23 @@ def loader_suffix(feeds: list[Feed], number: int) -> str:
     return f"/{feeds[number].name or f'dataloader_idx_{number}'}"
 
 
+def in_order(run: Run, mine: list[Numbered[T]]) -> list[T]:
+    """What all ranks have, by its number. Collective."""
+    if run.gather is None:
+        return [value for _, value in mine]
+    numbered = chain.from_iterable(run.gather(move(mine, torch.device("cpu"))))
+    return [value for _, value in sorted(numbered, key=itemgetter(0))]
+
+
 def evaluate_feed(
-    run: Run, stage: str, name: str, feed: Feed, dataloader_idx: int, rows: list[dict[str, float | torch.Tensor]]
-) -> list[Any]:
-    """Evaluate the batches of one loader, adding a row of step values for each.
+    run: Run,
+    stage: str,
+    name: str,
+    feed: Feed,
+    dataloader_idx: int,
+    rows: list[Numbered[dict[str, float | torch.Tensor]]],
+) -> list[Numbered[Any]]:
+    """Evaluate this rank's batches of one loader, adding a row of step values for each.
 
     Returns:
         What the steps returned, for predictions only.
@@ -247,23 +281,28 @@ def evaluate_feed(
     starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
     metrics = run.stage_metrics
     assert metrics is not None
-    outputs = []
+    outputs: list[Numbered[Any]] = []
     for window in feed.windows(0, Position(), run.plan.limit(stage, feed)):
         for micro in window:
+            if micro.idle and micro.batch is None:
+                continue
             metrics.window += 1
             run.batch_samples = micro.samples
             seed_generators(make_key(run.seed, _DOMAINS[stage], 2, dataloader_idx, micro.index))
             batch = run.receive(micro.batch, dataloader_idx)
-            for hook in starts:
+            for hook in starts if not micro.idle else ():
                 hook(batch, micro.index, dataloader_idx)
-            with run.precision.forward():
+            with unnoticed(run) if micro.idle else nullcontext(), run.precision.forward():
                 output = run.call_step(f"{name}_step", batch, micro.index, dataloader_idx or micro.loader)
+            if micro.idle:  # it stood in for a batch of this rank, in a forward that all ranks make together
+                continue
             for hook in ends:
                 hook(output, batch, micro.index, dataloader_idx)
             if stage == "predict":
-                outputs.append(output)
-            if row := metrics.step_values(lambda options: options.logger):
-                rows.append(row)
-        if run.stop_signal is not None:
+                outputs.append((micro.index, output))
+            if row := metrics.step_values(_for_loggers):
+                rows.append(((dataloader_idx, micro.index), row))
+        run.pulse.beat()
+        if run.pulse.stop_signal is not None:
             break
     return outputs

@@ -1,21 +1,27 @@
-"""What `self.log` leaves behind: values collected without waiting, means taken over exactly the samples seen."""
+"""What `self.log` leaves behind: values collected without waiting, means taken over exactly the samples seen.
+
+Every process collects its own. Where a value is read, those of all processes are merged, in the order of ranks: so
+every rank reads the same.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final, get_args
 
 import torch
 from torch import nn
 
+from lumen.accumulator import Accumulator, Reduction
 from lumen.errors import ConfigError
+from lumen.metric_objects import Gather, compute_over_ranks, metrics_of
 
 if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a metric has imported it
     from torchmetrics import Metric
 
-Reduction = Literal["mean", "sum", "min", "max"]
+T = TypeVar("T")
 
 
 class LogOptions(NamedTuple):
@@ -27,80 +33,6 @@ class LogOptions(NamedTuple):
     logger: bool
     reduce_fx: Reduction
     suffix: str = ""  # of the name, where several loaders log the same one
-
-
-_FOLD_AT = 64  # tensors kept before they are summed on their device; fixed, so that sums do not depend on saves
-
-
-@final
-class Accumulator:
-    """A running reduction in float64 that never makes the host wait for a device.
-
-    Numbers are folded in at once. Tensors on an accelerator are kept and folded in groups of 64: the grouping is part
-    of the state, so a resumed sum has the bits of an undisturbed one.
-    """
-
-    __slots__ = ("pending", "reduction", "total", "weight")
-
-    def __init__(self, reduction: Reduction = "mean") -> None:
-        self.reduction = reduction
-        self.total: float | torch.Tensor = {"min": math.inf, "max": -math.inf}.get(reduction, 0.0)
-        self.weight = 0.0
-        self.pending: list[tuple[torch.Tensor, float]] = []
-
-    def add(self, value: float | torch.Tensor, weight: float) -> None:
-        """Take in one value that stands for `weight` samples."""
-        self.weight += weight
-        if isinstance(value, torch.Tensor):
-            self.pending.append((value, weight))
-            if len(self.pending) == _FOLD_AT:
-                self.total, self.pending = self._folded(), []
-        else:
-            self.total = self._fold(self.total, value, weight)
-
-    def compute(self) -> float | torch.Tensor:
-        """The reduced value; NaN for a mean of nothing. A tensor where the values lie on an accelerator."""
-        total = self._folded()
-        if self.reduction != "mean":
-            return total
-        return total / self.weight if self.weight else math.nan
-
-    def _fold(self, total: Any, value: Any, weight: float) -> Any:
-        if self.reduction == "mean":
-            return total + value * weight
-        if self.reduction == "sum":
-            return total + value
-        if isinstance(value, torch.Tensor):
-            total = torch.as_tensor(total, dtype=value.dtype, device=value.device)
-            return getattr(torch, f"{self.reduction}imum")(total, value)
-        return (min if self.reduction == "min" else max)(total, value)
-
-    def _folded(self) -> float | torch.Tensor:
-        if not self.pending:
-            return self.total
-        values = torch.stack([value for value, _ in self.pending]).double()
-        if self.reduction in ("min", "max"):
-            return self._fold(self.total, getattr(values, self.reduction)(), 1.0)  # type: ignore[no-any-return]
-        if self.reduction == "mean":
-            values = values * torch.tensor([weight for _, weight in self.pending], dtype=torch.float64).to(
-                values.device, non_blocking=True
-            )
-        return self.total + values.sum()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data; exact."""
-        pending = [(float(value), weight) for value, weight in self.pending]
-        return {"reduction": self.reduction, "total": float(self.total), "weight": self.weight, "pending": pending}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], device: torch.device) -> Accumulator:
-        """The accumulator that gave this state."""
-        accumulator = cls(state["reduction"])
-        accumulator.total, accumulator.weight = state["total"], state["weight"]
-        accumulator.pending = [
-            (torch.tensor(value, dtype=torch.float64, device=device), weight) for value, weight in state["pending"]
-        ]
-        return accumulator
 
 
 @final
@@ -117,6 +49,15 @@ class _Entry:
         self.window = -1
 
 
+class _Report(NamedTuple):
+    """What a rank tells the others of one name."""
+
+    options: LogOptions
+    kind: str | None  # class of the torchmetrics object
+    place: str | None  # name of the module that it is in the task
+    sums: tuple[float, float]
+
+
 @final
 class StageMetrics:
     """Everything logged during one epoch of training or one evaluation.
@@ -131,6 +72,7 @@ class StageMetrics:
         self.window = 0
         self.closed = False
         self._entries: dict[str, _Entry] = {}
+        self._computed: tuple[Any, list[Any]] | None = None  # what all ranks had seen then, and the metrics' values
 
     def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, options: LogOptions) -> None:
         """Collect a value; on an accelerator nothing is copied and nobody waits."""
@@ -179,44 +121,109 @@ class StageMetrics:
                 )
         return _Entry(options, metric)
 
-    def step_values(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> dict[str, float | torch.Tensor]:
-        """The weighted mean of each name over the window in progress, `x_step` where `x_epoch` exists too."""
+    def step_values(
+        self, keep: Callable[[LogOptions], bool] = lambda _: True, gather: Gather | None = None
+    ) -> dict[str, float | torch.Tensor]:
+        """The weighted mean of each name over the window in progress, `x_step` where `x_epoch` exists too.
+
+        Args:
+            keep: Of which names.
+            gather: Gives every rank's value of plain data, in rank order: then the mean is that of all ranks' windows.
+                Collective. None: of this process's.
+
+        Raises:
+            ConfigError: A name is logged with other options on another rank.
+        """
+        latest: dict[str, Any] = {
+            name: (entry.options, entry.latest)
+            for name, entry in self._entries.items()
+            if entry.window == self.window and entry.options.on_step
+        }
+        if gather is not None:
+            latest = {name: (options, _floats(values)) for name, (options, values) in latest.items()}
+            latest = {
+                name: (_agreed(name, [options for options, _ in ranks]), _in_turn([values for _, values in ranks]))
+                for name, ranks in _by_name(gather(latest)).items()
+            }
         values: dict[str, float | torch.Tensor] = {}
-        for name, entry in self._entries.items():
-            if entry.window == self.window and entry.options.on_step and keep(entry.options):
-                window = Accumulator(entry.options.reduce_fx)
-                for value, weight in entry.latest:
+        for name, (options, pairs) in latest.items():
+            if keep(options):
+                window = Accumulator(options.reduce_fx)
+                for value, weight in pairs:
                     window.add(value, weight)
-                both = entry.options.on_epoch
-                values[_variant(name, "step", entry.options) if both else name] = (
-                    entry.latest[0][0] if len(entry.latest) == 1 else window.compute()
+                values[_variant(name, "step", options) if options.on_epoch else name] = (
+                    pairs[0][0] if len(pairs) == 1 else window.compute()
                 )
         return values
 
     def epoch_names(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> list[str]:
-        """The names that `epoch_values` gives, without computing a value."""
+        """The names that `epoch_values` gives, or gave for all ranks, without computing a value."""
         return [
             _variant(name, "epoch", entry.options) if entry.options.on_step else name
             for name, entry in self._entries.items()
             if entry.options.on_epoch and keep(entry.options)
         ]
 
-    def epoch_values(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> dict[str, float]:
-        """The value of each name over the epoch, `x_epoch` where `x_step` exists too. Waits for the device."""
-        values: dict[str, float] = {}
-        for name, entry in self._entries.items():
-            if entry.options.on_epoch and keep(entry.options):
-                if entry.metric is not None:
-                    value = entry.metric.compute()
-                    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                        raise ConfigError(
-                            f"self.log({name!r}, metric): {type(entry.metric).__name__}.compute() gives "
-                            f"{type(value).__name__} instead of one number. Log its parts in on_..._epoch_end."
-                        )
-                else:
-                    value = entry.epoch.compute()
-                values[_variant(name, "epoch", entry.options) if entry.options.on_step else name] = float(value)
-        return values
+    def epoch_values(self, model: nn.Module, gather: Gather | None = None) -> dict[str, float]:
+        """The value of each name over the epoch, `x_epoch` where `x_step` exists too. Waits for the device.
+
+        Nothing that is collected changes: the epoch can go on. Names that only other ranks have logged are known here
+        from now on.
+
+        Args:
+            model: Whose modules the torchmetrics objects are.
+            gather: Gives every rank's value of plain data and tensors, in rank order; the values are then those of all
+                ranks together. Collective. None: there is one process.
+
+        Raises:
+            ConfigError: A metric gives no number; ranks do not log the same under one name.
+        """
+        computed = self._compute() if gather is None else self._compute_over_ranks(model, gather)
+        for name, value in computed.items():
+            metric = self._entries[name].metric
+            if metric is not None and not (isinstance(value, torch.Tensor) and value.numel() == 1):
+                raise ConfigError(
+                    f"self.log({name!r}, metric): {type(metric).__name__}.compute() gives "
+                    f"{type(value).__name__} instead of one number. Log its parts in on_..._epoch_end."
+                )
+        return dict(zip(self.epoch_names(), map(float, computed.values()), strict=True))
+
+    def _compute(self) -> dict[str, Any]:
+        """The epoch's values, as this process alone has them."""
+        return {
+            name: entry.epoch.compute() if entry.metric is None else entry.metric.compute()
+            for name, entry in self._entries.items()
+            if entry.options.on_epoch
+        }
+
+    def _compute_over_ranks(self, model: nn.Module, gather: Gather) -> dict[str, Any]:
+        """The epoch's values over all ranks; their names become known here."""
+        modules = metrics_of(model)
+        counts = [module._update_count for module in modules.values()]
+        answers = gather(({name: _report(entry, modules) for name, entry in self._entries.items()}, counts))
+        reports = _by_name([report for report, _ in answers])
+        for name, ranks in reports.items():
+            _, kind, place = _agreed(name, [report[:3] for report in ranks])
+            if kind is not None and place is None:
+                raise ConfigError(
+                    f"self.log({name!r}): the {kind} is no part of the task, so the processes cannot find each "
+                    "other's. Make it an attribute of the task (a list of them an nn.ModuleList)."
+                )
+            if name not in self._entries:
+                self._entries[name] = _Entry(ranks[0].options, None if place is None else modules[place])
+        self._entries = {name: self._entries[name] for name in reports}  # the same order everywhere
+        objects = [entry.metric for entry in self._entries.values() if entry.options.on_epoch and entry.metric]
+        seen = [counts for _, counts in answers], len(self._entries)
+        if self._computed is None or self._computed[0] != seen:
+            self._computed = seen, compute_over_ranks(objects, gather) if objects else []
+        values = iter(self._computed[1])
+        return {
+            name: next(values)
+            if entry.metric
+            else Accumulator.of_ranks(entry.options.reduce_fx, [report.sums for report in reports[name]]).compute()
+            for name, entry in self._entries.items()
+            if entry.options.on_epoch
+        }
 
     def reset_metrics(self) -> None:
         """Reset the torchmetrics objects that were logged."""
@@ -255,6 +262,41 @@ class StageMetrics:
             entry.epoch = Accumulator.from_state(saved["epoch"], device)
 
 
+def _report(entry: _Entry, modules: Mapping[str, Metric]) -> _Report:
+    place = next((place for place, module in modules.items() if module is entry.metric), None)
+    kind = None if entry.metric is None else type(entry.metric).__name__
+    return _Report(entry.options, kind, place, entry.epoch.sums())
+
+
+def _by_name(ranks: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
+    """What ranks have under each name: in rank order, of those that have it."""
+    found: dict[str, list[T]] = {}
+    for rank in ranks:
+        for name, value in rank.items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def _agreed(name: str, ranks: Sequence[T]) -> T:
+    """What all ranks give, which must be the same."""
+    for other in ranks:
+        if other != ranks[0]:
+            raise ConfigError(
+                f"self.log({name!r}) was called with {ranks[0]} on one rank and with {other} on another. "
+                "Log one name always with the same options, or use two names."
+            )
+    return ranks[0]
+
+
+def _floats(pairs: Iterable[tuple[Any, float]]) -> list[tuple[float, float]]:
+    return [(float(value), weight) for value, weight in pairs]
+
+
+def _in_turn(ranks: Iterable[Iterable[T]]) -> list[T]:
+    """The first of each rank, the second of each, and so on: micro-batches as one process would see them."""
+    return [value for turn in zip_longest(*ranks) for value in turn if value is not None]
+
+
 def _variant(name: str, of: str, options: LogOptions) -> str:
     """`x_step` or `x_epoch`; what tells loaders apart stays at the end."""
     return f"{name.removesuffix(options.suffix)}_{of}{options.suffix}"
@@ -288,45 +330,3 @@ def _read(name: str, value: Any) -> float | torch.Tensor:
         return value.item()
     fresh = value.grad_fn is not None  # a buffer could be changed in place later; a computed value could not
     return value.detach().reshape(()) if fresh else value.detach().reshape(()).clone()
-
-
-# ---------------------------------------------------------------------- the torchmetrics objects of a task
-
-MetricState = tuple[int, dict[str, Any]]
-
-
-def metrics_of(model: nn.Module) -> dict[str, Metric]:
-    """The torchmetrics objects in a model, by module name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if any(base.__module__ == "torchmetrics.metric" and base.__name__ == "Metric" for base in type(module).__mro__)
-    }
-
-
-def metric_states(model: nn.Module) -> list[tuple[Metric, MetricState]]:
-    """Copies of what the torchmetrics objects in a model have accumulated."""
-    return [(metric, metric_state(metric)) for metric in metrics_of(model).values()]
-
-
-def restore_metrics(saved: list[tuple[Metric, MetricState]]) -> None:
-    """Put back what `metric_states` copied."""
-    for metric, state in saved:
-        load_metric_state(metric, state)
-
-
-def metric_state(metric: Metric) -> MetricState:
-    """A copy of what a torchmetrics object has accumulated: its number of updates and its states by name."""
-    states = {name: getattr(metric, name) for name in metric._defaults}
-    return metric._update_count, {
-        name: value.clone() if isinstance(value, torch.Tensor) else list(value) for name, value in states.items()
-    }
-
-
-def load_metric_state(metric: Metric, state: MetricState) -> None:
-    """Take over what `metric_state` gave, on the metric's device."""
-    metric._update_count, states = state
-    metric._computed = None
-    for name, value in states.items():
-        moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
-        setattr(metric, name, moved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import final
 
@@ -24,6 +24,7 @@ from lumen.checkpoint import (
 from lumen.checkpoint.folder import find_checkpoints, set_aside
 from lumen.errors import ConfigError
 from lumen.run import Run
+from lumen.strategies.processes import Processes
 
 _log = logging.getLogger("lumen")
 
@@ -67,25 +68,31 @@ class Origin:
         if self._weights is not None and not self.stays:
             check_there(self._weights.path)
 
-    def find(self, folder: Path, *, writes: bool) -> Checkpoint | None:
-        """The checkpoint to go on from, if there is one.
+    def find(self, folder: Path, processes: Processes, *, writes: bool) -> Checkpoint | None:
+        """The checkpoint to go on from, if there is one. Collective: every rank must call this.
 
         Args:
             folder: Where those of the run of this name lie.
+            processes: Those of the run.
             writes: The run will write there: damaged ones are moved out of its way.
 
         Raises:
             CheckpointError: The one asked for is not there, or damaged.
         """
-        checkpoint = None if self._resume is None else find_checkpoint(self._resume, folder)
+
+        def look() -> Checkpoint | None:
+            checkpoint = None if self._resume is None else find_checkpoint(self._resume, folder)
+            if checkpoint is not None and writes and self.stays:
+                found = find_checkpoints(checkpoint.path.parent)
+                for damaged in found[found.index(checkpoint.path) + 1 :]:
+                    set_aside(damaged)  # its name will be needed again
+            return checkpoint
+
+        checkpoint = _opened_by_all(look, processes)
         if checkpoint is not None:
             _log.info("going on from %s", checkpoint.path)
             if self._weights is not None:
                 _log.info("init_from is not read: the parameters are the checkpoint's")
-            if writes and self.stays:
-                found = find_checkpoints(checkpoint.path.parent)
-                for damaged in found[found.index(checkpoint.path) + 1 :]:
-                    set_aside(damaged)  # its name will be needed again
         return checkpoint
 
     def seed_of(self, checkpoint: Checkpoint | None, given: int | None) -> int:
@@ -120,12 +127,13 @@ class Origin:
         if ckpt_path is not None and is_weights(ckpt_path):
             weights = as_weights(ckpt_path)
         elif ckpt_path is not None:
-            checkpoint = find_checkpoint("last" if ckpt_path == "auto" else str(ckpt_path), folder)
+            where = "last" if ckpt_path == "auto" else str(ckpt_path)
+            checkpoint = _opened_by_all(lambda: find_checkpoint(where, folder), run.strategy.processes)
             _log.info("parameters from %s", checkpoint.path if checkpoint else None)
         if checkpoint is not None:
             load_model_and_data(run, checkpoint, self.parts if stage == "fit" else PARTS)
         elif weights is not None:
-            load_weights(task, weights)
+            load_weights(task, weights, run.strategy.processes)
         elif stage != "fit" and not task._is_filled and any(True for _ in task.parameters()):
             trained = home if folder.is_dir() and find_checkpoints(folder) else "a run"
             _log.warning(
@@ -134,3 +142,17 @@ class Origin:
             )  # fmt: skip
         task._is_filled |= stage == "fit" or checkpoint is not None or weights is not None
         return checkpoint
+
+
+def _opened_by_all(find: Callable[[], Checkpoint | None], processes: Processes) -> Checkpoint | None:
+    """The checkpoint that rank 0 finds and verifies, open on every rank. Collective: every rank must call this."""
+    found: list[Checkpoint | None] = []
+
+    def find_first() -> Path | None:
+        found.append(find())
+        return None if found[0] is None else found[0].path
+
+    path = processes.on_rank_zero(find_first)
+    if path is None:
+        return None
+    return processes.together(lambda: (found and found[0]) or Checkpoint.open(path, verify="sizes"))

@@ -31,7 +31,7 @@ class Plan:
         val_every_n_epochs: Validate in every n-th epoch only.
         limits: Per stage ("train", "validate", "test", "predict"): a count or a fraction of the batches; None: all.
         log_every_n_steps: Steps between two written values.
-        accumulate: Micro-batches of a step.
+        accumulate: Micro-batches of a step in each process.
         global_batch_size: Samples of a step, instead of `accumulate`; None: that counts.
         same_batches: Every epoch repeats the batches of the first.
         reload_every_n_epochs: Ask for new loaders at the start of every n-th epoch; 0: never.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, final
@@ -15,12 +14,15 @@ from lumen.data.feed import Feed, Position
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.datamodule import DataModule
+from lumen.errors import TrainingError
 from lumen.hooks import Hooks, overrides, step_arguments
 from lumen.losses import LossCheck
+from lumen.metric_objects import Gather, share_metrics, unshare_metrics
 from lumen.metrics import StageMetrics
 from lumen.optimizers import SchedulerConfig
 from lumen.plan import Plan
 from lumen.precision import Precision
+from lumen.pulse import Pulse
 from lumen.random import Domain, make_key, seed_generators
 from lumen.strategies import Strategy
 from lumen.task import TaskModule
@@ -96,7 +98,7 @@ class Run:
     Attributes:
         metrics: The newest value of every name, by name; what monitors read.
         fresh: Names whose value is new since the last boundary: what monitors look at.
-        stop_signal: Number of the signal that asked the run to end.
+        pulse: The time and the stop request that all processes act on.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class Run:
         # what self.log reads
         self.stage_metrics: StageMetrics | None = None
         self.in_train_step = False
+        self.in_evaluation_pass = False  # over the batches of its loaders
         self.batch_samples = 1
         self.loader_suffix = ""
         # how a batch reaches the task
@@ -151,7 +154,7 @@ class Run:
         }
         self._transfer_hooks = self._find_transfer_hooks()
         # how a run ends
-        self.stop_signal: int | None = None
+        self.pulse = Pulse(strategy)
         self.time_is_up = False
         self.finished = False
         # what the bar shows
@@ -162,8 +165,9 @@ class Run:
         self.has_units = False  # the task weighs its micro-batches
         self.weighted_windows = 0
         self.losses = LossCheck()
-        self._clock = time.monotonic()
-        self._validated_at_s = time.monotonic()
+        self.kept: tuple[Any, MicroBatch] | None = None  # a batch that gave a loss, to stand in for one that gives none
+        self._first_micro_batch = 0  # of the step in progress
+        self._clock_s = self._validated_at_s = self.pulse.now_s
 
     # ------------------------------------------------------------------ batches
 
@@ -195,11 +199,20 @@ class Run:
             hooks.append(after.on_after_batch_transfer)
         return hooks
 
+    def begin_step(self) -> None:
+        """Count micro-batches from here."""
+        self._first_micro_batch = self.progress.micro_batches
+
     def seed_micro_batch(self, micro: MicroBatch) -> None:
         """Key everything random in a training micro-batch by its number in the run."""
-        seed_generators(make_key(self.seed, Domain.TRAIN, self.progress.micro_batches))
-        self.progress.micro_batches += 1
+        number = self._first_micro_batch + micro.number
+        seed_generators(make_key(self.seed, Domain.TRAIN, number))
+        self.progress.micro_batches = number + 1
         self.batch_samples = micro.samples
+
+    def end_step(self, window: Window) -> None:
+        """The step's micro-batches are used, those of all processes."""
+        self.progress.micro_batches = self._first_micro_batch + len(window.sizes)
 
     def check_loss(self, loss: torch.Tensor, share: float) -> None:
         """Refuse a NaN or infinite loss; fp16 leaves one with a weight to its scaler."""
@@ -216,6 +229,7 @@ class Run:
 
     def count(self, window: Window, weights: StepWeights, *, updated: bool) -> None:
         """Advance by one window."""
+        self.end_step(window)
         self.progress.advance(window, updated=updated)
         self.progress.weight_guess = weights.next_guess
         self.progress.units += weights.total if updated else 0.0
@@ -235,9 +249,19 @@ class Run:
         self.metrics.update(values)
         self.fresh.update(values)
 
+    @property
+    def gather(self) -> Gather | None:
+        """`strategy.gather`; None where there is one process, which has nothing to merge."""
+        return self.strategy.gather if self.strategy.world_size > 1 else None
+
+    def share_metrics(self) -> None:
+        """Let the task's torchmetrics objects compute over all processes, except where these go ways of their own."""
+        if self.gather is not None:
+            share_metrics(self.task, self.gather, lambda: self.in_train_step or self.in_evaluation_pass)
+
     def newest_values(self) -> dict[str, float]:
-        """The newest value of every name, of the step in progress too. Waits for the device."""
-        step_values = self.train_metrics.step_values()
+        """The newest value of every name, of the step in progress too. Waits for the device. Collective."""
+        step_values = self.train_metrics.step_values(gather=self.gather)
         return self.metrics | {name: float(value) for name, value in step_values.items()}
 
     def write(self, values: Mapping[str, float | torch.Tensor]) -> None:
@@ -257,7 +281,7 @@ class Run:
         if plan.val_every_n_steps is not None:
             return updated and progress.step % plan.val_every_n_steps == 0
         if plan.val_every_s is not None:
-            return time.monotonic() - self._validated_at_s >= plan.val_every_s
+            return self.pulse.now_s - self._validated_at_s >= plan.val_every_s
         fraction = plan.val_every_epoch_fraction
         if fraction is None:
             return False
@@ -274,21 +298,44 @@ class Run:
         """The validation of this step is complete."""
         self.progress.validation_due = False
         self.progress.validated = True
-        self._validated_at_s = time.monotonic()
+        self._validated_at_s = self.pulse.now_s
 
     def start_clock(self) -> None:
         """Training begins now; what came before does not count."""
-        self._clock = self._validated_at_s = time.monotonic()
+        self.pulse.agree()
+        self._clock_s = self._validated_at_s = self.pulse.now_s
         self.tick()
 
     def tick(self) -> None:
-        """Read the clock, at boundaries only, and decide whether the run ends here."""
-        now = time.monotonic()
-        self.progress.elapsed_s += now - self._clock
-        self._clock = now
+        """Read the clock, at boundaries only, and decide whether the run ends here. Collective."""
+        self.pulse.beat()
+        now_s = self.pulse.now_s
+        self.progress.elapsed_s += now_s - self._clock_s
+        self._clock_s = now_s
         limit = self.plan.max_time_s
         self.time_is_up = limit is not None and self.progress.elapsed_s >= limit
         self.finished = self.limit_reached is not None
+
+    def agree_to_stop(self) -> None:
+        """End where a callback of any rank wants to. Collective: after a validation or an epoch."""
+        if self.strategy.world_size > 1:
+            self.progress.should_stop = any(self.strategy.gather(self.progress.should_stop))
+
+    def leave(self) -> None:
+        """Training is over: find out whether it is on every rank.
+
+        Raises:
+            TrainingError: Others go on, and will wait for this one.
+        """
+        if self.strategy.world_size == 1:
+            return
+        leaving = StepWeights.leaving(self.strategy.processes.sum)
+        if leaving < self.strategy.world_size:
+            raise TrainingError(
+                f"rank {self.strategy.rank} ends at step {self.progress.step}, but {self.strategy.world_size - leaving} "
+                "others go on: should_stop was not set on every rank. Set it in on_validation_end or "
+                "on_train_epoch_end, where one rank is enough, or by what is equal on all ranks."
+            )
 
     @property
     def limit_reached(self) -> str | None:
@@ -309,12 +356,13 @@ class Run:
     @property
     def is_ending(self) -> bool:
         """This boundary is the last one: the run is over, or was asked to leave."""
-        return self.limit_reached is not None or self.stop_signal is not None
+        return self.limit_reached is not None or self.pulse.stop_signal is not None
 
     def close(self) -> None:
         """End the loaders' workers; the task is again one without a run, whose `log` does nothing."""
         self.stage = ""
         self.close_feeds()
+        unshare_metrics(self.task)
 
     def close_feeds(self) -> None:
         """End the loaders' workers."""

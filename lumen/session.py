@@ -21,6 +21,7 @@ import torch
 from lumen.console import ConsoleHandler, in_notebook, logger
 from lumen.errors import ConfigError
 from lumen.run import Run
+from lumen.strategies import Strategy
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -37,11 +38,11 @@ def stop_signals(run: Run) -> Iterator[None]:
     def request(number: int, frame: FrameType | None) -> None:
         if os.getpid() != process:  # a forked worker: the main process decides
             return
-        if run.stop_signal is not None:
+        if run.pulse.requested is not None:
             for known, handler in before.items():
                 signal.signal(known, handler)
             raise interruption(number)
-        run.stop_signal = number
+        run.pulse.requested = number
         logger.info("%s: finishing this step; once more leaves at once", signal.Signals(number).name)
 
     before = {number: signal.signal(number, request) for number in _SIGNALS}
@@ -69,14 +70,19 @@ def resume_command(run_directory: Path) -> str:
 
 
 @contextmanager
-def console_log(level: str) -> Iterator[None]:
-    """Show Lumen's messages in the terminal; in the manner of the user's program where it shows them already."""
+def console_log(level: str, *, shown: bool = True) -> Iterator[None]:
+    """Show Lumen's messages in the terminal; in the manner of the user's program where it shows them already.
+
+    Args:
+        level: DEBUG, INFO, WARNING or ERROR.
+        shown: False in a process that leaves the terminal to another one.
+    """
     if not isinstance(logging.getLevelName(level.upper()), int):
         raise ConfigError(f"log_level: expected DEBUG, INFO, WARNING or ERROR, found {level!r}.")
     above = logging.root.handlers if logger.propagate else []
     listened = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
-    shown = listened or any(_is_on_the_terminal(handler) for handler in above)
-    with _handler(logging.NullHandler() if shown else ConsoleHandler(), level):
+    has_shown = listened or any(_is_on_the_terminal(handler) for handler in above)
+    with _handler(ConsoleHandler() if shown and not has_shown else logging.NullHandler(), level):
         yield
 
 
@@ -154,7 +160,7 @@ def _float32_matmul(precision: str | None) -> Iterator[None]:
             backend.fp32_precision = value
 
 
-def write_environment(directory: Path) -> None:
+def write_environment(directory: Path, strategy: Strategy) -> None:
     """Record what the run runs on, as `environment.json`."""
     versions = {}
     for package in ("lumen", "torch", "numpy", "torchmetrics", "safetensors"):
@@ -171,6 +177,10 @@ def write_environment(directory: Path) -> None:
         "packages": versions,
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "strategy": strategy.__class__.__name__,
+        "processes": strategy.world_size,
+        "nodes": strategy.processes.nodes,
+        "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
     (directory / "environment.json").write_text(json.dumps(record, indent=2) + "\n")

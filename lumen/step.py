@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from numbers import Real
 from typing import Any, final
@@ -14,7 +15,8 @@ from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.errors import ConfigError, TrainingError
 from lumen.hooks import overrides
-from lumen.metrics import StageMetrics, metric_states, restore_metrics
+from lumen.metric_objects import metric_states, restore_metrics
+from lumen.metrics import StageMetrics
 from lumen.random import GeneratorStates
 from lumen.run import Run
 
@@ -26,33 +28,49 @@ class EpochSkipped(Exception):
 
 
 def train_step(run: Run, window: Window) -> bool:
-    """One optimizer step. Returns False if no update was made."""
+    """One optimizer step. Returns False if no update was made.
+
+    Raises:
+        EpochSkipped: A hook asks to end the epoch here: nothing is updated.
+    """
     hooks, optimizer = run.hooks, run.optimizer
     updated = False
     run.train_metrics.window += 1
     run.in_train_step = True
+    run.begin_step()
     micro_batches, weights = weigh(run, window)
     closure = Closure(run, weights) if run.needs_closure else None
     for micro in micro_batches:
         run.seed_micro_batch(micro)
-        batch = run.receive(micro.batch, micro.loader)
-        for hook in hooks.on_train_batch_start:
+        batch = run.receive(micro.batch, micro.loader) if micro.batch is not None else None
+        for hook in hooks.on_train_batch_start if not micro.idle else ():
             if hook(batch, micro.index) == -1:
-                raise EpochSkipped
+                skip(run, micro, weights)
         if micro.first:
             for hook in hooks.on_before_zero_grad:
                 hook(optimizer)
             optimizer.zero_grad(set_to_none=True)
+            run.strategy.begin_step()
+            if run.strategy.rehearsals:
+                rehearse(run, micro, batch)
         if closure is None:
             output, _ = accumulate(run, micro, batch, weights)
         else:
             output = closure.first(micro, batch, weights)
         if micro.last:
             updated = update(run, window, weights, closure)
-        for hook in hooks.on_train_batch_end:
+        for hook in hooks.on_train_batch_end if not micro.idle else ():
             hook(output, batch, micro.index)
     run.in_train_step = False
     return updated
+
+
+def skip(run: Run, micro: MicroBatch, weights: StepWeights) -> None:
+    """End the epoch here; among several processes, once all of them have heard of it at the end of the step."""
+    weights.skipped = True
+    if run.strategy.world_size == 1:
+        raise EpochSkipped
+    micro.idle = True
 
 
 def accumulate(
@@ -63,29 +81,105 @@ def accumulate(
     Returns:
         What `training_step` returned, and the micro-batch's part of the step's loss; None if it counts nothing.
     """
-    hooks, precision = run.hooks, run.precision
-    with run.strategy.gradient_sync(micro.last):
-        with precision.forward():
-            output = run.call_step("training_step", batch, micro.index, micro.loader)
-        loss, returned_weight = read_output(output)
-        if loss is None:
-            return output, None
-        share = weights.share(micro.weight, returned_weight)
-        if check:
-            run.check_loss(loss, share)
-        if not share:
-            return output, None
-        part = loss if share == 1.0 else loss * share
-        for hook in hooks.on_before_backward:
-            hook(part)
-        precision.backward(part)
-        for hook in hooks.on_after_backward:
-            hook()
+    hooks, precision, strategy = run.hooks, run.precision, run.strategy
+    output = loss = part = None
+    with strategy.gradient_sync(micro.last):
+        if not micro.idle:
+            with precision.forward():
+                output = run.call_step("training_step", batch, micro.index, micro.loader)
+            loss, returned_weight = read_output(output)
+        if loss is not None:
+            share = weights.share(micro.weight, returned_weight)
+            if check:
+                run.check_loss(loss, share)
+            if share or strategy.communicates:
+                part = loss if share == 1.0 else loss * share
+        if micro.last:
+            weights.begin_agreement()
+        if part is not None:
+            for hook in hooks.on_before_backward:
+                hook(part)
+            precision.backward(part)
+            for hook in hooks.on_after_backward:
+                hook()
+            if strategy.needs_stand_ins:
+                run.kept = batch, micro
+        elif strategy.communicates:
+            take_part(run, micro, batch)
+        if micro.last:
+            strategy.after_backward()
     return output, part
+
+
+def take_part(run: Run, micro: MicroBatch, batch: Any) -> None:
+    """Do this process's part in the backward of the others, adding nothing to the gradient.
+
+    Args:
+        run: The run.
+        micro: Its micro-batch, which counts nothing.
+        batch: It; None where there is none; where it stands in, one of another process.
+    """
+    strategy, stands_in = run.strategy, micro.idle and batch is not None
+    loss = None if stands_in else strategy.idle_loss()
+    if loss is None:
+        if not stands_in and run.kept is None:
+            raise TrainingError(
+                f"training_step returned None for the first micro-batch of rank {strategy.rank}, and this strategy "
+                "needs a forward of every rank. Return (loss, 0) for a batch to leave out."
+            )
+        batch, micro = (batch, micro) if stands_in else run.kept  # type: ignore[misc]
+        with unnoticed(run), run.precision.forward():
+            loss, _ = read_output(run.call_step("training_step", batch, micro.index, micro.loader))
+        if loss is None:
+            loss = strategy.idle_loss()
+        assert loss is not None
+    run.precision.backward(loss * 0.0)
+
+
+def rehearse(run: Run, micro: MicroBatch, batch: Any) -> None:
+    """Make gradients that communicate, and drop them, until the strategy knows the order in which they come.
+
+    DDP sums gradients in another order in its first backward than in all later ones. A process that goes on from a
+    checkpoint would round one step differently from the one that was not interrupted, so every process begins so.
+    """
+    states = GeneratorStates()
+    while run.strategy.rehearsals:
+        run.strategy.rehearsals -= 1
+        with unnoticed(run), run.strategy.gradient_sync(last=True):
+            loss = None
+            if not micro.idle:
+                with run.precision.forward():
+                    loss, _ = read_output(run.call_step("training_step", batch, micro.index, micro.loader))
+            loss = run.strategy.idle_loss() if loss is None else loss
+            assert loss is not None
+            run.precision.backward(loss)
+        run.strategy.after_backward()
+        run.optimizer.zero_grad(set_to_none=True)
+        states.restore()
+
+
+@contextmanager
+def unnoticed(run: Run) -> Iterator[None]:
+    """The context of a forward that is no part of the run: what it logs, counts and moves is put back."""
+    metrics, accumulated = run.stage_metrics, metric_states(run.task)
+    buffers = [(buffer, buffer.clone()) for buffer in run.task.buffers()]
+    run.stage_metrics = StageMetrics()
+    try:
+        yield
+    finally:
+        run.stage_metrics = metrics
+        restore_metrics(accumulated)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def update(run: Run, window: Window, weights: StepWeights, closure: Closure | None = None) -> bool:
     """Turn the gradients of a window into one update. Returns False if it was skipped: then no schedule moves."""
+    weights.agree()
+    if weights.skipped:
+        run.end_step(window)
+        raise EpochSkipped
     updated = bool(weights.total)
     if updated:
         complete_gradients(run, weights)
@@ -147,7 +241,7 @@ class Closure:
 
     def hand_over(self, weights: StepWeights) -> None:
         """The gradients of the first evaluation are complete: from now on it is the optimizer that evaluates."""
-        self._first, self._seen = _mean(self._parts, weights), self._look()
+        self._first, self._seen = _mean(self._run, self._parts, weights), self._look()
 
     def __call__(self) -> torch.Tensor:
         """Bring the gradients to where the parameters are now.
@@ -178,13 +272,14 @@ class Closure:
         for micro, batch, states in self._micro_batches:
             states.restore()
             parts.append(accumulate(run, micro, batch, weights, check=False)[1])
+        weights.agree()
         if not weights.total:
             raise TrainingError(
                 f"{type(run.optimizer).__name__} evaluated step {run.progress.step + 1} again, and this time its "
                 "micro-batches weigh 0. Let what training_step leaves out depend on the batch alone."
             )
         complete_gradients(run, weights)
-        return _mean(parts, weights)
+        return _mean(run, parts, weights)
 
     def _look(self) -> list[Any]:
         """What changes when the optimizer moves parameters or touches gradients before its first evaluation."""
@@ -195,23 +290,29 @@ class Closure:
         ]
 
 
-def _mean(parts: list[torch.Tensor | None], weights: StepWeights) -> torch.Tensor:
-    """The step's mean loss."""
-    return torch.stack([part.detach().reshape(()) for part in parts if part is not None]).sum() * weights.correction
+def _mean(run: Run, parts: list[torch.Tensor | None], weights: StepWeights) -> torch.Tensor:
+    """The step's mean loss, over all processes."""
+    losses = [part.detach().reshape(()) for part in parts if part is not None]
+    world = run.strategy.world_size
+    own = torch.stack(losses).sum() if losses else torch.zeros((), device=run.strategy.device)
+    return (own if world == 1 else run.strategy.reduce(own.double()) / world) * weights.correction
 
 
 def weigh(run: Run, window: Window) -> tuple[Iterable[MicroBatch], StepWeights]:
     """The micro-batches of a step and their weights; fetched all at once only if the task weighs them itself."""
-    by_task = overrides(run.task, "batch_weight")
+    strategy, by_task = run.strategy, overrides(run.task, "batch_weight")
     micro_batches: Iterable[MicroBatch] = window
     planned: float = window.samples
     if by_task:
         micro_batches = list(window)
         for micro in micro_batches:
-            micro.weight = float(run.task.batch_weight(micro.batch))
-        planned = sum(micro.weight for micro in micro_batches)
-    alone = len(window.sizes) == 1 and run.strategy.world_size == 1
-    return micro_batches, StepWeights(planned, alone=alone, by_task=by_task, guess=run.progress.weight_guess)
+            micro.weight = 0.0 if micro.idle else float(run.task.batch_weight(micro.batch))
+        (planned,) = strategy.processes.sum([sum(micro.weight for micro in micro_batches)])
+    world = strategy.world_size
+    return micro_batches, StepWeights(
+        planned, alone=len(window.sizes) == 1 and world == 1, by_task=by_task, guess=run.progress.weight_guess,
+        world=world, begin_sum=strategy.processes.begin_sum if world > 1 else None,
+    )  # fmt: skip
 
 
 def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from lumen.accumulator import Reduction
+from lumen.batches import as_tensors
 from lumen.datamodule import Attached, DataHooks
 from lumen.errors import ConfigError
 from lumen.hyperparameters import HasHyperparameters
-from lumen.metrics import LogOptions, Reduction
+from lumen.metrics import LogOptions
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torchmetrics import Metric
 
 
@@ -32,6 +35,7 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
     """
 
     _is_filled = False  # training or a file has given it its parameters
+    _is_configured = False  # configure_model has been called
 
     #: False asks for manual optimization, which this version refuses with a clear error.
     automatic_optimization = True
@@ -89,7 +93,34 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         )
 
     def configure_model(self) -> None:
-        """Build the layers here instead of in `__init__`, when they should be built by the strategy's rules."""
+        """Build the layers here instead of in `__init__`, if no process can hold all of them.
+
+        It is called once, before the first stage. Parameters are built on the meta device, buffers really. When the
+        strategy has cut them up, Lumen gives the parameters their values by `init_weights`; the same ones under every
+        strategy. `self.device_mesh` is the grid of processes.
+        """
+
+    def init_weights(self, module: nn.Module, name: str) -> None:
+        """Give the parameters of a module their first values, in place, if it was built in `configure_model`.
+
+        It is called for every module that has such parameters or holds modules that have, without gradients, with all
+        generators keyed by the seed and the name; the parameters are real, whole and on the CPU. A module may also
+        write parameters of the modules in it, which get their own values before; they are then held whole together.
+
+        Args:
+            module: Default: its `reset_parameters()` is called, if it has one.
+            name: Its name in the task, such as "net.blocks.3.attention"; "" is the task.
+        """
+        own = "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
+        if reset := getattr(module, own, None):
+            reset()
+
+    def modules_to_shard(self) -> Iterable[nn.Module]:
+        """The modules whose parameters `lumen.FSDP` gathers and frees together, best the blocks of a deep model.
+
+        Defining it is optional; FSDP chooses by itself otherwise, and its arguments go first.
+        """
+        raise ConfigError("modules_to_shard is not defined")
 
     # ------------------------------------------------------------------ logging
 
@@ -108,12 +139,17 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         batch_size: float | None = None,
         sync_dist: bool = True,
     ) -> None:
-        """Record a number. Never waits for a device, never communicates.
+        """Record a number. Never waits for a device, never communicates: any ranks may call it, any number of times.
+
+        Values of an epoch or evaluation are those of all processes together, the same on every rank, wherever they can
+        be read; so are the step values that are written. Those of the step in progress (`trainer.callback_metrics`)
+        are this process's own.
 
         Args:
             name: Unique within a stage; with `on_step` and `on_epoch` the two are named `x_step` and `x_epoch`.
             value: A number, a tensor of one element, or a `torchmetrics.Metric`, which is computed over the epoch and
-                reset at its end.
+                reset at its end. (A metric of the task that is not logged computes over all processes too, where all
+                call `compute`, as in `on_validation_epoch_end`; within a step, over this process's batches.)
             weight: Samples the value stands for in epoch means. Default: the samples of this batch.
             on_step: Write it at every `log_every_n_steps`-th step, averaged over the step's micro-batches. Default:
                 True for numbers in training steps.
@@ -154,17 +190,44 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
             self.log(name, value, **options)
 
     def print(self, *values: Any) -> None:
-        """Print once, above the progress bar."""
+        """Print once, in the first process, above the progress bar."""
         from lumen.console import console
 
-        console.print(*values, markup=False, highlight=False)
+        if self._run is None or self._run.strategy.is_global_zero:
+            console.print(*values, markup=False, highlight=False)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """The tensors of all processes. Collective: every rank must call this, as often as the others.
+
+        So a step may do this only where every rank has a batch, which in the last one of an epoch may not be so.
+
+        Args:
+            data: A tensor or number, or a collection of them, of equal shapes on all ranks.
+            sync_grads: Let gradients flow back to the ranks that gave the tensors, summed over all ranks.
+
+        Returns:
+            The same with tensors, each of a first dimension more: the ranks. With one process they are as given.
+
+        Raises:
+            TrainingError: Shapes or types differ; raised on every rank.
+        """
+        if self._run is None:
+            return as_tensors(data, self.device)
+        return self._run.strategy.all_gather(data, sync_grads=sync_grads)
 
     # ------------------------------------------------------------------ the run
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Where its steps run; outside of a run, where the parameters are."""
+        if self._run is not None and self._run.stage:
+            return self._run.strategy.device
         return next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The devices of the run as a grid, from `configure_model` on; None where there is one device."""
+        return None if self._run is None else self._run.strategy.device_mesh
 
     @property
     def global_step(self) -> int:

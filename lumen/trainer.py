@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
 
-from lumen import loop, session
+from torch import nn
+
+from lumen import loop
 from lumen.callbacks import (
     Callback,
     ModelCheckpoint,
@@ -27,23 +28,23 @@ from lumen.checkpoint import (
     load_run,
     save,
 )
-from lumen.checkpoint.state import keyed
 from lumen.compilation import Compilation
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError
 from lumen.feeds import eval_feeds, open_feeds
 from lumen.hooks import check_training, overrides
 from lumen.horizons import check_horizons
+from lumen.initialization import DeferredInit
 from lumen.loggers import CSVLogger, Logger
+from lumen.opening import checkpoints_of, opened
 from lumen.optim import needs_closure
 from lumen.optimizers import build_optimizers
 from lumen.origin import Origin
 from lumen.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
 from lumen.precision import make_precision
-from lumen.profilers import Profiler, make_profiler, profiled
+from lumen.profilers import Profiler, make_profiler
 from lumen.random import Domain, make_key, seed_generators
 from lumen.run import Run
-from lumen.rundir import RunDirectory
 from lumen.strategies import Strategy, make_strategy
 from lumen.task import TaskModule
 from lumen.view import RunView
@@ -63,8 +64,10 @@ class Trainer(RunView):
         min_epochs: Epochs before a callback may stop the run.
         min_steps: Optimizer updates before a callback may stop the run.
         accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda`, `mps`.
-        devices: 1, or `auto`.
-        strategy: `auto`, `single`, or a `Strategy` of your own.
+        devices: How many of each node, a process each; `auto`: all accelerators. Default: as many as torchrun or SLURM
+            started processes, else 1. Processes that nobody started are started by the run.
+        num_nodes: How many nodes. Default: as many as torchrun or SLURM started processes on, else 1.
+        strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, or a `Strategy`.
         precision: `fp32`; `bf16` or `fp16` (autocast); `bf16-true` or `fp64` (parameters, buffers and batches).
         matmul_precision: With which float32 matrices are multiplied: `highest`, `high` (TF32 on CUDA) or `medium`.
             Default: as torch is set.
@@ -110,6 +113,8 @@ class Trainer(RunView):
         seed: Of everything random. Default: drawn once and recorded; when resuming the checkpoint's counts.
         deterministic: Use deterministic algorithms only; an operation that has none is an error.
         detect_anomaly: Find the operation whose backward made a NaN; slow.
+        sync_batchnorm: Let BatchNorm see the batches of all processes: each becomes a `torch.nn.SyncBatchNorm`, which
+            needs CUDA.
         profiler: `simple`: a table of where the time goes; `torch`: traces of `torch.profiler`; or a `Profiler`.
         inference_mode: Evaluate under `torch.inference_mode`, else under `torch.no_grad`.
         enable_progress_bar: Show progress: a bar in a terminal, plain lines elsewhere.
@@ -127,7 +132,8 @@ class Trainer(RunView):
         min_epochs: int = 0,
         min_steps: int = 0,
         accelerator: str = "auto",
-        devices: int | str = 1,
+        devices: int | str | None = None,
+        num_nodes: int | None = None,
         strategy: str | Strategy = "auto",
         precision: str | int = "fp32",
         matmul_precision: Literal["highest", "high", "medium"] | None = None,
@@ -158,6 +164,7 @@ class Trainer(RunView):
         seed: int | None = None,
         deterministic: bool = False,
         detect_anomaly: bool = False,
+        sync_batchnorm: bool = False,
         profiler: Literal["simple", "torch", "pytorch"] | Profiler | None = None,
         inference_mode: bool = True,
         enable_progress_bar: bool = True,
@@ -181,7 +188,7 @@ class Trainer(RunView):
                 raise ConfigError(f"{option}: must be at least 1, found {number}.")
         if gradient_clip_val is not None and not gradient_clip_val > 0:
             raise ConfigError(f"gradient_clip_val: must be more than 0 (None: no clipping), found {gradient_clip_val}.")
-        self.strategy = make_strategy(strategy, accelerator, devices)
+        self.strategy = make_strategy(strategy, accelerator, devices, num_nodes)
         self.precision = precision
         make_precision(precision, self.strategy.device)  # a wrong name is found now
         if matmul_precision not in (None, "highest", "high", "medium"):
@@ -196,6 +203,12 @@ class Trainer(RunView):
         self.seed = seed
         self.deterministic = deterministic
         self.detect_anomaly = detect_anomaly
+        self.sync_batchnorm = sync_batchnorm
+        if sync_batchnorm and self.world_size > 1 and self.strategy.device.type == "cpu":
+            raise ConfigError(
+                f"sync_batchnorm: torch.nn.SyncBatchNorm needs CUDA, but the {self.world_size} processes run on the "
+                "CPU. Leave it out there, or use a norm that does not depend on the batch, such as GroupNorm."
+            )
         self.profiler = make_profiler(profiler)
         self.log_level = log_level
         self.plan = Plan(
@@ -273,16 +286,18 @@ class Trainer(RunView):
         if self.plan.max_steps is None and self.plan.max_epochs is None and self.plan.max_time_s is None:
             raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
         check_training(task, optimizer_given=configure_optimizers is not None)
-        with self._stage("fit", task, data, val_dataloaders) as run:
+        with opened(self, "fit", task, data, val_dataloaders) as run:
             checkpoint = self._start(run)
             run.optimizer, run.schedulers = build_optimizers(
                 task, configure_optimizers or task.configure_optimizers, run.precision
             )
             run.needs_closure = needs_closure(run.optimizer)
+            self.strategy.check_optimizer(run.optimizer)
             run.parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
             run.configured = configured(run)
             if checkpoint is not None:
-                load_run(run, checkpoint, parts=self.origin.parts, continue_records=self.origin.stays)
+                continue_records = self.origin.stays and self.is_global_zero
+                load_run(run, checkpoint, parts=self.origin.parts, continue_records=continue_records)
                 run.progress.should_stop &= self.origin.stays  # a new run may go on where a callback ended the old one
             open_feeds(run)
             if not self.fast_dev_run:
@@ -339,7 +354,7 @@ class Trainer(RunView):
         Returns:
             What `predict_step` returned for each batch, in order; with several loaders a list of such lists.
         """
-        with self._stage("predict", task, data, data) as run:
+        with opened(self, "predict", task, data, data) as run:
             self._start(run, ckpt_path)
             run.eval_feeds = eval_feeds(run, "predict")
             if not loop.evaluate(run, "predict", run.eval_feeds):
@@ -347,7 +362,7 @@ class Trainer(RunView):
             return run.predictions[0] if len(run.predictions) == 1 else run.predictions
 
     def save_checkpoint(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint of the run in progress; exact inside `on_boundary`.
+        """Write a checkpoint of the run in progress; exact inside `on_boundary`. Collective: every rank must call this.
 
         Args:
             path: The directory to commit; an existing checkpoint is never overwritten.
@@ -382,127 +397,31 @@ class Trainer(RunView):
             raise ConfigError("the number of optimizer steps is unknown: set max_steps.")
         return min(totals)
 
-    # ------------------------------------------------------------------ opening and closing
-
-    @contextmanager
-    def _stage(self, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> Iterator[Run]:
-        """Open a run for a stage and close it whatever happens."""
-        if not isinstance(task, TaskModule):
-            raise ConfigError(f"expected a TaskModule, found {type(task).__name__}. Subclass lumen.TaskModule.")
-        datamodule = data if isinstance(data, DataModule) else None
-        self.name = type(task).__name__.lower() if self.name is None else self.name
-        if self._running:
-            raise ConfigError(f"this trainer is in a run; call {stage} after it, or use a second Trainer.")
-        self._started = False
-        with ExitStack() as closing:
-            self._running = True
-            closing.callback(setattr, self, "_running", False)
-            closing.enter_context(
-                session.torch_settings(self.deterministic, self.detect_anomaly, self.matmul_precision, self.benchmark)
-            )
-            closing.enter_context(self.compilation)
-            closing.enter_context(session.console_log(self.log_level))
-            directory = self._claim(closing) if stage == "fit" else None
-            if directory is not None:
-                closing.enter_context(session.log_file(directory.path / "run.log", self.log_level))
-            checkpoint = None
-            if stage == "fit":
-                earlier = self._checkpoints(self.default_root_dir / str(self.name))
-                checkpoint = self.origin.find(earlier, writes=directory is not None)
-            seed = self.origin.seed_of(checkpoint, self.seed)
-            precision = make_precision(self.precision, self.strategy.device)
-            run = self._run = Run(
-                self, task, datamodule, self.strategy, precision, self.plan, seed, self.callbacks,
-                self.loggers if directory is not None else (),
-            )  # fmt: skip
-            run.stage, run.checkpoint = stage, checkpoint
-            run.loaders = None if datamodule is not None else (data, val_loaders)
-            task._run = run
-            if datamodule is not None:
-                datamodule._run = run
-            if directory is not None:
-                session.write_environment(directory.path)
-                for key, logger in keyed(self.loggers).items():
-                    logger.open(directory.path, resumed=self.origin.stays and _has_record(checkpoint, key))
-                    closing.callback(logger.close)
-            closing.enter_context(session.stop_signals(run))
-            closing.callback(self.strategy.teardown)
-            closing.callback(run.close)
-            if datamodule is not None:
-                closing.callback(datamodule.teardown, stage)
-            for hook in reversed(run.hooks.teardown):
-                closing.callback(hook, stage)
-            try:
-                with profiled(run, self.profiler, None if directory is None else directory.path):
-                    yield run
-            except loop.StopRequested:
-                self._leave(run, directory)
-            except BaseException as error:
-                for hook in run.hooks.on_exception:
-                    try:
-                        hook(error)
-                    except Exception:  # the first failure is the one to show
-                        _log.exception("on_exception failed too")
-                raise
-
-    def _leave(self, run: Run, directory: RunDirectory | None) -> None:
-        """Say how to go on, and end as the signal asks."""
-        interruption = session.interruption(run.stop_signal)
-        for hook in run.hooks.on_exception:
-            hook(interruption)
-        saved = directory is not None and any(self._checkpoints(directory.path).glob("step-*"))
-        if saved and directory is not None:
-            _log.info(
-                "stopped at step %d. Go on with:\n  %s", run.progress.step, session.resume_command(directory.path)
-            )
-        else:
-            _log.info("stopped at step %d; no checkpoint was saved", run.progress.step)
-        raise interruption from None
-
-    def _claim(self, closing: ExitStack) -> RunDirectory | None:
-        self.origin.check()
-        if self.fast_dev_run or not (self.loggers or self.enable_checkpointing):
-            self.run_directory = None
-            return None
-        assert self.name is not None
-        directory = closing.enter_context(RunDirectory.claim(self.default_root_dir, self.name, reuse=self.origin.stays))
-        if not self.origin.stays:
-            closing.callback(self._give_back_if_unused, directory.path)
-        self.run_directory = directory.path
-        _log.info("the run is in %s", directory.path)
-        return directory
-
-    def _give_back_if_unused(self, directory: Path) -> None:
-        """Leave nothing behind of a run that failed before its training began: its name stays free."""
-        if not self._started:
-            shutil.rmtree(directory)
-
-    def _checkpoints(self, run_directory: Path) -> Path:
-        """Where the checkpoints of a run lie."""
-        saver = self.checkpoint_callback
-        return run_directory / "checkpoints" if saver is None or saver.given_dirpath is None else saver.given_dirpath
-
     def _start(self, run: Run, ckpt_path: Weights | str | Path | None = None) -> Checkpoint | None:
         """Prepare the data, set up, place and load the model. Returns the checkpoint that the run goes on from."""
         task, datamodule, stage = run.task, run.datamodule, run.stage
         if not (overrides(task, "configure_model") or overrides(task, "setup")):  # its modules are all there
             self.compilation.check(task)
         seed_generators(make_key(run.seed, Domain.INIT, 1))
-        for owner in (datamodule, task):
-            if owner is not None:
-                owner.prepare_data()
-        self.strategy.barrier()
+        self.strategy.processes.once_per_node(partial(_prepare_data, datamodule, task))
+        seed_generators(make_key(run.seed, Domain.INIT, 1))  # once more: only one process of a node has drawn there
         if datamodule is not None:
             datamodule.setup(stage)
         for hook in run.hooks.setup:
             hook(stage)
         seed_generators(make_key(run.seed, Domain.INIT, 2))
-        task.configure_model()
+        layers = DeferredInit(task)
+        layers.configure()
         run.precision.convert(task)
+        if self.sync_batchnorm and self.world_size > 1:
+            nn.SyncBatchNorm.convert_sync_batchnorm(task)  # type: ignore[no-untyped-call]
         self.compilation.apply(task)
+        if not self.strategy.shards:
+            layers.materialize(run.seed, self.strategy.parameter_device)
         self.strategy.setup(task)
+        layers.materialize(run.seed, self.strategy.parameter_device)  # what the strategy has cut up
         home = self.run_directory or self.default_root_dir / str(self.name)
-        return self.origin.fill(run, ckpt_path, home, self._checkpoints(home))
+        return self.origin.fill(run, ckpt_path, home, checkpoints_of(self, home))
 
     def _evaluate(
         self, stage: str, task: TaskModule, data: Any, ckpt_path: Weights | str | Path | None
@@ -510,7 +429,7 @@ class Trainer(RunView):
         step = {"validate": "validation_step", "test": "test_step"}[stage]
         if not overrides(task, step):
             raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")
-        with self._stage(stage, task, data, data) as run:
+        with opened(self, stage, task, data, data) as run:
             self._start(run, ckpt_path)
             run.eval_feeds = eval_feeds(run, stage)
             if not loop.evaluate(run, stage, run.eval_feeds):
@@ -526,6 +445,7 @@ class Trainer(RunView):
             ]
 
 
-def _has_record(checkpoint: Checkpoint | None, logger: str) -> bool:
-    """Whether a checkpoint says how far a logger's record goes; without that nothing of it can be told apart."""
-    return checkpoint is not None and logger in checkpoint.state["loggers"]
+def _prepare_data(datamodule: DataModule | None, task: TaskModule) -> None:
+    for owner in (datamodule, task):
+        if owner is not None:
+            owner.prepare_data()

@@ -68,7 +68,7 @@ def test_a_task_that_cannot_be_trained_is_refused(tmp_path, task, options, messa
     [
         ({"precision": "fp8"}, "no precision is named 'fp8'; use one of fp32"),
         ({"strategy": "ddpp"}, "'ddpp' is unknown"),
-        ({"devices": 4}, "4 asked for"),
+        ({"strategy": "single", "devices": 4}, "runs one process, but devices asks for 4"),
         ({"accelerator": "tpu"}, "'tpu' is not available here; there are: auto"),
         ({"global_batch_size": 8, "accumulate_grad_batches": 2}, "Set only one of them"),
         ({"accumulate_grad_batches": 0}, "at least 1"),

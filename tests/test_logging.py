@@ -25,7 +25,7 @@ from torchmetrics.classification import (
 import lumen
 from lumen.data.order import epoch_order
 from lumen.errors import ConfigError
-from lumen.metrics import Accumulator
+from lumen.accumulator import Accumulator
 from tests.tasks import Regression, bare_trainer, loader, network, quiet_trainer, regression_data
 
 ROOT = Path(__file__).parents[1]

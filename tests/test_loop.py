@@ -116,7 +116,7 @@ def test_durations_can_be_written_in_three_ways(tmp_path, duration, seconds):
         ({"gradient_clip_algorithm": "median"}, "found 'median'"),
         ({"precision": "fp8"}, "precision: .*'fp8'"),
         ({"strategy": "magic"}, "strategy: 'magic'"),
-        ({"devices": 3}, "devices: 3"),
+        ({"devices": "many"}, "devices: .* found 'many'"),
         ({"accelerator": "abacus"}, "accelerator: 'abacus'"),
     ],
 )

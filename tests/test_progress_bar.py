@@ -27,7 +27,6 @@ import lumen
 from lumen.callbacks import Callback, ProgressBar
 from lumen.callbacks.display import duration, number, size, speed
 from lumen.errors import ConfigError
-from lumen.strategies import SingleDevice
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 BATCH = 4
@@ -256,15 +255,20 @@ def test_evaluations_of_their_own_end_in_one_line_with_their_values(
         assert written().count(HIDE) == written().count(SHOW) == 3 * terminal
 
 
-def test_processes_other_than_the_first_show_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for terminal in (False, True):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_processes_other_than_the_first_show_nothing(group: Any, tmp_path: Path, terminal: bool) -> None:
+    first, second = group(2).run(shown_by_one_of_two, tmp_path, terminal)
+    assert "step 2/2 · epoch 1/1" in without_escapes(first)
+    assert "validation 3/3" in without_escapes(first) or terminal
+    assert second == ""
+
+
+def shown_by_one_of_two(tmp_path: Path, terminal: bool) -> str:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         written = show_on(monkeypatch, terminal=terminal)
-        second = SingleDevice("cpu")
-        second.rank = 1
-        trainer(tmp_path, ProgressBar(plain_every_s=0.0), strategy=second, max_epochs=1, log_level="WARNING").fit(
-            Task(), loader(3), val_dataloaders=loader(2)
-        )
-        assert written() == ""
+        options: dict[str, Any] = {"strategy": "ddp", "max_epochs": 1, "log_level": "WARNING"}
+        trainer(tmp_path, ProgressBar(plain_every_s=0.0), **options).fit(Task(), loader(3), val_dataloaders=loader(3))
+        return written()
 
 
 # ---------------------------------------------------------------------- the live bar

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
@@ -119,7 +119,7 @@ class ModelCheckpoint(Callback):
         self.scores: dict[str, float] = {}
         self.current_score: float | None = None
         self._epoch = 0
-        self._saved_at_s = time.monotonic()
+        self._saved_at_s = 0.0
 
     @property
     def best_model_path(self) -> str:
@@ -159,17 +159,18 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Start the clock, and finish what a kill between a commit and its clean-up left undone."""
-        self._saved_at_s = time.monotonic()
+        self._saved_at_s = trainer.run.pulse.now_s
         self._epoch = trainer.current_epoch
         resumed = trainer.run.checkpoint
         if resumed is not None and resumed.path.parent == self.dirpath:
             self._prune(trainer, resumed.path)
-        elif self.dirpath is not None and self.dirpath.is_dir() and find_checkpoints(self.dirpath):
+        names = trainer.strategy.processes.on_rank_zero(self._look_around)
+        if names and (resumed is None or resumed.path.parent != self.dirpath):
             raise ConfigError(
                 f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
                 'Choose another dirpath, or go on from them with Trainer(resume="auto").'
             )
-        self.scores = {name: score for name, score in self.scores.items() if self._exists(name)}
+        self.scores = {name: score for name, score in self.scores.items() if name in names}
 
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
         """Save if one of the rules says so."""
@@ -183,7 +184,7 @@ class ModelCheckpoint(Callback):
         due = (
             (self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0)
             or (epoch_ended and self.every_n_epochs > 0 and epoch % self.every_n_epochs == 0)
-            or time.monotonic() - self._saved_at_s >= self.train_time_interval_s
+            or trainer.run.pulse.now_s - self._saved_at_s >= self.train_time_interval_s
             or (self.on_best and value is not None and self._is_among_best(value))
             or (self.at_end and trainer.is_ending)
         )
@@ -206,37 +207,35 @@ class ModelCheckpoint(Callback):
         self.scores, self.current_score = state["scores"], state["current_score"]
 
     def save(self, trainer: Trainer, score: float | None = None) -> None:
-        """Save this boundary, unless that is done, and remove what no rule keeps any more.
+        """Save this boundary, unless that is done, and remove what no rule keeps any more. Collective.
 
         Args:
             trainer: At a boundary.
             score: The monitor's value, if it has a new one.
         """
         assert self.dirpath is not None
-        path, saved = place(trainer, self.dirpath)
+        path, saved = trainer.strategy.processes.on_rank_zero(partial(place, trainer, self.dirpath))
         if score is not None:
             self.scores[path.name] = score
         if not saved:
             trainer.save_checkpoint(path, info={"best": self._best_name(), "finished": trainer.run.limit_reached})
             _log.debug("saved %s", path)
-        self._saved_at_s = time.monotonic()
+        self._saved_at_s = trainer.run.pulse.now_s
         self._prune(trainer, path)
 
-    def _exists(self, name: str) -> bool:
-        return self.dirpath is not None and (self.dirpath / name).is_dir()
+    def _look_around(self) -> list[str]:
+        """Names of the checkpoints that lie where this one saves."""
+        if self.dirpath is None or not self.dirpath.is_dir():
+            return []
+        return [path.name for path in find_checkpoints(self.dirpath)]
 
     def _prune(self, trainer: Trainer, newest: Path) -> None:
         """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
-        assert self.dirpath is not None
-        found = find_checkpoints(self.dirpath)
         savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
         sharing = [saver for saver in savers if saver.dirpath == self.dirpath]
-        kept = {newest}.union(*(saver.kept(found) for saver in sharing))
-        for path in found:
-            if path not in kept:
-                remove_checkpoint(path)
-                for saver in sharing:
-                    saver.scores.pop(path.name, None)
+        for name in trainer.strategy.processes.on_rank_zero(partial(_remove_unkept, sharing, newest)):
+            for saver in sharing:
+                saver.scores.pop(name, None)
 
     def kept(self, found: list[Path]) -> set[Path]:
         """Which of some checkpoints, oldest first, the rules keep."""
@@ -276,6 +275,16 @@ class ModelCheckpoint(Callback):
             return True
         worst = self.scores[top[-1]]
         return value < worst if self.mode == "min" else value > worst
+
+
+def _remove_unkept(sharing: Sequence[ModelCheckpoint], newest: Path) -> list[str]:
+    """Remove the checkpoints beside the newest that none of those who save there keeps. Returns their names."""
+    found = find_checkpoints(newest.parent)
+    kept = {newest}.union(*(saver.kept(found) for saver in sharing))
+    removed = [path for path in found if path not in kept]
+    for path in removed:
+        remove_checkpoint(path)
+    return [path.name for path in removed]
 
 
 def place(trainer: Trainer, folder: Path) -> tuple[Path, bool]:

@@ -19,7 +19,7 @@ from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
 from lumen.callbacks.display import number
 from lumen.errors import ConfigError
-from lumen.metrics import metrics_of
+from lumen.metric_objects import metrics_of
 
 if TYPE_CHECKING:
     from lumen.task import TaskModule

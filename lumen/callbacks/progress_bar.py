@@ -196,7 +196,7 @@ class ProgressBar(Callback):
         self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Count a batch."""
-        self._count_batch()
+        self._count_batch(trainer)
 
     def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Show the values."""
@@ -210,7 +210,7 @@ class ProgressBar(Callback):
         self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Count a batch."""
-        self._count_batch()
+        self._count_batch(trainer)
 
     def on_test_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Show the values."""
@@ -224,7 +224,7 @@ class ProgressBar(Callback):
         self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Count a batch."""
-        self._count_batch()
+        self._count_batch(trainer)
 
     def on_predict_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Show that it is complete."""
@@ -240,8 +240,9 @@ class ProgressBar(Callback):
         self._display.draw(self._board)
         self._due_at_s = perf_counter() + self._display.interval_s
 
-    def _count_batch(self) -> None:
-        self._evaluation.done += 1
+    def _count_batch(self, trainer: Trainer) -> None:
+        done = self._evaluation.done + trainer.world_size  # the other processes had theirs at the same time
+        self._evaluation.done = done if self._evaluation.total is None else min(done, self._evaluation.total)
         if perf_counter() >= self._due_at_s:
             self._take_in_look()
             self._board.evaluation = self._evaluation.line()
@@ -273,7 +274,7 @@ class ProgressBar(Callback):
     def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
         """Show where a run that was asked to leave ended; leave the terminal as it was."""
         run = trainer.run
-        if self._training and run.stop_signal is not None and not run.in_train_step:
+        if self._training and run.pulse.requested is not None and not run.in_train_step:
             if self._board.evaluation is not None:
                 self._throughput.resume()
                 self._board.evaluation = None

@@ -39,6 +39,8 @@ class ThroughputMonitor(Callback):
     | `mfu` | their share of the device's dense peak in the precision of the run, 0 to 1, where it is known |
     | `memory_mb` | 10^6 bytes: on CUDA the peak of what tensors took, elsewhere what the process holds in RAM |
 
+    Counts are those of all processes; the time that was waited and the memory are the first one's.
+
     Operations are counted once, while the first micro-batch is trained as it would be anyway: matrix products,
     convolutions and attention, recomputed ones too. From then on each sample is taken to cost the same.
 
@@ -80,8 +82,8 @@ class ThroughputMonitor(Callback):
         # a step that was saved while its validation was due is recorded again: its record is cut back to before
         self._recorded_step = trainer.global_step - trainer.validation_due
         self._flop_per_sample = None
-        self._is_asked = self.measure_flops and not _is_compiled(task)
-        if self.measure_flops and not self._is_asked:
+        self._is_asked = self.measure_flops and trainer.is_global_zero and not _is_compiled(task)
+        if self.measure_flops and trainer.is_global_zero and not self._is_asked:
             _log.warning("operations are not counted: to count them a compiled model would have to run uncompiled.")
 
     def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:

@@ -14,8 +14,8 @@ checked as a reader would check them; then that directory gets its name. So a ch
 all, whenever the process or the machine dies. For readers a directory without a valid manifest does not exist.
 Nothing is ever overwritten or unpickled.
 
-The modules, each using only those before it: `codec`, `disk`, `manifest`, `safetensors_files`, `reader`, `folder`,
-`sources`, `weights`, `writer`, `changes`, `state`, `resume`.
+The modules, each using only those before it: `codec`, `disk`, `manifest`, `safetensors_files`, `sharded`, `reader`,
+`folder`, `sources`, `weights`, `writer`, `changes`, `ranks`, `state`, `resume`.
 """
 
 from lumen.checkpoint.changes import changed_hyperparameters, configured

@@ -13,6 +13,7 @@ from lumen.checkpoint.codec import JSON
 from lumen.checkpoint.disk import check_file, read_json, readable
 from lumen.checkpoint.manifest import STATE, Chunk, Manifest, Spec, read_manifest
 from lumen.checkpoint.safetensors_files import check_header
+from lumen.checkpoint.sharded import fill
 from lumen.errors import CheckpointDamaged, CheckpointMismatch
 
 
@@ -79,7 +80,7 @@ class Checkpoint:
         return _Tensors(self, section)
 
     def copy_into(self, section: str, name: str, destination: torch.Tensor) -> None:
-        """Read a tensor into an existing one, on any device, in place.
+        """Read a tensor into an existing one, on any device, in place; of a sharded one into the part that is here.
 
         Raises:
             CheckpointMismatch: There is no such tensor, or `destination` has another dtype or shape: nothing is cast.
@@ -92,8 +93,7 @@ class Checkpoint:
                 f"{destination.dtype} {list(destination.shape)} on {destination.device}, and nothing is cast. "
                 "Build it as it was when this was saved."
             )
-        with torch.no_grad():
-            destination.copy_(self.tensor(section, name))
+        fill(destination, self.tensor(section, name))
 
     def _section(self, section: str) -> Mapping[str, Spec]:
         if section not in self._sections:

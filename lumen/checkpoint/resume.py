@@ -14,13 +14,14 @@ from torch import nn
 from lumen.batches import move
 from lumen.checkpoint.changes import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
 from lumen.checkpoint.codec import decode
+from lumen.checkpoint.ranks import load_values
 from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.sharded import placed_like
 from lumen.checkpoint.sources import find_checkpoint
 from lumen.checkpoint.state import keyed, kind_of, parameter_names
 from lumen.checkpoint.weights import load_model
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch, ConfigError
-from lumen.metrics import load_metric_state, metrics_of
 from lumen.precision import make_precision
 from lumen.run import Progress, Run
 from lumen.task import TaskModule
@@ -83,7 +84,8 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
         ConfigError: A schedule ends before the step that the run goes on from.
     """
     extra = checkpoint.tensors("extra")
-    state = {name: decode(part, extra) for name, part in checkpoint.state.items() if name != "optimizer"}
+    encoded = {name: part for name, part in checkpoint.state.items() if name not in ("optimizer", "ranks")}
+    state = {name: decode(part, extra) for name, part in encoded.items()}
     if "progress" in parts:
         run.progress = Progress(**state["progress"])
         run.metrics = state["metrics"]
@@ -98,7 +100,7 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
     else:
         _move_schedulers(run)
     if "data" in parts:
-        _load_open_epoch(run, state)
+        load_values(run, checkpoint)
     else:
         run.progress = replace(run.progress, samples=0, batches=0, loader=None, in_epoch=False, validation_due=False)
     if continue_records:
@@ -116,15 +118,6 @@ def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
             parameter.requires_grad_(name not in modes["frozen"])
     for name, module in task.named_modules():
         module.training = name not in modes["evaluating"]
-
-
-def _load_open_epoch(run: Run, state: Mapping[str, Any]) -> None:
-    """What the epoch in progress has gathered so far."""
-    metrics = metrics_of(run.task)
-    for name, saved in state["torchmetrics"].items():
-        if name in metrics:
-            load_metric_state(metrics[name], saved)
-    run.train_metrics.load_state_dict(state["logged"], metrics.__getitem__, run.strategy.device)
 
 
 def _load_states(things: dict[str, Any], saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
@@ -155,14 +148,16 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
         moves_with_it = {"fused", "capturable"} & {
             key for group in optimizer.param_groups for key, value in group.items() if value is True
         }
-        optimizer.state[parameter] = {
-            key: _placed(decode(value, tensors), parameter, plain=key == "step" and not moves_with_it)
-            for key, value in entries.items()
-        }
+        state = {key: decode(value, tensors) for key, value in entries.items()}
+        counter = {} if moves_with_it or "step" not in state else {"step": state["step"]}
+        optimizer.state[parameter] = {key: _placed(value, parameter) for key, value in state.items()} | counter
 
 
-def _placed(value: Any, parameter: nn.Parameter, *, plain: bool) -> Any:
-    return value if plain else move(value, parameter.device)
+def _placed(value: Any, parameter: nn.Parameter) -> Any:
+    """An entry of a parameter's state where that parameter is, and cut as it is if it has its shape."""
+    if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
+        value = placed_like(value, parameter)
+    return move(value, parameter.device)
 
 
 def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], configuration: dict[str, Setting]) -> None:
@@ -267,6 +262,7 @@ def load_task(kind: type[Task], path: Path, *, strict: bool, overrides: Mapping[
             "or give the missing arguments to load_from_checkpoint."
         ) from error
     task.configure_model()
+    task._is_configured = True
     if precision := checkpoint.state["precision"].get("name"):
         make_precision(precision, torch.device("cpu")).convert(task)
     load_model(task, checkpoint, strict=strict)

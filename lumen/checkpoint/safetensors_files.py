@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -36,10 +36,22 @@ _DTYPES = {
 }
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int | str]:
+def widest_first(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names in the order in which a file holds them, which aligns each tensor to its item size."""
+    return [name for name, _ in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)]
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], whole: Callable[[str], torch.Tensor] | None = None
+) -> dict[str, int | str]:
     """Write one safetensors file, one tensor at a time, and wait until it is on the disk.
 
     A dtype that safetensors does not know (complex128) is stored as its bytes: U8 with one more dimension.
+
+    Args:
+        path: The file.
+        tensors: By name.
+        whole: Gives the bytes of each tensor in its turn, `widest_first`; default: those in `tensors`.
 
     Returns:
         The file's size in `bytes` and its `sha256`.
@@ -47,18 +59,18 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[s
     Raises:
         CheckpointError: The file exists, or the disk refuses.
     """
-    widest_first = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # aligns each to its item size
+    names = widest_first(tensors)
     header: dict[str, JSON] = {"__metadata__": {"format": "pt"}}  # which some readers insist on
     end = 0
-    for name in widest_first:
+    for name in names:
         header[name] = _entry(tensors[name].dtype, tuple(tensors[name].shape), end)
         end = header[name]["data_offsets"][1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with new_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in widest_first:
-            file.write(_bytes_of(tensors[name]))
+        for name in names:
+            file.write(_bytes_of(tensors[name] if whole is None else whole(name)))
     return file.record()
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import final
+from typing import Literal, final
 
 import fsspec
 
@@ -19,6 +19,7 @@ from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.safetensors_files import check_header, read_header
 from lumen.console import logger as _log
 from lumen.errors import CheckpointDamaged, CheckpointError, ConfigError, LumenError
+from lumen.strategies.processes import Processes
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -145,8 +146,10 @@ def find_checkpoint(where: str, folder: Path) -> Checkpoint | None:
 
 
 @contextmanager
-def open_weights(path: str) -> Iterator[Checkpoint]:
+def open_weights(path: str, processes: Processes) -> Iterator[Checkpoint]:
     """Open what `Weights.path` names, for as long as the `with` block lasts; tensors are read one by one.
+
+    Rank 0 verifies it; a URL is fetched once per node. Collective: every rank must call this.
 
     Returns:
         Its section "model"; nothing else of a checkpoint is read.
@@ -156,10 +159,16 @@ def open_weights(path: str) -> Iterator[Checkpoint]:
         CheckpointDamaged: It is not whole, or an index names a file that is not in its directory.
     """
     if "://" not in path:
-        yield _open(Path(path))
+        yield _opened_by_all(Path(path), processes)
         return
-    with TemporaryDirectory(prefix="lumen-") as folder:
-        yield _open(_fetch(path, Path(folder)))
+    with ExitStack() as cleaning:
+
+        def fetch() -> Path:
+            return _fetch(path, Path(cleaning.enter_context(TemporaryDirectory(prefix="lumen-"))))
+
+        place = processes.once_per_node(fetch)
+        yield processes.together(lambda: _open(place, verify="sizes" if processes.local_rank else "checksums"))
+        processes.barrier()  # all have read it
 
 
 def check_there(path: str | Path) -> None:
@@ -180,10 +189,22 @@ def check_there(path: str | Path) -> None:
         refuse_pickle(str(pickle))
 
 
-def _open(path: Path) -> Checkpoint:
+def _opened_by_all(path: Path, processes: Processes) -> Checkpoint:
+    """What rank 0 finds there and verifies, open on every rank."""
+    found: list[Checkpoint] = []
+
+    def find() -> Path:
+        found.append(_open(path))
+        return found[0].path if (found[0].path / MANIFEST).exists() else path
+
+    place = processes.on_rank_zero(find)
+    return processes.together(lambda: found[0] if found else _open(place, verify="sizes"))
+
+
+def _open(path: Path, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
     check_there(path)
     if (path / MANIFEST).exists():
-        return _open_model(path)
+        return _open_model(path, verify)
     if not is_weights(path):
         checkpoint = find_checkpoint(str(path), path)
         assert checkpoint is not None  # only "auto" may find none
@@ -199,12 +220,13 @@ def _open(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _open_model(path: Path) -> Checkpoint:
-    """Open a checkpoint with its section "model" alone, whose every byte is verified."""
+def _open_model(path: Path, verify: Literal["checksums", "sizes"]) -> Checkpoint:
+    """Open a checkpoint with its section "model" alone, and verify that."""
     manifest = read_manifest(path)
     contents = {file: held for file, held in manifest.contents.items() if file.startswith("model/")}
     for file in contents:
-        check_file(path, file, *manifest.files[file])
+        size, sha256 = manifest.files[file]
+        check_file(path, file, size, sha256 if verify == "checksums" else None)
     return Checkpoint(path, manifest, {}, {file: check_header(path / file, held) for file, held in contents.items()})
 
 

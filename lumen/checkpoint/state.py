@@ -11,11 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lumen.checkpoint.codec import encode
+from lumen.checkpoint.ranks import own_values
+from lumen.checkpoint.sharded import own_part
 from lumen.checkpoint.weights import Tensors, model_tensors
 from lumen.checkpoint.writer import check_tensors, write_checkpoint
 from lumen.errors import NonFiniteLoss
 from lumen.hyperparameters import HasHyperparameters
-from lumen.metrics import metric_state, metrics_of
 from lumen.run import Run
 
 # ---------------------------------------------------------------------- names
@@ -55,7 +56,7 @@ def logger_states(run: Run) -> dict[str, Any]:
 
 
 def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:
-    """Everything a resumed run needs.
+    """Everything a resumed run needs, but for what each process has by itself.
 
     Returns:
         Tensors by section ("model", "optimizer", "extra"), aliases of tied tensors, and the JSON state.
@@ -68,8 +69,6 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
     optimizer, extra = Tensors(), Tensors()
     added: dict[str, Any] = {}
     task.on_save_checkpoint(added)
-    metrics = metrics_of(task)
-    metric_names = {id(metric): name for name, metric in metrics.items()}
     parts: dict[str, Any] = {
         "seed": run.seed,
         "progress": run.progress_state(),
@@ -78,8 +77,6 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
         "configured": run.configured,
         "callbacks": {key: callback.state_dict() for key, callback in keyed(run.callbacks).items()},
         "loggers": logger_states(run) if run.records is None else run.records,
-        "logged": run.train_metrics.state_dict(lambda metric: metric_names.get(id(metric))),
-        "torchmetrics": {name: metric_state(metric) for name, metric in metrics.items()},
         "metrics": run.metrics,
         "hyperparameters": dict(task.hparams),
         "data_hyperparameters": dict(run.datamodule.hparams) if isinstance(run.datamodule, HasHyperparameters) else {},
@@ -120,17 +117,21 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def check_savable(run: Run) -> None:
-    """Find out before any work whether everything in a run can be saved.
+    """Find out before any work whether everything in a run can be saved. Collective: every rank must call this.
 
     Raises:
         CheckpointError: Something cannot; the message names it.
     """
-    sections, _, _ = capture(run)
-    check_tensors(sections)
+
+    def check() -> None:
+        sections, _, _ = capture(run)
+        check_tensors(sections | {"ranks": own_values(run)[1]})
+
+    run.strategy.processes.together(check)
 
 
 def save(run: Run, path: Path, info: Mapping[str, Any]) -> None:
-    """Write a checkpoint of a run.
+    """Write a checkpoint of a run. Collective: every rank must call this.
 
     Args:
         run: At a boundary.
@@ -141,11 +142,21 @@ def save(run: Run, path: Path, info: Mapping[str, Any]) -> None:
         CheckpointError: It could not be written; nothing that existed was touched.
         NonFiniteLoss: A loss under way or a parameter is not finite: nothing is committed past it.
     """
-    run.losses.flush()
-    _refuse_non_finite(run)
-    for logger in run.loggers:
-        logger.flush()
-    sections, aliases, state = capture(run)
+
+    def collect() -> tuple[Any, ...]:
+        run.losses.flush()
+        _refuse_non_finite(run)
+        for logger in run.loggers:
+            logger.flush()
+        return *capture(run), own_values(run)
+
+    processes = run.strategy.processes
+    run.strategy.sync_buffers(run.task)
+    sections, aliases, state, own = processes.together(collect)
+    state["ranks"] = []
+    for values, tensors in processes.gather(own):
+        state["ranks"].append(values)
+        sections["extra"] |= tensors
     write_checkpoint(
         path,
         sections,
@@ -158,14 +169,16 @@ def save(run: Run, path: Path, info: Mapping[str, Any]) -> None:
             "metrics": dict(run.metrics),
             **info,
         },
+        processes=processes,
     )
 
 
 def _refuse_non_finite(run: Run) -> None:
-    if torch.stack([parameter.isfinite().all() for parameter in run.parameters]).all():
+    finite = [own_part(parameter.detach()).isfinite().all() for parameter in run.parameters]
+    if torch.stack(finite).all():
         return
     names = parameter_names(run.task)
-    broken = [names[id(parameter)] for parameter in run.parameters if not parameter.isfinite().all()]
+    broken = [names[id(parameter)] for parameter, whole in zip(run.parameters, finite, strict=True) if not whole]
     raise NonFiniteLoss(
         f"after step {run.progress.step} {len(broken)} parameters are not finite, although its losses are: "
         f"{', '.join(broken[:8])}. No checkpoint is made of them. Look for the derivative of sqrt at 0 or 0/0 behind "

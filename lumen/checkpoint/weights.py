@@ -13,9 +13,11 @@ from torch import nn
 
 from lumen.checkpoint.codec import decode
 from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.sharded import fill
 from lumen.checkpoint.sources import Weights, open_weights
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch
+from lumen.strategies.processes import Processes
 
 Tensors = dict[str, torch.Tensor]
 
@@ -62,16 +64,16 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True)
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: Weights) -> None:
+def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> None:
     """Copy parameters and buffers, and nothing else, in place; floating-point ones are cast to the model's dtypes.
 
-    Beyond the model it needs the memory of one tensor.
+    Beyond the model it needs the memory of one tensor. Collective: every rank must call this.
 
     Raises:
         CheckpointMismatch: Names (if strict), shapes or kinds of numbers differ; nothing was changed.
         CheckpointError: There are no weights there, they cannot be fetched or are not whole; nothing was changed.
     """
-    with open_weights(str(weights.path)) as checkpoint:
+    with open_weights(str(weights.path), processes) as checkpoint:
         _fill(model, checkpoint, weights, cast=True)
         _log.info("parameters from %s", checkpoint.path if Path(weights.path).is_dir() else weights.path)
 
@@ -86,7 +88,7 @@ def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, *, cast: b
         if dtype == tensors[name].dtype:
             checkpoint.copy_into("model", source, tensors[name])
         else:
-            tensors[name].copy_(checkpoint.tensor("model", source))
+            fill(tensors[name], checkpoint.tensor("model", source))
             casts[f"{dtype} to {tensors[name].dtype}"] += 1
     if casts:
         kinds = ", ".join(f"{count} tensors from {kind}" for kind, count in casts.items())

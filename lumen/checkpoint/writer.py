@@ -6,7 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from lumen.checkpoint.disk import explained, fsync_directory, new_file
 from lumen.checkpoint.folder import set_aside, temporary_name
 from lumen.checkpoint.manifest import FORMAT_VERSION, MANIFEST, STATE, digest
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.safetensors_files import write_safetensors
+from lumen.checkpoint.safetensors_files import widest_first, write_safetensors
+from lumen.checkpoint.sharded import is_sharded, whole
 from lumen.errors import CheckpointDamaged, CheckpointError
+from lumen.strategies.processes import Processes
 
 Sections = Mapping[str, Mapping[str, torch.Tensor]]
+Files = Sequence[tuple[str, str, Mapping[str, torch.Tensor]]]
 
 
 def write_checkpoint(
@@ -32,10 +36,12 @@ def write_checkpoint(
     aliases: Mapping[str, str] | None = None,
     info: Mapping[str, Any],
     max_file_bytes: int = 2 << 30,
+    processes: Processes | None = None,
 ) -> None:
     """Write a checkpoint that is either complete under its name or not there at all, even after a kill or power loss.
 
-    Beyond the tensors themselves it needs the memory of one tensor at most.
+    Rank 0 writes. Beyond the tensors themselves every process needs the memory of one tensor at most. Collective: every
+    rank must call this.
 
     Args:
         directory: Where it will be, for example `runs/gpt/checkpoints/step-00000200`. A damaged checkpoint there is
@@ -45,17 +51,54 @@ def write_checkpoint(
         aliases: Names of tied tensors of the section "model" that are stored under another name: alias to stored name.
         info: Plain data kept in the manifest, so that listing checkpoints need not open `state`.
         max_file_bytes: Most bytes of tensors in one file; a larger tensor gets a file of its own.
+        processes: Those of the run; default: this one alone.
 
     Raises:
         CheckpointError: `directory` holds a committed checkpoint; a tensor, `state` or `info` cannot be saved; or the
             disk refuses. Nothing that existed before is changed, and nothing half-written is left under `directory`.
     """
+    processes = Processes() if processes is None else processes
+    files = list(_files(sections, max_file_bytes))
+    order = [(section, name) for section, _, group in files for name in widest_first(group) if is_sharded(group[name])]
+    left = iter(processes.broadcast(order))
+
+    def value(section: str, name: str) -> torch.Tensor:
+        tensor = sections[section][name]
+        if is_sharded(tensor):
+            next(left)
+        return whole(tensor)
+
+    def take_part() -> None:
+        for section, name in left:
+            whole(sections[section][name])
+
+    def write() -> None:
+        try:
+            _write(directory, sections, files, value, state, aliases or {}, info)
+        except Exception:
+            take_part()  # with the others, which do not know of it yet
+            raise
+
+    if processes.rank > 0:
+        take_part()
+    processes.on_rank_zero(write)
+
+
+def _write(
+    directory: Path,
+    sections: Sections,
+    files: Files,
+    value: Callable[[str, str], torch.Tensor],
+    state: Mapping[str, JSON],
+    aliases: Mapping[str, str],
+    info: Mapping[str, Any],
+) -> None:
     check_tensors(sections)
     manifest: dict[str, JSON] = {
         "format": FORMAT_VERSION,
         "lumen": lumen.__version__,
         "info": _encode_info(info),
-        "aliases": _checked_aliases(aliases or {}, sections),
+        "aliases": _checked_aliases(aliases, sections),
     }
     state_bytes = _json_bytes("state", state)
     _holds_damaged(directory)  # refuses before any work what could not be committed after it
@@ -64,7 +107,7 @@ def write_checkpoint(
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
-            _write_files(temporary, sections, state_bytes, manifest, max_file_bytes)
+            _write_files(temporary, sections, files, value, state_bytes, manifest)
             Checkpoint.open(temporary, verify="sizes")  # what was written is what a reader will find
             if _holds_damaged(directory):
                 set_aside(directory)
@@ -94,7 +137,7 @@ def check_tensors(sections: Sections) -> None:
 
 
 def _is_plain_dense(tensor: torch.Tensor) -> bool:
-    wrapper = hasattr(tensor, "__tensor_flatten__")  # a DTensor, for example, whose bytes are elsewhere
+    wrapper = hasattr(tensor, "__tensor_flatten__") and not is_sharded(tensor)  # its bytes are elsewhere
     return not (wrapper or tensor.is_quantized or tensor.is_meta) and tensor.layout == torch.strided
 
 
@@ -141,40 +184,48 @@ def _holds_damaged(directory: Path) -> bool:
 
 
 def _write_files(
-    root: Path, sections: Sections, state_bytes: bytes, manifest: dict[str, JSON], max_file_bytes: int
+    root: Path,
+    sections: Sections,
+    files: Files,
+    value: Callable[[str, str], torch.Tensor],
+    state_bytes: bytes,
+    manifest: dict[str, JSON],
 ) -> None:
     """Write all files, add their and the tensors' descriptions to the manifest, and write it last."""
-    files: dict[str, JSON] = {}
+    records: dict[str, JSON] = {}
     described: dict[str, dict[str, JSON]] = {section: {} for section in sections}
-    for section, tensors in sections.items():
-        if not tensors:
-            continue
-        (root / section).mkdir()
-        for index, names in enumerate(_bounded(tensors, max_file_bytes)):
-            file = f"{section}/00000-{index:05d}.safetensors"  # the first number is the writing process
-            group = {name: tensors[name] for name in names}
-            files[file] = write_safetensors(root / file, group)
-            described[section] |= {name: _describe(tensor, file) for name, tensor in group.items()}
+    for section, file, group in files:
+        (root / section).mkdir(exist_ok=True)
+        records[file] = write_safetensors(root / file, group, partial(value, section))
+        described[section] |= {name: _describe(tensor, file) for name, tensor in group.items()}
+    for section in sorted({section for section, _, _ in files}):
         fsync_directory(root / section)
-    files[STATE] = _write_bytes(root / STATE, state_bytes)
-    manifest |= {"files": files, "sections": described}
+    records[STATE] = _write_bytes(root / STATE, state_bytes)
+    manifest |= {"files": records, "sections": described}
     manifest["digest"] = digest(manifest)
     _write_bytes(root / MANIFEST, _json_bytes("manifest", manifest))
     fsync_directory(root)
 
 
-def _bounded(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Iterator[list[str]]:
-    names: list[str] = []
+def _files(sections: Sections, max_file_bytes: int) -> Iterator[tuple[str, str, dict[str, torch.Tensor]]]:
+    """Section, path and tensors of every file, in the order in which they are written."""
+    for section, tensors in sections.items():
+        for index, group in enumerate(_bounded(tensors, max_file_bytes)):
+            yield section, f"{section}/00000-{index:05d}.safetensors", group  # the first number: the writing process
+
+
+def _bounded(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    group: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
         tensor_bytes = tensor.numel() * tensor.dtype.itemsize
-        if names and size + tensor_bytes > max_file_bytes:
-            yield names
-            names, size = [], 0
-        names.append(name)
+        if group and size + tensor_bytes > max_file_bytes:
+            yield group
+            group, size = {}, 0
+        group[name] = tensor
         size += tensor_bytes
-    if names:
-        yield names
+    if group:
+        yield group
 
 
 def _describe(tensor: torch.Tensor, file: str) -> JSON:

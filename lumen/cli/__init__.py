@@ -10,6 +10,7 @@ import traceback
 from lumen import __version__
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError, LumenError
+from lumen.worker import report
 
 COMMANDS = {
     "fit": "Train.",
@@ -33,7 +34,8 @@ def main(args: list[str] | None = None) -> int:
     except LumenError as error:
         if os.environ.get("LUMEN_DEBUG") == "1":
             traceback.print_exc()
-        print(f"error: {error}", file=stderr)
+        if not report(error, f"error: {error}"):
+            print(f"error: {error}", file=stderr)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         stdout.flush()  # here, where a closed pipe is no error, and not when Python exits

@@ -27,8 +27,11 @@ from lumen.cli.outputs import SaveConfig, check_output, dump, show_metrics, show
 from lumen.console import stdout
 from lumen.errors import ConfigError
 from lumen.hooks import overrides
+from lumen.launch import launch
 from lumen.optim import Lookahead, decay_groups, layer_decay_groups
 from lumen.random import seed_everything
+from lumen.strategies.choice import device_of, make_strategy, processes_of
+from lumen.strategies.processes import Processes
 from lumen.task import TaskModule
 from lumen.trainer import Trainer
 
@@ -130,9 +133,15 @@ def run(command: str, words: list[str]) -> int:
         return 0
     if output := config.get("output"):
         check_output(command, Path(output))
-    with session.console_log(config.trainer.log_level):
+    processes = _processes(config.trainer)
+    if processes.are_missing:
+        return launch(processes.world_size, ["-m", "lumen", command, *words])
+    first = processes.rank == 0
+    with session.console_log(config.trainer.log_level, shown=first), processes.explained():
         where = config.trainer.resume if command == "fit" else config.ckpt_path
-        seed = record["seed_everything"] = seed_everything(_seed(config, where))
+        if processes.world_size > 1:
+            processes.connect(device_of(config.trainer.accelerator, processes))
+        seed = record["seed_everything"] = seed_everything(processes.on_rank_zero(partial(_seed, config, where)))
         built = _instantiate(parser, config)
         built.trainer.seed = seed
         for name in links:
@@ -145,6 +154,8 @@ def run(command: str, words: list[str]) -> int:
             built.trainer.fit(built.model, built.data, configure_optimizers=configure)
             return 0
         results = getattr(built.trainer, command)(built.model, built.data, ckpt_path=built.ckpt_path)
+    if not first:
+        return 0
     if command == "predict":
         results = [batch for loader in built.trainer.run.predictions for batch in loader]
         show_predictions(results, kept=bool(output))
@@ -154,6 +165,13 @@ def run(command: str, words: list[str]) -> int:
     if output:
         write_results(results, Path(output))
     return 0
+
+
+def _processes(trainer: Namespace) -> Processes:
+    """Those of the run, before anything is built."""
+    if isinstance(trainer.strategy, str):
+        return make_strategy(trainer.strategy, trainer.accelerator, trainer.devices, trainer.num_nodes).processes
+    return processes_of(trainer.devices, trainer.num_nodes, trainer.accelerator)
 
 
 def _make_parser(command: str) -> ArgumentParser:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Literal, final
 
+from lumen.data.agreement import lend
 from lumen.data.feed import Feed, Position, Step, count_steps, read_ahead
-from lumen.data.windows import Item, MicroBatch, Window
+from lumen.data.windows import Item, Shard, Window
 from lumen.errors import ConfigError, DataError
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
@@ -45,16 +46,20 @@ class CombinedLoader:
 class CombinedFeed(Feed):
     """The loaders of a `CombinedLoader`, each with its own order, position and state.
 
-    A micro-batch counts as many samples as that of its first loader.
+    A micro-batch counts as many samples as that of its first loader. The processes take turns with them, and each asks
+    the loaders for what its own consist of.
 
     Args:
         loader: How they are combined.
         open_feed: Makes the feed of a loader, with a number by which its randomness differs from the others'.
-        accumulate: Micro-batches of an optimizer step.
+        accumulate: Micro-batches of an optimizer step: as many for each process.
+        shard: Which of them are this process's.
     """
 
-    def __init__(self, loader: CombinedLoader, open_feed: Callable[[Any, int], Feed], accumulate: int) -> None:
-        loaders, self._mode, self._accumulate = loader.loaders, loader.mode, accumulate
+    def __init__(
+        self, loader: CombinedLoader, open_feed: Callable[[Any, int], Feed], accumulate: int, shard: Shard
+    ) -> None:
+        loaders, self._mode, self._accumulate, self._shard = loader.loaders, loader.mode, accumulate, shard
         self._names = list(loaders) if isinstance(loaders, Mapping) else None
         parts = loaders.values() if isinstance(loaders, Mapping) else loaders
         self._feeds = [open_feed(part, number) for number, part in enumerate(parts)]
@@ -83,34 +88,48 @@ class CombinedFeed(Feed):
             return
         states = saved.get("parts") or [None] * len(self._feeds)
         parts = [_Part(feed, epoch, position, state) for feed, state in zip(self._feeds, states, strict=True)]
-        items = self._in_turn(parts) if self._mode == "sequential" else self._together(parts)
+        first = position.turn or 0
+        items = self._in_turn(parts, first) if self._mode == "sequential" else self._together(parts, first)
         if limit is not None:
             items = islice(items, max(0, limit - position.batches))
-        yield from read_ahead(
-            self._steps(items, parts, like_this), position.batches, lambda state: state | {"ended": True}
-        )
+        steps = self._steps(items, parts, like_this, position.turn)
+        yield from read_ahead(steps, position.batches, self._shard, lambda state: state | {"ended": True})
 
     def _described(self) -> str:
         return ", ".join(self._names) if self._names else str(len(self._feeds))
 
-    def _steps(self, items: Iterator[Item], parts: list[_Part], like_this: dict[str, Any]) -> Iterator[Step]:
+    def _steps(
+        self, items: Iterator[Item], parts: list[_Part], like_this: dict[str, Any], turn: int | None
+    ) -> Iterator[Step]:
+        shard, deal, read = self._shard, self._shard.dealer(turn), 0
+        newest: Item | None = None
         while step := list(islice(items, self._accumulate)):
-            yield step, {"kind": "combination", **like_this, "parts": [part.state() for part in parts]}
+            dealt = deal(len(step))
+            own = [step[number] for number in dealt if number is not None]
+            newest = own[-1] if own else newest
+            read += len(step)
+            if shard.stands_in and len(step) % shard.world:  # only in the last round of the last step
+                newest = lend(shard, 0, newest) if read < shard.world else newest
+                assert newest is not None
+                own += [newest] * dealt.count(None)
+            state = {"kind": "combination", **like_this, "parts": [part.state() for part in parts]}
+            yield Step(own, [item.samples for item in step], dealt, state)
 
-    def _in_turn(self, parts: list[_Part]) -> Iterator[Item]:
+    def _in_turn(self, parts: list[_Part], turn: int) -> Iterator[Item]:
         for number, part in enumerate(parts):
-            while (micro := part.next()) is not None:
-                yield Item(micro.batch, micro.samples, number)
+            while (item := part.next(turn)) is not None:
+                yield Item(item.batch, item.samples, number)
+                turn += 1
 
-    def _together(self, parts: list[_Part]) -> Iterator[Item]:
-        while True:
-            micros = [part.next() for part in parts]
-            if all(part.ended for part in parts) or (self._mode == "min_size" and None in micros):
+    def _together(self, parts: list[_Part], first: int) -> Iterator[Item]:
+        for turn in count(first):
+            items = [part.next(turn) for part in parts]
+            if all(part.ended for part in parts) or (self._mode == "min_size" and None in items):
                 return
             if self._mode == "max_size_cycle":
-                micros = [micro or part.begin_again() for micro, part in zip(micros, parts, strict=True)]
-            batches = [micro and micro.batch for micro in micros]
-            samples = next(micro.samples for micro in micros if micro is not None)
+                items = [item or part.begin_again(turn) for item, part in zip(items, parts, strict=True)]
+            batches = [item and item.batch for item in items]
+            samples = next(item.samples for item in items if item is not None)
             yield Item(dict(zip(self._names, batches, strict=True)) if self._names else batches, samples)
 
     def steps(self, limit: int | None) -> int | None:
@@ -133,31 +152,30 @@ class _Part:
         if saved is not None and position.batches:
             self.ended, self._round = saved["ended"], saved["round"]
             self._position = Position(saved["samples"], saved["batches"], saved["loader"])
-        self._windows = self._open()
+        self._windows: Iterator[Window] | None = None
 
-    def _open(self) -> Iterator[Window]:
-        self._position = self._position._replace(round=self._outer_round + self._round)
-        return self._feed.windows(self._epoch, self._position, None)
-
-    def next(self) -> MicroBatch | None:
+    def next(self, turn: int) -> Item | None:
+        """The next micro-batch, without the batch where it is another process's turn."""
+        if self._windows is None:
+            self._position = self._position._replace(round=self._outer_round + self._round, turn=turn)
+            self._windows = self._feed.windows(self._epoch, self._position, None)
         window = next(self._windows, None)
         if window is None:
             self.ended = True
             return None
-        (micro,) = window
         at = self._position
-        self._position = at._replace(samples=at.samples + micro.samples, batches=at.batches + 1, state=window.state)
-        return micro
+        self._position = at._replace(samples=at.samples + window.samples, batches=at.batches + 1, state=window.state)
+        return next((Item(micro.batch, micro.samples) for micro in window), Item(None, window.samples))
 
-    def begin_again(self) -> MicroBatch:
+    def begin_again(self, turn: int) -> Item:
         self._round += 1
         self._position = Position(state=self._position.state)
-        self._windows = self._open()
-        micro = self.next()
-        if micro is None:
+        self._windows = None
+        item = self.next(turn)
+        if item is None:
             raise DataError("one of several training loaders is empty, so it cannot begin again. Leave it out.")
-        return micro
+        return item
 
     def state(self) -> dict[str, Any]:
-        samples, batches, loader, _ = self._position
+        samples, batches, loader, *_ = self._position
         return {"round": self._round, "ended": self.ended, "samples": samples, "batches": batches, "loader": loader}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 
 from lumen.batches import count_samples
 from lumen.console import logger as _log
-from lumen.data.windows import Item, Window
+from lumen.data.windows import Dealt, Item, Shard, Window
 from lumen.errors import DataError
 
 
@@ -21,12 +21,14 @@ class Position(NamedTuple):
         batches: Consumed of it.
         state: What the feed gave with the window consumed last, of this epoch or of the one before; None at the start.
         round: How often the loader has begun again within the epoch, beside longer ones.
+        turn: See `Shard.dealer`.
     """
 
     samples: int = 0
     batches: int = 0
     state: Any = None
     round: int = 0
+    turn: int | None = None
 
     def state_of(self, kind: str) -> dict[str, Any]:
         """The state, if a feed of this kind gave it.
@@ -84,30 +86,48 @@ def count_steps(length: int | None, limit: int | None, accumulate: int) -> int |
     return -(-min(known) // accumulate) if known else None
 
 
-Step = tuple[list[Item], dict[str, Any]]
+@final
+class Step(NamedTuple):
+    """The micro-batches of an optimizer step that were read already.
+
+    Attributes:
+        items: Those of this process, with those that stand in.
+        sizes: Samples of each, of all processes.
+        dealt: Which are this process's.
+        state: Where the feed stands after it.
+    """
+
+    items: list[Item]
+    sizes: list[int]
+    dealt: Dealt
+    state: dict[str, Any]
 
 
 def read_ahead(
-    steps: Iterator[Step], index: int, at_end: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state
+    steps: Iterator[Step],
+    index: int,
+    shard: Shard,
+    at_end: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state,
 ) -> Iterator[Window]:
     """Optimizer steps out of micro-batches whose sizes are known only once they are read.
 
     One step is read ahead, to know which is the last.
 
     Args:
-        steps: Micro-batches of each step, and where the feed stands after it.
+        steps: What was read.
         index: Number of the first micro-batch in the epoch.
+        shard: Which of them are this process's.
         at_end: Makes of the state after the last step one that knows of the end.
     """
     ahead = next(steps, None)
     while ahead is not None:
         start = perf_counter()
-        (items, state), ahead = ahead, next(steps, None)
+        (items, sizes, dealt, state), ahead = ahead, next(steps, None)
         waited_s = perf_counter() - start
         last = ahead is None
-        sizes = [item.samples for item in items]
-        yield Window(iter(items).__next__, sizes, index, last, at_end(state) if last else state, waited_s)
-        index += len(items)
+        state = at_end(state) if last else state
+        yield Window(iter(items).__next__, sizes, index, last, state, waited_s, shard, dealt)
+        index += len(sizes)
 
 
 @final

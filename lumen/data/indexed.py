@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import tee
+from itertools import chain, tee
 from typing import Any, final
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from lumen.data.agreement import check_same, digest
 from lumen.data.feed import Feed, Position, SampleCounter, Step, read_ahead
 from lumen.data.keyed import Draw, KeyedDataset, can_draw
-from lumen.data.samplers import Order
-from lumen.data.windows import Item, Window
+from lumen.data.samplers import Order, known_length
+from lumen.data.windows import Dealt, Item, Shard, Window
 from lumen.data.workers import end_workers, init_worker
 from lumen.random import Domain, make_key
 
-Steps = Iterator[tuple[list[Draw], dict[str, Any]]]
+Draws = tuple[list[Draw], dict[str, Any]]
+Plan = Iterator[tuple[list[Draw], Dealt, dict[str, Any]]]
 
 
 @final
 class _Draws:
-    """The sampler of the DataLoader that replaces the user's: gives the draws of the epoch in progress."""
+    """The sampler of the DataLoader that replaces the user's: gives this process's draws of the epoch in progress."""
 
-    def __init__(self) -> None:
-        self.steps: Steps = iter(())
+    def __init__(self, shard: Shard) -> None:
+        self.plan: Plan = iter(())
+        self._shard = shard
 
     def __iter__(self) -> Iterator[Draw]:
-        for draws, _ in self.steps:
-            yield from draws
+        for draws, dealt, _ in self.plan:
+            yield from self._shard.share(draws, dealt)
 
 
 @final
@@ -40,13 +43,16 @@ class IndexedFeed(Feed):
         loader: The user's; its data set, collate function, workers, pinning, prefetching and `worker_init_fn` stay.
         order: Which samples make which micro-batch.
         seed: Of the run.
+        shard: Which micro-batches are loaded in this process.
     """
 
-    def __init__(self, loader: DataLoader[Any], order: Order, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], order: Order, seed: int, shard: Shard) -> None:
         self._seed = seed
         self._order = order
+        self._shard = shard
+        self._dataset = loader.dataset
         self._count = SampleCounter(loader)
-        self._draws = _Draws()
+        self._draws = _Draws(shard)
         self._iterator: Iterator[Any] | None = None
         self._generator = torch.Generator()  # a DataLoader draws its workers' seed even from no shuffling at all
         self._makes_batches = loader.batch_size is not None or loader.batch_sampler is not None
@@ -71,30 +77,57 @@ class IndexedFeed(Feed):
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
         """See `Feed.windows`. The position is exact: no sample is loaded that was consumed before."""
+        draws = self._order.steps(epoch, position, limit)
+        if self._shard.world > 1:
+            draws = self._agreed(draws)
         # one copy for the DataLoader, which runs ahead of the steps; one to know each step's sizes and the last one
-        self._draws.steps, plan = tee(self._order.steps(epoch, position, limit))
-        self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), 1))
+        self._draws.plan, plan = tee(_dealt(draws, self._shard.dealer(position.turn)))
+        own = 1 + (self._shard.rank << 32)  # workers' seeds, for what a user draws from no generator that is keyed
+        self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), own))
         self._iterator = iter(self._loader)
         if self._makes_batches:
             yield from self._follow(plan, position.batches)
         else:
-            yield from read_ahead(self._read(plan), position.batches)
+            yield from read_ahead(self._read(plan), position.batches, self._shard)
         self._iterator = None  # ends workers that are not persistent
 
-    def _follow(self, plan: Steps, index: int) -> Iterator[Window]:
-        ahead = next(plan, None)
+    def _agreed(self, steps: Iterator[Draws]) -> Iterator[Draws]:
+        """The same, of which all processes have found that they begin alike."""
+        first = next(steps, None)
+        draws, state = first or ([], {})
+        indices = [draw.indices for draw in draws]
+        found = {
+            "samples": known_length(self._dataset),
+            "batches": self.length,
+            "first": str(indices[:1])[:60],
+            "digest": digest([indices, state]),
+        }
+        check_same(
+            self._shard, "data set or order", found,
+            "Lumen deals the samples to the processes itself: give all of them the same data set, and a sampler that "
+            "does not look at the rank.",
+        )  # fmt: skip
+        return steps if first is None else chain([first], steps)
+
+    def _follow(self, plan: Plan, index: int) -> Iterator[Window]:
+        shard, ahead = self._shard, next(plan, None)
         while ahead:
-            (draws, state), ahead = ahead, next(plan, None)
+            (draws, dealt, state), ahead = ahead, next(plan, None)
             sizes = [len(draw.indices) for draw in draws]
-            yield Window(partial(self._fetch, iter(sizes)), sizes, index, last=ahead is None, state=state)
+            fetch = partial(self._fetch, iter(shard.share(sizes, dealt)))
+            yield Window(fetch, sizes, index, last=ahead is None, state=state, shard=shard, dealt=dealt)
             index += len(draws)
 
-    def _read(self, plan: Steps) -> Iterator[Step]:
+    def _read(self, plan: Plan) -> Iterator[Step]:
         """Without batching only a batch itself tells how many samples it holds."""
         assert self._iterator is not None
-        for draws, state in plan:
-            batches = [next(self._iterator) for _ in draws]
-            yield [Item(batch, self._count(batch)) for batch in batches], state
+        shard = self._shard
+        for draws, dealt, state in plan:
+            batches = [next(self._iterator) for _ in shard.share(draws, dealt)]
+            items = [Item(batch, self._count(batch)) for batch in batches]
+            own = {number: item.samples for number, item in zip(dealt, items, strict=False) if number is not None}
+            sizes = {number: size for told in shard.gather(own) for number, size in told.items()}
+            yield Step(items, [sizes[number] for number in range(len(draws))], dealt, state)
 
     def _fetch(self, sizes: Iterator[int]) -> Item:
         assert self._iterator is not None
@@ -109,3 +142,8 @@ class IndexedFeed(Feed):
         for iterator in (self._iterator, self._loader._iterator):  # the second one's workers are persistent
             end_workers(iterator)
         self._iterator = self._loader._iterator = None
+
+
+def _dealt(steps: Iterator[Draws], deal: Callable[[int], Dealt]) -> Plan:
+    for draws, state in steps:
+        yield draws, deal(len(draws)), state

@@ -9,30 +9,40 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lumen.console import logger as _log
 from lumen.data.combined import CombinedFeed, CombinedLoader
 from lumen.data.feed import Feed
 from lumen.data.indexed import IndexedFeed
 from lumen.data.samplers import BatchedOrder, Order, PlainOrder, SampledOrder, known_length
-from lumen.data.streams import StreamFeed
+from lumen.data.streams import ShardedStreamFeed, StreamFeed, shards_itself
+from lumen.data.windows import ALONE, Shard
 from lumen.errors import ConfigError, DataError
 from lumen.random import Domain, make_key
 
 
 def make_feed(
-    loader: Any, seed: int, accumulate: int = 1, global_batch_size: int | None = None, *, rewinds: bool = False
+    loader: Any,
+    seed: int,
+    accumulate: int = 1,
+    global_batch_size: int | None = None,
+    *,
+    rewinds: bool = False,
+    shard: Shard = ALONE,
 ) -> Feed:
     """Take over a standard `DataLoader` over map-style data; read anything else as it is.
 
     Args:
         loader: A `DataLoader`, any iterable of batches, a `CombinedLoader`, or a list or dictionary of loaders.
         seed: Of the run.
-        accumulate: Micro-batches of an optimizer step.
+        accumulate: Micro-batches of an optimizer step, of all processes.
         global_batch_size: Samples of an optimizer step; replaces `accumulate`.
         rewinds: Every pass over a stream with a state begins where the first one did, as evaluations do.
+        shard: Which of the micro-batches are this process's. If there are several processes, passes over the feed are
+            collective: every rank must begin them, and read them to the same step.
 
     Raises:
         ConfigError: The batch size does not fit `global_batch_size`.
-        DataError: Not a loader.
+        DataError: Not a loader; or one that reads parts among several training loaders.
     """
     if _holds_loaders(loader):
         loader = CombinedLoader(loader)
@@ -42,14 +52,29 @@ def make_feed(
                 f"global_batch_size: {global_batch_size} samples of which of the {len(loader.loaders)} training "
                 "loaders? Set accumulate_grad_batches instead."
             )
-        return CombinedFeed(
-            loader, lambda part, number: make_feed(part, _seed_of(seed, number), rewinds=rewinds), accumulate
-        )
+
+        def open_feed(part: Any, number: int) -> Feed:
+            _refuse_parts(part, shard)
+            alone = shard._replace(stands_in=False)  # only the batches of them all are stood in for
+            return make_feed(part, _seed_of(seed, number), rewinds=rewinds, shard=alone)
+
+        return CombinedFeed(loader, open_feed, accumulate, shard)
     if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, torch.Tensor)):
         raise DataError(f"a loader is an iterable of batches, found {type(loader).__name__}. Return a DataLoader.")
     if _is_standard(loader):
-        return IndexedFeed(loader, _order(loader, seed, accumulate, global_batch_size), seed)
-    return StreamFeed(loader, seed, _batches_of_step(loader, accumulate, global_batch_size), rewinds=rewinds)
+        return IndexedFeed(loader, _order(loader, seed, accumulate, global_batch_size, shard.world), seed, shard)
+    kind = ShardedStreamFeed if shards_itself(loader, shard.world) else StreamFeed
+    accumulate = _batches_of_step(loader, accumulate, global_batch_size, shard.world)
+    return kind(loader, seed, accumulate, shard, rewinds=rewinds)
+
+
+def _refuse_parts(loader: Any, shard: Shard) -> None:
+    if shard.world > 1 and shards_itself(loader, shard.world):
+        raise DataError(
+            f"{type(getattr(loader, 'dataset', loader)).__name__}, one of several training loaders, gives every "
+            "process a part of its own, so their ends cannot be compared. Let it give all batches to every process "
+            "(without shards_itself): Lumen keeps each one's share."
+        )
 
 
 def _seed_of(seed: int, number: int) -> int:
@@ -78,14 +103,15 @@ def _is_torchdatas(kind: type) -> bool:
     return kind.__module__.startswith("torchdata.stateful_dataloader.")
 
 
-def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_size: int | None) -> Order:
+def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_size: int | None, world: int) -> Order:
     """Which samples make which micro-batch, as the loader's samplers say."""
-    sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
+    sampler: Any = loader.sampler
+    batch_size, drop_last = loader.batch_size, loader.drop_last
     if batch_size is None and type(loader.batch_sampler) is BatchSampler:
         batches = loader.batch_sampler
         sampler, batch_size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
     if batch_size is None:
-        accumulate = _batches_of_step(loader, accumulate, global_batch_size)
+        accumulate = _batches_of_step(loader, accumulate, global_batch_size, world)
         if loader.batch_sampler is not None:
             return BatchedOrder(loader.batch_sampler, seed, accumulate)
         return BatchedOrder(sampler, seed, accumulate, single=True)
@@ -95,9 +121,10 @@ def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_siz
             "Lower batch_size."
         )
     step_size = global_batch_size or accumulate * batch_size
+    _warn_of_idle_ranks(global_batch_size, -(-step_size // batch_size), world)
     cut = {"batch_size": batch_size, "step_size": step_size, "drop_last": drop_last}
     samples = known_length(loader.dataset)
-    if isinstance(sampler, DistributedSampler):  # Lumen deals samples to processes itself
+    if _only_distributes(sampler):  # which Lumen does itself
         return PlainOrder(samples, seed, shuffle=sampler.shuffle, **cut)  # type: ignore[arg-type]
     if samples is None and type(sampler) is SequentialSampler:
         raise DataError(
@@ -112,6 +139,13 @@ def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_siz
     return PlainOrder(samples, own, shuffle=shuffle, **cut)  # type: ignore[arg-type]
 
 
+def _only_distributes(sampler: Any) -> bool:
+    """Whether a sampler gives each process a part of a plain order, and is no class of the user's that does more."""
+    kind = type(sampler)
+    as_torch_does = kind.__iter__ is DistributedSampler.__iter__ or _is_torchdatas(kind)
+    return isinstance(sampler, DistributedSampler) and as_torch_does
+
+
 def _takes_each_sample_once(sampler: Any, samples: int | None) -> bool:
     """Whether a sampler gives the data set's own order or a plain shuffle of it."""
     kind = type(sampler)
@@ -121,7 +155,7 @@ def _takes_each_sample_once(sampler: Any, samples: int | None) -> bool:
     return len(sampler) == len(sampler.data_source) == samples
 
 
-def _batches_of_step(loader: Any, accumulate: int, global_batch_size: int | None) -> int:
+def _batches_of_step(loader: Any, accumulate: int, global_batch_size: int | None, world: int) -> int:
     """Batches of an optimizer step, where only whole batches can be taken."""
     if global_batch_size is None:
         return accumulate
@@ -131,4 +165,14 @@ def _batches_of_step(loader: Any, accumulate: int, global_batch_size: int | None
             f"global_batch_size: {global_batch_size} is no multiple of the batch size {batch_size} of "
             f"{type(loader).__name__}, whose batches are taken as they come. Set accumulate_grad_batches instead."
         )
+    _warn_of_idle_ranks(global_batch_size, global_batch_size // int(batch_size), world)
     return global_batch_size // int(batch_size)
+
+
+def _warn_of_idle_ranks(global_batch_size: int | None, micro_batches: int, world: int) -> None:
+    if global_batch_size is not None and micro_batches % world:
+        _log.warning(
+            "global_batch_size: %d samples are %d micro-batches for %d processes: some of them have nothing to do in "
+            "the last round of every step. Choose a batch_size that makes it a multiple of %d micro-batches.",
+            global_batch_size, micro_batches, world, world,
+        )  # fmt: skip

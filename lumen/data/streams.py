@@ -1,155 +1,215 @@
-"""Iterables of batches, read as they are: what comes next is known only to them."""
+"""Iterables of batches: read whole by every process of a run, or each process its own part."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
-from itertools import islice
+from itertools import chain, cycle, islice
 from typing import Any, final
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lumen.console import logger as _log
-from lumen.data.feed import Feed, Position, SampleCounter, Step, count_steps, read_ahead
-from lumen.data.samplers import begin_epoch, known_length
-from lumen.data.windows import Item, Window
-from lumen.data.workers import end_workers, prepared_workers
+from lumen.data.agreement import check_same, digest, lend
+from lumen.data.feed import Feed, Position, Step, count_steps, read_ahead
+from lumen.data.reader import StreamReader
+from lumen.data.samplers import known_length
+from lumen.data.windows import Dealt, Item, Shard, Window
 from lumen.errors import DataError
-from lumen.random import Domain, make_key, seed_generators
 
 
 @final
 class StreamFeed(Feed):
-    """An iterable of batches.
-
-    Where it has `state_dict` and `load_state_dict` (the loader; or its data set, when it is loaded in this process) a
-    run goes on from its state. Otherwise the epoch is read again up to where the run stood. The global generators are
-    keyed before every batch, so what is drawn in this process is the same then; what workers draw is repeated only by
-    reading again.
+    """An iterable of batches, all of which every process reads, to keep its share.
 
     Args:
-        loader: Gives a fresh iterator of batches for every epoch.
+        loader: Gives a fresh iterator of batches for every epoch, the same in every process.
         seed: Of the run.
         accumulate: Batches of an optimizer step.
+        shard: Which of them are kept in this process.
         rewinds: Every pass begins where the first one did, as evaluations do.
     """
 
-    def __init__(self, loader: Any, seed: int, accumulate: int = 1, *, rewinds: bool = False) -> None:
-        self._loader = loader
-        self._seed = seed
+    def __init__(self, loader: Any, seed: int, accumulate: int, shard: Shard, *, rewinds: bool) -> None:
+        self._name = type(getattr(loader, "dataset", loader)).__name__
         self._accumulate = accumulate
+        self._shard = shard
         self._rewinds = rewinds
-        self._stateful = _stateful_part(loader)
-        self._count = SampleCounter(loader)
-        self._iterator: Iterator[Any] | None = None
-        self._opened = self._exhausted = False
-        self._stands_at: dict[str, Any] | None = None  # the state that the loader itself is in, if it is in one
-        part_of_loader = self._stateful is not None and self._stateful is not loader
-        self._beginning = self._state() if rewinds and part_of_loader else {"kind": "stream"}
+        self._reader = StreamReader(loader, seed, rewinds=rewinds)
         self.length = known_length(loader)
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
         """See `Feed.windows`."""
-        state = self._beginning if self._rewinds and not position.batches else position.state_of("stream")
+        begins = self._rewinds and not position.batches
+        state = self._reader.beginning if begins else position.state_of("stream")
         if position.batches and state.get("ended"):
-            self._go_to(state)
+            self._reader.go_to(state)
             return
-        batches = self._batches(epoch, position, state)
-        if limit is not None:
-            batches = islice(batches, max(0, limit - position.batches))
-        yield from read_ahead(self._steps(batches), position.batches, lambda state: self._last_state())
+        left = None if limit is None else max(0, limit - position.batches)
+        if left == 0:
+            return
+        items = islice(self._reader.items(epoch, position, state, position.batches), left)
+        if self._shard.world > 1:
+            items = self._agreed(items)
+        steps = self._steps(items, position.turn)
+        yield from read_ahead(steps, position.batches, self._shard, lambda state: self._reader.last_state())
 
-    def _steps(self, batches: Iterator[Any]) -> Iterator[Step]:
-        while items := [Item(batch, self._count(batch)) for batch in islice(batches, self._accumulate)]:
-            yield items, self._state()
+    def _agreed(self, items: Iterator[Item]) -> Iterator[Item]:
+        """The same, of which all processes have found that they begin alike."""
+        first = list(islice(items, 1))
+        found = {"batches": self.length, "digest of the first": [digest(item.batch) for item in first]}
+        check_same(
+            self._shard, "stream", found,
+            f"Every rank reads all batches of {self._name}, and Lumen keeps each one's share. If it gives every rank "
+            "a part of its own, say so by shards_itself = True on it; else let it give the same on every rank.",
+        )  # fmt: skip
+        return chain(first, items)
 
-    def _batches(self, epoch: int, position: Position, state: dict[str, Any]) -> Iterator[Any]:
-        fresh, number = not position.batches, position.batches
-        stands_there = state is self._stands_at
-        if fresh:
-            self._go_to(state)
-        begin_epoch(self._loader, self._seed, epoch, position)
-        found = not fresh and self._go_to(state)  # only now: its generators are not those of the epoch's beginning
-        seed_generators(make_key(self._seed, Domain.ORDER, position.key(epoch)))
-        self._begin(epoch)
-        if number and not found:
-            _log.warning(
-                "%s has no state_dict to go on from: %d batches of this epoch are read once more. Give it (or its data "
-                "set, with num_workers=0) state_dict and load_state_dict, or use torchdata's StatefulDataLoader.",
-                type(self._loader).__name__,
-                number,
-            )
-            for again in range(number):
-                self._next(position.key(epoch), again)
-        batch = self._next(position.key(epoch), number)
-        if batch is _END and fresh and "loader" in state and not (stands_there and state["exhausted"]):
-            self._begin(epoch)  # the epoch before was cut exactly where the data ends, or its end was loaded just now
-            batch = self._next(position.key(epoch), number)
-        while batch is not _END:
-            yield batch
-            number += 1
-            batch = self._next(position.key(epoch), number)
-
-    def _begin(self, epoch: int) -> None:
-        if isinstance(self._loader, DataLoader) and self._loader.persistent_workers:
-            end_workers(self._loader._iterator)  # theirs are seeded once: an epoch would depend on the ones before
-            self._loader._iterator = None
-        with prepared_workers(self._loader):
-            self._iterator = iter(self._loader)
-        was_read = self._exhausted or (self._opened and self._rewinds) or (epoch and not self._opened)
-        if self._iterator is self._loader and was_read:
-            raise DataError(
-                f"the loader is a {type(self._loader).__name__}, which can be read only once, and it has been read. "
-                "Give an object whose __iter__ begins anew: a DataLoader, a list, or a class of your own."
-            )
-        self._opened, self._exhausted = True, False
-
-    def _next(self, key: int, number: int) -> Any:
-        assert self._iterator is not None
-        seed_generators(make_key(self._seed, Domain.SAMPLE, key, number))
-        batch = next(self._iterator, _END)
-        self._exhausted = batch is _END
-        return batch
-
-    def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"kind": "stream"}
-        if self._stateful is not None:  # a copy: it may be made of what the next batch changes
-            state |= {"loader": deepcopy(self._stateful.state_dict()), "exhausted": self._exhausted}
-        return state
-
-    def _last_state(self) -> dict[str, Any]:
-        state = self._state() | {"ended": True}
-        if self._exhausted or self._stateful is not self._loader:  # a loader forgets its place when it begins anew
-            self._stands_at = state
-        return state
-
-    def _go_to(self, state: dict[str, Any]) -> bool:
-        """Bring the loader to where a state says it stood. Returns whether it could be."""
-        if self._stateful is None or "loader" not in state:
-            return False
-        if state is not self._stands_at:
-            self._stateful.load_state_dict(deepcopy(state["loader"]))
-        self._stands_at, self._exhausted = None, state["exhausted"]
-        return True
+    def _steps(self, items: Iterator[Item], turn: int | None) -> Iterator[Step]:
+        deal = self._shard.dealer(turn)
+        while step := list(islice(items, self._accumulate)):
+            dealt = deal(len(step))
+            sizes = [item.samples for item in step]
+            yield Step(self._shard.share(step, dealt), sizes, dealt, self._reader.state())
 
     def steps(self, limit: int | None) -> int | None:
         """See `Feed.steps`."""
         return count_steps(self.length, limit, self._accumulate)
 
     def close(self) -> None:
-        """See `Feed.close`. A loader of the user's own can be iterated again."""
-        end_workers(self._iterator)
-        self._iterator = None
-        if isinstance(self._loader, DataLoader):
-            self._loader._iterator = None
+        """See `Feed.close`."""
+        self._reader.close()
 
 
-_END = object()
-
-
-def _stateful_part(loader: Any) -> Any:
-    """What holds the state of an iterable, or None."""
+def shards_itself(loader: Any, world: int) -> bool:
+    """Whether each process reads a part of its own from a loader: it or its data set says so."""
     dataset = getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else None
-    here = isinstance(dataset, IterableDataset) and loader.num_workers == 0
-    candidates = [dataset, loader] if here else [loader]
-    return next((part for part in candidates if hasattr(part, "load_state_dict")), None)
+    split = getattr(getattr(dataset, "_distributed", None), "world_size", None)  # by Hugging Face's datasets
+    return split == world or any(getattr(part, "shards_itself", False) for part in (loader, dataset))
+
+
+@final
+class ShardedStreamFeed(Feed):
+    """An iterable that gives each process batches of its own. They may end at different times.
+
+    A step takes batches from the processes in turn, and more from the others once some have ended: so it is full until
+    the last of the epoch. Before it begins, every process tells how many samples it has read for it and where its
+    stream stands then.
+
+    Args:
+        loader: Gives a fresh iterator of this process's batches for every epoch.
+        seed: Of the run.
+        accumulate: Batches of an optimizer step, of all processes.
+        shard: This process among them.
+        rewinds: Every pass begins where the first one did, as evaluations do.
+    """
+
+    def __init__(self, loader: Any, seed: int, accumulate: int, shard: Shard, *, rewinds: bool) -> None:
+        self._name = type(getattr(loader, "dataset", loader)).__name__
+        self._accumulate = accumulate
+        self._shard = shard
+        self._rewinds = rewinds
+        self._reader = StreamReader(loader, seed, rewinds=rewinds, shard=shard)
+        self._states: list[dict[str, Any]] = []  # of all processes
+        self._read: Item | None = None  # the newest that this process has read
+        self._have_read: set[int] = set()  # processes that have such a one
+        lengths = shard.gather(known_length(loader))
+        self.length = None if None in lengths else sum(lengths)
+
+    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
+        """See `Feed.windows`."""
+        states, rank = self._states_at(position), self._shard.rank
+        over = bool(position.batches) and position.state_of("stream in parts").get("ended", False)
+        alive = [each for each, state in enumerate(states) if not (position.batches and (over or state["exhausted"]))]
+        items: Iterator[Item] = iter(())
+        if rank in alive:
+            items = self._reader.items(epoch, position, states[rank], states[rank]["read"] if position.batches else 0)
+        else:
+            self._reader.go_to(states[rank])
+        steps = self._steps(items, alive, None if limit is None else max(0, limit - position.batches))
+        yield from read_ahead(steps, position.batches, self._shard, lambda state: self._last_state())
+
+    def _states_at(self, position: Position) -> list[dict[str, Any]]:
+        """The state of every process."""
+        world = self._shard.world
+        state = position.state_of("stream in parts")
+        if (self._rewinds and not position.batches) or not state:
+            return [self._reader.beginning] * world
+        states: list[dict[str, Any]] = state["ranks"]
+        if len(states) == world:
+            return states
+        if position.batches or not all(each["exhausted"] for each in states):
+            raise DataError(
+                f"this run goes on in the middle of {self._name}, which was read in parts by {len(states)} processes; "
+                f"now there are {world}, and how their parts divide is known only to it. Resume with {len(states)} "
+                "processes, or at a checkpoint of the end of an epoch."
+            )
+        return [{"kind": "stream"}] * world
+
+    def _steps(self, items: Iterator[Item], alive: list[int], left: int | None) -> Iterator[Step]:
+        rank, compared = self._shard.rank, False
+        while True:
+            missing = self._accumulate if left is None else min(self._accumulate, left)
+            own: list[Item] = []
+            sizes: list[int] = []
+            numbers: list[list[int]] = [[] for _ in range(self._shard.world)]
+            while missing and alive:
+                turns = list(islice(cycle(alive), missing))
+                read = list(islice(items, turns.count(rank)))
+                own += read
+                first = digest(read[0].batch) if read and not compared else None
+                told = self._shard.gather(([item.samples for item in read], first, self._reader.state()))
+                if not compared:
+                    compared = True
+                    self._suspect([code for _, code, _ in told])
+                self._states = [state for _, _, state in told]
+                alive = [each for each in alive if len(told[each][0]) == turns.count(each)]
+                waiting = [iter(counts) for counts, _, _ in told]
+                for each in turns:
+                    if (size := next(waiting[each], None)) is not None:
+                        numbers[each].append(len(sizes))
+                        sizes.append(size)
+                        missing -= 1
+            if not sizes:
+                return
+            left = None if left is None else left - len(sizes)
+            rounds = max(map(len, numbers))
+            idle = rounds - len(own)
+            dealt: Dealt = [*numbers[rank], *[None] * idle]
+            if self._shard.stands_in:
+                own += [self._stand_in(own, numbers, rounds)] * idle
+            yield Step(own, sizes, dealt, {"kind": "stream in parts", "ranks": self._states})
+
+    def _suspect(self, first: list[int | None]) -> None:
+        """Say so where parts look like the whole."""
+        if len(first) > 1 and first[0] is not None and len(set(first)) == 1:
+            _log.warning(
+                "%s says shards_itself, but every rank reads the same first batch. If each reads the whole stream, "
+                "every sample counts %d times: drop shards_itself, and Lumen deals the batches.",
+                self._name,
+                len(first),
+            )
+
+    def _stand_in(self, own: list[Item], numbers: list[list[int]], rounds: int) -> Item:
+        """A real batch for the rounds in which this process has none."""
+        if own:
+            self._read = own[-1]
+        self._have_read |= {rank for rank, its in enumerate(numbers) if its}
+        idle = {rank for rank, its in enumerate(numbers) if len(its) < rounds}
+        if not idle <= self._have_read:
+            self._read = lend(self._shard, min(self._have_read), self._read)
+            self._have_read = set(range(self._shard.world))
+        assert self._read is not None
+        return self._read
+
+    def _last_state(self) -> dict[str, Any]:
+        states = list(self._states)
+        states[self._shard.rank] = self._reader.last_state()
+        return {"kind": "stream in parts", "ranks": states, "ended": True}
+
+    def steps(self, limit: int | None) -> int | None:
+        """See `Feed.steps`."""
+        return count_steps(self.length, limit, self._accumulate)
+
+    def close(self) -> None:
+        """See `Feed.close`."""
+        self._reader.close()

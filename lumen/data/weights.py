@@ -1,16 +1,20 @@
 """The weighting of one optimizer step, in its one place.
 
 The gradient of a step is (sum over micro-batches of weight * grad(mean loss)) / (sum of weights): the gradient of the
-full batch, however it was cut. Each backward gets `loss * (weight / planned)`. Where the total is known beforehand it
-is what was planned and nothing is left to do; otherwise the gradients are multiplied by `planned / total` once.
+full batch, however it was cut and dealt to processes. Each backward gets `loss * (weight / planned)`, times the number
+of processes, because gradients are averaged over them. Where the total is known beforehand it is what was planned and
+nothing is left to do; otherwise the gradients are multiplied by `planned / total` once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import final
 
 from lumen.errors import TrainingError
+
+BeginSum = Callable[[Sequence[float]], Callable[[], list[float]]]
 
 
 @final
@@ -18,19 +22,38 @@ class StepWeights:
     """Weights of the micro-batches of one optimizer step.
 
     Args:
-        planned: The sum of the weights that are known before the forward.
+        planned: The sum of the weights that are known before the forward, over all processes.
         alone: The step has a single micro-batch on a single process: then its share is exactly 1.
         by_task: The known weights are the task's `batch_weight`, not numbers of samples: a returned one must agree.
         guess: Stands in for an unknown sum: a power of two, so that multiplying by it rounds nothing.
+        world: Number of processes.
+        begin_sum: Begins to sum numbers over the processes; what it returns waits for the sums.
+
+    Attributes:
+        total: The sum of the weights of this process; once they have agreed, of all.
+        skipped: A hook of some process ended the epoch in this step.
     """
 
-    def __init__(self, planned: float, *, alone: bool, by_task: bool, guess: float) -> None:
+    def __init__(
+        self,
+        planned: float,
+        *,
+        alone: bool,
+        by_task: bool,
+        guess: float,
+        world: int = 1,
+        begin_sum: BeginSum | None = None,
+    ) -> None:
         self.total = 0.0
+        self.skipped = False
         self._planned = planned
         self._alone = alone
         self._by_task = by_task
         self._guess = guess
+        self._world = world
+        self._begin_sum = begin_sum
         self._returned: bool | None = None
+        self._finish: Callable[[], list[float]] | None = None
 
     def share(self, known: float, returned: float | None) -> float:
         """What to multiply a micro-batch's mean loss with before backward.
@@ -44,10 +67,7 @@ class StepWeights:
                 one that differs from `batch_weight`.
         """
         if self._returned not in (None, returned is not None):
-            raise TrainingError(
-                "training_step returned a weight for one micro-batch of a step and none for another. "
-                "Return (loss, weight) always or never."
-            )
+            raise _mixed()
         if self._by_task and returned not in (None, known):
             raise TrainingError(
                 f"training_step returned the weight {returned} for a micro-batch to which batch_weight gave {known}. "
@@ -61,7 +81,39 @@ class StepWeights:
             if self._returned and not self._by_task:
                 self._planned = weight if self._alone else self._guess
         self.total += weight
-        return weight / self._planned if self._planned else 0.0
+        return self._world * weight / self._planned if self._planned else 0.0
+
+    def begin_agreement(self) -> None:
+        """All weights of this process are known: begin to sum them over the processes. Collective."""
+        if self._begin_sum is not None:
+            kinds = (self._returned is True, self._returned is False)
+            self._finish = self._begin_sum([self.total, *map(float, kinds), float(self.skipped), 0.0])
+
+    @staticmethod
+    def leaving(sum_over_ranks: Callable[[Sequence[float]], list[float]]) -> int:
+        """Take part in the next agreement with nothing but the message that this process has left.
+
+        Returns:
+            How many have.
+        """
+        return int(sum_over_ranks([0.0, 0.0, 0.0, 0.0, 1.0])[-1])
+
+    def agree(self) -> None:
+        """Wait for the sums over the processes.
+
+        Raises:
+            TrainingError: Some processes have returned weights, and some have not.
+        """
+        if self._finish is None:
+            return
+        (self.total, returned, plain, skipped, _), self._finish = self._finish(), None
+        self.skipped = bool(skipped)
+        if returned and plain:
+            raise _mixed()
+        if returned or plain:
+            self._returned = bool(returned)
+        if self._returned and not self._by_task:
+            self._planned = self._guess  # of a process that counted nothing, too
 
     @property
     def counted(self) -> bool:
@@ -77,3 +129,10 @@ class StepWeights:
     def next_guess(self) -> float:
         """The power of two nearest below this step's total, for the next step: it keeps fp16 gradients in range."""
         return 2.0 ** math.floor(math.log2(self.total)) if self._returned and self.total else self._guess
+
+
+def _mixed() -> TrainingError:
+    return TrainingError(
+        "training_step returned a weight for one micro-batch of a step and none for another. "
+        "Return (loss, weight) always or never."
+    )

@@ -1,10 +1,15 @@
-"""A window: the micro-batches of one optimizer step, fetched one by one."""
+"""A window: the micro-batches of one optimizer step, dealt to the processes of a run and fetched one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from time import perf_counter
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
+
+T = TypeVar("T")
+#: Numbers of a process's micro-batches in their step; None where there is none left while others still have one.
+Dealt = list[int | None]
 
 
 class Item(NamedTuple):
@@ -21,6 +26,47 @@ class Item(NamedTuple):
     loader: int = 0
 
 
+class Shard(NamedTuple):
+    """Which micro-batches of a run this process takes: of every step those whose number is `rank` modulo `world`.
+
+    Attributes:
+        rank: Of this process.
+        world: Number of processes.
+        stands_in: Where there is none left for this process, it fetches one of another process: its forward has to
+            take part in theirs.
+        gather: Every process's value of plain data, in rank order; every process must call it.
+    """
+
+    rank: int = 0
+    world: int = 1
+    stands_in: bool = False
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+    def deal(self, size: int) -> Dealt:
+        """What a step of `size` micro-batches has for this process; as many rounds as for every other one."""
+        rounds = range(self.rank, -(-size // self.world) * self.world, self.world)
+        return [number if number < size else None for number in rounds]
+
+    def dealer(self, turn: int | None) -> Callable[[int], Dealt]:
+        """What deals one step after the other.
+
+        Args:
+            turn: None: every step is dealt anew, as `deal` says. Otherwise steps have one micro-batch, processes take
+                turns, this is the number of the first, and there is nothing for the processes whose turn it is not.
+        """
+        if turn is None:
+            return self.deal
+        turns = count(turn)
+        return lambda size: [0] if next(turns) % self.world == self.rank else []
+
+    def share(self, step: Sequence[T], dealt: Dealt) -> list[T]:
+        """What this process fetches of a step; where it stands in, the last one."""
+        return [step[-1 if number is None else number] for number in dealt if number is not None or self.stands_in]
+
+
+ALONE = Shard()
+
+
 @final
 class MicroBatch:
     """One forward and backward.
@@ -28,47 +74,56 @@ class MicroBatch:
     Attributes:
         batch: What the loader returned.
         index: Its number in the epoch, as one process would count.
+        number: Its number in the step, likewise.
         samples: How many samples it holds.
         weight: What it counts in its step; the number of samples unless the task weighs batches itself.
         loader: Which of several loaders that take turns it came from.
-        first: It opens its optimizer step.
-        last: It closes its optimizer step.
+        first: It opens its optimizer step in this process.
+        last: It closes its optimizer step in this process.
+        idle: There is none left for this process: `batch` is None, or stands in and counts nothing.
     """
 
-    __slots__ = ("batch", "first", "index", "last", "loader", "samples", "weight")
+    __slots__ = ("batch", "first", "idle", "index", "last", "loader", "number", "samples", "weight")
 
-    def __init__(self, item: Item, index: int, first: bool, last: bool) -> None:
+    def __init__(self, item: Item, index: int, number: int, *, first: bool, last: bool, idle: bool) -> None:
         self.batch = item.batch
         self.index = index
+        self.number = number
         self.samples = item.samples
-        self.weight: float = item.samples
+        self.weight: float = 0 if idle else item.samples
         self.loader = item.loader
         self.first = first
         self.last = last
+        self.idle = idle
+
+
+_NOTHING = Item(None, 0)
 
 
 @final
 class Window:
-    """The micro-batches of one optimizer step; iterate it once.
+    """The micro-batches of one optimizer step; iterate it once for those of this process.
 
     Args:
-        fetch: Returns the next of them.
-        sizes: Samples of each micro-batch.
-        first_index: Number of its first micro-batch in the epoch.
+        fetch: Returns the next of them; those that stand in, too.
+        sizes: Samples of each micro-batch, of all processes.
+        first_index: Number of the first one in the epoch.
         last: It is the epoch's last step.
         state: Where the feed stands after this step, as plain data and tensors.
         waited_s: Seconds spent waiting for the loader before.
+        shard: Which of them are this process's.
+        dealt: Their numbers, where they are not dealt in turn.
 
     Attributes:
         fetch: Returns the next micro-batch's batch and size.
-        sizes: Samples of each micro-batch.
+        sizes: Samples of each micro-batch, of all processes.
         samples: Samples of the whole step.
         last: It is the epoch's last step.
         state: Where the feed stands after this step.
         waited_s: Seconds spent waiting for the loader so far.
     """
 
-    __slots__ = ("_first_index", "fetch", "last", "samples", "sizes", "state", "waited_s")
+    __slots__ = ("_dealt", "_first_index", "_shard", "fetch", "last", "samples", "sizes", "state", "waited_s")
 
     def __init__(
         self,
@@ -78,6 +133,8 @@ class Window:
         last: bool,
         state: dict[str, Any],
         waited_s: float = 0.0,
+        shard: Shard = ALONE,
+        dealt: Dealt | None = None,
     ) -> None:
         self.fetch = fetch
         self._first_index = first_index
@@ -86,11 +143,19 @@ class Window:
         self.last = last
         self.state = state
         self.waited_s = waited_s
+        self._shard = shard
+        self._dealt = shard.deal(len(sizes)) if dealt is None else dealt
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        closing = len(self.sizes) - 1
-        for number in range(closing + 1):
-            start = perf_counter()
-            item = self.fetch()
-            self.waited_s += perf_counter() - start
-            yield MicroBatch(item, self._first_index + number, number == 0, number == closing)
+        closing = len(self._dealt) - 1
+        for place, number in enumerate(self._dealt):
+            idle = number is None
+            item = _NOTHING
+            if not idle or self._shard.stands_in:
+                start = perf_counter()
+                item = self.fetch()
+                self.waited_s += perf_counter() - start
+            given = len(self.sizes) - 1 if number is None else number
+            yield MicroBatch(
+                item, self._first_index + given, given, first=place == 0, last=place == closing, idle=idle
+            )  # fmt: skip

@@ -5,12 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
 
 Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
+
+
+@final
+class Nothing:
+    """Whatever is asked of it or called on it does nothing: what writes no record has no effect."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of copying, pickling and the like
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
+        """Do nothing."""
+        return self
 
 
 class Logger(ABC):
@@ -22,7 +36,8 @@ class Logger(ABC):
         for logger in self.trainer.loggers:
             logger.log_image("reconstruction", image, self.global_step)
 
-    A logger whose record cannot hold one of them ignores it, and so does every logger outside of `fit`.
+    A logger whose record cannot hold one of them ignores it, and so does every logger outside of `fit` and in the other
+    processes.
     """
 
     @abstractmethod
@@ -88,7 +103,11 @@ class Logger(ABC):
 
     @property
     def experiment(self) -> Any:
-        """The object that writes the record, for what is not offered here; None if there is none, or no record."""
+        """The object that writes the record, for what is not offered here; None if there is none.
+
+        Where there is no record, outside of `fit` and in all processes but the first, what is called on it does
+        nothing.
+        """
         return None
 
     def flush(self) -> None:

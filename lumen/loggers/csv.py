@@ -90,13 +90,13 @@ class CSVLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int) -> None:
         """See `Logger.log_metrics`."""
-        assert self._metrics is not None
-        self._metrics.append({"step": step, "epoch": epoch, **metrics})
+        if self._metrics is not None:
+            self._metrics.append({"step": step, "epoch": epoch, **metrics})
 
     def log_system(self, values: Mapping[str, float], step: int) -> None:
         """See `Logger.log_system`."""
-        assert self._system is not None
-        self._system.append({"step": step, **values})
+        if self._system is not None:
+            self._system.append({"step": step, **values})
 
     def flush(self) -> None:
         """See `Logger.flush`."""
@@ -118,6 +118,7 @@ class CSVLogger(Logger):
         """See `Logger.close`."""
         for table in self._tables():
             table.close()
+        self._metrics = self._system = None
 
     def _tables(self) -> list[_Table]:
         return [table for table in (self._metrics, self._system) if table is not None]

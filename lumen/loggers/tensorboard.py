@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lumen.errors import ConfigError
-from lumen.loggers.base import Array, Logger
+from lumen.loggers.base import Array, Logger, Nothing
 
 _FIRST_BEYOND_BINS = 1e20  # of TensorBoard's histograms
 
@@ -59,8 +59,10 @@ class TensorBoardLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The `SummaryWriter`; None outside of `fit`."""
-        if self._writer is None and self._directory is not None:
+        """The `SummaryWriter`; where there is no record, what is called on it does nothing."""
+        if self._directory is None:
+            return Nothing()
+        if self._writer is None:
             self._writer = self._make_writer(self._directory / f"events.out.tfevents.{self._part:05d}.lumen")
             self._part += 1
         return self._writer
@@ -85,7 +87,7 @@ class TensorBoardLogger(Logger):
         plain = {name: value if type(value) in (int, float) else str(value) for name, value in _flat(hyperparameters)}
         before, self._hyperparameters = self._hyperparameters, plain
         if before is None:
-            if plain and self.experiment is not None:
+            if plain:
                 self.experiment.add_hyperparameters(plain)
             return
         pairs = {name: (str(before.get(name)), str(plain.get(name))) for name in before | plain}
@@ -106,20 +108,18 @@ class TensorBoardLogger(Logger):
                 f"log_image({name!r}): expected (height, width) or (channels, height, width) with 1, 3 or 4 channels, "
                 f"of uint8, bool or floating point; found shape {tuple(image.shape)} of {image.dtype}."
             )
-        if self.experiment is not None:
-            self.experiment.add_image(name, pixels, step)
+        self.experiment.add_image(name, pixels, step)
 
     def log_histogram(self, name: str, values: Array, step: int) -> None:
         """See `Logger.log_histogram`."""
         numbers = _array(values).astype(np.float64)
         numbers = numbers[np.abs(numbers) < _FIRST_BEYOND_BINS]
-        if numbers.size and self.experiment is not None:
+        if numbers.size:
             self.experiment.add_histogram(name, numbers, step)
 
     def log_text(self, name: str, text: str, step: int) -> None:
         """See `Logger.log_text`."""
-        if self.experiment is not None:
-            self.experiment.add_text(name, text, step)
+        self.experiment.add_text(name, text, step)
 
     def flush(self) -> None:
         """See `Logger.flush`."""

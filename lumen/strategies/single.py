@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
-from lumen.errors import ConfigError
 from lumen.strategies.base import Strategy
 
-T = TypeVar("T")
 _NO_CONTEXT = nullcontext()
 
 
@@ -51,47 +49,3 @@ class SingleDevice(Strategy):
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_value_` does."""
         nn.utils.clip_grad_value_(parameters, max_value)
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-    def broadcast(self, value: T, source: int = 0) -> T:
-        """The value itself."""
-        return value
-
-    def gather(self, value: T) -> list[T]:
-        """The value alone."""
-        return [value]
-
-    def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
-        return tensor
-
-
-def make_strategy(strategy: str | Strategy, accelerator: str, devices: int | str) -> Strategy:
-    """The strategy of a name, on the best device there is.
-
-    Args:
-        strategy: `auto`, `single`, or a strategy of the user's own, returned as it is.
-        accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda` (`gpu`), `mps`.
-        devices: 1 or `auto`.
-
-    Raises:
-        ConfigError: Not available here.
-    """
-    if isinstance(strategy, Strategy):
-        return strategy
-    if strategy not in ("auto", "single"):
-        raise ConfigError(
-            f"strategy: {strategy!r} is unknown; use auto or single, or give an object of your own class."
-        )
-    if devices not in (1, "1", "auto"):
-        raise ConfigError(f"devices: {devices!r} asked for, but strategy {strategy!r} runs one device. Set devices: 1.")
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    name = "cuda" if accelerator == "gpu" else accelerator
-    if name == "auto":
-        name = next(kind for kind, found in available.items() if found)
-    if not available.get(name, False):
-        found = ", ".join(kind for kind, there in available.items() if there)
-        raise ConfigError(f"accelerator: {accelerator!r} is not available here; there are: auto, {found}.")
-    return SingleDevice(name)

@@ -1,0 +1,162 @@
+"""An iterable of batches, read as it is by one process: what comes next is known only to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any, final
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lumen.console import logger as _log
+from lumen.data.feed import Position, SampleCounter
+from lumen.data.samplers import begin_epoch
+from lumen.data.windows import ALONE, Item, Shard
+from lumen.data.workers import end_workers, prepared_workers
+from lumen.errors import DataError
+from lumen.random import Domain, make_key, seed_generators
+
+
+@final
+class StreamReader:
+    """One process's reading of an iterable of batches.
+
+    Where it has `state_dict` and `load_state_dict` (the loader; or its data set, when it is loaded in this process) it
+    goes on from its state. Otherwise the epoch is read again up to where the reader stood. The global generators are
+    keyed before every batch, so what is drawn in this process is the same then; what workers draw is repeated only by
+    reading again.
+
+    Args:
+        loader: Gives a fresh iterator of batches for every epoch.
+        seed: Of the run.
+        rewinds: Every pass begins where the first one did, as evaluations do.
+        shard: This process among those that read parts of their own, which draw other random numbers; not for the
+            first batch, because what leads to it may be the division into parts.
+
+    Attributes:
+        beginning: The state in which a pass begins that rewinds.
+    """
+
+    def __init__(self, loader: Any, seed: int, *, rewinds: bool, shard: Shard = ALONE) -> None:
+        self._loader = loader
+        self._seed = seed
+        self._rewinds = rewinds
+        self._shard = shard
+        self._stateful = _stateful_part(loader)
+        self._count = SampleCounter(loader)
+        self._iterator: Iterator[Any] | None = None
+        self._opened = self._exhausted = False
+        self._read = 0
+        self._stands_at: dict[str, Any] | None = None  # the state that the loader itself is in, if it is in one
+        part_of_loader = self._stateful is not None and self._stateful is not loader
+        self.beginning = self.state() if rewinds and part_of_loader else {"kind": "stream"}
+
+    def items(self, epoch: int, position: Position, state: dict[str, Any], number: int) -> Iterator[Item]:
+        """The batches of an epoch. The reader stands before the first of them at once.
+
+        Args:
+            epoch: Decides what it draws.
+            position: Of the epoch, over all processes.
+            state: In which this reader was there.
+            number: Batches that it had read of the epoch.
+        """
+        fresh = not number
+        stands_there = state is self._stands_at
+        if fresh:
+            self.go_to(state)
+        begin_epoch(self._loader, self._seed, epoch, position)
+        found = not fresh and self.go_to(state)  # only now: its generators are not those of the epoch's beginning
+        self._begin(epoch, position)
+        self._read = number
+        if number and not found:
+            _log.warning(
+                "%s has no state_dict to go on from: %d batches of this epoch are read once more. Give it (or its data "
+                "set, with num_workers=0) state_dict and load_state_dict, or use torchdata's StatefulDataLoader.",
+                type(self._loader).__name__,
+                number,
+            )
+            for again in range(number):
+                self._next(position.key(epoch), again)
+        may_end_at_once = not fresh or "loader" not in state or (stands_there and state["exhausted"])
+        return self._rest(epoch, position, may_end_at_once)
+
+    def _rest(self, epoch: int, position: Position, may_end_at_once: bool) -> Iterator[Item]:
+        key = position.key(epoch)
+        batch = self._next(key, self._read)
+        if batch is _END and not may_end_at_once:
+            self._begin(epoch, position)  # it was cut exactly where the data ends, or its end was loaded just now
+            batch = self._next(key, self._read)
+        while batch is not _END:
+            self._read += 1
+            yield Item(batch, self._count(batch))
+            batch = self._next(key, self._read)
+
+    def _begin(self, epoch: int, position: Position) -> None:
+        own: list[int] = []
+        if isinstance(self._loader, DataLoader):
+            if self._loader.persistent_workers:
+                end_workers(self._loader._iterator)  # they are seeded once: an epoch would depend on the ones before
+                self._loader._iterator = None
+            if self._loader.num_workers and self._shard.rank:  # each has a seed of its own: they cannot agree by it
+                own = [self._shard.rank, 3]
+        seed_generators(make_key(self._seed, Domain.ORDER, position.key(epoch), *own))
+        with prepared_workers(self._loader):
+            self._iterator = iter(self._loader)
+        was_read = self._exhausted or (self._opened and self._rewinds) or (epoch and not self._opened)
+        if self._iterator is self._loader and was_read:
+            raise DataError(
+                f"the loader is a {type(self._loader).__name__}, which can be read only once, and it has been read. "
+                "Give an object whose __iter__ begins anew: a DataLoader, a list, or a class of your own."
+            )
+        self._opened, self._exhausted = True, False
+
+    def _next(self, key: int, number: int) -> Any:
+        assert self._iterator is not None
+        of_all = number * self._shard.world + self._shard.rank if number else 0
+        seed_generators(make_key(self._seed, Domain.SAMPLE, key, of_all))
+        batch = next(self._iterator, _END)
+        self._exhausted = batch is _END
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Where the reader stands, as plain data and tensors."""
+        state: dict[str, Any] = {"kind": "stream", "read": self._read, "exhausted": self._exhausted}
+        if self._stateful is not None:  # a copy: it may be made of what the next batch changes
+            state["loader"] = deepcopy(self._stateful.state_dict())
+        return state
+
+    def last_state(self) -> dict[str, Any]:
+        """Where it stands at the end of a pass: there the next one begins."""
+        state = self.state() | {"ended": True}
+        if self._exhausted or self._stateful is not self._loader:  # a loader forgets its place when it begins anew
+            self._stands_at = state
+        return state
+
+    def go_to(self, state: dict[str, Any]) -> bool:
+        """Bring the loader to where a state says it stood. Returns whether it could be."""
+        if "exhausted" in state:
+            self._read, self._exhausted = state["read"], state["exhausted"]
+        if self._stateful is None or "loader" not in state:
+            return False
+        if state is not self._stands_at:
+            self._stateful.load_state_dict(deepcopy(state["loader"]))
+        self._stands_at = None
+        return True
+
+    def close(self) -> None:
+        """End the workers. A loader of the user's own can be iterated again."""
+        end_workers(self._iterator)
+        self._iterator = None
+        if isinstance(self._loader, DataLoader):
+            self._loader._iterator = None
+
+
+_END = object()
+
+
+def _stateful_part(loader: Any) -> Any:
+    """What holds the state of an iterable, or None."""
+    dataset = getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else None
+    here = isinstance(dataset, IterableDataset) and loader.num_workers == 0
+    candidates = [dataset, loader] if here else [loader]
+    return next((part for part in candidates if hasattr(part, "load_state_dict")), None)

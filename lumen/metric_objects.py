@@ -1,0 +1,142 @@
+"""The torchmetrics objects of a task: their states, copied, put back and merged over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a metric has imported it
+    from torchmetrics import Metric
+
+Gather = Callable[[Any], list[Any]]
+MetricState = tuple[int, dict[str, Any]]
+
+
+def metrics_of(model: nn.Module) -> dict[str, Metric]:
+    """The torchmetrics objects in a model, by module name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(base.__module__ == "torchmetrics.metric" and base.__name__ == "Metric" for base in type(module).__mro__)
+    }
+
+
+def metric_states(model: nn.Module) -> list[tuple[Metric, MetricState]]:
+    """Copies of what the torchmetrics objects in a model have accumulated."""
+    return [(metric, metric_state(metric)) for metric in metrics_of(model).values()]
+
+
+def restore_metrics(saved: list[tuple[Metric, MetricState]]) -> None:
+    """Put back what `metric_states` copied."""
+    for metric, state in saved:
+        load_metric_state(metric, state)
+
+
+def metric_state(metric: Metric) -> MetricState:
+    """A copy of what a torchmetrics object has accumulated: its number of updates and its states by name."""
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return metric._update_count, {
+        name: value.clone() if isinstance(value, torch.Tensor) else list(value) for name, value in states.items()
+    }
+
+
+def load_metric_state(metric: Metric, state: MetricState) -> None:
+    """Take over what `metric_state` gave, on the metric's device."""
+    metric._update_count, states = state
+    metric._computed = None
+    for name, value in states.items():
+        setattr(metric, name, _moved(value, metric.device))
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, list):
+        return [_moved(item, device) for item in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+# ---------------------------------------------------------------------- over processes
+
+
+def compute_over_ranks(metrics: Sequence[Metric], gather: Gather) -> list[Any]:
+    """What torchmetrics objects compute from what all processes have seen; each keeps its own state.
+
+    Args:
+        metrics: The same ones on every rank, updated or not.
+        gather: Gives every rank's value of plain data and tensors, in rank order. Collective.
+    """
+    ranks = gather([[_portable(part) for part in metrics_of(metric).values()] for metric in metrics])
+    return [_compute(metric, list(zip(*parts, strict=True))) for metric, *parts in zip(metrics, *ranks, strict=True)]
+
+
+def _compute(metric: Metric, states: Sequence[Sequence[MetricState]]) -> Any:
+    """What a metric computes with the states that its parts have on all ranks."""
+    parts = list(metrics_of(metric).values())
+    own = [(part, metric_state(part)) for part in parts]
+    try:
+        for part, of_ranks in zip(parts, states, strict=True):
+            load_metric_state(part, merged_state(part, of_ranks))
+            part._to_sync = False
+        return metric.compute()
+    finally:
+        restore_metrics(own)
+        for part in parts:
+            part._to_sync = part.sync_on_compute
+
+
+def share_metrics(model: nn.Module, gather: Gather, is_alone: Callable[[], bool]) -> None:
+    """Let `compute`, when the user calls it, find what all processes have seen.
+
+    torchmetrics' own exchange ends the processes where one of them has seen nothing, or fewer batches than another.
+
+    Args:
+        model: Whose metrics.
+        gather: See `compute_over_ranks`.
+        is_alone: Not every rank may come here now, as within a step: then a metric computes what this one has seen.
+    """
+
+    def sync(metric: Metric, *_: Any, **__: Any) -> None:
+        if not is_alone():
+            for name, value in merged_state(metric, gather(_portable(metric)))[1].items():
+                setattr(metric, name, _moved(value, metric.device))
+
+    for metric in metrics_of(model).values():
+        if metric.process_group is None and metric.dist_sync_fn is None:
+            metric._sync_dist = MethodType(sync, metric)  # type: ignore[method-assign]  # a copy's is bound to the copy
+
+
+def unshare_metrics(model: nn.Module) -> None:
+    """Undo `share_metrics`."""
+    for metric in metrics_of(model).values():
+        vars(metric).pop("_sync_dist", None)
+
+
+def _portable(metric: Metric) -> MetricState:
+    count, states = metric_state(metric)
+    return count, {name: _moved(value, "cpu") for name, value in states.items()}
+
+
+def merged_state(metric: Metric, ranks: Sequence[MetricState]) -> MetricState:
+    """The state of a metric that has seen what all ranks have, by its own reductions."""
+    from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+
+    ranks = [state for state in ranks if state[0]] or ranks  # what has seen nothing has no part in a mean or a minimum
+    if len(ranks) == 1:
+        return ranks[0]
+    counts = [count for count, _ in ranks]
+    merged: dict[str, Any] = {}
+    for name, reduction in metric._reductions.items():
+        values = [states[name] for _, states in ranks]
+        if isinstance(values[0], list):
+            joined = [item for value in values for item in value]
+            merged[name] = joined if reduction in (None, dim_zero_cat) else reduction(joined)  # type: ignore[operator]
+        elif reduction is dim_zero_mean:
+            total = sum(count * value.double() for count, value in zip(counts, values, strict=True))
+            merged[name] = (total / sum(counts)).to(values[0].dtype)
+        else:
+            stacked = torch.stack(values)
+            merged[name] = stacked if reduction is None else reduction(stacked)  # type: ignore[operator]
+    return sum(counts), merged

@@ -1,0 +1,174 @@
+"""Opening a run for a stage, and closing it whatever happens."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lumen import session
+from lumen.checkpoint import Checkpoint
+from lumen.checkpoint.state import keyed
+from lumen.console import logger as _log
+from lumen.datamodule import DataModule
+from lumen.errors import ConfigError
+from lumen.launch import relaunch
+from lumen.loop import StopRequested
+from lumen.precision import make_precision
+from lumen.profilers import profiled
+from lumen.run import Run
+from lumen.rundir import RunDirectory
+from lumen.strategies.choice import unused_devices
+from lumen.task import TaskModule
+
+if TYPE_CHECKING:
+    from lumen.trainer import Trainer
+
+
+@contextmanager
+def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> Iterator[Run]:
+    """The context in which a trainer runs a stage.
+
+    Args:
+        trainer: Not in a run yet.
+        stage: "fit", "validate", "test" or "predict".
+        task: What it is run on.
+        data: A data module, or a loader or several.
+        val_loaders: Those of the validation, when `data` is the loader of `fit`.
+
+    Raises:
+        ConfigError: The trainer is in a run, or something cannot be run.
+        KeyboardInterrupt: The run was asked to stop.
+    """
+    if not isinstance(task, TaskModule):
+        raise ConfigError(f"expected a TaskModule, found {type(task).__name__}. Subclass lumen.TaskModule.")
+    datamodule = data if isinstance(data, DataModule) else None
+    trainer.name = type(task).__name__.lower() if trainer.name is None else trainer.name
+    if trainer._running:
+        raise ConfigError(f"this trainer is in a run; call {stage} after it, or use a second Trainer.")
+    trainer._started = False
+    if trainer.strategy.processes.are_missing:
+        relaunch(trainer.world_size)
+    with ExitStack() as closing:
+        trainer._running = True
+        closing.callback(setattr, trainer, "_running", False)
+        closing.enter_context(
+            session.torch_settings(
+                trainer.deterministic, trainer.detect_anomaly, trainer.matmul_precision, trainer.benchmark
+            )
+        )
+        closing.enter_context(trainer.compilation)
+        strategy, first = trainer.strategy, trainer.is_global_zero
+        closing.enter_context(session.console_log(trainer.log_level, shown=first))
+        if notice := unused_devices(strategy):
+            _log.info(notice)
+        closing.enter_context(strategy.processes.explained())
+        strategy.connect()
+        trainer.name = strategy.broadcast(trainer.name)
+        directory = _claim(trainer, closing) if stage == "fit" else None
+        if directory is not None:
+            _open_logs(trainer, directory, closing)
+        loggers = trainer.loggers if directory is not None and first else []
+        checkpoint = None
+        if stage == "fit":
+            earlier = checkpoints_of(trainer, trainer.default_root_dir / str(trainer.name))
+            checkpoint = trainer.origin.find(earlier, strategy.processes, writes=directory is not None)
+        seed = strategy.broadcast(trainer.origin.seed_of(checkpoint, trainer.seed))
+        precision = make_precision(trainer.precision, strategy.device)
+        run = trainer._run = Run(
+            trainer, task, datamodule, strategy, precision, trainer.plan, seed, trainer.callbacks, loggers
+        )
+        run.stage, run.checkpoint = stage, checkpoint
+        run.loaders = None if datamodule is not None else (data, val_loaders)
+        task._run = run
+        if datamodule is not None:
+            datamodule._run = run
+        if directory is not None and first:
+            session.write_environment(directory, strategy)
+        for key, logger in keyed(loggers).items():
+            logger.open(directory, resumed=trainer.origin.stays and _has_record(checkpoint, key))
+            closing.callback(logger.close)
+        closing.enter_context(session.stop_signals(run))
+        closing.callback(strategy.teardown)
+        closing.callback(run.close)
+        if datamodule is not None:
+            closing.callback(datamodule.teardown, stage)
+        for hook in reversed(run.hooks.teardown):
+            closing.callback(hook, stage)
+        try:
+            with profiled(run, trainer.profiler, directory):
+                yield run
+        except StopRequested:
+            _leave(trainer, run, directory)
+        except BaseException as error:
+            for hook in run.hooks.on_exception:
+                try:
+                    hook(error)
+                except Exception:  # the first failure is the one to show
+                    _log.exception("on_exception failed too")
+            raise
+
+
+def checkpoints_of(trainer: Trainer, run_directory: Path) -> Path:
+    """Where the checkpoints of a run lie."""
+    saver = trainer.checkpoint_callback
+    return run_directory / "checkpoints" if saver is None or saver.given_dirpath is None else saver.given_dirpath
+
+
+def _claim(trainer: Trainer, closing: ExitStack) -> Path | None:
+    """The run's directory, if it writes anything; held by the first process until the end."""
+    stays = trainer.origin.stays
+
+    def claim() -> Path | None:
+        trainer.origin.check()
+        if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
+            return None
+        directory = closing.enter_context(RunDirectory.claim(trainer.default_root_dir, str(trainer.name), reuse=stays))
+        if not stays:
+            closing.callback(_give_back_if_unused, trainer, directory.path)
+        return directory.path
+
+    trainer.run_directory = trainer.strategy.processes.on_rank_zero(claim)
+    return trainer.run_directory
+
+
+def _open_logs(trainer: Trainer, directory: Path, closing: ExitStack) -> None:
+    """`run.log` is the first process's; with several each has a file of its own beside it, by when the run began."""
+    strategy = trainer.strategy
+    if strategy.is_global_zero:
+        closing.enter_context(session.log_file(directory / "run.log", trainer.log_level))
+    if strategy.world_size > 1:
+        began = strategy.broadcast(f"{datetime.now():%Y%m%d-%H%M%S}")
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+        closing.enter_context(
+            session.log_file(directory / "logs" / f"{began}-rank{strategy.rank}.log", trainer.log_level)
+        )
+        strategy.barrier()  # all are open before anything can fail and give the directory back
+    _log.info("the run is in %s", directory)
+
+
+def _give_back_if_unused(trainer: Trainer, directory: Path) -> None:
+    """Leave nothing behind of a run that failed before its training began: its name stays free."""
+    if not trainer._started:
+        shutil.rmtree(directory, ignore_errors=True)  # the failure is what is to be seen
+
+
+def _has_record(checkpoint: Checkpoint | None, logger: str) -> bool:
+    """Whether a checkpoint says how far a logger's record goes; without that nothing of it can be told apart."""
+    return checkpoint is not None and logger in checkpoint.state["loggers"]
+
+
+def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
+    """Say how to go on, and end as the signal asks."""
+    interruption = session.interruption(run.pulse.stop_signal)
+    for hook in run.hooks.on_exception:
+        hook(interruption)
+    saved = directory is not None and any(checkpoints_of(trainer, directory).glob("step-*"))
+    if saved and directory is not None:
+        _log.info("stopped at step %d. Go on with:\n  %s", run.progress.step, session.resume_command(directory))
+    else:
+        _log.info("stopped at step %d; no checkpoint was saved", run.progress.step)
+    raise interruption from None

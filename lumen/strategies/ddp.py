@@ -1,0 +1,189 @@
+"""DistributedDataParallel: the whole model on every process, gradients averaged once per optimizer step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from lumen.errors import ConfigError, TrainingError
+from lumen.strategies.base import Strategy
+from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
+from lumen.strategies.steps import Steps
+
+_NO_CONTEXT = nullcontext()
+
+
+@final
+class DDP(Strategy):
+    """Keeps the whole model on every process and averages gradients while the last backward of a step runs.
+
+    The arguments are those of `torch.nn.parallel.DistributedDataParallel`.
+
+    Args:
+        find_unused_parameters: Let steps leave out parameters; costs a walk over the graph of every backward.
+        static_graph: Every step uses the same parameters in the same order; not with several micro-batches a process.
+        gradient_as_bucket_view: Gradients lie in the memory that is communicated, which saves as much as they take.
+        bucket_cap_mb: Size of what is communicated at once, in MiB. Default: torch's, 25.
+        broadcast_buffers: Buffers, such as BatchNorm's statistics, are those of rank 0 in every training forward.
+        gradient_compression: Communicate gradients in 16 bits; they are then rounded.
+        timeout_s: How long a process waits for the others before that is an error, in seconds, > 0.
+        startup_timeout_s: The same until the first step is done, while data is prepared and code compiled.
+    """
+
+    spans_processes = True
+
+    def __init__(
+        self,
+        *,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = True,
+        gradient_compression: Literal["fp16", "bf16"] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        startup_timeout_s: float = STARTUP_TIMEOUT_S,
+    ) -> None:
+        if gradient_compression not in (None, "fp16", "bf16"):
+            raise ConfigError(f"gradient_compression: expected fp16, bf16 or null, found {gradient_compression!r}.")
+        self.timeout_s, self.startup_timeout_s = timeout_s, startup_timeout_s
+        self._compression = gradient_compression
+        self._options: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
+        if not broadcast_buffers:  # named anew in torch 2.13
+            known = signature(DistributedDataParallel).parameters
+            self._options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+        self._settles = 0 if find_unused_parameters else 2 if static_graph else 1
+        self._task: nn.Module | None = None
+        self._ddp: DistributedDataParallel | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []
+
+    def connect(self) -> None:
+        """See `Strategy.connect`."""
+        self.processes.connect(self.device, timeout_s=self.timeout_s, startup_timeout_s=self.startup_timeout_s)
+
+    def setup(self, task: nn.Module) -> None:
+        """Move the task to the device; parameters become those of rank 0."""
+        self._task = task.to(self.device)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        assert self._task is not None
+        self._parameters = list(self._task.parameters())
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._unwrap()
+        if any(self._trained):
+            self._ddp = DistributedDataParallel(Steps(self._task), **self._options)
+            self.rehearsals = self._settles if self.world_size > 1 else 0
+            if self._compression is not None:
+                self._ddp.register_comm_hook(None, _HOOKS[self._compression])
+
+    def _unwrap(self) -> None:
+        """Take the wrapper's hooks off the parameters now: its own references would keep it until some collection."""
+        if self._ddp is not None:
+            del self._ddp.reducer, self._ddp.logger
+            self._ddp = None
+
+    def begin_step(self) -> None:
+        """Wrap the task anew where parameters have been frozen or unfrozen since: torch's wrapper would not notice."""
+        if self._trained != [parameter.requires_grad for parameter in self._parameters]:
+            self._wrap()
+
+    @property
+    def communicates(self) -> bool:
+        """Even alone, torch's wrapper wants a backward for each forward."""
+        return self._ddp is not None
+
+    def call(self, step: str, *args: Any) -> Any:
+        """Run a training step through DDP, any other on the task itself, where nothing is communicated."""
+        if step == "training_step" and self._ddp is not None:
+            return self._ddp(step, *args)
+        return getattr(self._task, step)(*args)
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        """Communicate in the last backward only.
+
+        Raises:
+            ConfigError: Several micro-batches with a static graph.
+        """
+        if last or self._ddp is None:
+            return _NO_CONTEXT
+        if self._options["static_graph"]:
+            raise ConfigError(
+                "DDP: static_graph=True communicates in every backward, but a step has several micro-batches per "
+                "process. Set accumulate_grad_batches: 1 (or a smaller global_batch_size), or static_graph: false."
+            )
+        return self._ddp.no_sync()
+
+    def idle_loss(self) -> torch.Tensor:
+        """A loss of 0 over all parameters."""
+        assert self._ddp is not None
+        return self._ddp(None)  # type: ignore[no-any-return]
+
+    def after_backward(self) -> None:
+        """Find parameters without a gradient now: the other ranks, if they have one, wait for this one.
+
+        Raises:
+            TrainingError: Names them.
+        """
+        if self._ddp is None or self._options["static_graph"]:
+            return
+        try:
+            self._ddp.reducer._rebuild_buckets()
+        except RuntimeError as error:
+            if "finished reduction" not in str(error):
+                raise
+            raise TrainingError(self._name_unused(str(error))) from error
+
+    def _name_unused(self, message: str) -> str:
+        assert self._task is not None
+        named = zip(self._task.named_parameters(), self._trained, strict=True)
+        trained = [name for (name, _), is_trained in named if is_trained]
+        listed = re.search(r"indices which did not receive grad for rank \d+: ([\d ,]+)", message)
+        names = [trained[int(number)] for number in re.findall(r"\d+", listed.group(1))] if listed else ["unknown"]
+        return (
+            f"{len(names)} parameters took no part in the loss of rank {self.rank}: {', '.join(names[:8])}"
+            f"{', ...' if len(names) > 8 else ''}. Set requires_grad of them to False if they are never trained, or "
+            "use strategy: {class_path: lumen.DDP, init_args: {find_unused_parameters: true}}."
+        )
+
+    def correct_gradients(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
+        """Multiply in place, all tensors in a few kernels."""
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Clip as `torch.nn.utils.clip_grad_norm_` does: gradients are equal on all ranks."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
+        """Clip as `torch.nn.utils.clip_grad_value_` does."""
+        nn.utils.clip_grad_value_(parameters, max_value)
+
+    def teardown(self) -> None:
+        """Leave the task as it is, without the wrapper."""
+        self._unwrap()
+        self._task = None
+        self._parameters = []
+
+
+def _to_bf16(state: Any, bucket: Any) -> Any:
+    """Torch's own hook, under a name that it does not reserve for NCCL: gloo sums bfloat16 too."""
+    return default_hooks._compress_hook(torch.bfloat16, dist.distributed_c10d._get_default_group(), bucket)
+
+
+_to_bf16.__annotations__ = default_hooks.bf16_compress_hook.__annotations__  # torch looks at them
+_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": _to_bf16}

@@ -1,0 +1,336 @@
+"""Fully sharded data parallelism: every process keeps its part of each parameter, gradient and optimizer state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lumen.errors import ConfigError, TrainingError
+from lumen.optim import needs_closure
+from lumen.strategies.base import Strategy
+from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
+from lumen.strategies.sharding import ShardedTask
+from lumen.strategies.units import find_units, modules_of
+
+_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_KEEPS_WHOLE = {"full_shard": False, "shard_grad_op": True, "hybrid_shard": False, "no_shard": True}
+_meshes: dict[tuple[Any, ...], DeviceMesh] = {}  # a mesh opens process groups, which nobody closes
+
+
+@final
+class FSDP(Strategy):
+    """Cuts parameters up over processes; a unit's are gathered for its forward and backward and freed again.
+
+    Built on torch's `fully_shard` (FSDP2). Units are the modules that `wrap`, `wrap_if` or `wrap_min_parameters` name;
+    else those of the task's `modules_to_shard`; else the repeated blocks, that is modules of one class that stand
+    together in an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. What is in no unit is gathered for the whole
+    step. A module that shares a parameter with one outside of it is no unit.
+
+    `precision: bf16` or `fp16` is autocast as everywhere: the same numbers as on one device. Autograd then keeps a copy
+    of every weight in 16 bits from forward to backward, unless `activation_checkpointing` makes it again; `param_dtype`
+    avoids that and halves what is communicated, but computes something else than one device does.
+
+    Args:
+        wrap: Name of a class, or several: all its modules are units.
+        wrap_if: Says of a module's name in the task and the module whether it is a unit.
+        wrap_min_parameters: The smallest modules with so many parameters, beside those of units in them, are units.
+        sharding_strategy: `full_shard`; `shard_grad_op`: parameters stay whole from forward to backward;
+            `hybrid_shard`: cut up within groups of `shard_size` processes, copied across them; `no_shard`: not cut up.
+        shard_size: Processes that share one copy in `hybrid_shard`, a divisor of their number. Default: a node's.
+        reshard_after_forward: Free a unit's parameters between forward and backward; a number (a divisor of the
+            processes that share a copy): keep them cut up over so many. Default: as `sharding_strategy` says.
+        cpu_offload: Parameters, gradients and the optimizer's state live in the CPU's memory, and are updated there.
+        param_dtype: Parameters are gathered and computed with in `bf16` or `fp16`; inputs of the task's modules are
+            cast, those of its steps (targets) are not. Gradients and the update are in the parameters' own dtype.
+        reduce_dtype: Gradients are summed over processes in this dtype. Default: the one they are computed in.
+        output_dtype: What the task's modules return is cast to this dtype, such as `fp32` for the loss.
+        buffer_dtype: Floating-point buffers are kept in this dtype.
+        activation_checkpointing: Name of a class, or several: their forward keeps only its inputs, and is run again in
+            the backward.
+        find_unused_parameters: Let steps leave out parameters; costs one small message a step.
+        broadcast_buffers: Buffers, such as BatchNorm's statistics, are those of rank 0 when a step begins.
+        reduce_every_backward: Sum gradients in each backward of a step, not in the last one only: takes time, but a
+            process never holds whole gradients.
+        unshard_in_evaluation: Gather all parameters once for an evaluation. Default: if they fit in half of the memory
+            that is free when the task is set up, beside its gradients and two optimizer states.
+        timeout_s: How long a process waits for the others before that is an error, in seconds, > 0.
+        startup_timeout_s: The same until the first step is done, while data is prepared and code compiled.
+
+    Raises:
+        ConfigError: Arguments contradict each other.
+    """
+
+    spans_processes = True
+    needs_stand_ins = True
+    shards = True
+
+    def __init__(
+        self,
+        *,
+        wrap: str | Sequence[str] | None = None,
+        wrap_if: Callable[[str, nn.Module], bool] | None = None,
+        wrap_min_parameters: int | None = None,
+        sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard",
+        shard_size: int | None = None,
+        reshard_after_forward: bool | int | None = None,
+        cpu_offload: bool = False,
+        param_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+        reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+        output_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+        buffer_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+        activation_checkpointing: str | Sequence[str] | None = None,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        reduce_every_backward: bool = False,
+        unshard_in_evaluation: bool | None = None,
+        timeout_s: float = TIMEOUT_S,
+        startup_timeout_s: float = STARTUP_TIMEOUT_S,
+    ) -> None:
+        _check_arguments(
+            [wrap, wrap_if, wrap_min_parameters], sharding_strategy, shard_size, reshard_after_forward,
+            {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype,
+             "buffer_dtype": buffer_dtype},
+        )  # fmt: skip
+        self.timeout_s, self.startup_timeout_s = timeout_s, startup_timeout_s
+        self._wrap = (_names(wrap), wrap_if, wrap_min_parameters)
+        self._kind, self._shard_size = sharding_strategy, shard_size
+        keeps_whole = _KEEPS_WHOLE[sharding_strategy]
+        self._reshard = (not keeps_whole) if reshard_after_forward is None else reshard_after_forward
+        self._offload = cpu_offload
+        self._policy = MixedPrecisionPolicy(_DTYPES[param_dtype], _DTYPES[reduce_dtype])
+        self._output_dtype, self._buffer_dtype = _DTYPES[output_dtype], _DTYPES[buffer_dtype]
+        self._checkpointed = _names(activation_checkpointing)
+        self._find_unused = find_unused_parameters
+        self._broadcast_buffers = broadcast_buffers
+        self._reduce_every_backward = reduce_every_backward
+        self._unshard_in_evaluation = unshard_in_evaluation
+        self._task: nn.Module
+        self._sharded: ShardedTask
+        self._is_idle = False
+
+    @property
+    def parameter_device(self) -> torch.device:
+        """See `Strategy.parameter_device`."""
+        return torch.device("cpu") if self._offload else self.device
+
+    @property
+    def inference_mode(self) -> bool:
+        """False: what is gathered under `torch.inference_mode` can never be trained again."""
+        return False
+
+    def connect(self) -> None:
+        """Open the process groups and lay out the grid: `shard`, or `replicate` x `shard`.
+
+        Raises:
+            ConfigError: The processes cannot be divided so.
+        """
+        self.processes.connect(self.device, timeout_s=self.timeout_s, startup_timeout_s=self.startup_timeout_s)
+        world = self.world_size
+        shape: tuple[int, ...] = (world,)
+        if self._kind in ("hybrid_shard", "no_shard"):
+            size = 1 if self._kind == "no_shard" else self._shard_size or self.processes.local_world_size
+            if world % size:
+                raise ConfigError(f"FSDP: {world} processes cannot be divided into groups of shard_size = {size}.")
+            shape = (world // size, size)
+        if not isinstance(self._reshard, bool) and shape[-1] % self._reshard:
+            raise ConfigError(
+                f"FSDP: reshard_after_forward = {self._reshard} is no divisor of the {shape[-1]} processes that share "
+                "the parameters. Set true, false or a divisor."
+            )
+        key = (dist.group.WORLD, self.device.type, shape)
+        if key not in _meshes:
+            names = ("replicate", "shard")[-len(shape) :]
+            _meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        self.device_mesh = _meshes[key]
+
+    def setup(self, task: nn.Module) -> None:
+        """Cut up the parameters; real ones become those of rank 0 first.
+
+        Raises:
+            ConfigError: There is no such class, a parameter cannot be cut up, or another strategy has done it.
+        """
+        assert self.device_mesh is not None
+        self._task = task
+        options = (
+            self.device_mesh, self._wrap, self._reshard, self._offload, self._policy, self._output_dtype,
+            self._buffer_dtype, self._checkpointed,
+        )  # fmt: skip
+        earlier, sharded = vars(task).get("_sharded", (None, None))
+        if sharded is None:
+            sharded = self._cut_up(task, self.device_mesh)
+            vars(task)["_sharded"] = options, sharded  # past nn.Module: the task is a module in it
+        elif earlier != options:
+            raise ConfigError(
+                f"this {type(task).__name__} is cut up already, by an FSDP with other options or processes. Give both "
+                "trainers the same options, or build the task anew and load its checkpoint."
+            )
+        else:
+            sharded.reset()
+        self._sharded = sharded
+        self.evaluation_stands_in = self.device_mesh.size(-1) > 1 and not self._unshards()
+
+    def _cut_up(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
+        classes, chosen, min_parameters = self._wrap
+        units = find_units(task, classes, chosen, min_parameters)
+        for module in modules_of(task, self._checkpointed, "activation_checkpointing"):
+            checkpoint(module)
+        for buffer in task.buffers() if self._buffer_dtype is not None else ():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(self._buffer_dtype)
+        return ShardedTask(
+            task, units, mesh, self.device, reshard=self._reshard, policy=self._policy,
+            output_dtype=self._output_dtype, offload=self._offload,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ training
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse one that flattens parameters, which are in parts here."""
+        if needs_closure(optimizer):
+            raise ConfigError(
+                f"FSDP: {type(optimizer).__name__} works on all parameters as one vector, which no process has here. "
+                "Use strategy: ddp, or another optimizer."
+            )
+
+    def begin_step(self) -> None:
+        """See `broadcast_buffers`."""
+        if self._broadcast_buffers:
+            self.sync_buffers(self._task)
+
+    def call(self, step: str, *args: Any) -> Any:
+        """Run a step with what it needs gathered."""
+        return self._sharded.call(step, *args)
+
+    @contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        """Communicate gradients in the last backward only, unless all are asked for."""
+        keep = not last and self._reshard is False
+        self._sharded.begin(sync=last or self._reduce_every_backward, keep=keep)
+        try:
+            yield
+        finally:
+            if not keep:  # a forward without a backward leaves parameters whole, which would miss the update
+                self._sharded.reshard()
+
+    def idle_loss(self) -> torch.Tensor | None:
+        """A loss of 0 over what the units returned; None if none has been run."""
+        self._is_idle = True
+        if len(self._sharded.units) == 1:
+            return self._sharded.root(None)  # type: ignore[no-any-return]
+        parts = [output.sum().float() * 0.0 for output in self._sharded.outputs]
+        return torch.stack(parts).sum() if parts else None
+
+    def after_backward(self) -> None:
+        """Find parameters without a gradient: an optimizer leaves them alone if no rank has one.
+
+        Raises:
+            TrainingError: Names them, unless steps may leave out parameters.
+        """
+        sharded, is_idle, self._is_idle = self._sharded, self._is_idle, False
+        if not sharded.is_watched:
+            return
+        missing = sharded.missing()
+        sharded.arrived.clear()
+        if self._find_unused:
+            trained = sharded.trained()
+            used = self.processes.sum([float(name not in missing) for name, _ in trained])
+            for (_, parameter), count in zip(trained, used, strict=True):
+                if not count:
+                    parameter.grad = None
+        elif missing and not is_idle:
+            raise TrainingError(
+                f"{len(missing)} parameters took no part in the loss of rank {self.rank}: {', '.join(missing[:8])}"
+                f"{', ...' if len(missing) > 8 else ''}. Set requires_grad of them to False if they are never trained, "
+                "or use strategy: {class_path: lumen.FSDP, init_args: {find_unused_parameters: true}}."
+            )
+
+    def correct_gradients(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
+        """Multiply the parts in place, all in a few kernels."""
+        torch._foreach_mul_(_parts(parameters), factor)
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Clip by the norm of all parts together. Collective."""
+        parameters = list(parameters)
+        norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(_parts(parameters), factor)
+        return norm.to(self.device)
+
+    def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
+        """Clamp the parts in place."""
+        parts = _parts(parameters)
+        torch._foreach_clamp_min_(parts, -max_value)
+        torch._foreach_clamp_max_(parts, max_value)
+
+    # ------------------------------------------------------------------ evaluation
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Gather all parameters once, if they fit, so that forwards communicate nothing."""
+        if not self.evaluation_stands_in:
+            self._sharded.unshard()
+        try:
+            yield
+        finally:
+            self._sharded.end_evaluation()
+
+    def _unshards(self) -> bool:
+        """Whether all parameters are to be gathered for an evaluation; agreed by all ranks. Collective."""
+        if not isinstance(self._reshard, bool):  # torch cannot go back to a number
+            return False
+        if self._unshard_in_evaluation is not None:
+            return self._unshard_in_evaluation
+        parameters = [parameter for parameter in self._task.parameters() if isinstance(parameter, DTensor)]
+        whole = sum(each.numel() * (self._policy.param_dtype or each.dtype).itemsize for each in parameters)
+        states = 3 * sum(each.to_local().numel() * each.dtype.itemsize for each in parameters)
+        return all(self.gather(whole + states <= self._free_bytes() / 2))
+
+    def _free_bytes(self) -> float:
+        if self.device.type == "cuda":
+            return float(torch.cuda.mem_get_info(self.device)[0])
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") / self.processes.local_world_size
+
+    def teardown(self) -> None:
+        """Leave the task cut up: the next stage takes it as it is."""
+
+
+def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
+def _parts(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """This process's parts of the gradients."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def _check_arguments(
+    wraps: list[Any], kind: str, shard_size: int | None, reshard: bool | int | None, dtypes: dict[str, str | None]
+) -> None:
+    if sum(each is not None for each in wraps) > 1:
+        raise ConfigError("FSDP: wrap, wrap_if and wrap_min_parameters are three ways to say one thing. Set one.")
+    if kind not in _KEEPS_WHOLE:
+        raise ConfigError(f"FSDP: sharding_strategy: expected one of {', '.join(_KEEPS_WHOLE)}; found {kind!r}.")
+    if shard_size is not None and (kind != "hybrid_shard" or shard_size < 1):
+        raise ConfigError(f"FSDP: shard_size = {shard_size} is for sharding_strategy: hybrid_shard, and at least 1.")
+    if reshard not in (None, False) and _KEEPS_WHOLE[kind]:
+        raise ConfigError(f"FSDP: {kind} keeps parameters whole after the forward. Leave reshard_after_forward out.")
+    if not isinstance(reshard, (bool, type(None))) and reshard < 2:
+        raise ConfigError(f"FSDP: reshard_after_forward = {reshard}; a number of processes is at least 2.")
+    for option, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            raise ConfigError(f"FSDP: {option}: expected bf16, fp16, fp32 or null, found {dtype!r}.")

@@ -1,0 +1,248 @@
+"""A task whose parameters are cut up over processes by torch's `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lumen.batches import convert, tensors
+from lumen.errors import ConfigError
+from lumen.metric_objects import metrics_of
+from lumen.strategies.steps import Steps
+
+
+@final
+class ShardedTask:
+    """Cuts up the parameters of a task, in place, and keeps book of what a micro-batch did with them.
+
+    Real parameters and buffers become those of rank 0 first; parameters on the meta device stay there.
+
+    Args:
+        task: Whose.
+        units: Modules whose parameters are gathered together, inner ones first; the task is the last one.
+        mesh: One dimension: over it parameters are cut; two: they are copied over the first.
+        device: Of this process.
+        reshard: See `reshard_after_forward` of `fully_shard`.
+        policy: See `mp_policy` there; the inputs of the task's modules are cast, those of its steps are not.
+        output_dtype: What the task's modules return is cast to; None: nothing.
+        offload: Parameters, gradients and the optimizer's state live on the CPU.
+
+    Attributes:
+        root: Runs the task's steps.
+        units: All of them, the task's last.
+        outputs: What units returned in the training forward in progress.
+        arrived: Names of the parameters that got a gradient since this was emptied.
+    """
+
+    def __init__(
+        self,
+        task: nn.Module,
+        units: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        reshard: bool | int,
+        policy: MixedPrecisionPolicy,
+        output_dtype: torch.dtype | None,
+        offload: bool,
+    ) -> None:
+        self.root: Any = Steps(task)
+        self.units: list[Any] = [*units, self.root]
+        self.outputs: list[torch.Tensor] = []
+        self.arrived: set[str] = set()
+        self.is_watched = mesh.size() > 1
+        self._in_forward = False
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._hooked: set[int] = set()
+        self._reshards = reshard
+        self._syncs = True
+        self._has_run = False
+        offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
+        names = {id(module): name for name, module in task.named_modules()}
+        attributes = [(module, key, p.__dict__) for module in task.modules() for key, p in _own(module) if p.__dict__]
+        for unit in self.units:
+            own = _unsharded(unit)
+            _check(own, names)
+            _place(own, unit, device)
+            is_root = unit is self.root
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=None if is_root and reshard is True else reshard,
+                mp_policy=MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, not is_root),
+                offload_policy=offload_policy,
+            )
+            if self.is_watched:
+                self._watch(unit, own, names)
+        for module, key, values in attributes:
+            module._parameters[key].__dict__.update(values)
+        for metric in metrics_of(task).values():
+            metric.to(device)
+        if self.is_watched:
+            for unit in self.units:
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
+        if policy.param_dtype is not None or output_dtype is not None:
+            _cast(task, policy.param_dtype, output_dtype)
+
+    # ------------------------------------------------------------------ what a micro-batch does
+
+    def _watch(self, unit: nn.Module, own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
+        """See which parameters of a unit get gradients, and what it returns."""
+        places = {f"{names[id(module)]}.{key}".lstrip("."): (module, key) for module, key in own}
+        self._places |= places
+
+        def before(module: nn.Module, args: Any) -> None:
+            for name, (owner, key) in places.items():
+                whole = owner._parameters[key]
+                assert whole is not None
+                if whole.requires_grad and id(whole) not in self._hooked and not isinstance(whole, DTensor):
+                    mark = partial(self._mark, name)
+                    whole.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
+                    self._hooked.add(id(whole))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self._in_forward:
+                self.outputs += [each for each in tensors(output) if each.requires_grad]
+
+        unit.register_forward_pre_hook(before)  # after fully_shard's own, when its parameters are whole
+        if unit is not self.root:
+            unit.register_forward_hook(after)
+
+    def _mark(self, name: str, parameter: nn.Parameter) -> None:
+        self.arrived.add(name)
+
+    def call(self, step: str, *args: Any) -> Any:
+        """Run a step of the task."""
+        self._has_run = True
+        self.outputs.clear()
+        self._in_forward = self.is_watched and step == "training_step"
+        try:
+            return self.root(step, *args)
+        finally:
+            self._in_forward = False
+
+    def begin(self, *, sync: bool, keep: bool) -> None:
+        """A micro-batch begins.
+
+        Args:
+            sync: Gradients are summed over processes in its backward.
+            keep: Parameters stay whole after it.
+        """
+        for unit in self.units:
+            if sync != self._syncs:
+                unit.set_requires_gradient_sync(sync, recurse=False)
+            unit.set_reshard_after_backward(not keep, recurse=False)
+        self._syncs = sync
+
+    def reshard(self) -> None:
+        """Free what is not this process's part."""
+        self.outputs.clear()
+        for unit in self.units:
+            unit.reshard()
+
+    def missing(self) -> list[str]:
+        """Names of the trainable parameters that have got no gradient."""
+        return [name for name, parameter in self.trained() if name not in self.arrived]
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The trainable parameters."""
+        parts = [(name, module._parameters[key]) for name, (module, key) in self._places.items()]
+        return [(name, each) for name, each in parts if each is not None and each.requires_grad]
+
+    # ------------------------------------------------------------------ evaluation
+
+    def unshard(self) -> None:
+        """Make all parameters whole until `end_evaluation`. Collective."""
+        for unit in self.units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+
+    def end_evaluation(self) -> None:
+        """Free what is not this process's part, and forget the forwards that had no backward."""
+        if self._reshards is True:
+            for unit in self.units[:-1]:
+                unit.set_reshard_after_forward(True, recurse=False)
+        self.reset()
+
+    def reset(self) -> None:
+        """Make a new beginning, whatever was interrupted."""
+        if self._has_run:
+            self.root.reset_iter_state()
+        self.reshard()
+
+
+def _own(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    return [(key, parameter) for key, parameter in module._parameters.items() if parameter is not None]
+
+
+def _unsharded(unit: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the parameters of a unit are that are not yet cut up; tied ones once."""
+    found: dict[int, tuple[nn.Module, str]] = {}
+    for module in unit.modules():
+        for key, parameter in _own(module):
+            if not isinstance(parameter, DTensor):
+                found.setdefault(id(parameter), (module, key))
+    return list(found.values())
+
+
+def _check(own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
+    parameters = {f"{names[id(module)]}.{key}".lstrip("."): module._parameters[key] for module, key in own}
+    dtypes: dict[torch.dtype, str] = {}
+    for name, parameter in parameters.items():
+        assert parameter is not None
+        if nn.parameter.is_lazy(parameter):
+            raise ConfigError(f"FSDP: {name} has no shape yet. Run a batch through lazy modules when they are built.")
+        if parameter.ndim == 0:
+            raise ConfigError(f"FSDP: {name} has no dimension to cut. Make it a parameter of shape (1,).")
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, name)
+    if len(dtypes) > 1:
+        listed = ", ".join(f"{name} in {str(dtype)[6:]}" for dtype, name in dtypes.items())
+        raise ConfigError(
+            f"FSDP: the trainable parameters of one unit have several dtypes: {listed}. Make them one, or wrap the "
+            "modules that differ by themselves (wrap)."
+        )
+
+
+def _place(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.device) -> None:
+    """Bring real parameters and buffers to the device; they become those of rank 0."""
+    several = dist.get_world_size() > 1
+    parameters = [module._parameters[key] for module, key in own]
+    for tensor in (*parameters, *unit.buffers()):
+        assert tensor is not None
+        if isinstance(tensor, DTensor):
+            continue
+        tensor.data = tensor.data.contiguous()  # fully_shard takes nothing else
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+            if several:
+                dist.broadcast(tensor.data, 0)
+
+
+def _cast(module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+    """Cast what goes into the outermost modules that can be called, and what comes out of them."""
+
+    def cast(values: Any, dtype: torch.dtype | None) -> Any:
+        return convert(
+            values,
+            lambda each: each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each,
+        )
+
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            _cast(child, inputs, outputs)
+        elif next(child.parameters(), None) is not None:
+            if inputs is not None:
+                child.register_forward_pre_hook(
+                    lambda _, args, options: (cast(args, inputs), cast(options, inputs)), with_kwargs=True
+                )
+            if outputs is not None:
+                child.register_forward_hook(lambda _, args, output: cast(output, outputs))

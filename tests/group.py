@@ -1,0 +1,138 @@
+"""Groups of real processes: one for each number of processes, started once, running many checks."""
+
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 60
+
+
+class Group:
+    """Real processes with a gloo group open, which run functions of test modules side by side.
+
+    A check that fails, dies or takes too long ends them: the next one gets new ones.
+    """
+
+    def __init__(self, world):
+        self.world = world
+        self._folder = None
+
+    def run(self, function, *args, limit_s=LIMIT_S):
+        """Call `function(*args)` on every rank and return what each returned, in rank order."""
+        if self._folder is None:
+            self._start()
+        name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
+        for pipe in self._pipes:
+            pipe.send((name, function, args, limit_s))
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(limit_s + 10):
+                    raise EOFError
+                failed, answer = pipe.recv()
+            except (EOFError, ConnectionError):
+                stacks = (self._folder / f"stacks-{rank}").read_text()
+                failed, answer = True, f"died, or took more than {limit_s} s:\n{stacks}"
+            results.append(answer)
+            if failed:
+                failures.append(f"--- rank {rank} of {self.world} in {name}: {answer}")
+                limit_s = 5  # the others wait for this one
+        if failures:
+            self.end()
+            pytest.fail("\n".join(failures), pytrace=False)
+        return results
+
+    def _start(self):
+        self._folder = Path(tempfile.mkdtemp(prefix="lumen-group-"))
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, self.world, self._folder, theirs), daemon=False)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        for rank, pipe in enumerate(self._pipes):
+            if not _is_ready(pipe):
+                self.end()
+                pytest.fail(f"process {rank} of {self.world} did not start", pytrace=False)
+
+    def end(self):
+        if self._folder is None:
+            return
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        shutil.rmtree(self._folder)
+        self._folder = None
+
+
+def _work(rank, world, folder, pipe):
+    """A process of a group: does what it is told until its pipe is closed."""
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world,
+        timeout=timedelta(seconds=LIMIT_S),
+    )  # fmt: skip
+    with open(folder / f"stacks-{rank}", "w") as stacks:
+        pipe.send("ready")
+        while True:
+            try:
+                name, function, args, limit_s = pipe.recv()
+            except EOFError:
+                break
+            stacks.write(f"{name}\n")
+            stacks.flush()
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    answer = False, function(*args)
+            except BaseException:
+                answer = True, traceback.format_exc()
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send(answer)
+            sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def group():
+    """`group(2).run(function, *args)`: results of two processes."""
+    made = {}
+
+    def get(world):
+        return made.setdefault(world, Group(world))
+
+    yield get
+    for each in made.values():
+        each.end()
+
+
+def _is_ready(pipe):
+    try:
+        return pipe.poll(LIMIT_S) and pipe.recv() == "ready"
+    except EOFError:
+        return False

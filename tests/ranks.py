@@ -1,0 +1,142 @@
+"""The data side of several ranks in one process: threads that work one at a time and meet where ranks gather."""
+
+import threading
+from collections import defaultdict
+from copy import deepcopy
+from typing import NamedTuple
+
+import torch
+
+from lumen.data.feed import Position
+from lumen.data.windows import Shard
+
+
+class Ranks:
+    """Runs a function on every rank of a world; each works until it waits for the others, or ends.
+
+    One at a time, because what they draw comes from the generators of one process.
+    """
+
+    def __init__(self, world, *, stands_in=False):
+        self.world, self.stands_in = world, stands_in
+        self.told = []  # what was gathered, by occasion and rank
+
+    def run(self, function):
+        """What `function(shard)` returned on each rank, or the error that it raised."""
+        self.told, self._calls, self._ended = [], defaultdict(int), set()
+        self._turn = threading.Condition()
+        self._results = [None] * self.world
+        threads = [threading.Thread(target=self._work, args=(function, rank)) for rank in range(self.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in self._results:
+            if isinstance(result, Hang):
+                raise result
+        return self._results
+
+    def _work(self, function, rank):
+        with self._turn:
+            try:
+                self._results[rank] = function(
+                    Shard(rank, self.world, self.stands_in, lambda value: self._gather(rank, value))
+                )
+            except Exception as error:
+                self._results[rank] = error
+            self._ended.add(rank)
+            self._turn.notify_all()
+
+    def _gather(self, rank, value):
+        occasion = self._calls[rank]
+        self._calls[rank] += 1
+        if len(self.told) == occasion:
+            self.told.append({})
+        told = self.told[occasion]
+        told[rank] = value
+        self._turn.notify_all()
+        self._turn.wait_for(lambda: len(told) == self.world or self._ended - told.keys())
+        if len(told) < self.world:
+            raise Hang(f"rank {rank} waits for one that has ended: only {sorted(told)} have come")
+        return [deepcopy(told[each]) for each in range(self.world)]
+
+
+class Hang(Exception):
+    """Ranks that would wait for each other for ever."""
+
+
+class Seen(NamedTuple):
+    """A micro-batch as a rank was given it."""
+
+    content: object
+    index: int
+    number: int
+    samples: int
+    weight: float
+    loader: int
+    first: bool
+    last: bool
+    idle: bool
+
+
+class Step(NamedTuple):
+    """A window as a rank was given it."""
+
+    micros: list
+    sizes: list
+    last: bool
+    state: dict
+
+
+def content(batch):
+    """A batch as plain data, which can be compared."""
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    if isinstance(batch, dict):
+        return {key: content(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [content(each) for each in batch]
+    return batch
+
+
+def read(feed, epoch=0, position=None, limit=None, steps=None):
+    """The steps of an epoch, or as many as wanted; and the position after them."""
+    position, given = position or Position(), []
+    windows = feed.windows(epoch, position, limit)
+    while (steps is None or len(given) < steps) and (window := next(windows, None)) is not None:
+        micros = [Seen(content(micro.batch), *(getattr(micro, name) for name in Seen._fields[1:])) for micro in window]
+        given.append(Step(micros, window.sizes, window.last, window.state))
+        position = Position(position.samples + window.samples, position.batches + len(window.sizes), window.state)
+    feed.close()
+    return given, position
+
+
+def together(ranks, *, stands_in=False):
+    """What all ranks were given, as one process would have been: the micro-batches of each step, in their order.
+
+    Checks that the ranks agree about each step, go the same number of rounds, and have something to do while they can.
+    """
+    assert len({len(steps) for steps in ranks}) == 1
+    whole = []
+    for step in zip(*ranks, strict=True):
+        assert len({(tuple(each.sizes), each.last, len(each.micros)) for each in step}) == 1
+        given = [micro for each in step for micro in each.micros if not micro.idle]
+        given.sort(key=lambda micro: micro.number)
+        assert [micro.number for micro in given] == list(range(len(step[0].sizes)))
+        assert [micro.samples for micro in given] == step[0].sizes
+        assert all(micro.weight == micro.samples for micro in given)
+        assert len({micro.index - micro.number for micro in given}) == 1
+        for each in step:
+            rounds = len(each.micros)
+            assert [micro.first for micro in each.micros] == [place == 0 for place in range(rounds)]
+            assert [micro.last for micro in each.micros] == [place == rounds - 1 for place in range(rounds)]
+            assert [micro.idle for micro in each.micros] == sorted(micro.idle for micro in each.micros)
+            idle = [micro for micro in each.micros if micro.idle]
+            assert all(micro.weight == 0 and (micro.content is not None) == stands_in for micro in idle)
+        whole.append(given)
+    return whole
+
+
+def plain(steps):
+    """What is compared of micro-batches: not whose first or last they are."""
+    return [[(micro.content, micro.index, micro.number, micro.samples, micro.loader) for micro in s] for s in steps]

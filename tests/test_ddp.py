@@ -1,0 +1,416 @@
+"""DDP: what one process trains, several train, and what cannot work is one clear error on every rank."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from lumen.errors import ConfigError, TrainingError
+from tests.tasks import Regression, bare_trainer, loader, numbers, regression_data
+
+
+def state_of(task):
+    return {name: value.detach().numpy() for name, value in task.state_dict().items()}
+
+
+def fit(folder, task, data=None, **options):
+    """Train a task; the trainer and where its parameters end."""
+    trainer = bare_trainer(folder, **{"max_epochs": 2} | options)
+    trainer.fit(task, loader(dtype=torch.float64) if data is None else data)
+    return trainer, state_of(task)
+
+
+def on_ranks(group, world, function, *args):
+    """Results of all ranks, which must be equal."""
+    results = group(world).run(function, *args)
+    for each in results[1:]:
+        assert_equal(each, results[0], 0.0)
+    return results[0]
+
+
+def assert_equal(ours, theirs, tolerance=1e-12):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert abs(value - theirs[name]).max(initial=0.0) <= tolerance, name
+
+
+# ---------------------------------------------------------------------- options
+
+
+def train(folder, options, **trainer):
+    task = Regression(dtype=torch.float64)
+    strategy = None if options is None else lumen.DDP(**options)
+    return fit(folder, task, **trainer, **({} if strategy is None else {"strategy": strategy}))[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 0.0001},
+        {"broadcast_buffers": False},
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},
+    ],
+    ids=str,
+)
+def test_every_option_trains_what_one_process_trains(group, tmp_path, options):
+    alone = train(tmp_path, None, accumulate_grad_batches=4)
+    assert_equal(on_ranks(group, 2, train_in_twos, tmp_path, options), alone)
+
+
+def train_in_twos(folder, options):
+    return train(folder, options, accumulate_grad_batches=2)
+
+
+def test_a_static_graph_trains_what_one_process_trains(group, tmp_path):
+    alone = train(tmp_path, None, accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, train, tmp_path, {"static_graph": True}), alone)
+
+
+def test_a_static_graph_with_accumulation_is_refused(group, tmp_path):
+    assert group(2).run(accumulate_with_static_graph, tmp_path) == [True, True]
+
+
+def accumulate_with_static_graph(folder):
+    with pytest.raises(ConfigError, match="static_graph"):
+        train(folder, {"static_graph": True}, accumulate_grad_batches=2)
+    return True
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_compressed_gradients_are_rounded_and_nothing_else(group, tmp_path, kind):
+    alone = take_a_step(tmp_path, accumulate_grad_batches=2)
+    compressed = on_ranks(group, 2, train_compressed, tmp_path, kind)
+    assert_equal(compressed, alone, 1e-2)
+    assert any(abs(value - alone[name]).max() > 0 for name, value in compressed.items())
+
+
+def take_a_step(folder, **options):
+    return fit(folder, Regression(optimizer="SGD", lr=0.1, dtype=torch.float64), max_steps=1, **options)[1]
+
+
+def train_compressed(folder, kind):
+    return take_a_step(folder, strategy=lumen.DDP(gradient_compression=kind))
+
+
+def test_an_unknown_compression_is_refused():
+    with pytest.raises(ConfigError, match="gradient_compression"):
+        lumen.DDP(gradient_compression="int8")
+
+
+# ---------------------------------------------------------------------- parameters without gradients
+
+
+class Branching(Regression):
+    """Has a branch that only some ranks use."""
+
+    def __init__(self, users):
+        super().__init__(dtype=torch.float64)
+        self.branch = nn.Linear(6, 1).double()
+        self.users = users
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        return loss + self.branch(batch[0]).square().mean() if self.global_rank_of() in self.users else loss
+
+    def global_rank_of(self):
+        return self.trainer.global_rank
+
+
+def test_a_parameter_without_gradient_is_named_before_anything_hangs(group, tmp_path):
+    for message in group(2).run(leave_out, tmp_path):
+        assert "branch.weight, branch.bias" in message
+        assert "find_unused_parameters" in message
+
+
+def leave_out(folder):
+    with pytest.raises(TrainingError) as caught:
+        fit(folder, Branching(()), strategy="ddp")
+    return str(caught.value)
+
+
+def test_a_parameter_without_gradient_on_one_rank_ends_the_job(tmp_path):
+    """The other rank waits for its gradient, so both need processes of their own."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\nfrom tests.test_ddp import Branching, fit\n"
+        f"fit(Path({str(tmp_path)!r}), Branching((0,)), strategy='ddp')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"PYTHONPATH": "."})
+    assert done.returncode != 0
+    assert "took no part in the loss of rank 1: branch.weight, branch.bias" in done.stderr
+
+
+def test_ranks_may_use_different_parameters_where_that_is_asked_for(group, tmp_path):
+    gradients = group(2).run(leave_out_knowingly, tmp_path)
+    assert gradients[0] == gradients[1]
+    assert any(gradients[0])
+
+
+def leave_out_knowingly(folder):
+    task = Branching((0,))
+    fit(folder, task, max_steps=3, strategy=lumen.DDP(find_unused_parameters=True))
+    return task.branch.weight.flatten().tolist()
+
+
+class Unfreezing(Regression):
+    """Trains its last layer only, and after some steps all of them."""
+
+    def on_train_start(self):
+        self.net[0].requires_grad_(False)
+
+    def on_boundary(self):
+        self.net[0].requires_grad_(self.global_step >= 2)
+
+
+def test_layers_can_be_unfrozen_at_any_step(group, tmp_path):
+    alone = fit(tmp_path, Unfreezing(dtype=torch.float64), accumulate_grad_batches=2)[1]
+    assert_equal(on_ranks(group, 2, unfreeze, tmp_path), alone)
+
+
+def unfreeze(folder):
+    return fit(folder, Unfreezing(dtype=torch.float64), strategy="ddp")[1]
+
+
+# ---------------------------------------------------------------------- what only some ranks do
+
+
+class Choosy(Regression):
+    """Leaves out some micro-batches, by their number."""
+
+    def __init__(self, left_out, weigh):
+        super().__init__(dtype=torch.float64)
+        self.left_out, self.weigh = left_out, weigh
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch)
+        if batch_idx in self.left_out:
+            return None
+        return (loss, float(batch_idx + 1)) if self.weigh else loss
+
+
+@pytest.mark.parametrize("weigh", [False, True], ids=["samples", "weights"])
+@pytest.mark.parametrize("left_out", [(0,), (1, 3), (2, 3)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_none_from_one_rank_leaves_out_its_micro_batch_alone(group, tmp_path, weigh, left_out, options):
+    alone = fit(tmp_path, Choosy(left_out, weigh), accumulate_grad_batches=4)[1]
+    assert_equal(on_ranks(group, 2, choose, tmp_path, left_out, weigh, options), alone)
+
+
+def choose(folder, left_out, weigh, options):
+    task = Choosy(left_out, weigh)
+    return fit(folder, task, strategy=lumen.DDP(**options), accumulate_grad_batches=2)[1]
+
+
+def test_a_step_that_every_rank_leaves_out_is_skipped(group, tmp_path):
+    trainer, alone = fit(tmp_path, Choosy((0, 1), False), accumulate_grad_batches=2)
+    steps = group(2).run(skip_step, tmp_path)
+    assert_equal(steps[0][1], alone)
+    assert [step for step, _ in steps] == [trainer.global_step] * 2
+
+
+def skip_step(folder):
+    trainer, state = fit(folder, Choosy((0, 1), False), strategy="ddp")
+    return trainer.global_step, state
+
+
+def test_weights_from_one_rank_only_are_an_error_on_all(group, tmp_path):
+    assert group(2).run(weigh_on_one_rank, tmp_path) == [True, True]
+
+
+def weigh_on_one_rank(folder):
+    task = Choosy((), torch.distributed.get_rank() == 1)
+    with pytest.raises(TrainingError, match="always or never"):
+        fit(folder, task, strategy="ddp")
+    return True
+
+
+@pytest.mark.parametrize("samples", [1, 3, 7, 50])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_with_nothing_to_do_takes_part(group, tmp_path, world, samples):
+    alone = fit(tmp_path, Regression(dtype=torch.float64), few(samples), accumulate_grad_batches=world)[1]
+    assert_equal(on_ranks(group, world, train_few, tmp_path, samples), alone)
+
+
+def few(samples):
+    return loader(samples, 2, dtype=torch.float64)
+
+
+def train_few(folder, samples):
+    return fit(folder, Regression(dtype=torch.float64), few(samples), strategy="ddp")[1]
+
+
+class Leaving(Regression):
+    """Ends the epoch from a hook when it meets a certain micro-batch."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 3 else None
+
+
+def test_a_hook_of_one_rank_ends_the_epoch_on_all(group, tmp_path):
+    trainer, alone = fit(tmp_path, Leaving(dtype=torch.float64), accumulate_grad_batches=2)
+    steps = group(2).run(leave_epoch, tmp_path)
+    assert [step for step, _ in steps] == [trainer.global_step] * 2 == [2, 2]
+    assert_equal(steps[0][1], alone)
+
+
+def leave_epoch(folder):
+    trainer, state = fit(folder, Leaving(dtype=torch.float64), strategy="ddp")
+    return trainer.global_step, state
+
+
+class StoppingAlone(Regression):
+    """Asks to stop on one rank only."""
+
+    def __init__(self, hook):
+        super().__init__(dtype=torch.float64)
+        setattr(self, hook, self.stop)
+
+    def stop(self, *args):
+        if self.trainer.global_rank == 1 and self.global_step >= 1:
+            self.trainer.should_stop = True
+
+
+def test_one_rank_can_stop_the_run_after_a_validation(group, tmp_path):
+    assert group(2).run(stop_after_validation, tmp_path) == [4, 4]
+
+
+def stop_after_validation(folder):
+    trainer = bare_trainer(folder, max_epochs=5, strategy="ddp")
+    data = [loader(samples, dtype=torch.float64) for samples in (64, 8)]
+    trainer.fit(StoppingAlone("on_validation_end"), data[0], val_dataloaders=data[1])
+    return trainer.global_step
+
+
+# ---------------------------------------------------------------------- optimizers, names, process lifetimes
+
+
+def test_an_optimizer_with_a_closure_sees_the_loss_of_all_ranks(group, tmp_path):
+    alone = train_with_closure(tmp_path, "single", 2)
+    assert_equal(on_ranks(group, 2, train_with_closure, tmp_path, "ddp", 1), alone, 1e-10)
+
+
+def train_with_closure(folder, strategy, accumulate):
+    task = Regression(optimizer="LBFGS", lr=0.5, dtype=torch.float64)
+    return fit(folder, task, max_steps=4, strategy=strategy, accumulate_grad_batches=accumulate)[1]
+
+
+def test_names_are_the_task_s_own_and_its_forward_too(group, tmp_path):
+    assert group(2).run(look_at_names, tmp_path) == [True, True]
+
+
+def look_at_names(folder):
+    task = Regression()
+    before = list(task.state_dict()), type(task), task.forward.__func__
+    bare_trainer(folder, max_steps=1, strategy="ddp").fit(task, loader())
+    return before == (list(task.state_dict()), type(task), task.forward.__func__)
+
+
+class Wide(lumen.TaskModule):
+    """Several buckets of gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 1))
+
+    def training_step(self, batch):
+        return self.net(batch[0].repeat(1, 16)[:, :64]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Restarting(lumen.Callback):
+    """Wraps the task anew at one step, as a process that begins there does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_boundary(self, trainer, task):
+        if trainer.global_step == self.step:
+            trainer.strategy.setup(task)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_gradients_are_summed_in_the_same_order_in_every_process_lifetime(group, tmp_path, options):
+    """Three ranks, several buckets: there the order of summation shows in the last bits."""
+    undisturbed = on_ranks(group, 3, train_wide, tmp_path, None, options)
+    assert_equal(on_ranks(group, 3, train_wide, tmp_path, 3, options), undisturbed, 0.0)
+
+
+def train_wide(folder, restarts_at, options):
+    strategy = lumen.DDP(bucket_cap_mb=0.02, **options)
+    callbacks = [] if restarts_at is None else [Restarting(restarts_at)]
+    return fit(folder, Wide(), loader(60, 4), max_steps=6, strategy=strategy, callbacks=callbacks)[1]
+
+
+class Counting(Regression):
+    """BatchNorm's buffers, and a metric, change in the forward."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(6).double()
+
+    def forward(self, inputs):
+        return self.net(self.norm(inputs))
+
+
+def test_a_rehearsal_leaves_nothing_behind(group, tmp_path):
+    counts = group(2).run(count_forwards, tmp_path)
+    assert counts == [3, 3]
+
+
+def count_forwards(folder):
+    task = Counting()
+    fit(folder, task, max_steps=3, strategy="ddp")
+    return int(task.norm.num_batches_tracked)
+
+
+def test_every_rank_draws_its_own_samples_and_all_of_them(group, tmp_path):
+    seen = group(2).run(see_samples, tmp_path)
+    assert sorted(seen[0] + seen[1]) == list(range(20))
+
+
+class SeeingSamples(lumen.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.samples = []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.samples += batch[0].tolist()
+
+    def training_step(self, batch):
+        return (self.weight - batch[0].float()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def see_samples(folder):
+    task = SeeingSamples()
+    fit(folder, task, DataLoader(numbers(20), 3, shuffle=True), max_epochs=1, strategy="ddp")
+    return task.samples
+
+
+def test_the_string_and_the_object_are_the_same(group, tmp_path):
+    assert_equal(on_ranks(group, 2, train, tmp_path, {}), on_ranks(group, 2, by_name, tmp_path), 0.0)
+
+
+def by_name(folder):
+    return fit(folder, Regression(dtype=torch.float64), strategy="ddp")[1]
+
+
+def test_one_process_can_use_ddp_too(tmp_path):
+    data = DataLoader(TensorDataset(*regression_data(20)), 4)
+    plain = fit(tmp_path, Regression(), data)[1]
+    assert_equal(fit(tmp_path, Regression(), data, strategy="ddp")[1], plain, 0.0)
