@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lumen.worker import attach
-
-attach()
+if "LUMEN_LAUNCHER" in os.environ:  # from here on the launcher shows what ends this process
+    import_module("lumen.worker").attach()
 
 if TYPE_CHECKING:
     from lumen.callbacks import (

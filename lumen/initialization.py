@@ -7,9 +7,10 @@ a module draws is keyed by the seed and the module's name.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -120,7 +121,7 @@ class _Recorder(TorchDispatchMode):
                 parameter.fed = any(not each.is_meta and each.numel() > 1 for each in _tensors(given))
                 self.written.add(parameter)
         if operation in ("clone", "_to_copy") and result.is_meta and (source := self.find(args[0])):
-            self.know(result, replace(source, made=[*source.made], dtype=result.dtype))
+            self.know(result, _Parameter(source.name, result.dtype, [*source.made], source.fed))
         return result
 
 
@@ -194,7 +195,7 @@ class DeferredInit:
                 with _on_meta(recorder, {id(parameter) for parameter in task.parameters()}):
                     task.configure_model()
             except (RuntimeError, TypeError) as error:
-                if "meta" not in str(error):
+                if not re.search("meta|incompatible tensor type", str(error)):
                     raise
                 raise ConfigError(
                     f"configure_model of {type(task).__name__} needs the values of parameters, which have none yet: "
@@ -203,7 +204,7 @@ class DeferredInit:
         task._is_configured = True
         for name, parameter in task.named_parameters():
             if parameter.is_meta and (found := recorder.find(parameter)):
-                self._built[name] = replace(found, name=name, made=[], built=found.made, loses=found.fed)
+                self._built[name] = _Parameter(name, found.dtype, built=found.made, loses=found.fed)
         if names := [name for name, buffer in task.named_buffers() if buffer.is_meta]:
             raise ConfigError(
                 f"{len(names)} buffers are on the meta device: {_some(names)}. Build them really: in configure_model "

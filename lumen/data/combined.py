@@ -125,6 +125,8 @@ class CombinedFeed(Feed):
         for turn in count(first):
             items = [part.next(turn) for part in parts]
             if all(part.ended for part in parts) or (self._mode == "min_size" and None in items):
+                for part in parts:  # what the others gave belongs to the next epoch
+                    part.step_back()
                 return
             if self._mode == "max_size_cycle":
                 items = [item or part.begin_again(turn) for item, part in zip(items, parts, strict=True)]
@@ -152,6 +154,7 @@ class _Part:
         if saved is not None and position.batches:
             self.ended, self._round = saved["ended"], saved["round"]
             self._position = Position(saved["samples"], saved["batches"], saved["loader"])
+        self._before = self._position
         self._windows: Iterator[Window] | None = None
 
     def next(self, turn: int) -> Item | None:
@@ -159,6 +162,7 @@ class _Part:
         if self._windows is None:
             self._position = self._position._replace(round=self._outer_round + self._round, turn=turn)
             self._windows = self._feed.windows(self._epoch, self._position, None)
+        self._before = self._position
         window = next(self._windows, None)
         if window is None:
             self.ended = True
@@ -166,6 +170,10 @@ class _Part:
         at = self._position
         self._position = at._replace(samples=at.samples + window.samples, batches=at.batches + 1, state=window.state)
         return next((Item(micro.batch, micro.samples) for micro in window), Item(None, window.samples))
+
+    def step_back(self) -> None:
+        """The newest was not used."""
+        self._position = self._before
 
     def begin_again(self, turn: int) -> Item:
         self._round += 1

@@ -28,6 +28,9 @@ def data_of(count):
     return inputs, torch.randint(CLASSES, (count,), generator=generator), torch.arange(count)
 
 
+STRATEGIES = {"fsdp with stand-ins": lambda: lumen.FSDP(unshard_in_evaluation=False)}
+
+
 class Samples(Dataset):
     def __init__(self, count):
         self.data = data_of(count)
@@ -127,7 +130,8 @@ def evaluate(folder, kind, count, strategy):
     warnings.filterwarnings("ignore", "No (positive|negative) samples")  # of the class, among so few
 
     def trainer(**options):
-        return bare_trainer(folder, strategy=strategy, num_sanity_val_steps=0, **options)
+        chosen = STRATEGIES[strategy]() if strategy in STRATEGIES else strategy
+        return bare_trainer(folder, strategy=chosen, num_sanity_val_steps=0, **options)
 
     found = {
         "validate": trainer().validate(Classifier(), loader_of(kind, count))[0],
@@ -210,7 +214,7 @@ ALL = [(kind, count) for kind in KINDS for count in COUNTS]
 
 
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
-@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("ddp", 3), ("fsdp", 2)])
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp with stand-ins", 2)])
 def test_processes_evaluate_as_one_does(group, tmp_path, strategy, world):
     check(group, tmp_path, world, strategy, FEW)
 
@@ -218,7 +222,7 @@ def test_processes_evaluate_as_one_does(group, tmp_path, strategy, world):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp with stand-ins"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_evaluate_as_one_does_for_all_data_and_counts(group, tmp_path, strategy, world, kind):
     check(group, tmp_path, world, strategy, [case for case in ALL if case[0] == kind])
