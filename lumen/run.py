@@ -236,6 +236,8 @@ class Run:
         self.waited_s += window.waited_s
         self.samples_seen += window.samples
         self.has_units |= weights.counted
+        if not self.weighted_windows:
+            self.strategy.processes.begin_training()
         self.weighted_windows += bool(weights.total)
 
     def seed_hooks(self, place: int) -> None:

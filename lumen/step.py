@@ -121,19 +121,22 @@ def take_part(run: Run, micro: MicroBatch, batch: Any) -> None:
     """
     strategy, stands_in = run.strategy, micro.idle and batch is not None
     loss = None if stands_in else strategy.idle_loss()
-    if loss is None:
-        if not stands_in and run.kept is None:
-            raise TrainingError(
-                f"training_step returned None for the first micro-batch of rank {strategy.rank}, and this strategy "
-                "needs a forward of every rank. Return (loss, 0) for a batch to leave out."
-            )
-        batch, micro = (batch, micro) if stands_in else run.kept  # type: ignore[misc]
-        with unnoticed(run), run.precision.forward():
+    if loss is not None:
+        run.precision.backward(loss * 0.0)
+        return
+    if not stands_in and run.kept is None:
+        raise TrainingError(
+            f"training_step returned None for the first micro-batch of rank {strategy.rank}, and this strategy "
+            "needs a forward of every rank. Return (loss, 0) for a batch to leave out."
+        )
+    batch, micro = (batch, micro) if stands_in else run.kept  # type: ignore[misc]
+    with unnoticed(run):  # the backward too: it reads buffers that the forward has moved
+        with run.precision.forward():
             loss, _ = read_output(run.call_step("training_step", batch, micro.index, micro.loader))
         if loss is None:
             loss = strategy.idle_loss()
         assert loss is not None
-    run.precision.backward(loss * 0.0)
+        run.precision.backward(loss * 0.0)
 
 
 def rehearse(run: Run, micro: MicroBatch, batch: Any) -> None:

@@ -259,10 +259,11 @@ def going_on(kind, samples, worlds, limit=None):
     for epoch in range(2):
         position = Position(state=position.state)
         for number, world in enumerate(worlds, 1):
+            steps = None if number == len(worlds) else 1
 
-            def rank(shard, world=world, epoch=epoch, position=position, last=number == len(worlds)):
+            def rank(shard, world=world, epoch=epoch, position=position, steps=steps):
                 feed = make_feed(LOADERS[kind](samples), SEED, world, shard=shard)
-                return read(feed, epoch, position, limit, steps=None if last else 1)
+                return read(feed, epoch, position, limit, steps)
 
             ranks = Ranks(world).run(rank)
             whole = together([steps for steps, _ in ranks])
@@ -578,7 +579,9 @@ def test_a_loader_of_the_users_own_may_shard_itself_and_know_its_length():
 
 
 def test_parts_that_look_like_the_whole_are_one_warning(caplog):
-    Ranks(2).run(lambda shard: read(make_feed(DataLoader(Part([4, 4], 0), 1), SEED, 2, shard=shard)))
+    Ranks(2).run(
+        lambda shard: [read(feed) for feed in [make_feed(DataLoader(Part([4, 4], 0), 1), SEED, 2, shard=shard)] * 2]
+    )
     assert caplog.text.count("every rank reads the same first batch") == 2  # one a rank
     caplog.clear()
     Ranks(2).run(lambda shard: read(make_feed(DataLoader(Part([4, 4], shard.rank), 1), SEED, 2, shard=shard)))

@@ -110,6 +110,7 @@ class ShardedStreamFeed(Feed):
         self._rewinds = rewinds
         self._reader = StreamReader(loader, seed, rewinds=rewinds, shard=shard)
         self._states: list[dict[str, Any]] = []  # of all processes
+        self._compared = False
         self._read: Item | None = None  # the newest that this process has read
         self._have_read: set[int] = set()  # processes that have such a one
         lengths = shard.gather(known_length(loader))
@@ -146,7 +147,7 @@ class ShardedStreamFeed(Feed):
         return [{"kind": "stream"}] * world
 
     def _steps(self, items: Iterator[Item], alive: list[int], left: int | None) -> Iterator[Step]:
-        rank, compared = self._shard.rank, False
+        rank = self._shard.rank
         while True:
             missing = self._accumulate if left is None else min(self._accumulate, left)
             own: list[Item] = []
@@ -156,11 +157,9 @@ class ShardedStreamFeed(Feed):
                 turns = list(islice(cycle(alive), missing))
                 read = list(islice(items, turns.count(rank)))
                 own += read
-                first = digest(read[0].batch) if read and not compared else None
+                first = digest(read[0].batch) if read and not self._compared else None
                 told = self._shard.gather(([item.samples for item in read], first, self._reader.state()))
-                if not compared:
-                    compared = True
-                    self._suspect([code for _, code, _ in told])
+                self._compare([code for _, code, _ in told])
                 self._states = [state for _, _, state in told]
                 alive = [each for each in alive if len(told[each][0]) == turns.count(each)]
                 waiting = [iter(counts) for counts, _, _ in told]
@@ -179,9 +178,11 @@ class ShardedStreamFeed(Feed):
                 own += [self._stand_in(own, numbers, rounds)] * idle
             yield Step(own, sizes, dealt, {"kind": "stream in parts", "ranks": self._states})
 
-    def _suspect(self, first: list[int | None]) -> None:
-        """Say so where parts look like the whole."""
-        if len(first) > 1 and first[0] is not None and len(set(first)) == 1:
+    def _compare(self, first: list[int | None]) -> None:
+        """Say once where parts look like the whole."""
+        suspicious = not self._compared and len(first) > 1 and first[0] is not None and len(set(first)) == 1
+        self._compared = True
+        if suspicious:
             _log.warning(
                 "%s says shards_itself, but every rank reads the same first batch. If each reads the whole stream, "
                 "every sample counts %d times: drop shards_itself, and Lumen deals the batches.",

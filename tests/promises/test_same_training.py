@@ -90,6 +90,24 @@ def build(case):
     return Net(case.dropout).double()
 
 
+class FirstGradients(lumen.TaskModule):
+    """Keeps the gradients of its first step, in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = build(Case()).float()
+        self.gradients = {}
+
+    def training_step(self, batch):
+        return loss_of(self.net, [part.float() for part in batch], Case(tokens=True))
+
+    def on_before_optimizer_step(self, optimizer):
+        self.gradients = {name: whole(parameter.grad).numpy() for name, parameter in self.net.named_parameters()}
+
+    def configure_optimizers(self):
+        return optimizer_of(self)
+
+
 def optimizer_of(net):
     return torch.optim.AdamW(net.parameters(), lr=1e-2)
 
@@ -124,9 +142,6 @@ class Task(lumen.TaskModule):
 
     def on_before_optimizer_step(self, optimizer):
         self.norms.append(norm_of([whole(parameter.grad) for parameter in self.parameters()]))
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.moved = True
 
     def on_boundary(self):
         self.states.append(torch.cat([whole(p.detach()).flatten() for p in self.parameters()]).numpy())
@@ -279,3 +294,26 @@ def test_several_processes_over_fifty_steps(tmp_path, group, strategy, world):
 def test_four_processes_over_a_few_steps(tmp_path, group, strategy):
     results = group(4).run(all_cases, tmp_path, strategy, 1, 6, ["ragged last batch", "clipping"], limit_s=100)
     check(results[0], 6, f"{strategy}, 4 x 1")
+
+
+def first_gradients(folder, strategy, accumulate):
+    strategy = STRATEGIES[strategy]
+    task = FirstGradients()
+    trainer = quiet_trainer(
+        folder, max_steps=1, strategy=strategy if isinstance(strategy, str) else lumen.FSDP(**strategy[1]),
+        accumulate_grad_batches=accumulate, logger=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(task, DataLoader(Samples(Case()), BATCH, shuffle=True))
+    return task.gradients
+
+
+@pytest.mark.parametrize("strategy", ["DDP", "full_shard"])
+def test_first_gradients_in_float32_are_equal_within_rounding(tmp_path, group, strategy):
+    ours = group(2).run(first_gradients, tmp_path, strategy, 2)[0]
+    net, samples = build(Case()).float(), Samples(Case())
+    order = epoch_order(SAMPLES, SEED, 0, shuffle=True)[:STEP]
+    loss_of(net, [values[order].float() for values in (samples.inputs, samples.targets, samples.tokens)],
+            Case(tokens=True))[0].backward()  # fmt: skip
+    for name, parameter in net.named_parameters():
+        by_hand = parameter.grad.numpy()
+        assert np.linalg.norm(ours[name] - by_hand) <= 1e-5 * np.linalg.norm(by_hand), name
