@@ -32,7 +32,7 @@ class Pulse:
         self._every = self._left = 1
         self.requested: int | None = None
         self.stop_signal: int | None = None
-        self.now_s = time.monotonic()
+        self.now_s = self._processes.broadcast(time.monotonic())  # how often to look is told by agreed times alone
 
     def beat(self) -> None:
         """Look at the clock and for signals, if it is time to. Collective: every rank must call this."""

@@ -336,7 +336,7 @@ class Trainer(RunView):
                 that the task has, with a warning where nobody has trained or loaded them.
 
         Returns:
-            One dictionary of logged values per loader.
+            One dictionary of logged values per loader; the same on every rank.
         """
         return self._evaluate("validate", task, data, ckpt_path)
 
@@ -352,7 +352,8 @@ class Trainer(RunView):
         """Predict; see `validate`.
 
         Returns:
-            What `predict_step` returned for each batch, in order; with several loaders a list of such lists.
+            What `predict_step` returned for each batch, in order; with several loaders a list of such lists. Every rank
+            has those of all, then with tensors on the CPU: `predict_step` must return what can be pickled.
         """
         with opened(self, "predict", task, data, data) as run:
             self._start(run, ckpt_path)

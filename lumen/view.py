@@ -65,7 +65,11 @@ class RunView(ABC):
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The newest value of every logged name: float64 without dimensions, on the CPU. Waits for the device."""
+        """The newest value of every logged name: float64 without dimensions, on the CPU. Waits for the device.
+
+        Those of an epoch or a validation are the same on every rank, of what all have seen; those of the step in
+        progress are of this rank's micro-batches.
+        """
         steps: dict[str, Any] = self.run.train_metrics.step_values()
         values = self.run.metrics | steps if self.run.in_train_step else steps | self.run.metrics
         return {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}

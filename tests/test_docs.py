@@ -54,6 +54,36 @@ def _joined(words):
     return re.findall(r'"[^"]*"|\S+', line)
 
 
+DEVICES = (ROOT / "docs/devices.md").read_text()
+SHELL = [line.split("  #")[0] for line in DEVICES.splitlines() if line.startswith(("lumen ", "torchrun "))]
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("line", SHELL)
+def test_a_command_for_several_devices_runs(line, tmp_path):
+    small = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=2"]
+    _run_in_checkout(line.split() + small, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("config", re.findall(r"```yaml\n(.*?)```", DEVICES, re.S), ids=["DDP", "FSDP"])
+def test_a_config_for_several_devices_trains_the_gpt(config, tmp_path):
+    (tmp_path / "more.yaml").write_text(config)
+    words = ["lumen", "fit", "--config", "models/gpt.yaml", "--config", str(tmp_path / "more.yaml")]
+    _run_in_checkout([*words, "--trainer.max_steps=2", "--trainer.limit_val_batches=2"], tmp_path)
+
+
+def _run_in_checkout(words, tmp_path):
+    """Run a command line with the programs of this environment, on small models and short texts."""
+    words[:1] = [str(Path(sys.executable).with_name(words[0]))]
+    words += ["--model.preset=gpt-nano", f"--trainer.default_root_dir={tmp_path}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "finished: max_steps=2" in done.stderr
+
+
 def test_every_linked_file_exists():
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):

@@ -305,3 +305,375 @@ def refuse_all(folder):
     for task, options, message in REFUSED:
         with pytest.raises(ConfigError, match=message):
             fit(folder, task(), strategy=lumen.FSDP(**options))
+
+
+# ---------------------------------------------------------------------- where a model begins
+
+
+def test_models_that_ranks_built_differently_become_that_of_rank_0(group, tmp_path):
+    alone = fit(tmp_path, WithBuffers(), accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, train_differently_built, tmp_path), alone)
+
+
+class WithBuffers(Deep):
+    """Buffers of several kinds that the loss depends on."""
+
+    def __init__(self, rank=0):
+        super().__init__(seed=rank)
+        self.register_buffer("shift", torch.randn(WIDTH, dtype=torch.float64))
+        self.register_buffer("mask", torch.arange(FEATURES) != rank, persistent=False)
+        self.register_buffer("count", torch.tensor(rank))
+
+    def forward(self, x):
+        return self.net(x * self.mask + self.count)
+
+
+def train_differently_built(folder):
+    return fit(folder, WithBuffers(int(torch.distributed.get_rank())), strategy=lumen.FSDP())
+
+
+class Columns(Deep):
+    """Parameters whose memory lies otherwise, and one with an attribute by which the user knows it."""
+
+    def __init__(self):
+        super().__init__()
+        up = self.net.blocks[0].up
+        up.weight = nn.Parameter(up.weight.detach().t().contiguous().t())
+        self.net.last.bias.slow = True
+        self.net.blocks[1].up.bias.slow = True
+
+    def configure_optimizers(self):
+        slow = [parameter for parameter in self.parameters() if hasattr(parameter, "slow")]
+        assert len(slow) == 2
+        rest = [parameter for parameter in self.parameters() if not hasattr(parameter, "slow")]
+        return torch.optim.AdamW([{"params": slow, "lr": 1e-3}, {"params": rest}], lr=1e-2)
+
+
+def test_parameters_keep_their_attributes_whatever_their_layout_was(group, tmp_path):
+    assert not Columns().net.blocks[0].up.weight.is_contiguous()
+    alone = fit(tmp_path, Columns(), accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, train_columns, tmp_path), alone)
+
+
+def train_columns(folder):
+    return fit(folder, Columns(), strategy=lumen.FSDP())
+
+
+class Thawing(Deep):
+    """A unit of which a part is frozen, one that is frozen until a callback thaws it, and one the other way round."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.blocks[0].up.requires_grad_(False)
+        self.net.blocks[1].requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        self.net.blocks[1].requires_grad_(self.current_epoch == 1)
+        self.net.blocks[2].requires_grad_(self.current_epoch == 0)
+
+
+def test_frozen_and_trainable_parameters_mix_and_change(group, tmp_path):
+    alone = fit(tmp_path, Thawing(), accumulate_grad_batches=2)
+    before = state_of(Thawing())
+    frozen = {name for name, value in alone.items() if np.array_equal(value, before[name])}
+    assert frozen == {"net.blocks.0.up.weight", "net.blocks.0.up.bias"}
+    assert_equal(on_ranks(group, 2, train_thawing, tmp_path), alone)
+
+
+def train_thawing(folder):
+    return fit(folder, Thawing(), strategy=lumen.FSDP())
+
+
+class Optimized(Deep):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self):
+        return {
+            "Lookahead": lambda: Lookahead(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9), k=2),
+            "fused": lambda: torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True),
+            "foreach": lambda: torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=True),
+            "one by one": lambda: torch.optim.RMSprop(self.parameters(), lr=1e-2, foreach=False),
+            "Adagrad": lambda: torch.optim.Adagrad(self.parameters(), lr=1e-2),
+        }[self.kind]()
+
+
+@pytest.mark.parametrize("kind", ["Lookahead", "fused", "foreach", "one by one", "Adagrad"])
+def test_optimizers_of_every_kind_train_parts(group, tmp_path, kind):
+    alone = fit(tmp_path, Optimized(kind), accumulate_grad_batches=2, max_epochs=3)
+    assert_equal(on_ranks(group, 2, train_optimized, tmp_path, kind), alone)
+
+
+def train_optimized(folder, kind):
+    return fit(folder, Optimized(kind), strategy=lumen.FSDP(), max_epochs=3)
+
+
+# ---------------------------------------------------------------------- ranks that have nothing to do
+
+
+class Choosy(Deep):
+    """Leaves out micro-batches, before or after their forward; but not the first of a process."""
+
+    def __init__(self, leaves_out, late):
+        super().__init__()
+        self.leaves_out, self.late = leaves_out, late
+
+    def training_step(self, batch, batch_idx):
+        out = batch_idx % 4 in self.leaves_out and (self.current_epoch or batch_idx >= 4)
+        if out and not self.late:
+            return None
+        loss = super().training_step(batch)
+        return None if out else loss
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"wrap_min_parameters": 10**6}, {"sharding_strategy": "shard_grad_op"}], ids=str
+)
+def test_a_rank_may_leave_out_its_micro_batches(group, tmp_path, options):
+    cases = [(out, late) for out in ([1], [2, 3], [0, 1, 2], [0, 1, 2, 3]) for late in (False, True)]
+    alone = {
+        f"{case} {name}": value
+        for case in cases
+        for name, value in fit(tmp_path, Choosy(*case), accumulate_grad_batches=4).items()
+    }
+    assert_equal(on_ranks(group, 2, leave_out, tmp_path, options, cases), alone)
+
+
+def leave_out(folder, options, cases):
+    return {
+        f"{case} {name}": value
+        for case in cases
+        for name, value in fit(folder, Choosy(*case), accumulate_grad_batches=2, strategy=lumen.FSDP(**options)).items()
+    }
+
+
+@pytest.mark.parametrize("samples", [1, 9, 17, 33])
+def test_ranks_that_run_out_of_batches_take_part(group, tmp_path, samples):
+    alone = fit(tmp_path, Deep(), data(samples), accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, train_on, tmp_path, samples), alone)
+
+
+def train_on(folder, samples):
+    return fit(folder, Deep(), data(samples), strategy=lumen.FSDP())
+
+
+class Branching(Deep):
+    """Has a branch that some ranks use, one that nobody uses, and one that all use."""
+
+    def __init__(self, users):
+        super().__init__()
+        self.branch, self.never = nn.Linear(FEATURES, 1).double(), nn.Linear(FEATURES, 1).double()
+        self.users = users
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch)
+        return loss + self.branch(batch[0]).square().mean() if batch_idx % 2 in self.users else loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+@pytest.mark.parametrize("users", [[], [0], [0, 1]], ids=str)
+def test_steps_may_leave_out_parameters_if_that_is_asked_for(group, tmp_path, users):
+    alone = fit(tmp_path, Branching(users), accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, train_branching, tmp_path, users), alone)
+
+
+def train_branching(folder, users):
+    return fit(folder, Branching(users), strategy=lumen.FSDP(find_unused_parameters=True))
+
+
+def test_parameters_without_gradients_are_named(group, tmp_path):
+    group(2).run(name_unused, tmp_path)
+
+
+def name_unused(folder):
+    with pytest.raises(
+        TrainingError, match=r"of rank \d: (branch.weight, branch.bias, )?never.weight, never.bias. Set"
+    ):
+        fit(folder, Branching([0]), strategy=lumen.FSDP())
+    return 0
+
+
+# ---------------------------------------------------------------------- number formats
+
+
+class Looking(Deep):
+    """Keeps the dtypes it meets."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float32)
+        self.register_buffer("scale", torch.ones(1))
+        self.seen = set()
+
+    def training_step(self, batch):
+        block = self.net.blocks[0]
+        inputs, targets = batch
+        handle = block.register_forward_hook(
+            lambda module, args, out: self.seen.update(
+                {("block's input", args[0].dtype), ("weight", module.up.weight.dtype), ("block", out.dtype)}
+            )
+        )
+        outputs = self(inputs * self.scale)
+        handle.remove()
+        self.seen |= {("targets", targets.dtype), ("outputs", outputs.dtype), ("buffer", self.scale.dtype)}
+        return nn.functional.mse_loss(outputs, targets)
+
+
+def look(folder, options, precision):
+    task = Looking()
+    state = fit(
+        folder, task, data(dtype=torch.float32), strategy=lumen.FSDP(**options), precision=precision, max_steps=3
+    )
+    assert {parameter.dtype for parameter in task.parameters()} == {torch.float32}
+    return state, {name: str(dtype).removeprefix("torch.") for name, dtype in task.seen}
+
+
+def test_precision_means_autocast_as_everywhere(group, tmp_path):
+    task = Looking()
+    alone = fit(tmp_path, task, data(dtype=torch.float32), accumulate_grad_batches=2, precision="bf16", max_steps=3)
+    state, seen = group(2).run(look, tmp_path, {}, "bf16")[0]
+    assert seen == {name: str(dtype).removeprefix("torch.") for name, dtype in task.seen}
+    assert seen["weight"] == "float32"
+    assert_equal(state, alone, 2e-3)
+
+
+def test_dtypes_of_ones_own_are_used_where_they_are_meant(group, tmp_path):
+    exact = group(2).run(look, tmp_path, {}, "fp32")[0][0]
+    options = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32", "buffer_dtype": "bf16"}
+    state, seen = group(2).run(look, tmp_path, options, "fp32")[0]
+    assert seen == {
+        "block's input": "bfloat16", "weight": "bfloat16", "block": "bfloat16", "buffer": "bfloat16",
+        "targets": "float32", "outputs": "float32",
+    }  # fmt: skip
+    assert_equal(state, exact | {"scale": state["scale"]}, 3e-2)
+    assert max(np.abs(state[name] - exact[name]).max() for name in exact) > 1e-5
+
+
+class Overflowing(Deep):
+    """One micro-batch has a gradient that is infinite in float16."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch)
+        return loss * (1e306 if batch_idx == 3 and not self.current_epoch else 1.0)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp64"])
+def test_the_gradient_scaler_skips_on_all_ranks(group, tmp_path, precision):
+    task = Overflowing if precision == "fp16" else Deep
+    alone = fit(tmp_path, task(), accumulate_grad_batches=2, precision=precision)
+    assert_equal(on_ranks(group, 2, train_scaled, tmp_path, task, precision), alone, 1e-4)
+
+
+def train_scaled(folder, task, precision):
+    return fit(folder, task(), strategy=lumen.FSDP(), precision=precision)
+
+
+def test_parameters_may_be_bfloat16_themselves(group, tmp_path):
+    alone = fit(tmp_path, Deep(), accumulate_grad_batches=2, precision="bf16-true", max_steps=2)
+    assert_equal(on_ranks(group, 2, train_bfloat16, tmp_path), alone, 3e-2)
+
+
+def train_bfloat16(folder):
+    task = Deep()
+    state = fit(folder, task, strategy=lumen.FSDP(), precision="bf16-true", max_steps=2)
+    assert {parameter.dtype for parameter in task.parameters()} == {torch.bfloat16}
+    return state
+
+
+# ---------------------------------------------------------------------- evaluation, stages, names
+
+
+class Evaluating(Deep):
+    """Looks at how its parameters lie."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes, self.gathered = set(), []
+        self.norm = nn.BatchNorm1d(FEATURES).double()
+
+    def forward(self, x):
+        return self.net(self.norm(x))
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch)
+        self.gathered.append(not isinstance(self.net.blocks[0].up.weight, DTensor))
+
+    def test_step(self, batch):
+        self.log("test_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch):
+        return self(batch[0]).flatten().tolist()
+
+    def on_boundary(self):
+        self.shapes |= {type(parameter) is nn.Parameter for parameter in self.parameters()}
+        assert all(isinstance(parameter, DTensor) for parameter in self.parameters())
+
+
+def run_stages(folder, options, samples):
+    strategy = "single" if options is None else lumen.FSDP(**options)
+    task, evaluated = Evaluating(), data(samples, 2, shuffle=False)
+    per_rank = 2 if options is None else 1
+    trainer = bare_trainer(folder, max_epochs=2, strategy=strategy, accumulate_grad_batches=per_rank)
+    if options is None:
+        task.on_boundary = lambda: None
+    trainer.fit(task, data(), val_dataloaders=evaluated)
+    values = {"fitted": trainer.callback_metrics["val_loss"], "gathered": all(task.gathered)}
+    values["validated"] = trainer.validate(task, evaluated)[0]["val_loss"]
+    other = bare_trainer(folder, strategy="single" if options is None else lumen.FSDP(**options))
+    values["tested"] = other.test(task, evaluated)[0]["test_loss"]
+    values["predicted"] = np.concatenate(other.predict(task, evaluated))
+    trainer.plan.max_epochs = 3
+    trainer.fit(task, data())
+    return values | state_of(task)
+
+
+@pytest.mark.parametrize("samples", [1, 5, 8])
+def test_evaluations_are_those_of_one_process_gathered_or_not(group, tmp_path, samples):
+    alone = run_stages(tmp_path, None, samples)
+    for options in ({}, {"unshard_in_evaluation": False}, {"reshard_after_forward": 2}):
+        for ours in group(2).run(run_stages, tmp_path, options, samples):
+            assert ours.pop("gathered") is (options == {})
+            assert_equal(ours, {name: value for name, value in alone.items() if name != "gathered"})
+
+
+def test_another_strategy_of_other_options_does_not_take_a_task_that_is_cut_up(group, tmp_path):
+    group(2).run(train_twice, tmp_path)
+
+
+def train_twice(folder):
+    task = Deep()
+    fit(folder, task, strategy=lumen.FSDP())
+    with pytest.raises(ConfigError, match="cut up already"):
+        fit(folder, task, strategy=lumen.FSDP(wrap="Linear"))
+
+
+def test_the_grid_of_processes_is_there_when_the_model_is_built(group, tmp_path):
+    assert group(2).run(see_mesh, tmp_path, {}) == [(("shard",), (2,))] * 2
+    hybrid = {"sharding_strategy": "hybrid_shard", "shard_size": 1}
+    assert group(2).run(see_mesh, tmp_path, hybrid) == [(("replicate", "shard"), (2, 1))] * 2
+    assert Deep().device_mesh is None
+
+
+def see_mesh(folder, options):
+    class Seeing(Deep):
+        def configure_model(self):
+            self.mesh = self.device_mesh
+
+    task = Seeing()
+    fit(folder, task, strategy=lumen.FSDP(**options))
+    return task.mesh.mesh_dim_names, tuple(task.mesh.shape)
+
+
+def test_names_and_the_users_class_stay_what_they_are(group, tmp_path):
+    names, kind, own_forward = group(2).run(see_names, tmp_path)[0]
+    assert names == [*Deep().state_dict()]
+    assert (kind, own_forward) == ("Deep", True)
+
+
+def see_names(folder):
+    task = Deep()
+    strategy = lumen.FSDP(activation_checkpointing="Block", param_dtype="bf16")
+    fit(folder, task, strategy=strategy)
+    return [*task.state_dict()], type(task).__name__, "forward" not in vars(task)

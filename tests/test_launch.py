@@ -53,10 +53,10 @@ def this_is_where_it_hangs():
 if __name__ == "__main__":
     MODE, steps, *rest = sys.argv[1:]
     WAIT = MODE == "slow"
-    strategy = lumen.DDP(timeout_s=2, startup_timeout_s=8) if MODE == "hang" else "auto"
+    strategy = lumen.DDP(timeout_s=2, startup_timeout_s=8) if MODE == "hang" else os.environ.get("TEST_STRATEGY", "auto")
     trainer = lumen.Trainer(
         max_steps=int(steps), devices=int(rest[0]) if rest else None, strategy=strategy, name="run", resume="auto",
-        enable_progress_bar=False, enable_model_summary=False,
+        accelerator=os.environ.get("TEST_ON", "cpu"), enable_progress_bar=False, enable_model_summary=False,
     )
     trainer.fit(Task(), loader(40, 8))
     with open("after", "a") as file:
@@ -91,7 +91,7 @@ def workplace(tmp_path, monkeypatch):
         "seed_everything": 7,
         "model": {"class_path": "tests.cli_tasks.Line", "init_args": {"lr": 0.05}},
         "data": {"class_path": "tests.cli_tasks.Points", "init_args": {"samples": 24}},
-        "trainer": {"max_epochs": 2, "enable_progress_bar": False, "enable_model_summary": False},
+        "trainer": {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False},
     }
     Path("line.yaml").write_text(yaml.safe_dump(config))
 
@@ -213,7 +213,7 @@ def test_a_program_that_cannot_be_started_again_is_refused_with_advice(words):
 
 
 def test_several_devices_are_refused_under_pytest(tmp_path):
-    trainer = lumen.Trainer(max_steps=1, devices=2, default_root_dir=tmp_path)
+    trainer = lumen.Trainer(max_steps=1, accelerator="cpu", devices=2, default_root_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"pytest runs it.*lumen fit.*torchrun --nproc-per-node 2"):
         trainer.fit(Regression(), loader())
     assert not list(tmp_path.glob("runs*"))
@@ -404,11 +404,11 @@ def test_what_is_asked_for_and_what_is_there_must_agree(monkeypatch, environment
     for name, value in {} if environment is None else {**found, **environment}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        lumen.Trainer(max_steps=1, **{"strategy": "auto", **options})
+        lumen.Trainer(max_steps=1, accelerator="cpu", **options)
 
 
 def test_a_strategy_follows_from_the_processes(monkeypatch):
-    assert isinstance(make_strategy("auto"), lumen.SingleDevice)
+    assert isinstance(make_strategy("auto", "cpu"), lumen.SingleDevice)
     assert processes_of("auto", None, "cpu").world_size == processes_of(-1, None, "cpu").world_size == 1
     asked = make_strategy("auto", "cpu", 2)
     assert isinstance(asked, lumen.DDP)
@@ -422,8 +422,21 @@ def test_a_strategy_follows_from_the_processes(monkeypatch):
 
 
 def test_ddp_with_one_process_starts_no_other(tmp_path):
-    trainer = quiet_trainer(tmp_path, max_steps=2, strategy="ddp", enable_checkpointing=False)
+    trainer = quiet_trainer(tmp_path, max_steps=2, accelerator="cpu", strategy="ddp", enable_checkpointing=False)
     trainer.fit(Regression(), loader())
     assert (trainer.global_step, trainer.world_size) == (2, 1)
     trainer.strategy.processes.close()
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not proven here: NCCL needs two GPUs")
+def test_two_gpus_train_over_nccl():
+    code, output = run("train.py", "fine", "4", "2", TEST_ON="cuda")
+    assert code == 0, output
+    assert sorted(Path("after").read_text().splitlines()) == ["0 of 2, step 4", "1 of 2, step 4"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="not proven here: NCCL needs a GPU")
+def test_one_gpu_opens_nccl_and_closes_it():
+    code, output = run("train.py", "fine", "4", TEST_ON="cuda", TEST_STRATEGY="ddp")
+    assert code == 0, output

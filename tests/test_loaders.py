@@ -734,7 +734,7 @@ def test_the_documented_stream_goes_on_exactly_from_every_step(tmp_path, statefu
 
 
 def test_the_snippet_in_the_documentation_runs(tmp_path):
-    snippet = snippets()[1]
+    snippet = snippets()[2]
     given = {"lumen": lumen, "labelled": alphabet(3), "unlabelled": alphabet(7)}
     exec(snippet, given)
     task = type("Snippet", (Structures,), {"train_dataloader": given["train_dataloader"]})()
@@ -939,9 +939,10 @@ def test_a_worker_that_is_stuck_does_not_outlive_its_run(tmp_path):
         def training_step(self, batch):
             raise ZeroDivisionError
 
+    before = multiprocessing.active_children()  # other tests' processes
     with pytest.raises(ZeroDivisionError):
         bare_trainer(tmp_path, max_epochs=1).fit(Failing(), DataLoader(Stuck(), 4, num_workers=1))
-    assert not any(process.is_alive() for process in multiprocessing.active_children())
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 def test_the_users_worker_init_fn_has_the_last_word(tmp_path):

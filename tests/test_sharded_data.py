@@ -26,6 +26,7 @@ from lumen.data.windows import Shard
 from lumen.errors import DataError
 from tests.ranks import Ranks, content, plain, read, together
 from tests.tasks import Saving, bare_trainer, numbers
+from tests.test_loaders import snippets
 
 SEED = 3
 
@@ -576,6 +577,17 @@ def test_a_loader_of_the_users_own_may_shard_itself_and_know_its_length():
     given = Ranks(2).run(rank)
     assert sorted(flat(together([each[0] for each in given]))) == [0, 1, 2, 100, 101, 102, 103]
     assert {each[1:] for each in given} == {(7, 4, 3)}
+
+
+def test_the_documented_part_of_a_stream_is_read_once():
+    files = [range(10 * number, 10 * number + number) for number in range(5)]
+
+    def rank(shard):
+        given = {"torch": torch}
+        exec(snippets()[1], given)
+        return read(make_feed(DataLoader(given["Shards"](files, shard.rank, shard.world), 2), SEED, 3, shard=shard))[0]
+
+    assert sorted(flat(together(Ranks(3).run(rank)))) == [number for file in files for number in file]
 
 
 def test_parts_that_look_like_the_whole_are_one_warning(caplog):

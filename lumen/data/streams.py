@@ -47,7 +47,7 @@ class StreamFeed(Feed):
         left = None if limit is None else max(0, limit - position.batches)
         if left == 0:
             return
-        items = islice(self._reader.items(epoch, position, state, position.batches), left)
+        items: Iterator[Item] = islice(self._reader.items(epoch, position, state, position.batches), left)
         if self._shard.world > 1:
             items = self._agreed(items)
         steps = self._steps(items, position.turn)
@@ -66,10 +66,19 @@ class StreamFeed(Feed):
 
     def _steps(self, items: Iterator[Item], turn: int | None) -> Iterator[Step]:
         deal = self._shard.dealer(turn)
-        while step := list(islice(items, self._accumulate)):
-            dealt = deal(len(step))
-            sizes = [item.samples for item in step]
-            yield Step(self._shard.share(step, dealt), sizes, dealt, self._reader.state())
+        while True:
+            dealt, own, sizes = deal(self._accumulate), [], []
+            for number, item in enumerate(islice(items, self._accumulate)):
+                sizes.append(item.samples)
+                if number in dealt:  # the others' are let go at once
+                    own.append(item)
+            if not sizes:
+                return
+            if len(sizes) < self._accumulate:
+                dealt = deal(len(sizes))
+            if self._shard.stands_in:
+                own += [item] * dealt.count(None)
+            yield Step(own, sizes, dealt, self._reader.state())
 
     def steps(self, limit: int | None) -> int | None:
         """See `Feed.steps`."""

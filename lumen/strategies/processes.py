@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -48,13 +49,13 @@ class _Groups:
                 backend, rank=processes.rank, world_size=processes.world_size, timeout=timeout,
                 device_id=device if device.type == "cuda" else None, **where,
             )  # fmt: skip
-        self.default = dist.group.WORLD
+        self.default: Any = dist.group.WORLD
         self.control: Any = None
         self.stacks: Stacks | None = None
         if processes.world_size > 1:
             self.control = dist.new_group(backend="gloo", timeout=timeout)
             self.stacks = Stacks(processes.rank, lambda value: _gather(value, self.control))
-        atexit.register(self.close)  # gloo aborts a process that leaves its threads running
+        atexit.register(self.close)
 
     def set_timeout(self, timeout_s: float) -> None:
         """How long the next collectives wait; a default group of the user's own keeps its time."""
@@ -71,15 +72,16 @@ class _Groups:
         atexit.unregister(self.close)
         if self.stacks is not None:
             self.stacks.close()
-        if not dist.is_initialized() or dist.group.WORLD is not self.default:
-            return
-        if not self._is_ours:
-            if self.control is not None:
-                dist.destroy_process_group(self.control)
-        elif self._failed and dist.get_backend() != "gloo":
-            c10d._abort_process_group()
-        else:
-            dist.destroy_process_group()
+        if dist.is_initialized() and dist.group.WORLD is self.default:
+            if not self._is_ours:
+                if self.control is not None:
+                    dist.destroy_process_group(self.control)
+            elif self._failed and dist.get_backend() != "gloo":
+                c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+        self.default = self.control = None
+        gc.collect()  # gloo's threads end with the last reference; one that wants Python after its end is fatal
 
 
 _groups: _Groups | None = None
