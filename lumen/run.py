@@ -331,12 +331,12 @@ class Run:
         """
         if self.strategy.world_size == 1:
             return
-        leaving = StepWeights.leaving(self.strategy.processes.sum)
-        if leaving < self.strategy.world_size:
+        staying = self.strategy.world_size - StepWeights.leaving(self.strategy.processes.sum)
+        if staying:
             raise TrainingError(
-                f"rank {self.strategy.rank} ends at step {self.progress.step}, but {self.strategy.world_size - leaving} "
-                "others go on: should_stop was not set on every rank. Set it in on_validation_end or "
-                "on_train_epoch_end, where one rank is enough, or by what is equal on all ranks."
+                f"rank {self.strategy.rank} ends at step {self.progress.step}, but {staying} others go on: should_stop "
+                "was not set on every rank. Set it in on_validation_end or on_train_epoch_end, where one rank is "
+                "enough, or by what is equal on all ranks."
             )
 
     @property

@@ -51,8 +51,6 @@ def train_step(run: Run, window: Window) -> bool:
                 hook(optimizer)
             optimizer.zero_grad(set_to_none=True)
             run.strategy.begin_step()
-            if run.strategy.rehearsals:
-                rehearse(run, micro, batch)
         if closure is None:
             output, _ = accumulate(run, micro, batch, weights)
         else:
@@ -137,28 +135,6 @@ def take_part(run: Run, micro: MicroBatch, batch: Any) -> None:
             loss = strategy.idle_loss()
         assert loss is not None
         run.precision.backward(loss * 0.0)
-
-
-def rehearse(run: Run, micro: MicroBatch, batch: Any) -> None:
-    """Make gradients that communicate, and drop them, until the strategy knows the order in which they come.
-
-    DDP sums gradients in another order in its first backward than in all later ones. A process that goes on from a
-    checkpoint would round one step differently from the one that was not interrupted, so every process begins so.
-    """
-    states = GeneratorStates()
-    while run.strategy.rehearsals:
-        run.strategy.rehearsals -= 1
-        with unnoticed(run), run.strategy.gradient_sync(last=True):
-            loss = None
-            if not micro.idle:
-                with run.precision.forward():
-                    loss, _ = read_output(run.call_step("training_step", batch, micro.index, micro.loader))
-            loss = run.strategy.idle_loss() if loss is None else loss
-            assert loss is not None
-            run.precision.backward(loss)
-        run.strategy.after_backward()
-        run.optimizer.zero_grad(set_to_none=True)
-        states.restore()
 
 
 @contextmanager

@@ -413,39 +413,37 @@ def train_optimized(folder, kind):
 
 
 class Choosy(Deep):
-    """Leaves out micro-batches, before or after their forward; but not the first of a process."""
+    """Leaves out some batches, before or after their forward; but not the first that a process gets."""
 
     def __init__(self, leaves_out, late):
         super().__init__()
         self.leaves_out, self.late = leaves_out, late
 
-    def training_step(self, batch, batch_idx):
-        out = batch_idx % 4 in self.leaves_out and (self.current_epoch or batch_idx >= 4)
+    def training_step(self, batch):
+        number = int(batch[2][0]) // 8
+        out = number >= 4 and number % 4 in self.leaves_out
         if out and not self.late:
             return None
         loss = super().training_step(batch)
         return None if out else loss
 
 
+def train_choosy(folder, cases, per_rank, options):
+    strategy = {} if options is None else {"strategy": lumen.FSDP(**options)}
+    numbered = DataLoader(TensorDataset(*regression_data(64, torch.float64), torch.arange(64)), 8)
+    states = {
+        case: fit(folder, Choosy(*case), numbered, accumulate_grad_batches=per_rank, **strategy) for case in cases
+    }
+    return {f"{case} {name}": value for case, state in states.items() for name, value in state.items()}
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"wrap_min_parameters": 10**6}, {"sharding_strategy": "shard_grad_op"}], ids=str
 )
 def test_a_rank_may_leave_out_its_micro_batches(group, tmp_path, options):
-    cases = [(out, late) for out in ([1], [2, 3], [0, 1, 2], [0, 1, 2, 3]) for late in (False, True)]
-    alone = {
-        f"{case} {name}": value
-        for case in cases
-        for name, value in fit(tmp_path, Choosy(*case), accumulate_grad_batches=4).items()
-    }
-    assert_equal(on_ranks(group, 2, leave_out, tmp_path, options, cases), alone)
-
-
-def leave_out(folder, options, cases):
-    return {
-        f"{case} {name}": value
-        for case in cases
-        for name, value in fit(folder, Choosy(*case), accumulate_grad_batches=2, strategy=lumen.FSDP(**options)).items()
-    }
+    cases = [(out, late) for out in ((1,), (2, 3), (0, 1, 2), (0, 1, 2, 3)) for late in (False, True)]
+    alone = train_choosy(tmp_path, cases, 4, None)
+    assert_equal(on_ranks(group, 2, train_choosy, tmp_path, cases, 2, options), alone)
 
 
 @pytest.mark.parametrize("samples", [1, 9, 17, 33])
@@ -510,15 +508,18 @@ class Looking(Deep):
     def training_step(self, batch):
         block = self.net.blocks[0]
         inputs, targets = batch
-        handle = block.register_forward_hook(
-            lambda module, args, out: self.seen.update(
-                {("block's input", args[0].dtype), ("weight", module.up.weight.dtype), ("block", out.dtype)}
-            )
+        handles = (
+            block.register_forward_pre_hook(lambda module, args: self.see(block=args[0], weight=module.up.weight)),
+            block.up.register_forward_hook(lambda module, args, output: self.see(up=output)),
         )
         outputs = self(inputs * self.scale)
-        handle.remove()
-        self.seen |= {("targets", targets.dtype), ("outputs", outputs.dtype), ("buffer", self.scale.dtype)}
+        for handle in handles:
+            handle.remove()
+        self.see(targets=targets, outputs=outputs, buffer=self.scale)
         return nn.functional.mse_loss(outputs, targets)
+
+    def see(self, **tensors):
+        self.seen |= {(name, str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
 
 
 def look(folder, options, precision):
@@ -527,15 +528,15 @@ def look(folder, options, precision):
         folder, task, data(dtype=torch.float32), strategy=lumen.FSDP(**options), precision=precision, max_steps=3
     )
     assert {parameter.dtype for parameter in task.parameters()} == {torch.float32}
-    return state, {name: str(dtype).removeprefix("torch.") for name, dtype in task.seen}
+    return state, dict(task.seen)
 
 
 def test_precision_means_autocast_as_everywhere(group, tmp_path):
     task = Looking()
     alone = fit(tmp_path, task, data(dtype=torch.float32), accumulate_grad_batches=2, precision="bf16", max_steps=3)
     state, seen = group(2).run(look, tmp_path, {}, "bf16")[0]
-    assert seen == {name: str(dtype).removeprefix("torch.") for name, dtype in task.seen}
-    assert seen["weight"] == "float32"
+    assert seen == dict(task.seen)
+    assert (seen["weight"], seen["up"], seen["targets"]) == ("float32", "bfloat16", "float32")
     assert_equal(state, alone, 2e-3)
 
 
@@ -544,7 +545,7 @@ def test_dtypes_of_ones_own_are_used_where_they_are_meant(group, tmp_path):
     options = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32", "buffer_dtype": "bf16"}
     state, seen = group(2).run(look, tmp_path, options, "fp32")[0]
     assert seen == {
-        "block's input": "bfloat16", "weight": "bfloat16", "block": "bfloat16", "buffer": "bfloat16",
+        "block": "bfloat16", "weight": "bfloat16", "up": "bfloat16", "buffer": "bfloat16",
         "targets": "float32", "outputs": "float32",
     }  # fmt: skip
     assert_equal(state, exact | {"scale": state["scale"]}, 3e-2)
@@ -590,11 +591,7 @@ class Evaluating(Deep):
 
     def __init__(self):
         super().__init__()
-        self.shapes, self.gathered = set(), []
-        self.norm = nn.BatchNorm1d(FEATURES).double()
-
-    def forward(self, x):
-        return self.net(self.norm(x))
+        self.gathered = []
 
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch)
@@ -607,7 +604,6 @@ class Evaluating(Deep):
         return self(batch[0]).flatten().tolist()
 
     def on_boundary(self):
-        self.shapes |= {type(parameter) is nn.Parameter for parameter in self.parameters()}
         assert all(isinstance(parameter, DTensor) for parameter in self.parameters())
 
 
@@ -619,7 +615,7 @@ def run_stages(folder, options, samples):
     if options is None:
         task.on_boundary = lambda: None
     trainer.fit(task, data(), val_dataloaders=evaluated)
-    values = {"fitted": trainer.callback_metrics["val_loss"], "gathered": all(task.gathered)}
+    values = {"fitted": float(trainer.callback_metrics["val_loss"]), "gathered": all(task.gathered)}
     values["validated"] = trainer.validate(task, evaluated)[0]["val_loss"]
     other = bare_trainer(folder, strategy="single" if options is None else lumen.FSDP(**options))
     values["tested"] = other.test(task, evaluated)[0]["test_loss"]

@@ -620,7 +620,7 @@ class Kept(lumen.TaskModule):
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.trained, self.validated = [], []
 
-    def on_train_batch_start(self, batch, batch_idx):  # a step may be rehearsed
+    def on_train_batch_start(self, batch, batch_idx):
         self.trained.append((self.current_epoch, batch_idx, content(batch)))
 
     def training_step(self, batch):

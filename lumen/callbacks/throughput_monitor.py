@@ -107,7 +107,7 @@ class ThroughputMonitor(Callback):
 
     def _begin_to_count(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """The forward of a step's first micro-batch follows."""
-        if self._is_asked and self._counter is None and not trainer.strategy.rehearsals:  # which would be counted too
+        if self._is_asked and self._counter is None:
             self._counted_samples = max(trainer.run.batch_samples, 1)
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()  # type: ignore[no-untyped-call]

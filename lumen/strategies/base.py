@@ -47,8 +47,6 @@ class Strategy(ABC):
     evaluation_stands_in: bool = False
     #: It cuts parameters up in `setup`, and can do so before they have values.
     shards: bool = False
-    #: How many more backwards must be made and dropped before the order in which gradients are summed has settled.
-    rehearsals: int = 0
 
     @property
     def rank(self) -> int:

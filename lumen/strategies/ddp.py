@@ -31,6 +31,7 @@ class DDP(Strategy):
     Args:
         find_unused_parameters: Let steps leave out parameters; costs a walk over the graph of every backward.
         static_graph: Every step uses the same parameters in the same order; not with several micro-batches a process.
+            The first step of a process is then rounded differently if there are three or more.
         gradient_as_bucket_view: Gradients lie in the memory that is communicated, which saves as much as they take.
         bucket_cap_mb: Size of what is communicated at once, in MiB. Default: torch's, 25.
         broadcast_buffers: Buffers, such as BatchNorm's statistics, are those of rank 0 in every training forward.
@@ -66,7 +67,7 @@ class DDP(Strategy):
         if not broadcast_buffers:  # named anew in torch 2.13
             known = signature(DistributedDataParallel).parameters
             self._options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
-        self._settles = 0 if find_unused_parameters else 2 if static_graph else 1
+        self._settles = not (find_unused_parameters or static_graph)
         self._task: nn.Module | None = None
         self._ddp: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
@@ -88,9 +89,20 @@ class DDP(Strategy):
         self._unwrap()
         if any(self._trained):
             self._ddp = DistributedDataParallel(Steps(self._task), **self._options)
-            self.rehearsals = self._settles if self.world_size > 1 else 0
             if self._compression is not None:
                 self._ddp.register_comm_hook(None, _HOOKS[self._compression])
+            if self._settles and self.world_size > 1:
+                self._settle(self._ddp)
+
+    def _settle(self, ddp: DistributedDataParallel) -> None:
+        """Make a backward of zeros, and drop it.
+
+        DDP sums gradients in one order in its first backward, and in all later ones in that in which they came then.
+        A process that goes on from a checkpoint would round one step differently from one that was not interrupted.
+        """
+        ddp(None).backward()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _unwrap(self) -> None:
         """Take the wrapper's hooks off the parameters now: its own references would keep it until some collection."""
