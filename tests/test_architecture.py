@@ -192,7 +192,7 @@ def test_at_most_six_frames_lie_between_fit_and_the_optimizer(tmp_path, options)
 
 
 def test_the_public_names_are_these_and_each_resolves():
-    assert lumen.__all__ == PUBLIC == dir(lumen)
+    assert sorted(lumen.__all__) == PUBLIC == dir(lumen)
     for name in PUBLIC:
         assert getattr(lumen, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Traner'"):

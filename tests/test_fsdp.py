@@ -12,7 +12,7 @@ import lumen
 from lumen.errors import ConfigError, TrainingError
 from lumen.optim import Lookahead
 from lumen.strategies.units import find_units
-from tests.tasks import FEATURES, bare_trainer, loader, numbers, regression_data
+from tests.tasks import FEATURES, bare_trainer, loader, regression_data
 
 WIDTH = 7  # no multiple of a number of processes
 

@@ -346,12 +346,13 @@ def test_persistent_workers_end_with_the_run(tmp_path, fails):
                 raise RuntimeError("on purpose")
             return super().training_step(batch)
 
+    before = multiprocessing.active_children()  # other tests' processes
     trainer = quiet_trainer(tmp_path, max_epochs=2)
     data = loader(num_workers=2, persistent_workers=True)
     with pytest.raises(RuntimeError, match="on purpose") if fails else nullcontext():
         trainer.fit(Failing(), data, val_dataloaders=loader(10, num_workers=1, persistent_workers=True))
     gc.collect()
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 def test_what_hooks_froze_and_put_into_eval_mode_stays_so(tmp_path):

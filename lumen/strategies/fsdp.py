@@ -204,7 +204,8 @@ class FSDP(Strategy):
             )
 
     def begin_step(self) -> None:
-        """See `broadcast_buffers`."""
+        """See `broadcast_buffers`; and take notice of parameters that were frozen or unfrozen."""
+        self._sharded.look_again()
         if self._broadcast_buffers:
             self.sync_buffers(self._task)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import gc
 import re
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar, final
 
 import torch
@@ -40,6 +43,7 @@ class _Groups:
         self._failed = False
         timeout = timedelta(seconds=processes.startup_timeout_s)
         if self._is_ours:
+            import_module("torch._dynamo")  # later it would keep the default group for ever, and so gloo's threads
             where: dict[str, Any] = {"store": dist.HashStore()}  # type: ignore[attr-defined]
             if processes.world_size > 1:
                 where = {"init_method": processes.address}
@@ -81,7 +85,21 @@ class _Groups:
             else:
                 dist.destroy_process_group()
         self.default = self.control = None
-        gc.collect()  # gloo's threads end with the last reference; one that wants Python after its end is fatal
+        gc.collect()  # gloo's threads end with the last reference
+        _wait_for_gloo()
+
+
+def _wait_for_gloo(limit_s: float = 1.0) -> None:
+    """Wait until threads of gloo rest that stay because a model keeps its group.
+
+    One that drops its last tensor after Python's end ends the process with SIGABRT.
+    """
+    deadline_s = time.monotonic() + limit_s
+    busy = True
+    while busy and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # it may want Python now
+        stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat")]
+        busy = any("(pt_gloo" in stat and ") S " not in stat for stat in stats)
 
 
 _groups: _Groups | None = None

@@ -84,6 +84,8 @@ class ShardedTask:
                 self._watch(unit, own, names)
         for module, key, values in attributes:
             module._parameters[key].__dict__.update(values)
+        self._parameters = list(task.parameters())
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
         for metric in metrics_of(task).values():
             metric.to(device)
         if self.is_watched:
@@ -141,6 +143,15 @@ class ShardedTask:
                 unit.set_requires_gradient_sync(sync, recurse=False)
             unit.set_reshard_after_backward(not keep, recurse=False)
         self._syncs = sync
+
+    def look_again(self) -> None:
+        """Let units look at their parameters anew where some were frozen or unfrozen since. Collective then."""
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if trained != self._trained:
+            self._trained = trained
+            for unit in self.units:  # a unit that was frozen has not found out in which dtype its gradients are kept
+                unit.unshard()
+                unit.reshard()
 
     def reshard(self) -> None:
         """Free what is not this process's part."""

@@ -1,0 +1,272 @@
+"""Layers built in `configure_model` begin with the same bits under every strategy, and nobody holds all of them."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lumen
+from lumen.errors import ConfigError
+from tests.tasks import FEATURES, bare_trainer, loader
+from tests.test_fsdp import assert_equal, whole
+
+
+class Head(nn.Module):
+    """Writes a parameter of a module in it, after that module's own values."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 5), nn.Linear(5, 1)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.second.bias)
+        with torch.no_grad():
+            self.first.weight.mul_(0.5)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Zoo(lumen.TaskModule):
+    """Modules that get their values in different ways, of sizes that no number of processes divides."""
+
+    def __init__(self, width=7):
+        super().__init__()
+        self.save_hyperparameters()
+        self.built = 0
+
+    def configure_model(self):
+        width = self.hparams.width
+        self.built += 1
+        self.embed = nn.Linear(FEATURES, width)
+        self.tokens = nn.Embedding(11, width, padding_idx=3)
+        self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
+        self.layers = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(width, 1, 9, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+        )
+        self.recurrent = nn.LSTM(width, width, batch_first=True)
+        self.norm = nn.BatchNorm1d(width)
+        self.tied = nn.Linear(width, 11)
+        self.tied.weight = self.tokens.weight
+        self.rounded = nn.Linear(width, width).bfloat16()
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.head = Head(width)
+        self.register_buffer("noise", torch.randn(width), persistent=False)
+
+    def training_step(self, batch):
+        x = self.frozen(self.embed(batch[0])).unsqueeze(1)
+        x = x + self.attention(x, x, x)[0] + self.tied(x)[..., :1]
+        x = self.recurrent(self.layers(x))[0].squeeze(1) + self.rounded(x.squeeze(1).bfloat16()).float()
+        loss = nn.functional.mse_loss(self.head(self.norm(x) + self.noise), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    test_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def initial(folder, task, strategy, **options):
+    """The weights and buffers that a training begins with."""
+    found = {}
+
+    class Look(lumen.Callback):
+        def on_fit_start(self, trainer, task):
+            found.update({name: whole(value).double().numpy() for name, value in task.state_dict().items()})
+            found["noise"] = task.noise.double().numpy() if hasattr(task, "noise") else np.zeros(1)
+            assert not any(tensor.is_meta for tensor in (*task.parameters(), *task.buffers()))
+
+    strategy = getattr(lumen, strategy[0])(**strategy[1]) if isinstance(strategy, tuple) else strategy
+    trainer = bare_trainer(folder, strategy=strategy, max_steps=1, callbacks=[Look()], **options)
+    trainer.fit(task, loader())
+    return found
+
+
+def alone(name, module):
+    return name in ("rounded", "layers", "attention.out_proj")
+
+
+WAYS = {
+    1: [("FSDP", {"wrap_if": alone})],
+    2: [
+        "ddp",
+        ("FSDP", {"wrap": ["TransformerEncoderLayer", "Linear"]}),
+        ("FSDP", {"wrap": ["LSTM", "Linear"], "cpu_offload": True}),
+    ],
+    4: [
+        ("FSDP", {"sharding_strategy": "hybrid_shard", "shard_size": 2, "wrap_if": alone}),
+        ("FSDP", {"wrap_min_parameters": 50}),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", WAYS)
+def test_initial_weights_are_bit_equal_under_every_strategy(group, tmp_path, world):
+    alone = initial(tmp_path, Zoo(), "single")
+    assert len(alone) == len(names_of_zoo())
+    for results in group(world).run(begin_in_every_way, tmp_path, world):
+        for ours in results:
+            assert_equal(ours, alone, 0.0)
+
+
+def names_of_zoo():
+    task = Zoo()
+    task.configure_model()
+    return [*task.state_dict(), "noise"]
+
+
+def begin_in_every_way(folder, world):
+    torch.manual_seed(torch.distributed.get_rank())
+    return [initial(folder, Zoo(), way) for way in WAYS[world]]
+
+
+def test_they_depend_on_the_seed_and_the_names_and_on_nothing_else(tmp_path):
+    class Longer(Zoo):
+        def configure_model(self):
+            torch.randn(3)
+            self.more = nn.Linear(3, 3)
+            super().configure_model()
+
+    first, again, other = (initial(tmp_path, Zoo(), "single", seed=seed) for seed in (1, 1, 2))
+    longer = initial(tmp_path, Longer(), "single", seed=1)
+    assert_equal(first, again, 0.0)
+    assert_equal(first | {"noise": longer["noise"]}, {name: longer[name] for name in first}, 0.0)
+    drawn = [name for name, value in first.items() if name.endswith("weight") and "norm" not in name]
+    assert all((first[name] != other[name]).any() for name in drawn)
+    assert len({first[name].tobytes() for name in drawn}) == len(drawn) - 1  # two are tied
+
+
+def test_they_are_those_of_the_modules_own_initialisers(tmp_path):
+    weights = initial(tmp_path, Zoo(), "single")
+    bound = 1 / np.sqrt(7)
+    assert 0.7 * bound < np.abs(weights["frozen.weight"]).max() <= bound
+    assert 0.2 * bound < np.abs(weights["head.first.weight"]).max() <= 0.5 * bound
+    assert (weights["tokens.weight"][3] == 0).all()
+    assert np.array_equal(weights["tied.weight"], weights["tokens.weight"])
+    for zero in ("head.second.bias", "attention.in_proj_bias", "attention.out_proj.bias", "norm.bias"):
+        assert (weights[zero] == 0).all(), zero
+    assert (weights["norm.weight"] == 1).all()
+    xavier = np.sqrt(6 / (7 + 21))
+    assert 0.8 * xavier < np.abs(weights["attention.in_proj_weight"]).max() <= xavier
+
+
+# ---------------------------------------------------------------------- initialisers of the user's own
+
+
+class Scale(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Own(Zoo):
+    """A model that makes its values in one place, as many do."""
+
+    def configure_model(self):
+        self.net = nn.Sequential(nn.Linear(FEATURES, 7), Scale(7), nn.Linear(7, 1))
+        for module in self.net:
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def init_weights(self, module, name):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02 if name == "net.0" else 0.5)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, Scale):
+            nn.init.ones_(module.scale)
+
+    def training_step(self, batch):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+
+def test_the_task_says_how_modules_begin_by_their_class_and_name(group, tmp_path):
+    alone = initial(tmp_path, Own(), "single")
+    assert 0.01 < alone["net.0.weight"].std() < 0.03
+    assert 0.2 < alone["net.2.weight"].std() < 0.9
+    assert (alone["net.1.scale"] == 1).all()
+    for ours in group(2).run(initial, tmp_path, Own(), ("FSDP", {"wrap": "Linear"})):
+        assert_equal(ours, alone, 0.0)
+
+
+class Wrong(Zoo):
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def configure_model(self):
+        self.net = nn.Sequential(nn.Linear(FEATURES, 1))
+        getattr(self, self.way)()
+
+    def constructor_only(self):
+        self.net.append(Scale(1))
+
+    def written_afterwards(self):
+        nn.init.normal_(self.net[0].weight, std=0.02)
+
+    def given(self):
+        self.embedding = nn.Embedding.from_pretrained(torch.randn(4, 3))
+
+    def loaded(self):
+        state = {name: torch.ones_like(tensor, device="cpu") for name, tensor in self.net.state_dict().items()}
+        with pytest.warns(UserWarning, match="meta parameter"):
+            self.net.load_state_dict(state)
+
+    def copied(self):
+        with torch.no_grad():
+            self.net.state_dict()["0.weight"].copy_(torch.randn(1, FEATURES))
+
+    def assigned(self):
+        self.net[0].weight.data = torch.randn(1, FEATURES)
+
+    def read(self):
+        self.mean = self.net[0].weight.detach().mean().item()
+
+    def all_on_meta(self):
+        with torch.device("meta"):
+            self.norm = nn.BatchNorm1d(3)
+
+
+class WrongWithOwn(Wrong):
+    def init_weights(self, module, name):
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+
+class Meddling(Wrong):
+    """Writes parameters that are not its module's."""
+
+    def init_weights(self, module, name):
+        super().init_weights(module, name)
+        if name == "net.1":
+            nn.init.zeros_(self.net[0].weight)
+
+    def two(self):
+        self.net.append(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("task", "way", "message"),
+    [
+        (Wrong, "constructor_only", "net.1.scale gets no values, or not all .Scale has no reset_parameters"),
+        (Wrong, "written_afterwards", r"net.0.weight was made by uniform_\(.*\) normal_\(0, 0.02\), would now be by"),
+        (Wrong, "given", "embedding.weight was made by its constructor"),
+        (Wrong, "loaded", r"2 parameters .* net.0.weight was made by uniform_\(.*\) copy_\(\)"),
+        (Wrong, "copied", "net.0.weight was made by"),
+        (Wrong, "assigned", "needs the values of parameters"),
+        (Wrong, "read", "needs the values of parameters"),
+        (Wrong, "all_on_meta", "3 buffers are on the meta device: norm.running_mean"),
+        (WrongWithOwn, "constructor_only", "net.1.scale gets no values"),
+        (WrongWithOwn, "loaded", r"net.0.weight was given data by copy_\(\)"),
+        (WrongWithOwn, "copied", r"net.0.weight was given data by copy_\(\)"),
+        (Meddling, "two", "writes net.0.weight by zero_, which has its values already|writes net.0.weight by fill_"),
+    ],
+)
+def test_values_that_would_be_lost_are_one_clear_error(tmp_path, task, way, message):
+    with pytest.raises(ConfigError, match=message):
+        initial(tmp_path, task(way), "single")
