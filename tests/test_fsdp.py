@@ -1,5 +1,7 @@
 """FSDP: what one process trains, several train that each hold a part; what cannot work is one clear error."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -673,3 +675,83 @@ def see_names(folder):
     strategy = lumen.FSDP(activation_checkpointing="Block", param_dtype="bf16")
     fit(folder, task, strategy=strategy)
     return [*task.state_dict()], type(task).__name__, "forward" not in vars(task)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Large(lumen.TaskModule):
+    """Sees how many bytes of tensors this process holds when a step is done."""
+
+    BLOCKS, WIDTH = 12, 64
+
+    def __init__(self):
+        super().__init__()
+        self.before = held_bytes()
+        self.net = nn.Sequential(*(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.BLOCKS)))
+
+    def training_step(self, batch):
+        return self.net(batch[0].repeat(1, 11)[:, : self.WIDTH]).square().mean()
+
+    def validation_step(self, batch):
+        self.training_step(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def on_boundary(self):
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+        self.held = held_bytes() - self.before
+
+
+def held_bytes():
+    """Bytes of all tensors that this process holds, however many share them."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
+    storages = [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_process_holds_its_share_of_parameters_gradients_and_optimizer_state(group, tmp_path, world):
+    unit = 4 * (Large.WIDTH**2 + Large.WIDTH)
+    total = 4 * Large.BLOCKS * unit  # parameter, gradient, two moments
+    for options in ({}, {"sharding_strategy": "shard_grad_op"}):
+        for held in group(world).run(hold, tmp_path, options):
+            print(f"{world} processes {options}: {held / total:.4f} of the whole, one unit is {unit / total:.4f}")
+            assert 0.95 * total / world <= held <= 1.05 * total / world + unit
+
+
+def hold(folder, options):
+    task = Large()
+    given = loader(samples=32)
+    bare_trainer(folder, max_epochs=2, strategy=lumen.FSDP(**options), num_sanity_val_steps=1).fit(
+        task, given, val_dataloaders=given
+    )
+    return task.held
+
+
+# ---------------------------------------------------------------------- what only an accelerator shows
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="not proven here: there is no CUDA device")
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [({}, "bf16"), ({}, "fp16"), ({"cpu_offload": True}, "fp32"), ({"param_dtype": "bf16"}, "fp32")],
+)
+def test_on_a_gpu_it_trains_what_one_gpu_trains(group, tmp_path, options, precision):
+    given = {"accelerator": "cuda", "precision": precision}
+    alone = fit(tmp_path, Deep(dtype=torch.float32), data(dtype=torch.float32), **given)
+    (ours,) = group(1).run(train_on_gpu, tmp_path, options, given)
+    assert_equal(ours, alone, 1e-6 if not options.get("param_dtype") else 3e-2)
+
+
+def train_on_gpu(folder, options, given):
+    task = Deep(dtype=torch.float32)
+    state = fit(folder, task, data(dtype=torch.float32), strategy=lumen.FSDP(**options), **given)
+    where = "cpu" if options.get("cpu_offload") else "cuda"
+    assert {parameter.to_local().device.type for parameter in task.parameters()} == {where}
+    return state

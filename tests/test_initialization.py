@@ -7,8 +7,8 @@ from torch import nn
 
 import lumen
 from lumen.errors import ConfigError
-from tests.tasks import FEATURES, bare_trainer, loader
-from tests.test_fsdp import assert_equal, whole
+from tests.tasks import FEATURES, Saving, bare_trainer, loader, quiet_trainer
+from tests.test_fsdp import assert_equal, held_bytes, whole
 
 
 class Head(nn.Module):
@@ -85,7 +85,7 @@ def initial(folder, task, strategy, **options):
 
 
 def alone(name, module):
-    return name in ("rounded", "layers", "attention.out_proj")
+    return name in ("rounded", "layers")
 
 
 WAYS = {
@@ -270,3 +270,106 @@ class Meddling(Wrong):
 def test_values_that_would_be_lost_are_one_clear_error(tmp_path, task, way, message):
     with pytest.raises(ConfigError, match=message):
         initial(tmp_path, task(way), "single")
+
+
+# ---------------------------------------------------------------------- stages, checkpoints, number formats
+
+
+def test_layers_are_built_once_in_the_life_of_a_task(tmp_path):
+    task = Zoo()
+    trainer = bare_trainer(tmp_path, max_epochs=1)
+    trainer.fit(task, loader())
+    trained = {name: value.clone() for name, value in task.state_dict().items()}
+    trainer.test(task, loader())
+    bare_trainer(tmp_path).test(task, loader())
+    assert task.built == 1
+    assert all(torch.equal(value, trained[name]) for name, value in task.state_dict().items())
+
+
+def saved(folder, strategy, resume=None, max_steps=4):
+    task = Zoo()
+    trainer = quiet_trainer(
+        folder, max_steps=max_steps, strategy=strategy, accumulate_grad_batches=1 if strategy != "single" else 2,
+        callbacks=[Saving(2, folder / "at-2")], logger=False, resume=resume,
+    )  # fmt: skip
+    trainer.fit(task, loader())
+    return {name: whole(value).double().numpy() for name, value in task.state_dict().items()}
+
+
+def test_a_checkpoint_fills_layers_that_are_built_late(tmp_path):
+    trained = saved(tmp_path, "single", max_steps=2)
+    task = Zoo.load_from_checkpoint(tmp_path / "at-2")
+    assert_equal({name: value.detach().double().numpy() for name, value in task.state_dict().items()}, trained, 0.0)
+    bare_trainer(tmp_path).test(task, loader())
+    assert_equal({name: value.detach().double().numpy() for name, value in task.state_dict().items()}, trained, 0.0)
+
+
+def wrapped():
+    return lumen.FSDP(wrap_if=alone)
+
+
+def save_and_go_on(folder):
+    undisturbed = saved(folder / "one", wrapped())
+    saved(folder / "two", wrapped(), max_steps=2)
+    return undisturbed, saved(folder / "three", wrapped(), resume=str(folder / "two" / "at-2"))
+
+
+def test_a_run_of_parts_goes_on_from_its_checkpoint(group, tmp_path):
+    for folder in ("one", "two", "three"):
+        (tmp_path / folder).mkdir()
+    for undisturbed, resumed in group(2).run(save_and_go_on, tmp_path):
+        assert_equal(resumed, undisturbed, 1e-7)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("fp64", torch.float64)])
+def test_values_are_drawn_in_the_dtype_in_which_layers_are_built_and_then_cast(tmp_path, precision, dtype):
+    class Plain(Own):
+        def init_weights(self, module, name):
+            if isinstance(module, nn.Linear):
+                assert module.weight.dtype == torch.float32
+            super().init_weights(module, name)
+
+    exact, task = initial(tmp_path, Plain(), "single"), Plain()
+    cast = initial(tmp_path, task, "single", precision=precision)
+    assert {parameter.dtype for parameter in task.parameters()} == {dtype}
+    for name, value in exact.items():
+        assert np.array_equal(torch.from_numpy(value).to(dtype).double().numpy(), cast[name]), name
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Large(lumen.TaskModule):
+    """Sees how many bytes of tensors this process holds, whenever a module gets its values."""
+
+    BLOCKS, WIDTH = 12, 64
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.peak = held_bytes(), 0
+
+    def configure_model(self):
+        self.net = nn.Sequential(*(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.BLOCKS)))
+
+    def init_weights(self, module, name):
+        super().init_weights(module, name)
+        self.peak = max(self.peak, held_bytes() - self.before)
+
+    def training_step(self, batch):
+        return self.net(batch[0].repeat(1, 11)[:, : self.WIDTH]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_process_holds_more_than_its_share_and_one_module(group, tmp_path, world):
+    module = 4 * (Large.WIDTH**2 + Large.WIDTH)
+    for peak in group(world).run(build_large, tmp_path):
+        assert module < peak <= 1.05 * (Large.BLOCKS * module / world) + module + 4096
+
+
+def build_large(folder):
+    task = Large()
+    bare_trainer(folder, max_steps=1, strategy="fsdp").fit(task, loader())
+    return task.peak

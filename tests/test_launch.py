@@ -61,7 +61,8 @@ if __name__ == "__main__":
     hanging = lumen.DDP(timeout_s=2, startup_timeout_s=8)
     strategy = hanging if MODE == "hang" else os.environ.get("TEST_STRATEGY", "auto")
     trainer = lumen.Trainer(
-        max_steps=int(steps), devices=int(rest[0]) if rest else None, strategy=strategy, name="run", resume="auto", fast_dev_run=MODE == "fast",
+        max_steps=int(steps), devices=int(rest[0]) if rest else None, strategy=strategy, name="run", resume="auto",
+        fast_dev_run=MODE == "fast",
         accelerator=os.environ.get("TEST_ON", "cpu"), enable_progress_bar=False, enable_model_summary=False,
     )
     trainer.fit(Task(), loader(40, 8))
@@ -287,7 +288,8 @@ def test_exit_codes_are_right_50_times_of_50_on_a_busy_host():
     for number in range(10):
         options = {"TEST_STRATEGY": ("ddp", "fsdp")[number % 2]}
         jobs = [start("train.py", "fast", "1", "2", **options) for _ in range(5)]
-        assert [job.wait() for job in jobs] == [0] * 5, [job.communicate()[0] for job in jobs]
+        outputs = [job.communicate()[0] for job in jobs]
+        assert [job.returncode for job in jobs] == [0] * 5, outputs
 
 
 # ---------------------------------------------------------------------- signals

@@ -122,7 +122,9 @@ INDEXED = {
         Augmented(samples), 2, sampler=DistributedSampler(range(samples), num_replicas=3, rank=1)
     ),
     "workers": lambda samples: DataLoader(Augmented(samples), 2, shuffle=True, num_workers=2),
-    "a sampler and workers": lambda samples: sampled(samples, num_workers=2, persistent_workers=True),
+    "a sampler and workers": lambda samples: sampled(
+        samples, num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+    ),
     "no batching, workers": lambda samples: DataLoader(Augmented(samples), batch_size=None, num_workers=2),
 }
 STREAMS = {

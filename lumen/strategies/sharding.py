@@ -73,6 +73,7 @@ class ShardedTask:
             _check(own, names)
             _place(own, unit, device)
             is_root = unit is self.root
+            unit.register_forward_hook(_copy_views)
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -122,14 +123,30 @@ class ShardedTask:
         self.arrived.add(name)
 
     def call(self, step: str, *args: Any) -> Any:
-        """Run a step of the task."""
+        """Run a step of the task.
+
+        Raises:
+            ConfigError: It uses parameters of a unit without calling the unit.
+        """
         self._has_run = True
         self.outputs.clear()
         self._in_forward = self.is_watched and step == "training_step"
         try:
             return self.root(step, *args)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ConfigError(
+                f"FSDP: {step} uses parameters of a module without calling that module, which is when they are "
+                f"gathered: {str(error).splitlines()[0]} Units are {self._names()}. Wrap modules that are called, such "
+                "as whole blocks."
+            ) from error
         finally:
             self._in_forward = False
+
+    def _names(self) -> str:
+        names = [name for name, module in self.root.task.named_modules() if module in self.units]
+        return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "none"
 
     def begin(self, *, sync: bool, keep: bool) -> None:
         """A micro-batch begins.
@@ -236,6 +253,16 @@ def _place(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.devi
             tensor.data = tensor.data.to(device)
             if several:
                 dist.broadcast(tensor.data, 0)
+
+
+def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return no views: an operation in place on one would take the hook from it that gathers for the backward."""
+
+    def copied(each: Any) -> Any:
+        return each.clone() if isinstance(each, torch.Tensor) and each.requires_grad and each._is_view() else each
+
+    has_views = any(each.requires_grad and each._is_view() for each in tensors(output))
+    return convert(output, copied) if has_views else None
 
 
 def _cast(module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:

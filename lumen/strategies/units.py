@@ -49,7 +49,9 @@ def find_units(
             raise ConfigError(f"modules_to_shard gives {strangers[0]}, which is no module of {type(task).__name__}.")
     else:
         units = list(_blocks(task))
-    possible = {unit for unit in units if unit is not task and _can_be_one(unit) and not _shares(task, unit)}
+    attentions = (module for module in named if isinstance(module, nn.MultiheadAttention))
+    never = {task, *(part for attention in attentions for part in attention.children())}  # it reads what is in them
+    possible = {unit for unit in units if unit not in never and _can_be_one(unit) and not _shares(task, unit)}
     return [module for module in reversed(named) if module in possible]
 
 
