@@ -71,7 +71,7 @@ def data(samples=50, batch_size=8, dtype=torch.float64, **options):
 
 
 def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 def state_of(task):
@@ -687,6 +687,7 @@ class Large(lumen.TaskModule):
 
     def __init__(self):
         super().__init__()
+        gc.collect()
         self.before = held_bytes()
         self.net = nn.Sequential(*(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.BLOCKS)))
 
@@ -700,14 +701,13 @@ class Large(lumen.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def on_boundary(self):
-        for parameter in self.parameters():
-            assert parameter.grad is not None
+        gc.collect()
+        assert all(parameter.grad is not None for parameter in self.parameters())
         self.held = held_bytes() - self.before
 
 
 def held_bytes():
     """Bytes of all tensors that this process holds, however many share them."""
-    gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
     storages = [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
@@ -725,8 +725,8 @@ def test_a_process_holds_its_share_of_parameters_gradients_and_optimizer_state(g
 
 def hold(folder, options):
     task = Large()
-    given = loader(samples=32)
-    bare_trainer(folder, max_epochs=2, strategy=lumen.FSDP(**options), num_sanity_val_steps=1).fit(
+    given = loader(samples=16)
+    bare_trainer(folder, max_epochs=1, strategy=lumen.FSDP(**options), num_sanity_val_steps=1).fit(
         task, given, val_dataloaders=given
     )
     return task.held
