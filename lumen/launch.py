@@ -135,6 +135,8 @@ def _account(failures: Mapping[int, ProcessFailure], requests: list[int], folder
     if causes or not silent:
         rank = min(causes or reports, key=lambda rank: (causes or reports)[rank]["time_s"])
         text = reports[rank]["text"]
+        if not causes:
+            text += "\nAnother rank had ended before, as if all were done: look for an exit on one rank only."
         if reports[rank]["kind"] != ConfigError.__name__:
             text = f"rank {rank} failed; the output of the ranks above 0 is in {folder}\n{text}"
         return failures[rank].exitcode, text

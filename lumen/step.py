@@ -290,7 +290,8 @@ def weigh(run: Run, window: Window) -> tuple[Iterable[MicroBatch], StepWeights]:
     world = strategy.world_size
     return micro_batches, StepWeights(
         planned, alone=len(window.sizes) == 1 and world == 1, by_task=by_task, guess=run.progress.weight_guess,
-        world=world, begin_sum=strategy.processes.begin_sum if world > 1 else None,
+        world=world, scaled=run.precision.handles_overflow,
+        begin_sum=strategy.processes.begin_sum if world > 1 else None,
     )  # fmt: skip
 
 

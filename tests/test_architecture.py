@@ -148,7 +148,12 @@ def test_no_module_imports_itself_in_a_circle():
 
 
 def test_the_package_itself_imports_nothing_until_it_is_asked():
-    assert {name.split(".")[0] for name in imported_by("lumen", lazily=False)} <= {"__future__", "importlib", "os", "typing"}
+    assert {name.split(".")[0] for name in imported_by("lumen", lazily=False)} <= {
+        "__future__",
+        "importlib",
+        "os",
+        "typing",
+    }
 
 
 def test_lumen_does_not_know_the_models_that_use_it():

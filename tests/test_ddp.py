@@ -210,6 +210,89 @@ def choose(folder, left_out, weigh, options):
     return fit(folder, task, strategy=lumen.DDP(**options), accumulate_grad_batches=2)[1]
 
 
+class Buffered(Choosy):
+    """Has buffers, one of which is in no checkpoint."""
+
+    def __init__(self, left_out):
+        super().__init__(left_out, weigh=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mask", torch.ones(6, dtype=torch.float64), persistent=False)
+
+    def forward(self, inputs):
+        self.seen += 1
+        return super().forward(inputs * self.mask)
+
+
+@pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}], ids=str)
+def test_none_from_one_rank_waits_for_no_buffers(group, tmp_path, options):
+    alone = fit(tmp_path, Buffered((1, 3)), accumulate_grad_batches=2)[1]
+    for rank, state in enumerate(group(2).run(choose_buffered, tmp_path, options)):
+        seen, expected = state.pop("seen"), alone.get("seen")
+        assert_equal(state, {name: value for name, value in alone.items() if name != "seen"})
+        assert seen < expected
+        assert rank == 0 or options or seen > 0
+
+
+def choose_buffered(folder, options):
+    return fit(folder, Buffered((1, 3)), strategy=lumen.DDP(**options))[1]
+
+
+class Alternating(Regression):
+    """Uses another one of two branches in every epoch, the other has no gradient and is left alone."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float64)
+        self.branches = nn.ModuleList(nn.Linear(6, 1).double() for _ in range(2))
+
+    def training_step(self, batch):
+        return nn.functional.mse_loss(self.branches[self.current_epoch % 2](self.net[2](batch[0])), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.5)
+
+
+def test_parameters_that_no_rank_uses_are_left_alone_where_a_rank_is_idle(group, tmp_path):
+    data = loader(20, 4, dtype=torch.float64)
+    alone = fit(tmp_path, alternating(), data, accumulate_grad_batches=3, max_epochs=3)[1]
+    assert_equal(on_ranks(group, 2, alternate, tmp_path), alone)
+
+
+def alternating():
+    torch.manual_seed(1)
+    return Alternating()
+
+
+def alternate(folder):
+    data, strategy = loader(20, 4, dtype=torch.float64), lumen.DDP(find_unused_parameters=True)
+    return fit(folder, alternating(), data, global_batch_size=12, max_epochs=3, strategy=strategy)[1]
+
+
+class Overflowing(Regression):
+    """The last micro-batch of an epoch has gradients that only just fit under the scale."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch)
+        if batch_idx == 6:
+            return loss * (3.0e38 / 65536 / loss.detach().double().item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-42)
+
+
+def test_what_overflows_does_not_depend_on_the_number_of_ranks(group, tmp_path):
+    steps = count_updates(tmp_path, "single", 2)
+    assert group(2).run(count_updates, tmp_path, "ddp", 1) == [steps, steps]
+
+
+def count_updates(folder, strategy, accumulate):
+    trainer = bare_trainer(
+        folder, max_epochs=1, strategy=strategy, accumulate_grad_batches=accumulate, precision="fp16"
+    )
+    trainer.fit(Overflowing(), loader())
+    return trainer.global_step, trainer.run.precision.state_dict()["scale"]
+
+
 def test_a_step_that_every_rank_leaves_out_is_skipped(group, tmp_path):
     trainer, alone = fit(tmp_path, Choosy((0, 1), False), accumulate_grad_batches=2)
     steps = group(2).run(skip_step, tmp_path)

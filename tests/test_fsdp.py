@@ -1,6 +1,8 @@
 """FSDP: what one process trains, several train that each hold a part; what cannot work is one clear error."""
 
 import gc
+import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -164,6 +166,44 @@ def test_clipping_is_that_of_one_process(group, tmp_path, clip):
 
 def train_clipped(folder, clip):
     return train(folder, {}, 2, **clip)
+
+
+class Counting(Deep):
+    """Counts the forwards of its blocks in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.forwards = 0
+        for block in self.net.blocks:
+            block.up.register_forward_hook(self.count)
+
+    def count(self, module, args, output):
+        self.forwards += self.training
+
+
+def test_checkpointed_blocks_run_again_in_the_backward(group, tmp_path):
+    once, twice = (group(1).run(count_forwards, tmp_path, options)[0] for options in ({}, CHECKPOINTED))
+    assert twice == 2 * once == 2 * 3 * 4
+
+
+CHECKPOINTED = {"activation_checkpointing": "Block"}
+
+
+def count_forwards(folder, options):
+    task = Counting()
+    fit(folder, task, strategy=lumen.FSDP(**options), max_steps=4)
+    return task.forwards
+
+
+@pytest.mark.parametrize("options", [{}, CHECKPOINTED], ids=str)
+def test_compiled_blocks_train_the_same(group, tmp_path, options):
+    alone = train(tmp_path, None, dropout=0.0)
+    assert_equal(on_ranks(group, 2, train_compiled, tmp_path, options), alone)
+
+
+def train_compiled(folder, options):
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's compiler looks where it need not
+    return train(folder, options, 2, compile={"backend": "aot_eager", "blocks": ["Block"]})
 
 
 # ---------------------------------------------------------------------- what is wrapped
@@ -384,6 +424,20 @@ def test_frozen_and_trainable_parameters_mix_and_change(group, tmp_path):
 
 def train_thawing(folder):
     return fit(folder, Thawing(), strategy=lumen.FSDP())
+
+
+class ThawingInBfloat16(Thawing):
+    def on_before_optimizer_step(self, optimizer):
+        assert {each.grad.dtype for each in self.parameters() if each.grad is not None} == {torch.float64}
+
+
+def test_a_unit_that_thaws_keeps_its_gradients_in_its_own_dtype(group, tmp_path):
+    group(2).run(thaw_in_bfloat16, tmp_path)
+
+
+def thaw_in_bfloat16(folder):
+    strategy = lumen.FSDP(param_dtype="bf16", output_dtype="fp32")
+    fit(folder, ThawingInBfloat16(), data(), strategy=strategy)
 
 
 class Optimized(Deep):
@@ -630,10 +684,28 @@ def run_stages(folder, options, samples):
 @pytest.mark.parametrize("samples", [1, 5, 8])
 def test_evaluations_are_those_of_one_process_gathered_or_not(group, tmp_path, samples):
     alone = run_stages(tmp_path, None, samples)
-    for options in ({}, {"unshard_in_evaluation": False}, {"reshard_after_forward": 2}):
+    gathered = [{}, {"cpu_offload": True}, {"sharding_strategy": "shard_grad_op"}, {"sharding_strategy": "no_shard"}]
+    for options in (
+        *gathered[: None if samples == 5 else 1],
+        {"unshard_in_evaluation": False},
+        {"reshard_after_forward": 2},
+    ):
         for ours in group(2).run(run_stages, tmp_path, options, samples):
-            assert ours.pop("gathered") is (options == {})
+            assert ours.pop("gathered") is (options in gathered)
             assert_equal(ours, {name: value for name, value in alone.items() if name != "gathered"})
+
+
+def test_all_gather_for_an_evaluation_or_none(group, tmp_path):
+    for gathered, stands_in in group(2).run(evaluate_with_little_memory, tmp_path):
+        assert (gathered, stands_in) == (False, True)
+
+
+def evaluate_with_little_memory(folder):
+    task, strategy = Evaluating(), lumen.FSDP()
+    free_pages = 0 if torch.distributed.get_rank() else 10**9
+    with mock.patch("os.sysconf", lambda name: free_pages if "PAGES" in name else 4096):
+        bare_trainer(folder, strategy=strategy).validate(task, data(8, 2))
+    return any(task.gathered), strategy.evaluation_stands_in
 
 
 def test_another_strategy_of_other_options_does_not_take_a_task_that_is_cut_up(group, tmp_path):

@@ -278,12 +278,12 @@ def going_on(kind, samples, worlds, limit=None):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("limit", [None, 9])
+@pytest.mark.parametrize(("samples", "limit"), [(11, None), (23, None), (23, 9)])
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" not in kind])
-def test_another_number_of_ranks_goes_on_with_what_is_left(kind, limit):
-    expected = going_on(kind, 23, [1], limit)
-    for worlds in ([2, 3], [4, 1, 2]):
-        assert going_on(kind, 23, worlds, limit) == expected
+def test_another_number_of_ranks_goes_on_with_what_is_left(kind, samples, limit):
+    expected = going_on(kind, samples, [1], limit)
+    for worlds in ([2, 4], [3, 1, 2]):
+        assert going_on(kind, samples, worlds, limit) == expected
 
 
 # ---------------------------------------------------------------------- ranks that differ
@@ -390,6 +390,23 @@ class ResumablePart(Part):
         self.place, self.passes = int(state["place"]), state["passes"]
 
 
+class PlacedPart(ResumablePart):
+    """The same, which stays at its end until it begins again."""
+
+    goes_on = False
+
+    def __iter__(self):
+        self.place *= self.goes_on
+        self.goes_on = False
+        while self.place < self.samples:
+            self.place += 1
+            yield self.first + self.place - 1 + float(torch.rand(())) * self.noise
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.goes_on = True
+
+
 class Split(Part):
     """As Hugging Face's `split_dataset_by_node` leaves it."""
 
@@ -466,29 +483,31 @@ def parts_fit(kind, counts, world, *, steps=None, position=None, epoch=0, limit=
     return plain(together([steps for steps, _ in given])), given[0][1]
 
 
-@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize(("limit", "accumulate"), [(None, None), (3, None), (None, 1), (None, 5)])
 @pytest.mark.parametrize("counts", [[4, 4], [6, 1], [0, 5], [2, 5, 1]])
-@pytest.mark.parametrize("kind", [Part, ResumablePart])
-def test_each_rank_goes_on_from_its_own_state_at_every_step(kind, counts, limit):
-    world = len(counts)
-    sets = [kind(counts, rank, noise=True) for rank in range(world)]
-    whole, positions, position = [], [], None
+@pytest.mark.parametrize("kind", [Part, ResumablePart, PlacedPart])
+def test_each_rank_goes_on_from_its_own_state_at_every_step(kind, counts, limit, accumulate):
+    def fit(epoch, position, steps=None, sets=None):
+        return parts_fit(
+            kind, counts, len(counts), steps=steps, position=position, epoch=epoch, limit=limit, sets=sets,
+            accumulate=accumulate,
+        )  # fmt: skip
+
+    sets = [kind(counts, rank, noise=True) for rank in range(len(counts))]
+    whole, befores = [], [None]
     for epoch in range(3):
-        steps, position = parts_fit(kind, counts, world, epoch=epoch, position=position, limit=limit, sets=sets)
+        steps, position = fit(epoch, befores[-1], sets=sets)
         whole.append(steps)
-        positions.append(position)
-        position = Position(state=position.state)
+        befores.append(Position(state=position.state))
+    if limit is None:
+        assert [sum(map(len, steps)) for steps in whole] == [sum(counts)] * 3
     for epoch in range(3):
-        before = None if epoch == 0 else Position(state=positions[epoch - 1].state)
         for step in range(len(whole[epoch]) + 1):
-            begun, position = parts_fit(kind, counts, world, steps=step, position=before, epoch=epoch, limit=limit)
-            rest, position = parts_fit(kind, counts, world, position=position, epoch=epoch, limit=limit)
+            begun, position = fit(epoch, befores[epoch], steps=step)
+            rest, position = fit(epoch, position)
             assert begun + rest == whole[epoch], (epoch, step)
             if epoch < 2 and step:
-                after, _ = parts_fit(
-                    kind, counts, world, position=Position(state=position.state), epoch=epoch + 1, limit=limit
-                )
-                assert after == whole[epoch + 1], (epoch, step)
+                assert fit(epoch + 1, Position(state=position.state))[0] == whole[epoch + 1], (epoch, step)
 
 
 def test_a_part_without_a_state_reads_again_what_its_own_rank_had_read(caplog):

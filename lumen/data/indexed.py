@@ -125,7 +125,7 @@ class IndexedFeed(Feed):
         for draws, dealt, state in plan:
             batches = [next(self._iterator) for _ in shard.share(draws, dealt)]
             items = [Item(batch, self._count(batch)) for batch in batches]
-            own = {number: item.samples for number, item in zip(dealt, items, strict=False) if number is not None}
+            own = {number: item.samples for number, item in zip(dealt, items, strict=False)}
             sizes = {number: size for told in shard.gather(own) for number, size in told.items()}
             yield Step(items, [sizes[number] for number in range(len(draws))], dealt, state)
 

@@ -27,6 +27,8 @@ class StepWeights:
         by_task: The known weights are the task's `batch_weight`, not numbers of samples: a returned one must agree.
         guess: Stands in for an unknown sum: a power of two, so that multiplying by it rounds nothing.
         world: Number of processes.
+        scaled: A gradient scaler is at work: the number of processes is then multiplied with gradients, not with the
+            loss, so that what overflows does not depend on it.
         begin_sum: Begins to sum numbers over the processes; what it returns waits for the sums.
 
     Attributes:
@@ -42,6 +44,7 @@ class StepWeights:
         by_task: bool,
         guess: float,
         world: int = 1,
+        scaled: bool = False,
         begin_sum: BeginSum | None = None,
     ) -> None:
         self.total = 0.0
@@ -50,7 +53,7 @@ class StepWeights:
         self._alone = alone
         self._by_task = by_task
         self._guess = guess
-        self._world = world
+        self._in_loss, self._in_gradients = (1, world) if scaled else (world, 1)
         self._begin_sum = begin_sum
         self._returned: bool | None = None
         self._finish: Callable[[], list[float]] | None = None
@@ -81,7 +84,7 @@ class StepWeights:
             if self._returned and not self._by_task:
                 self._planned = weight if self._alone else self._guess
         self.total += weight
-        return self._world * weight / self._planned if self._planned else 0.0
+        return self._in_loss * weight / self._planned if self._planned else 0.0
 
     def begin_agreement(self) -> None:
         """All weights of this process are known: begin to sum them over the processes. Collective."""
@@ -123,7 +126,8 @@ class StepWeights:
     @property
     def correction(self) -> float:
         """What to multiply the gradients with after the last backward; 1.0 where nothing is left to do."""
-        return 1.0 if self.total in (0.0, self._planned) else self._planned / self.total
+        late = 1.0 if self.total in (0.0, self._planned) else self._planned / self.total
+        return late * self._in_gradients
 
     @property
     def next_guess(self) -> float:

@@ -20,6 +20,12 @@ from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.strategies.steps import Steps
 
 _NO_CONTEXT = nullcontext()
+_KNOWN = signature(DistributedDataParallel).parameters
+# The wrapper would communicate buffers in forwards, of which one rank may make more than another. Since torch 2.13 the
+# argument has another name.
+_NO_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False
+}
 
 
 @final
@@ -34,7 +40,7 @@ class DDP(Strategy):
             The first step of a process is then rounded differently if there are three or more.
         gradient_as_bucket_view: Gradients lie in the memory that is communicated, which saves as much as they take.
         bucket_cap_mb: Size of what is communicated at once, in MiB. Default: torch's, 25.
-        broadcast_buffers: Buffers, such as BatchNorm's statistics, are those of rank 0 in every training forward.
+        broadcast_buffers: Buffers, such as BatchNorm's statistics, are those of rank 0 when a step begins.
         gradient_compression: Communicate gradients in 16 bits; they are then rounded.
         timeout_s: How long a process waits for the others before that is an error, in seconds, > 0.
         startup_timeout_s: The same until the first step is done, while data is prepared and code compiled.
@@ -64,9 +70,7 @@ class DDP(Strategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        if not broadcast_buffers:  # named anew in torch 2.13
-            known = signature(DistributedDataParallel).parameters
-            self._options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+        self._broadcast_buffers = broadcast_buffers
         self._settles = not (find_unused_parameters or static_graph)
         self._task: nn.Module | None = None
         self._ddp: DistributedDataParallel | None = None
@@ -78,8 +82,9 @@ class DDP(Strategy):
         self.processes.connect(self.device, timeout_s=self.timeout_s, startup_timeout_s=self.startup_timeout_s)
 
     def setup(self, task: nn.Module) -> None:
-        """Move the task to the device; parameters become those of rank 0."""
+        """Move the task to the device; parameters and buffers become those of rank 0."""
         self._task = task.to(self.device)
+        self.sync_buffers(self._task)
         self._wrap()
 
     def _wrap(self) -> None:
@@ -88,7 +93,9 @@ class DDP(Strategy):
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._unwrap()
         if any(self._trained):
-            self._ddp = DistributedDataParallel(Steps(self._task), **self._options)
+            # a parameter that no rank has used must be without a gradient even where a rank was idle
+            steps = Steps(self._task, anchored=self._options["find_unused_parameters"]).to(self.device)
+            self._ddp = DistributedDataParallel(steps, **self._options, **_NO_BUFFERS)
             if self._compression is not None:
                 self._ddp.register_comm_hook(None, _HOOKS[self._compression])
             if self._settles and self.world_size > 1:
@@ -112,6 +119,9 @@ class DDP(Strategy):
 
     def begin_step(self) -> None:
         """Wrap the task anew where parameters have been frozen or unfrozen since: torch's wrapper would not notice."""
+        assert self._task is not None
+        if self._broadcast_buffers:
+            self.sync_buffers(self._task)
         if self._trained != [parameter.requires_grad for parameter in self._parameters]:
             self._wrap()
 

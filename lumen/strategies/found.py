@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import final
 
 from lumen.errors import ConfigError
+from lumen.worker import is_worker
 
 _SPECIAL_STEPS = 2**32 - 16  # SLURM numbers batch scripts and interactive shells from the top
 _PORTS = range(15_000, 30_000)  # below those that systems hand out
@@ -60,7 +61,8 @@ def _torchrun(environment: Mapping[str, str]) -> Found:
     local = _number(environment, "LOCAL_RANK", default=rank % max(local_world, 1))
     node = _number(environment, "GROUP_RANK", default=rank // max(local_world, 1))
     nodes = _number(environment, "GROUP_WORLD_SIZE", default=-(-world // max(local_world, 1)))
-    return Found("torchrun", rank, world, local, local_world, node, nodes)
+    by = "the first Trainer or command of this program" if is_worker() else "torchrun"
+    return Found(by, rank, world, local, local_world, node, nodes)
 
 
 def _slurm_tasks(environment: Mapping[str, str]) -> int:

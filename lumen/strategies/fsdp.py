@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from lumen.errors import ConfigError, TrainingError
 from lumen.optim import needs_closure
@@ -184,7 +185,8 @@ class FSDP(Strategy):
         classes, chosen, min_parameters = self._wrap
         units = find_units(task, classes, chosen, min_parameters)
         for module in modules_of(task, self._checkpointed, "activation_checkpointing"):
-            checkpoint(module)
+            # around the forward alone: torch.compile understands that, and no name changes
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         for buffer in task.buffers() if self._buffer_dtype is not None else ():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(self._buffer_dtype)

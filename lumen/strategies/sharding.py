@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -73,7 +73,7 @@ class ShardedTask:
             _check(own, names)
             _place(own, unit, device)
             is_root = unit is self.root
-            unit.register_forward_hook(_copy_views)
+            unit.register_forward_hook(_not_compiled(_copy_views))
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -115,9 +115,9 @@ class ShardedTask:
             if self._in_forward:
                 self.outputs += [each for each in tensors(output) if each.requires_grad]
 
-        unit.register_forward_pre_hook(before)  # after fully_shard's own, when its parameters are whole
+        unit.register_forward_pre_hook(_not_compiled(before))  # after fully_shard's own, when its parameters are whole
         if unit is not self.root:
-            unit.register_forward_hook(after)
+            unit.register_forward_hook(_not_compiled(after))
 
     def _mark(self, name: str, parameter: nn.Parameter) -> None:
         self.arrived.add(name)
@@ -253,6 +253,11 @@ def _place(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.devi
             tensor.data = tensor.data.to(device)
             if several:
                 dist.broadcast(tensor.data, 0)
+
+
+def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that `torch.compile` leaves alone, as it does those of `fully_shard`."""
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
