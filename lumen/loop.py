@@ -210,30 +210,15 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     run.share_metrics()
     run.strategy.sync_buffers(task)
     try:
-        with preserved_generators(), run.strategy.evaluation(), no_gradients:
+        with preserved_generators(), no_gradients:
             task.eval()
             seed_generators(make_key(run.seed, _DOMAINS[stage]))
-            for hook in (*getattr(hooks, f"on_{name}_start"), *getattr(hooks, f"on_{name}_epoch_start")):
+            for hook in getattr(hooks, f"on_{name}_start"):
                 hook()
-            for number, feed in enumerate(feeds):
-                run.loader_suffix, run.in_evaluation_pass = loader_suffix(feeds, number), True
-                outputs = evaluate_feed(run, stage, name, feed, number, rows)
-                run.in_evaluation_pass = False
-                if run.pulse.stop_signal is not None:
+            with run.strategy.evaluation():
+                if not evaluate_feeds(run, stage, name, feeds, rows):
                     return False
-                if stage == "predict":
-                    run.predictions.append(in_order(run, outputs))
-            complete = True
-            run.loader_suffix, run.batch_samples = "", 1
-            seed_generators(make_key(run.seed, _DOMAINS[stage], 1))
-            for hook in getattr(hooks, f"on_{name}_epoch_end"):
-                hook()
-            values = metrics.epoch_values(task, run.gather)
-            run.publish(values)
-            if stage != "sanity":
-                for row in in_order(run, rows):
-                    run.write(row)
-                run.write({name: values[name] for name in metrics.epoch_names(_for_loggers)})
+                complete = True
             metrics.closed = True
             for hook in getattr(hooks, f"on_{name}_end"):
                 hook()
@@ -246,6 +231,39 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
         for module, training in modes:
             module.training = training
     run.records = None
+    return True
+
+
+def evaluate_feeds(
+    run: Run, stage: str, name: str, feeds: list[Feed], rows: list[Numbered[dict[str, float | torch.Tensor]]]
+) -> bool:
+    """The part of an evaluation in which the model is used, from its first hook to its values.
+
+    Returns:
+        False if the run was asked to leave.
+    """
+    metrics = run.stage_metrics
+    assert metrics is not None
+    for hook in getattr(run.hooks, f"on_{name}_epoch_start"):
+        hook()
+    for number, feed in enumerate(feeds):
+        run.loader_suffix, run.in_evaluation_pass = loader_suffix(feeds, number), True
+        outputs = evaluate_feed(run, stage, name, feed, number, rows)
+        run.in_evaluation_pass = False
+        if run.pulse.stop_signal is not None:
+            return False
+        if stage == "predict":
+            run.predictions.append(in_order(run, outputs))
+    run.loader_suffix, run.batch_samples = "", 1
+    seed_generators(make_key(run.seed, _DOMAINS[stage], 1))
+    for hook in getattr(run.hooks, f"on_{name}_epoch_end"):
+        hook()
+    values = metrics.epoch_values(run.task, run.gather)
+    run.publish(values)
+    if stage != "sanity":
+        for row in in_order(run, rows):
+            run.write(row)
+        run.write({name: values[name] for name in metrics.epoch_names(_for_loggers)})
     return True
 
 

@@ -326,6 +326,11 @@ def _read(name: str, value: Any) -> float | torch.Tensor:
         return float(value)
     if value.numel() != 1:
         raise ConfigError(f"self.log({name!r}): expected one number, found a tensor of shape {tuple(value.shape)}.")
+    if hasattr(value, "full_tensor"):
+        raise ConfigError(
+            f"self.log({name!r}): a part of this number lies on every process, since it was computed from parameters "
+            "or gradients that are cut up. Log value.full_tensor(), computed by every process."
+        )
     if value.device.type in ("cpu", "mps"):  # MPS has no float64 to sum in
         return value.item()
     fresh = value.grad_fn is not None  # a buffer could be changed in place later; a computed value could not

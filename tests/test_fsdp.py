@@ -16,7 +16,7 @@ import lumen
 from lumen.errors import ConfigError, TrainingError
 from lumen.optim import Lookahead
 from lumen.strategies.units import find_units
-from tests.tasks import FEATURES, bare_trainer, loader, regression_data
+from tests.tasks import FEATURES, Regression, bare_trainer, loader, regression_data
 
 WIDTH = 7  # no multiple of a number of processes
 
@@ -502,6 +502,13 @@ def test_a_rank_may_leave_out_its_micro_batches(group, tmp_path, options):
     assert_equal(on_ranks(group, 2, train_choosy, tmp_path, cases, 2, options), alone)
 
 
+def test_a_forward_without_a_backward_keeps_no_parameters_beyond_the_update(group, tmp_path):
+    cases = [((3,), True), ((2, 3), True)]
+    alone = train_choosy(tmp_path, cases, 4, None)
+    for options in ({}, {"sharding_strategy": "shard_grad_op"}):
+        assert_equal(group(1).run(train_choosy, tmp_path, cases, 4, options)[0], alone)
+
+
 @pytest.mark.parametrize("samples", [1, 9, 17, 33])
 def test_ranks_that_run_out_of_batches_take_part(group, tmp_path, samples):
     alone = fit(tmp_path, Deep(), data(samples), accumulate_grad_batches=2)
@@ -827,3 +834,68 @@ def train_on_gpu(folder, options, given):
     where = "cpu" if options.get("cpu_offload") else "cuda"
     assert {parameter.to_local().device.type for parameter in task.parameters()} == {where}
     return state
+
+
+# ---------------------------------------------------------------------- what only gathered parameters show
+
+
+class Writing(Regression):
+    """Writes a parameter in a hook or in its step."""
+
+    def __init__(self, where):
+        super().__init__(dtype=torch.float64)
+        self.where = where
+
+    def write(self, *args):
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.5)
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        if self.where == "training_step":
+            self.write()
+        return loss
+
+
+def write_in(folder, where, strategy="fsdp", **options):
+    task = Writing(where)
+    if where != "training_step":
+        setattr(task, where, task.write)
+    data = [loader(samples, dtype=torch.float64) for samples in (48, 8)]
+    bare_trainer(folder, max_epochs=2, num_sanity_val_steps=0, strategy=strategy, **options).fit(
+        task, data[0], val_dataloaders=data[1]
+    )
+    weight = task.net[0].weight.detach()
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).tolist()
+
+
+def refuse_to_write_in(folder, where):
+    with pytest.raises(TrainingError, match=r"net\.0\.weight was written"):
+        write_in(folder, where, lumen.FSDP(wrap_min_parameters=10**6))  # all in one unit: gathered for a whole step
+    return True
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_validation_epoch_start", "on_validation_epoch_end"])
+def test_a_write_that_would_be_lost_is_an_error(group, tmp_path, where):
+    assert group(2).run(refuse_to_write_in, tmp_path, where) == [True, True]
+
+
+@pytest.mark.parametrize("where", ["on_validation_start", "on_validation_end"])
+def test_a_write_between_forwards_is_kept(group, tmp_path, where):
+    alone = torch.tensor(write_in(tmp_path, where, "single", accumulate_grad_batches=2))
+    assert (torch.tensor(group(2).run(write_in, tmp_path, where)[0]) - alone).abs().max() < 1e-12
+
+
+class LoggingNorms(Regression):
+    def on_train_epoch_end(self):
+        self.log("norm", self.net[0].weight.detach().norm())
+
+
+def log_norm(folder):
+    with pytest.raises(ConfigError, match="a part of this number lies on every process"):
+        bare_trainer(folder, max_epochs=1, strategy="fsdp").fit(LoggingNorms(), loader())
+    return True
+
+
+def test_a_number_of_which_every_process_has_a_part_is_not_logged(group, tmp_path):
+    assert group(2).run(log_norm, tmp_path) == [True, True]

@@ -130,6 +130,11 @@ class FSDP(Strategy):
         """False: what is gathered under `torch.inference_mode` can never be trained again."""
         return False
 
+    @property
+    def communicates(self) -> bool:
+        """Even alone: gradients reach the parameters in the last backward of a step."""
+        return True
+
     def connect(self) -> None:
         """Open the process groups and lay out the grid: `shard`, or `replicate` x `shard`.
 
@@ -223,8 +228,7 @@ class FSDP(Strategy):
         try:
             yield
         finally:
-            if not keep:  # a forward without a backward leaves parameters whole, which would miss the update
-                self._sharded.reshard()
+            self._sharded.outputs.clear()
 
     def idle_loss(self) -> torch.Tensor | None:
         """A loss of 0 over what the units returned; None if none has been run."""
@@ -238,11 +242,12 @@ class FSDP(Strategy):
         """Find parameters without a gradient: an optimizer leaves them alone if no rank has one.
 
         Raises:
-            TrainingError: Names them, unless steps may leave out parameters.
+            TrainingError: Names them, unless steps may leave out parameters; or parameters whose change would be lost.
         """
         sharded, is_idle, self._is_idle = self._sharded, self._is_idle, False
         if not sharded.is_watched:
             return
+        sharded.refuse_writes()
         missing = sharded.missing()
         sharded.arrived.clear()
         if self._find_unused:
@@ -260,7 +265,7 @@ class FSDP(Strategy):
 
     def correct_gradients(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
         """Multiply the parts in place, all in a few kernels."""
-        torch._foreach_mul_(_parts(parameters), factor)
+        _multiply(_parts(parameters), factor)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip by the norm of all parts together. Collective."""
@@ -269,14 +274,14 @@ class FSDP(Strategy):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(_parts(parameters), factor)
+        _multiply(_parts(parameters), factor)
         return norm.to(self.device)
 
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
         """Clamp the parts in place."""
-        parts = _parts(parameters)
-        torch._foreach_clamp_min_(parts, -max_value)
-        torch._foreach_clamp_max_(parts, max_value)
+        if parts := _parts(parameters):
+            torch._foreach_clamp_min_(parts, -max_value)
+            torch._foreach_clamp_max_(parts, max_value)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -287,6 +292,7 @@ class FSDP(Strategy):
             self._sharded.unshard()
         try:
             yield
+            self._sharded.refuse_writes()
         finally:
             self._sharded.end_evaluation()
 
@@ -319,6 +325,11 @@ def _parts(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """This process's parts of the gradients."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def _multiply(parts: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    if parts:
+        torch._foreach_mul_(parts, factor)
 
 
 def _check_arguments(

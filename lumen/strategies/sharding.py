@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from lumen.batches import convert, tensors
-from lumen.errors import ConfigError
+from lumen.errors import ConfigError, TrainingError
 from lumen.metric_objects import metrics_of
 from lumen.strategies.steps import Steps
 
@@ -60,6 +60,7 @@ class ShardedTask:
         self.arrived: set[str] = set()
         self.is_watched = mesh.size() > 1
         self._in_forward = False
+        self._versions: dict[str, tuple[nn.Parameter, int]] = {}  # of whole parameters, when they became so
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._hooked: set[int] = set()
         self._reshards = reshard
@@ -83,6 +84,8 @@ class ShardedTask:
             )
             if self.is_watched:
                 self._watch(unit, own, names)
+            if not is_root:
+                unit.register_forward_hook(_not_compiled(self._capture))
         for module, key, values in attributes:
             module._parameters[key].__dict__.update(values)
         self._parameters = list(task.parameters())
@@ -98,7 +101,7 @@ class ShardedTask:
     # ------------------------------------------------------------------ what a micro-batch does
 
     def _watch(self, unit: nn.Module, own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
-        """See which parameters of a unit get gradients, and what it returns."""
+        """See which parameters of a unit get gradients."""
         places = {f"{names[id(module)]}.{key}".lstrip("."): (module, key) for module, key in own}
         self._places |= places
 
@@ -106,18 +109,37 @@ class ShardedTask:
             for name, (owner, key) in places.items():
                 whole = owner._parameters[key]
                 assert whole is not None
+                self._note(name, whole)
                 if whole.requires_grad and id(whole) not in self._hooked and not isinstance(whole, DTensor):
                     mark = partial(self._mark, name)
                     whole.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
                     self._hooked.add(id(whole))
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if self._in_forward:
-                self.outputs += [each for each in tensors(output) if each.requires_grad]
-
         unit.register_forward_pre_hook(_not_compiled(before))  # after fully_shard's own, when its parameters are whole
-        if unit is not self.root:
-            unit.register_forward_hook(_not_compiled(after))
+
+    def _note(self, name: str, whole: nn.Parameter) -> None:
+        """A parameter is whole: from now on a write to it would be lost."""
+        if not isinstance(whole, DTensor):
+            self._versions.setdefault(name, (whole, whole._version))
+
+    def refuse_writes(self) -> None:
+        """Find out whether somebody wrote parameters while they were whole.
+
+        Raises:
+            TrainingError: Names them.
+        """
+        written = [name for name, (whole, version) in self._versions.items() if whole._version != version]
+        self._versions.clear()
+        if written:
+            raise TrainingError(
+                f"FSDP: {', '.join(written[:8])}{', ...' if len(written) > 8 else ''} was written in a step or a hook "
+                "in which it was gathered, and what was gathered is thrown away. Write in on_train_batch_end, "
+                "on_before_zero_grad, on_validation_start or on_validation_end, where each process holds its part."
+            )
+
+    def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._in_forward:
+            self.outputs += [each for each in tensors(output) if each.requires_grad]
 
     def _mark(self, name: str, parameter: nn.Parameter) -> None:
         self.arrived.add(name)
@@ -130,7 +152,7 @@ class ShardedTask:
         """
         self._has_run = True
         self.outputs.clear()
-        self._in_forward = self.is_watched and step == "training_step"
+        self._in_forward = step == "training_step"
         try:
             return self.root(step, *args)
         except RuntimeError as error:
@@ -192,6 +214,9 @@ class ShardedTask:
         for unit in self.units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
+        for name, (owner, key) in self._places.items():
+            if (whole := owner._parameters[key]) is not None:
+                self._note(name, whole)
 
     def end_evaluation(self) -> None:
         """Free what is not this process's part, and forget the forwards that had no backward."""
