@@ -122,18 +122,18 @@ def take_part(run: Run, micro: MicroBatch, batch: Any) -> None:
     if loss is not None:
         run.precision.backward(loss * 0.0)
         return
-    if not stands_in and run.kept is None:
-        raise TrainingError(
-            f"training_step returned None for the first micro-batch of rank {strategy.rank}, and this strategy "
-            "needs a forward of every rank. Return (loss, 0) for a batch to leave out."
-        )
-    batch, micro = (batch, micro) if stands_in else run.kept  # type: ignore[misc]
     with unnoticed(run):  # the backward too: it reads buffers that the forward has moved
-        with run.precision.forward():
-            loss, _ = read_output(run.call_step("training_step", batch, micro.index, micro.loader))
+        for given in ((batch, micro) if stands_in else None, run.kept):
+            if loss is None and given is not None:
+                with run.precision.forward():
+                    output = run.call_step("training_step", given[0], given[1].index, given[1].loader)
+                loss, _ = read_output(output)
+                loss = strategy.idle_loss() if loss is None else loss
         if loss is None:
-            loss = strategy.idle_loss()
-        assert loss is not None
+            raise TrainingError(
+                f"training_step returned None for the first micro-batch of rank {strategy.rank}, and this strategy "
+                "needs a forward of every rank. Return (loss, 0) for a batch to leave out."
+            )
         run.precision.backward(loss * 0.0)
 
 

@@ -93,7 +93,7 @@ class ShardedTask:
         for metric in metrics_of(task).values():
             metric.to(device)
         if self.is_watched:
-            for unit in self.units:
+            for unit in self.units if hasattr(self.root, "set_reduce_scatter_unused_params") else ():  # torch >= 2.13
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
         if policy.param_dtype is not None or output_dtype is not None:
             _cast(task, policy.param_dtype, output_dtype)
@@ -227,7 +227,7 @@ class ShardedTask:
 
     def reset(self) -> None:
         """Make a new beginning, whatever was interrupted."""
-        if self._has_run:
+        if self._has_run and hasattr(self.root, "reset_iter_state"):  # torch >= 2.13
             self.root.reset_iter_state()
         self.reshard()
 
