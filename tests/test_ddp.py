@@ -331,6 +331,39 @@ def train_few(folder, samples):
     return fit(folder, Regression(dtype=torch.float64), few(samples), strategy="ddp")[1]
 
 
+class Clamping(Regression):
+    """Writes its weights, in a hook that a rank without a batch does not call or in one that every rank does."""
+
+    def __init__(self, hook):
+        super().__init__(dtype=torch.float64)
+        setattr(self, hook, self.clamp)
+
+    def clamp(self, *args):
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-0.2, 0.2)
+
+
+def test_weights_that_only_some_ranks_have_written_are_an_error_at_the_next_evaluation(group, tmp_path):
+    assert group(2).run(clamp_on_some_ranks, tmp_path) == [True, True]
+
+
+def clamp_on_some_ranks(folder):
+    trainer = bare_trainer(folder, max_epochs=1, strategy="ddp")
+    data = [loader(samples, dtype=torch.float64) for samples in (50, 8)]
+    with pytest.raises(TrainingError, match=r"net\.0\.weight is not the same on rank 0 and on rank 1"):
+        trainer.fit(Clamping("on_train_batch_end"), data[0], val_dataloaders=data[1])
+    return True
+
+
+def test_weights_can_be_written_once_a_step_on_every_rank(group, tmp_path):
+    alone = fit(tmp_path, Clamping("on_before_zero_grad"), accumulate_grad_batches=2)[1]
+    assert_equal(on_ranks(group, 2, clamp_on_all_ranks, tmp_path), alone)
+
+
+def clamp_on_all_ranks(folder):
+    return fit(folder, Clamping("on_before_zero_grad"), strategy="ddp")[1]
+
+
 class Leaving(Regression):
     """Ends the epoch from a hook when it meets a certain micro-batch."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any, Literal, final
 
@@ -20,6 +20,7 @@ from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.strategies.steps import Steps
 
 _NO_CONTEXT = nullcontext()
+_SAME = 1e-5  # relative difference of norms that devices of different kinds may compute of the same numbers
 _KNOWN = signature(DistributedDataParallel).parameters
 # The wrapper would communicate buffers in forwards, of which one rank may make more than another. Since torch 2.13 the
 # argument has another name.
@@ -182,6 +183,27 @@ class DDP(Strategy):
             f"{', ...' if len(names) > 8 else ''}. Set requires_grad of them to False if they are never trained, or "
             "use strategy: {class_path: lumen.DDP, init_args: {find_unused_parameters: true}}."
         )
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """The bare task is evaluated, once it is sure that it is the same on every rank.
+
+        Raises:
+            TrainingError: A trained parameter is not; on every rank.
+        """
+        assert self._task is not None
+        named = [(name, each.detach()) for name, each in self._task.named_parameters() if each.requires_grad]
+        norms = torch._foreach_norm([parameter for _, parameter in named]) if named else []
+        ranks = self.gather([float(norm) for norm in norms])
+        for rank, theirs in enumerate(ranks):
+            for (name, _), first, other in zip(named, ranks[0], theirs, strict=True):
+                if abs(first - other) > _SAME * max(abs(first), abs(other)):
+                    raise TrainingError(
+                        f"{name} is not the same on rank 0 and on rank {rank}: something has written it on one of them "
+                        "only. A hook with a batch, such as on_train_batch_end, is not called on a rank that has no "
+                        "batch left; write parameters in on_before_zero_grad, which every rank calls once a step."
+                    )
+        yield
 
     def correct_gradients(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
         """Multiply in place, all tensors in a few kernels."""

@@ -133,8 +133,8 @@ class ShardedTask:
         if written:
             raise TrainingError(
                 f"FSDP: {', '.join(written[:8])}{', ...' if len(written) > 8 else ''} was written in a step or a hook "
-                "in which it was gathered, and what was gathered is thrown away. Write in on_train_batch_end, "
-                "on_before_zero_grad, on_validation_start or on_validation_end, where each process holds its part."
+                "in which it was gathered, and what was gathered is thrown away. Write in on_before_zero_grad, "
+                "on_validation_start or on_validation_end, where each process holds its part."
             )
 
     def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
