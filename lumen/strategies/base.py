@@ -107,9 +107,10 @@ class Strategy(ABC):
         """A loss of 0 whose backward does this rank's part in that of the others, when it has no loss of its own.
 
         Returns:
-            A scalar; None if only a forward with a real batch can do that.
+            A scalar; None if only a forward with a real batch can do that. Here: one on which nothing depends, for a
+            backward that does not communicate.
         """
-        raise NotImplementedError(f"{type(self).__name__} has several processes, but no idle_loss.")
+        return torch.zeros((), device=self.device, requires_grad=True)
 
     def after_backward(self) -> None:
         """The backward that communicated is over: find out whether all gradients arrived."""
@@ -147,21 +148,21 @@ class Strategy(ABC):
         """Whether the task can run under `torch.inference_mode`."""
         return True
 
-    @abstractmethod
     def correct_gradients(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
         """Multiply all gradients by a factor, when the weights of a step were known only after its backward."""
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
 
-    @abstractmethod
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip by the norm over all gradients of all ranks.
 
         Returns:
             The norm before clipping: a tensor without dimensions on the device.
         """
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    @abstractmethod
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
-        """Clamp every gradient element to [-max_value, max_value]."""
+        """Clamp every gradient element to [-max_value, max_value], as `torch.nn.utils.clip_grad_value_` does."""
+        nn.utils.clip_grad_value_(parameters, max_value)
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective: every rank must call this."""

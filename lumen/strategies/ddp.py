@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any, Literal, final
@@ -204,18 +204,6 @@ class DDP(Strategy):
                         "batch left; write parameters in on_before_zero_grad, which every rank calls once a step."
                     )
         yield
-
-    def correct_gradients(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
-        """Multiply in place, all tensors in a few kernels."""
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
-
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Clip as `torch.nn.utils.clip_grad_norm_` does: gradients are equal on all ranks."""
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
-        """Clip as `torch.nn.utils.clip_grad_value_` does."""
-        nn.utils.clip_grad_value_(parameters, max_value)
 
     def teardown(self) -> None:
         """Leave the task as it is, without the wrapper."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -37,15 +36,3 @@ class SingleDevice(Strategy):
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Nothing to synchronise."""
         return _NO_CONTEXT
-
-    def correct_gradients(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
-        """Multiply in place, all tensors in a few kernels."""
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
-
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Clip as `torch.nn.utils.clip_grad_norm_` does."""
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
-        """Clip as `torch.nn.utils.clip_grad_value_` does."""
-        nn.utils.clip_grad_value_(parameters, max_value)
