@@ -32,6 +32,7 @@ def last_val_loss(folder, name, command, *options):
     return float(values[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.time_limit(300)
 def test_twenty_steps_in_float64_agree_to_ten_digits(tmp_path):
     options = ["--trainer.precision", "fp64", "--trainer.max_steps", "20", "--trainer.val_check_interval", "20"]

@@ -271,17 +271,18 @@ def test_one_process_with_four_micro_batches(tmp_path, name):
     check({name: by_lumen(tmp_path, CASES[name], 50, "single", 4)}, 50, "single, 1 x 4")
 
 
+@pytest.mark.slow
 @pytest.mark.time_limit(300)
 @pytest.mark.parametrize(
     ("strategy", "world"),
     [
         ("DDP", 2),
+        ("DDP", 4),
         ("full_shard", 2),
-        pytest.param("DDP", 4, marks=pytest.mark.slow),
-        pytest.param("full_shard", 4, marks=pytest.mark.slow),
-        pytest.param("shard_grad_op", 2, marks=pytest.mark.slow),
-        pytest.param("shard_grad_op", 4, marks=pytest.mark.slow),
-        pytest.param("hybrid 2x2", 4, marks=pytest.mark.slow),
+        ("full_shard", 4),
+        ("shard_grad_op", 2),
+        ("shard_grad_op", 4),
+        ("hybrid 2x2", 4),
     ],
 )
 def test_several_processes_over_fifty_steps(tmp_path, group, strategy, world):
