@@ -28,3 +28,13 @@ def pytest_runtest_protocol(item):
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_stays():
+    """A test that opened one in this process leaves none to the next."""
+    yield
+    processes = sys.modules.get("lumen.strategies.processes")
+    if processes is not None and processes._groups is not None:
+        processes._groups.close()
+        processes._groups = None

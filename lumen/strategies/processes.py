@@ -39,10 +39,10 @@ class _Groups:
     """The process groups of this process: opened once, used by every run, closed when Python exits."""
 
     def __init__(self, processes: Processes, device: torch.device) -> None:
-        self._is_ours = not dist.is_initialized()
+        self.is_ours = not dist.is_initialized()
         self._failed = False
         timeout = timedelta(seconds=processes.startup_timeout_s)
-        if self._is_ours:
+        if self.is_ours:
             import_module("torch._dynamo")  # later it would keep the default group for ever, and so gloo's threads
             where: dict[str, Any] = {"store": dist.HashStore()}  # type: ignore[attr-defined]
             if processes.world_size > 1:
@@ -63,7 +63,7 @@ class _Groups:
 
     def set_timeout(self, timeout_s: float) -> None:
         """How long the next collectives wait; a default group of the user's own keeps its time."""
-        for group in (self.control, self.default if self._is_ours else None):
+        for group in (self.control, self.default if self.is_ours else None):
             if group is not None:
                 c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
@@ -77,7 +77,7 @@ class _Groups:
         if self.stacks is not None:
             self.stacks.close()
         if dist.is_initialized() and dist.group.WORLD is self.default:
-            if not self._is_ours:
+            if not self.is_ours:
                 if self.control is not None:
                     dist.destroy_process_group(self.control)
             elif self._failed and dist.get_backend() != "gloo":
@@ -161,7 +161,9 @@ class Processes:
             found.rank, found.world_size, found.local_rank, found.local_world_size, found.node, found.nodes, found.by,
             found.address,
         )  # fmt: skip
-        if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (found.rank, found.world_size):
+        opened_here = _groups is not None and _groups.is_ours and dist.is_initialized()
+        there = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not opened_here else None
+        if there not in (None, (found.rank, found.world_size)):
             rank, world = dist.get_rank(), dist.get_world_size()
             return Processes(rank, world, rank, world, started_by="you")
         return processes
