@@ -136,3 +136,18 @@ def _is_ready(pipe):
         return pipe.poll(LIMIT_S) and pipe.recv() == "ready"
     except EOFError:
         return False
+
+
+def on_ranks(group, world, function, *args, **options):
+    """Results of all ranks, which must be equal."""
+    results = group(world).run(function, *args, **options)
+    for each in results[1:]:
+        assert_equal(each, results[0], 0.0)
+    return results[0]
+
+
+def assert_equal(ours, theirs, tolerance=1e-12):
+    """Compare arrays by name."""
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert abs(value - theirs[name]).max(initial=0.0) <= tolerance, name

@@ -16,6 +16,7 @@ import lumen
 from lumen.errors import ConfigError, TrainingError
 from lumen.optim import Lookahead
 from lumen.strategies.units import find_units
+from tests.group import assert_equal, on_ranks
 from tests.tasks import FEATURES, Regression, bare_trainer, loader, regression_data
 
 WIDTH = 7  # no multiple of a number of processes
@@ -84,20 +85,6 @@ def fit(folder, task, given=None, **options):
     """Train a task; where its parameters end."""
     bare_trainer(folder, **{"max_epochs": 2} | options).fit(task, data() if given is None else given)
     return state_of(task)
-
-
-def on_ranks(group, world, function, *args, **options):
-    """Results of all ranks, which must be equal."""
-    results = group(world).run(function, *args, **options)
-    for each in results[1:]:
-        assert_equal(each, results[0], 0.0)
-    return results[0]
-
-
-def assert_equal(ours, theirs, tolerance=1e-12):
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert np.abs(value - theirs[name]).max(initial=0.0) <= tolerance, name
 
 
 def units_of(task):
