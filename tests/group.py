@@ -11,6 +11,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
+import numpy
 import pytest
 
 LIMIT_S = 60
@@ -147,7 +148,7 @@ def on_ranks(group, world, function, *args, **options):
 
 
 def assert_equal(ours, theirs, tolerance=1e-12):
-    """Compare arrays by name."""
+    """Compare arrays and numbers by name."""
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
-        assert abs(value - theirs[name]).max(initial=0.0) <= tolerance, name
+        assert numpy.abs(numpy.subtract(value, theirs[name])).max(initial=0.0) <= tolerance, name
