@@ -35,6 +35,11 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
     return convert(batch, moved)
 
 
+def pin(batch: Any) -> Any:
+    """A nested batch in page-locked memory, from which copies to an accelerator do not block the host."""
+    return convert(batch, lambda part: part.pin_memory() if callable(getattr(part, "pin_memory", None)) else part)
+
+
 def convert(data: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to everything in nested data that is no collection, keeping the structure.
 

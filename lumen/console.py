@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import logging
 import os
 import sys
 from contextlib import suppress
-from typing import IO, Any, Literal, cast, final
+from typing import IO, TYPE_CHECKING, Any, Literal, cast, final
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    console: Console
 
 
 @final
@@ -52,18 +56,38 @@ class _Stream:
 
 
 stdout, stderr = cast("IO[str]", _Stream("stdout")), cast("IO[str]", _Stream("stderr"))
-in_notebook = Console().is_jupyter
-# What a kernel writes to stdout flows into one output below the cell; printed rich's way each line would be an output
-# of its own. FORCE_COLOR, which kernels and build servers set, does not make a terminal of what has no cursor to move.
-console = Console(
-    file=stdout if in_notebook else stderr,
-    soft_wrap=True,
-    emoji=False,
-    force_jupyter=False,
-    force_terminal=None if stderr.isatty() and not in_notebook else False,
-)
 logger = logging.getLogger("lumen")
 logger.addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    """Make `console` when something is first shown: rich takes half as long to import as all of Lumen."""
+    if name != "console":
+        raise AttributeError(f"module 'lumen.console' has no attribute {name!r}")
+    from rich.console import Console
+
+    # What a kernel writes to stdout flows into one output below the cell; printed rich's way each line would be an
+    # output of its own. FORCE_COLOR, which kernels and build servers set, does not make a terminal of what has no
+    # cursor to move.
+    globals()["console"] = made = Console(
+        file=stdout if in_notebook else stderr,
+        soft_wrap=True,
+        emoji=False,
+        force_jupyter=False,
+        force_terminal=None if stderr.isatty() and not in_notebook else False,
+    )
+    return made
+
+
+def _is_notebook() -> bool:
+    if not hasattr(builtins, "get_ipython"):  # what rich asks first
+        return False
+    from rich.console import Console
+
+    return Console().is_jupyter
+
+
+in_notebook = _is_notebook()
 
 
 @final
@@ -72,10 +96,12 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record; warnings and errors carry their level."""
-        level = record.levelno
-        text = self.format(record)
-        if level >= logging.WARNING:
-            style = "bold red" if level >= logging.ERROR else "yellow"
-            console.print(f"{record.levelname.lower()}: {text}", style=style, markup=False, highlight=False)
-        else:
-            console.print(text, markup=False, highlight=False)
+        level, text = record.levelno, self.format(record)
+        style = "bold red" if level >= logging.ERROR else "yellow" if level >= logging.WARNING else None
+        text = text if style is None else f"{record.levelname.lower()}: {text}"
+        if "console" not in globals() and not in_notebook and not stderr.isatty():
+            print(text, file=stderr, flush=True)  # as rich would, without its import
+            return
+        from lumen.console import console
+
+        console.print(text, style=style, markup=False, highlight=False)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lumen.console import in_notebook, stderr, stdout
 from lumen.errors import ConfigError, ProcessLost
+from lumen.garbage import only_young_collected
 from lumen.worker import LAUNCHER
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def launch(workers: int, command: Sequence[str]) -> int:
     Returns:
         The exit code: that of the first worker that failed, or 128 + the signal's number: 130 for Ctrl-C.
     """
-    from lumen.agent import run_workers  # takes a second
+    with only_young_collected():
+        from lumen.agent import run_workers  # takes a second
 
     folder = Path(tempfile.mkdtemp(prefix="lumen-launch-"))
     with _environment(workers), _noted_signals() as requests:

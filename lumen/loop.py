@@ -52,12 +52,14 @@ def train(run: Run) -> None:
     for hook in run.hooks.on_train_start:
         hook()
     run.start_clock()
+    run.agree_to_stop()
+    run.finished = run.limit_reached is not None
     if run.finished and run.progress.in_epoch:  # killed between the last checkpoint and the end of its open epoch
         end_epoch(run, complete=False)
     while not run.finished:
         train_epoch(run)
     run.losses.flush()
-    run.leave()
+    run.strategy.barrier()  # what one process has written is there for all
     for hook in run.hooks.on_train_end:
         hook()
 
@@ -130,9 +132,11 @@ def reach_boundary(run: Run) -> bool:
     Raises:
         StopRequested: The run was asked to leave, and callbacks have saved what they save.
     """
-    if run.fresh:
+    if run.fresh or not run.progress.in_epoch:
         run.agree_to_stop()
     run.tick()
+    if run.progress.should_stop:
+        run.leave()  # before callbacks save what they save at the end
     metrics, run.stage_metrics = run.stage_metrics, None  # what is logged here would belong to no step
     for hook in run.hooks.on_boundary:
         hook()
@@ -140,6 +144,8 @@ def reach_boundary(run: Run) -> bool:
     run.fresh.clear()
     if run.pulse.stop_signal is not None:
         raise StopRequested
+    if run.progress.should_stop:
+        run.leave()
     run.finished = run.limit_reached is not None
     return run.finished
 

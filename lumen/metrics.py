@@ -7,6 +7,7 @@ every rank reads the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import zip_longest
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final, get_args
@@ -33,6 +34,31 @@ class LogOptions(NamedTuple):
     logger: bool
     reduce_fx: Reduction
     suffix: str = ""  # of the name, where several loaders log the same one
+
+
+@cache  # a step logs the same names in the same way every time
+def log_options(
+    in_step: bool,
+    on_step: bool | None,
+    on_epoch: bool | None,
+    prog_bar: bool,
+    logger: bool,
+    reduce_fx: Reduction,
+    suffix: str,
+) -> LogOptions:
+    """The options of a call of `log`; what it leaves open follows from where it is.
+
+    Args:
+        in_step: A number is logged in a training step.
+        on_step: As given.
+        on_epoch: As given.
+        prog_bar: As given.
+        logger: As given.
+        reduce_fx: As given.
+        suffix: Of the name.
+    """
+    on_step, on_epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
+    return LogOptions(on_step, on_epoch, prog_bar, logger, reduce_fx, suffix)
 
 
 @final
@@ -79,7 +105,7 @@ class StageMetrics:
         entry = self._entries.get(name)
         if entry is None:
             entry = self._entries[name] = self._new_entry(name, value, options)
-        elif entry.options != options:
+        elif entry.options is not options and entry.options != options:
             raise ConfigError(
                 f"self.log({name!r}) was called with {options} after {entry.options}. "
                 "Log one name always with the same options, or use two names."
@@ -320,6 +346,8 @@ def _refusal(name: str, value: Any) -> ConfigError:
 
 
 def _read(name: str, value: Any) -> float | torch.Tensor:
+    if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1:  # the common case first
+        return value.item()
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, Real):
             raise _refusal(name, value)

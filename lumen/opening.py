@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lumen import session
-from lumen.checkpoint import Checkpoint
+from lumen.checkpoint import Checkpoint, Saves
 from lumen.checkpoint.state import keyed
 from lumen.console import logger as _log
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError
+from lumen.garbage import collected_every
 from lumen.launch import relaunch
 from lumen.loop import StopRequested
 from lumen.precision import make_precision
@@ -81,7 +82,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         run = trainer._run = Run(
             trainer, task, datamodule, strategy, precision, trainer.plan, seed, trainer.callbacks, loggers
         )
-        run.stage, run.checkpoint = stage, checkpoint
+        run.stage, run.checkpoint, run.saves = stage, checkpoint, Saves(run)
         run.loaders = None if datamodule is not None else (data, val_loaders)
         task._run = run
         if datamodule is not None:
@@ -92,8 +93,11 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
             logger.open(directory, resumed=trainer.origin.stays and _has_record(checkpoint, key))
             closing.callback(logger.close)
         closing.enter_context(session.stop_signals(run))
+        if trainer.gc_every_n_steps is not None:
+            closing.enter_context(collected_every(trainer.gc_every_n_steps, run))
         closing.callback(strategy.teardown)
         closing.callback(run.close)
+        closing.callback(run.saves.close)
         if datamodule is not None:
             closing.callback(datamodule.teardown, stage)
         for hook in reversed(run.hooks.teardown):

@@ -24,6 +24,8 @@ class Pulse:
     Attributes:
         requested: Number of the signal that asked this process to end; set by a signal handler.
         stop_signal: Number of the signal that the run obeys.
+        announces: This process has done something beside the run that all are to look at; set by its thread.
+        announced: A process has, as all know.
         now_s: The time, in seconds of rank 0's `time.monotonic`.
     """
 
@@ -32,12 +34,13 @@ class Pulse:
         self._every = self._left = 1
         self.requested: int | None = None
         self.stop_signal: int | None = None
+        self.announces = self.announced = False
         self.now_s = self._processes.broadcast(time.monotonic())  # how often to look is told by agreed times alone
 
     def beat(self) -> None:
         """Look at the clock and for signals, if it is time to. Collective: every rank must call this."""
         if self._processes.world_size == 1:
-            self.stop_signal, self.now_s = self.requested, time.monotonic()
+            self.stop_signal, self.announced, self.now_s = self.requested, self.announces, time.monotonic()
             return
         self._left -= 1
         if self._left == 0:
@@ -46,8 +49,13 @@ class Pulse:
     def agree(self) -> None:
         """Look now. Collective: every rank must call this."""
         before, beats = self.now_s, self._every - self._left
-        answers = self._processes.gather((time.monotonic(), self.requested))
+        answers = self._processes.gather((time.monotonic(), self.requested, self.announces))
         self.now_s = answers[0][0]
-        self.stop_signal = next((signal for _, signal in answers if signal is not None), None)
+        self.stop_signal = next((signal for _, signal, _ in answers if signal is not None), None)
+        self.announced = any(announces for _, _, announces in answers)
         took_s = max(self.now_s - before, 1e-6) / max(beats, 1)
         self._every = self._left = max(1, min(2 * self._every, int(_INTERVAL_S / took_s)))
+
+    def dismiss(self) -> None:
+        """All have looked at what was announced."""
+        self.announces = self.announced = False

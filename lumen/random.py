@@ -11,12 +11,15 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, final
 
 import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
+_HAS_MPS = torch.backends.mps.is_available()
+_seed_torch, _seed_numpy, _seed_python = torch.default_generator.manual_seed, np.random.seed, random.seed
 
 
 class Domain(IntEnum):
@@ -41,10 +44,16 @@ def _scramble(word: int) -> int:
     return word ^ (word >> 31)
 
 
+@lru_cache(maxsize=64)
+def _root(seed: int, domain: Domain) -> int:
+    """What all keys of a domain begin with; a run asks for the same few at every step."""
+    return _scramble(_scramble(seed & _MASK) ^ domain)
+
+
 def make_key(seed: int, domain: Domain, *words: int) -> int:
     """Mix a seed, a domain and any number of non-negative integers into a 32-bit key."""
-    state = _scramble(seed & _MASK)
-    for word in (domain, *words):
+    state = _root(seed, domain)
+    for word in words:
         state = _scramble(state ^ word)
     return (state ^ (state >> 32)) & 0xFFFFFFFF
 
@@ -54,13 +63,13 @@ def seed_generators(key: int) -> None:
 
     Costs a few microseconds: `torch.manual_seed` would take up to 250, because it also visits devices not in use.
     """
-    torch.default_generator.manual_seed(key)
-    np.random.seed(key)
-    random.seed(key)
+    _seed_torch(key)
+    _seed_numpy(key)
+    _seed_python(key)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
             generator.manual_seed(key)
-    elif torch.backends.mps.is_available():
+    elif _HAS_MPS:
         torch.mps.manual_seed(key)
 
 

@@ -14,7 +14,6 @@ from lumen.data.feed import Feed, Position
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.datamodule import DataModule
-from lumen.errors import TrainingError
 from lumen.hooks import Hooks, overrides, step_arguments
 from lumen.losses import LossCheck
 from lumen.metric_objects import Gather, share_metrics, unshare_metrics
@@ -28,8 +27,10 @@ from lumen.strategies import Strategy
 from lumen.task import TaskModule
 
 if TYPE_CHECKING:
-    from lumen.checkpoint import Checkpoint
+    from lumen.checkpoint import Checkpoint, Saves
     from lumen.loggers import Logger
+
+_STOPPED = "stopped early"
 
 
 @final
@@ -135,6 +136,7 @@ class Run:
         self.stage = ""
         self.loaders: tuple[Any, Any] | None = None  # given to fit instead of a data module: training, evaluation
         self.checkpoint: Checkpoint | None = None  # what `fit` goes on from
+        self.saves: Saves  # from the start, but it needs a run itself
         self.absent_records: dict[str, Any] = {}  # states of the loggers that it had in an earlier part only
         self.records: dict[str, Any] | None = None  # states of its loggers before an evaluation that is not complete
         self.train_metrics = StageMetrics()
@@ -152,11 +154,16 @@ class Run:
             step: step_arguments(getattr(task, step))
             for step in ("training_step", "validation_step", "test_step", "predict_step")
         }
+        self.weighs_batches = overrides(task, "batch_weight")
+        self.weights = StepWeights(
+            by_task=self.weighs_batches, world=strategy.world_size, scaled=precision.handles_overflow,
+            begin_agreement=strategy.begin_agreement if strategy.world_size > 1 else None,
+        )  # fmt: skip
         self._transfer_hooks = self._find_transfer_hooks()
         # how a run ends
         self.pulse = Pulse(strategy)
         self.time_is_up = False
-        self.finished = False
+        self.finished = self._stop_agreed = False
         # what the bar shows
         self.last_loss: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
@@ -180,7 +187,7 @@ class Run:
     def call_step(self, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Run a step of the task with the arguments its signature has."""
         given = (batch, batch_idx, dataloader_idx)
-        return self.strategy.call(step, *[given[place] for place in self.step_arguments[step]])
+        return self.strategy.call(step, *map(given.__getitem__, self.step_arguments[step]))
 
     def _find_transfer_hooks(self) -> list[Callable[[Any, int], Any]]:
         device, dtype = self.strategy.device, self.precision.dtype
@@ -210,6 +217,15 @@ class Run:
         self.progress.micro_batches = number + 1
         self.batch_samples = micro.samples
 
+    def zero_grad(self) -> None:
+        """Drop the gradients of the step before."""
+        if getattr(self.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        for group in self.optimizer.param_groups:  # as torch's does, at the cost of this alone
+            for parameter in group["params"]:
+                parameter.grad = None
+
     def end_step(self, window: Window) -> None:
         """The step's micro-batches are used, those of all processes."""
         self.progress.micro_batches = self._first_micro_batch + len(window.sizes)
@@ -218,24 +234,28 @@ class Run:
         """Refuse a NaN or infinite loss; fp16 leaves one with a weight to its scaler."""
         self.last_loss = loss
         if not (share and self.precision.handles_overflow):
-            progress = self.progress
-            self.losses.check(loss, share, progress.step + 1, progress.epoch, progress.micro_batches - 1)
+            self.losses.check(loss, share, self._where)
 
     def check_gradient(self) -> None:
         """Refuse a NaN or infinite gradient, where clipping has computed its norm; fp16 leaves one to its scaler."""
         if self.grad_norm is not None and not self.precision.handles_overflow:
-            progress = self.progress
-            self.losses.check(self.grad_norm, None, progress.step + 1, progress.epoch, progress.micro_batches - 1)
+            self.losses.check(self.grad_norm, None, self._where)
+
+    def _where(self) -> tuple[int, int, int]:
+        """The step in progress, its epoch, and its newest micro-batch."""
+        return self.progress.step + 1, self.progress.epoch, self.progress.micro_batches - 1
 
     def count(self, window: Window, weights: StepWeights, *, updated: bool) -> None:
         """Advance by one window."""
+        progress, counted = self.progress, weights.counted
         self.end_step(window)
-        self.progress.advance(window, updated=updated)
-        self.progress.weight_guess = weights.next_guess
-        self.progress.units += weights.total if updated else 0.0
+        progress.advance(window, updated=updated)
+        if counted:
+            progress.weight_guess = weights.next_guess
+        progress.units += weights.total if updated else 0.0
         self.waited_s += window.waited_s
         self.samples_seen += window.samples
-        self.has_units |= weights.counted
+        self.has_units |= counted
         if not self.weighted_windows:
             self.strategy.processes.begin_training()
         self.weighted_windows += bool(weights.total)
@@ -316,28 +336,26 @@ class Run:
         self._clock_s = now_s
         limit = self.plan.max_time_s
         self.time_is_up = limit is not None and self.progress.elapsed_s >= limit
-        self.finished = self.limit_reached is not None
 
     def agree_to_stop(self) -> None:
-        """End where a callback of any rank wants to. Collective: after a validation or an epoch."""
+        """End where a callback of any rank wants to. Collective: after a validation or an epoch, and at the start."""
         if self.strategy.world_size > 1:
             self.progress.should_stop = any(self.strategy.gather(self.progress.should_stop))
+            self._stop_agreed = self.progress.should_stop
 
     def leave(self) -> None:
-        """Training is over: find out whether it is on every rank.
+        """A stop was asked for: where it ends the run here, find out whether it does on every rank.
 
         Raises:
-            TrainingError: Others go on, and will wait for this one.
+            TrainingError: Others go on.
         """
-        if self.strategy.world_size == 1:
+        strategy = self.strategy
+        if strategy.world_size == 1 or self._stop_agreed or self.limit_reached != _STOPPED:
             return
-        staying = self.strategy.world_size - StepWeights.leaving(self.strategy.processes.sum)
-        if staying:
-            raise TrainingError(
-                f"rank {self.strategy.rank} ends at step {self.progress.step}, but {staying} others go on: should_stop "
-                "was not set on every rank. Set it in on_validation_end or on_train_epoch_end, where one rank is "
-                "enough, or by what is equal on all ranks."
-            )
+        if self.weighs_batches:
+            strategy.processes.sum([0.0])  # those who go on begin their step with that
+        StepWeights.leave(strategy.agree_in_next_step, strategy.world_size)
+        self._stop_agreed = True
 
     @property
     def limit_reached(self) -> str | None:
@@ -352,7 +370,7 @@ class Run:
         if self.time_is_up:
             return f"max_time of {plan.max_time_s:g} s reached"
         if progress.should_stop and progress.step >= plan.min_steps and progress.epoch >= plan.min_epochs:
-            return "stopped early"
+            return _STOPPED
         return None
 
     @property

@@ -168,11 +168,13 @@ def write_environment(directory: Path, strategy: Strategy) -> None:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    libc = "".join(platform.libc_ver())
     record = {
         "command": sys.orig_argv,
         "working_directory": os.getcwd(),
         "host": platform.node(),
-        "platform": platform.platform(),
+        # not platform.platform(), which starts a process
+        "platform": "-".join(filter(None, [platform.system(), platform.release(), platform.machine(), libc])),
         "python": platform.python_version(),
         "packages": versions,
         "cpus": os.cpu_count(),

@@ -14,7 +14,6 @@ import torch
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.errors import ConfigError, TrainingError
-from lumen.hooks import overrides
 from lumen.metric_objects import metric_states, restore_metrics
 from lumen.metrics import StageMetrics
 from lumen.random import GeneratorStates
@@ -38,7 +37,7 @@ def train_step(run: Run, window: Window) -> bool:
     run.train_metrics.window += 1
     run.in_train_step = True
     run.begin_step()
-    micro_batches, weights = weigh(run, window)
+    micro_batches, weights = weigh(run, window), run.weights
     closure = Closure(run, weights) if run.needs_closure else None
     for micro in micro_batches:
         run.seed_micro_batch(micro)
@@ -49,7 +48,7 @@ def train_step(run: Run, window: Window) -> bool:
         if micro.first:
             for hook in hooks.on_before_zero_grad:
                 hook(optimizer)
-            optimizer.zero_grad(set_to_none=True)
+            run.zero_grad()
             run.strategy.begin_step()
         if closure is None:
             output, _ = accumulate(run, micro, batch, weights)
@@ -86,41 +85,50 @@ def accumulate(
             with precision.forward():
                 output = run.call_step("training_step", batch, micro.index, micro.loader)
             loss, returned_weight = read_output(output)
+            weights.left_out |= loss is None
         if loss is not None:
             share = weights.share(micro.weight, returned_weight)
             if check:
                 run.check_loss(loss, share)
             if share or strategy.communicates:
                 part = loss if share == 1.0 else loss * share
-        if micro.last:
-            weights.begin_agreement()
         if part is not None:
             for hook in hooks.on_before_backward:
                 hook(part)
-            precision.backward(part)
+            backward(run, micro, part, weights)
             for hook in hooks.on_after_backward:
                 hook()
             if strategy.needs_stand_ins:
                 run.kept = batch, micro
         elif strategy.communicates:
-            take_part(run, micro, batch)
+            take_part(run, micro, batch, weights)
+        elif micro.last:
+            weights.begin_agreement()
         if micro.last:
             strategy.after_backward()
     return output, part
 
 
-def take_part(run: Run, micro: MicroBatch, batch: Any) -> None:
+def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weights: StepWeights) -> None:
+    """The backward of a micro-batch; what the processes have to tell each other goes beside the last one."""
+    if micro.last:
+        weights.begin_agreement()
+    run.precision.backward(loss)
+
+
+def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> None:
     """Do this process's part in the backward of the others, adding nothing to the gradient.
 
     Args:
         run: The run.
         micro: Its micro-batch, which counts nothing.
         batch: It; None where there is none; where it stands in, one of another process.
+        weights: Of the step.
     """
     strategy, stands_in = run.strategy, micro.idle and batch is not None
     loss = None if stands_in else strategy.idle_loss()
     if loss is not None:
-        run.precision.backward(loss * 0.0)
+        backward(run, micro, loss * 0.0, weights)
         return
     with unnoticed(run):  # the backward too: it reads buffers that the forward has moved
         for given in ((batch, micro) if stands_in else None, run.kept):
@@ -134,7 +142,7 @@ def take_part(run: Run, micro: MicroBatch, batch: Any) -> None:
                 f"training_step returned None for the first micro-batch of rank {strategy.rank}, and this strategy "
                 "needs a forward of every rank. Return (loss, 0) for a batch to leave out."
             )
-        run.precision.backward(loss * 0.0)
+        backward(run, micro, loss * 0.0, weights)
 
 
 @contextmanager
@@ -180,14 +188,15 @@ def update(run: Run, window: Window, weights: StepWeights, closure: Closure | No
 
 def complete_gradients(run: Run, weights: StepWeights) -> None:
     """Bring the accumulated gradients to the size of the step's mean, and clip them."""
-    strategy, plan = run.strategy, run.plan
+    strategy, plan, hooks, factor = run.strategy, run.plan, run.hooks.on_before_optimizer_step, weights.correction
     run.precision.unscale(run.optimizer)
-    if weights.correction != 1.0:
-        strategy.correct_gradients(run.parameters, weights.correction)
-    for hook in run.hooks.on_before_optimizer_step:
+    if factor != 1.0 and (hooks or plan.clip_norm is None):  # else clipping does it in its own pass over the gradients
+        strategy.correct_gradients(run.parameters, factor)
+        factor = 1.0
+    for hook in hooks:
         hook(run.optimizer)
     if plan.clip_norm is not None:
-        run.grad_norm = strategy.clip_grad_norm(run.parameters, plan.clip_norm)
+        run.grad_norm = strategy.clip_grad_norm(run.parameters, plan.clip_norm, factor)
     if plan.clip_value is not None:
         strategy.clip_grad_value(run.parameters, plan.clip_value)
 
@@ -246,7 +255,7 @@ class Closure:
     @torch.enable_grad()
     def _evaluate(self) -> torch.Tensor:
         run, weights = self._run, copy(self._unused_weights)
-        run.optimizer.zero_grad(set_to_none=True)
+        run.zero_grad()
         parts = []
         for micro, batch, states in self._micro_batches:
             states.restore()
@@ -277,22 +286,18 @@ def _mean(run: Run, parts: list[torch.Tensor | None], weights: StepWeights) -> t
     return (own if world == 1 else run.strategy.reduce(own.double()) / world) * weights.correction
 
 
-def weigh(run: Run, window: Window) -> tuple[Iterable[MicroBatch], StepWeights]:
-    """The micro-batches of a step and their weights; fetched all at once only if the task weighs them itself."""
-    strategy, by_task = run.strategy, overrides(run.task, "batch_weight")
+def weigh(run: Run, window: Window) -> Iterable[MicroBatch]:
+    """The micro-batches of a step, weighed as far as is known; fetched all at once only if the task weighs them."""
     micro_batches: Iterable[MicroBatch] = window
     planned: float = window.samples
-    if by_task:
+    if run.weighs_batches:
         micro_batches = list(window)
         for micro in micro_batches:
             micro.weight = 0.0 if micro.idle else float(run.task.batch_weight(micro.batch))
-        (planned,) = strategy.processes.sum([sum(micro.weight for micro in micro_batches)])
-    world = strategy.world_size
-    return micro_batches, StepWeights(
-        planned, alone=len(window.sizes) == 1 and world == 1, by_task=by_task, guess=run.progress.weight_guess,
-        world=world, scaled=run.precision.handles_overflow,
-        begin_sum=strategy.processes.begin_sum if world > 1 else None,
-    )  # fmt: skip
+        (planned,) = run.strategy.processes.sum([sum(micro.weight for micro in micro_batches)])
+    alone = len(window.sizes) == 1 and run.strategy.world_size == 1
+    run.weights.begin(planned, alone=alone, guess=run.progress.weight_guess)
+    return micro_batches
 
 
 def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:

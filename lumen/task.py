@@ -15,7 +15,7 @@ from lumen.batches import as_tensors
 from lumen.datamodule import Attached, DataHooks
 from lumen.errors import ConfigError
 from lumen.hyperparameters import HasHyperparameters
-from lumen.metrics import LogOptions
+from lumen.metrics import log_options
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -171,18 +171,12 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
                 f"self.log({name!r}) was called outside of a training or evaluation epoch, where there is no step to "
                 "log it at. Call it in a step or in an epoch or batch hook, or use self.logger."
             )
-        number = isinstance(value, (torch.Tensor, Real))
-        options = LogOptions(
-            (run.in_train_step and number) if on_step is None else on_step,
-            (not (run.in_train_step and number)) if on_epoch is None else on_epoch,
-            prog_bar,
-            logger,
-            reduce_fx,
-            run.loader_suffix if add_dataloader_idx else "",
-        )
+        in_step = run.in_train_step and isinstance(value, (torch.Tensor, Real))
+        suffix = run.loader_suffix if add_dataloader_idx else ""
+        options = log_options(in_step, on_step, on_epoch, prog_bar, logger, reduce_fx, suffix)
         if weight is None:
             weight = run.batch_samples if batch_size is None else batch_size
-        metrics.log(name + options.suffix, value, weight, options)
+        metrics.log(name + suffix, value, weight, options)
 
     def log_dict(self, values: Mapping[str, float | torch.Tensor | Metric], **options: Any) -> None:
         """`log` each entry of a mapping (a `MetricCollection` too) with the same options."""

@@ -26,12 +26,12 @@ from lumen.checkpoint import (
     check_savable,
     configured,
     load_run,
-    save,
 )
 from lumen.compilation import Compilation
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError
 from lumen.feeds import eval_feeds, open_feeds
+from lumen.garbage import only_young_collected
 from lumen.hooks import check_training, overrides
 from lumen.horizons import check_horizons
 from lumen.initialization import DeferredInit
@@ -117,6 +117,9 @@ class Trainer(RunView):
             needs CUDA.
         profiler: `simple`: a table of where the time goes; `torch`: traces of `torch.profiler`; or a `Profiler`.
         inference_mode: Evaluate under `torch.inference_mode`, else under `torch.no_grad`.
+        gc_every_n_steps: Let Python look for garbage (objects that refer to each other in circles) after every n-th
+            optimizer step, in an evaluation after every n-th batch, and at no other time: so no process makes the
+            others wait at a moment of its own. Default: whenever Python wants to.
         enable_progress_bar: Show progress: a bar in a terminal, plain lines elsewhere.
         enable_checkpointing: Save checkpoints.
         enable_model_summary: Print a table of the model at the start.
@@ -167,6 +170,7 @@ class Trainer(RunView):
         sync_batchnorm: bool = False,
         profiler: Literal["simple", "torch", "pytorch"] | Profiler | None = None,
         inference_mode: bool = True,
+        gc_every_n_steps: int | None = None,
         enable_progress_bar: bool = True,
         enable_checkpointing: bool = True,
         enable_model_summary: bool = True,
@@ -183,6 +187,7 @@ class Trainer(RunView):
         for option, number in {
             "accumulate_grad_batches": accumulate_grad_batches, "check_val_every_n_epoch": check_val_every_n_epoch,
             "log_every_n_steps": log_every_n_steps, "global_batch_size": global_batch_size,
+            "gc_every_n_steps": gc_every_n_steps,
         }.items():  # fmt: skip
             if number is not None and number < 1:
                 raise ConfigError(f"{option}: must be at least 1, found {number}.")
@@ -210,6 +215,7 @@ class Trainer(RunView):
                 "CPU. Leave it out there, or use a norm that does not depend on the batch, such as GroupNorm."
             )
         self.profiler = make_profiler(profiler)
+        self.gc_every_n_steps = gc_every_n_steps
         self.log_level = log_level
         self.plan = Plan(
             max_steps=count_limit("max_steps", max_steps),
@@ -288,9 +294,10 @@ class Trainer(RunView):
         check_training(task, optimizer_given=configure_optimizers is not None)
         with opened(self, "fit", task, data, val_dataloaders) as run:
             checkpoint = self._start(run)
-            run.optimizer, run.schedulers = build_optimizers(
-                task, configure_optimizers or task.configure_optimizers, run.precision
-            )
+            with only_young_collected():  # the first optimizer of a process makes torch import its compiler
+                run.optimizer, run.schedulers = build_optimizers(
+                    task, configure_optimizers or task.configure_optimizers, run.precision
+                )
             run.needs_closure = needs_closure(run.optimizer)
             self.strategy.check_optimizer(run.optimizer)
             run.parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
@@ -373,7 +380,7 @@ class Trainer(RunView):
             CheckpointError: It could not be written; nothing that existed was touched.
         """
         _ = self.optimizers  # only a training can be saved
-        save(self.run, Path(path), info or {})
+        self.run.saves.save(Path(path), info or {})
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.errors import ConfigError, TrainingError
 from tests.group import assert_equal, on_ranks
-from tests.tasks import Regression, bare_trainer, loader, numbers, regression_data
+from tests.tasks import Regression, bare_trainer, loader, numbers, quiet_trainer, regression_data
 
 
 def state_of(task):
@@ -372,24 +372,76 @@ def leave_epoch(folder):
 class StoppingAlone(Regression):
     """Asks to stop on one rank only."""
 
-    def __init__(self, hook):
+    def __init__(self, hook, at):
         super().__init__(dtype=torch.float64)
+        self.at = at
         setattr(self, hook, self.stop)
 
     def stop(self, *args):
-        if self.trainer.global_rank == 1 and self.global_step >= 1:
+        if self.trainer.global_rank == 1 and self.global_step == self.at:
             self.trainer.should_stop = True
 
 
-def test_one_rank_can_stop_the_run_after_a_validation(group, tmp_path):
-    assert group(2).run(stop_after_validation, tmp_path) == [4, 4]
+@pytest.mark.parametrize(
+    ("hook", "steps"), [("on_train_start", 0), ("on_validation_end", 4), ("on_train_epoch_end", 4)]
+)
+def test_one_rank_can_stop_the_run_where_all_listen(group, tmp_path, hook, steps):
+    assert group(2).run(stop_in_hook, tmp_path, hook, steps) == [steps, steps]
 
 
-def stop_after_validation(folder):
+def stop_in_hook(folder, hook, steps):
     trainer = bare_trainer(folder, max_epochs=5, strategy="ddp")
     data = [loader(samples, dtype=torch.float64) for samples in (64, 8)]
-    trainer.fit(StoppingAlone("on_validation_end"), data[0], val_dataloaders=data[1])
+    trainer.fit(StoppingAlone(hook, steps), data[0], val_dataloaders=data[1] if hook == "on_validation_end" else None)
     return trainer.global_step
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_boundary"])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_one_rank_that_stops_between_two_steps_is_an_error_on_all(group, tmp_path, hook, options):
+    assert group(2).run(stop_anywhere, tmp_path, hook, options) == [True, True]
+
+
+def stop_anywhere(folder, hook, options):
+    task = StoppingAlone(hook, at=2)
+    saver = lumen.ModelCheckpoint(every_n_train_steps=3)
+    trainer = quiet_trainer(folder, max_epochs=5, strategy=lumen.DDP(**options), callbacks=saver, logger=False)
+    with pytest.raises(TrainingError, match="1 processes end the run here, but others go on"):
+        trainer.fit(task, loader(64, dtype=torch.float64))
+    return True
+
+
+class Stopping(Regression):
+    """Asks to stop after three steps, on every rank."""
+
+    def __init__(self, hook, weigh):
+        super().__init__(dtype=torch.float64)
+        self.register_buffer("constant", torch.ones((), dtype=torch.float64))
+        self.weigh = weigh
+        setattr(self, hook, self.stop)
+
+    def stop(self, *args):
+        self.trainer.should_stop = self.global_step == 3
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        return (loss, len(batch[0])) if self.weigh else loss
+
+
+@pytest.mark.parametrize("weigh", [False, True], ids=["samples", "weights"])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_boundary"])
+def test_all_ranks_can_stop_between_two_steps_as_one_process_does(group, tmp_path, weigh, options, hook):
+    alone = stop_together(tmp_path, weigh, None, hook)
+    assert_equal(on_ranks(group, 2, stop_together, tmp_path, weigh, options, hook), alone)
+
+
+def stop_together(folder, weigh, options, hook):
+    task = Stopping(hook, weigh)
+    strategy = {"accumulate_grad_batches": 2} if options is None else {"strategy": lumen.DDP(**options)}
+    trainer, state = fit(folder, task, loader(64, dtype=torch.float64), **strategy)
+    gradients = {f"gradient of {name}": each.grad.numpy() for name, each in task.named_parameters()}
+    return state | gradients | {"step": trainer.global_step}
 
 
 # ---------------------------------------------------------------------- optimizers, names, process lifetimes

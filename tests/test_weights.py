@@ -15,7 +15,8 @@ from tests.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 def weighed(known, returned, *, alone=False, by_task=False, guess=1.0):
     """The factor that each micro-batch's gradient ends with, and the weights themselves."""
-    weights = StepWeights(sum(known), alone=alone, by_task=by_task, guess=guess)
+    weights = StepWeights(by_task=by_task)
+    weights.begin(sum(known), alone=alone, guess=guess)
     shares = [weights.share(*pair) for pair in zip(known, returned, strict=True)]
     return [share * weights.correction for share in shares], weights
 

@@ -7,16 +7,15 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from datetime import timedelta
-from html import escape
 from time import perf_counter
-from typing import Any, final
-
-import rich.live
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.progress_bar import ProgressBar as Bar
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, final
 
 from lumen import console as terminal
+
+if TYPE_CHECKING:  # rich is imported when something is first shown
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.live import Live as RichLive
+    from rich.text import Text
 
 _SEPARATOR = " · "
 _WIDEST_BAR = 60
@@ -50,6 +49,9 @@ class Line:
         return _SEPARATOR.join(filter(None, [self.head, *self._values(), *self.costs, self.tail]))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.progress_bar import ProgressBar as Bar
+        from rich.text import Text
+
         width, tail = options.max_width, self._tail()
         room = min(width - Text(self.head + tail).cell_len - 1, _WIDEST_BAR)
         if self.fraction is None or room < _NARROWEST_BAR:
@@ -65,6 +67,8 @@ class Line:
 
     def html(self) -> str:
         """The same for a browser: the line of the bar, and below it values and costs, each broken between them only."""
+        from html import escape
+
         bar = "" if self.fraction is None else f' <progress max="1" value="{self.fraction:.3f}"></progress>'
         pieces = [escape(piece).replace(" ", "&nbsp;") for piece in (*self._values(), *self.costs)]
         return f"{escape(self.head)}{bar}{escape(self._tail())}\n{_SEPARATOR.join(pieces)}".rstrip()
@@ -165,7 +169,7 @@ class Live(Display):
 
     def __init__(self, interval_s: float) -> None:
         self._shortest_interval_s = self.interval_s = interval_s
-        self._live: rich.live.Live | None = None
+        self._live: RichLive | None = None
 
     @staticmethod
     def is_possible() -> bool:
@@ -174,9 +178,11 @@ class Live(Display):
 
     def draw(self, board: Board) -> None:
         """Draw; on the first call begin."""
+        from rich.live import Live as RichLive
+
         start = perf_counter()
         if self._live is None:
-            self._live = rich.live.Live(
+            self._live = RichLive(
                 board,
                 console=terminal.console,
                 auto_refresh=False,
@@ -244,6 +250,8 @@ def choose_display(interval_s: float, plain_interval_s: float) -> Display:
 
 
 def _fitted(text: str, width: int) -> Text:
+    from rich.text import Text
+
     line = Text(text)
     line.truncate(width, overflow="ellipsis")
     return line
@@ -251,9 +259,11 @@ def _fitted(text: str, width: int) -> Text:
 
 def _wrapped(pieces: list[str], width: int) -> list[str]:
     """Pieces joined to a few lines that are broken between them only."""
+    from rich.cells import cell_len
+
     lines: list[str] = []
     for piece in pieces:
-        if lines and Text(joined := lines[-1] + _SEPARATOR + piece).cell_len <= width:
+        if lines and cell_len(joined := lines[-1] + _SEPARATOR + piece) <= width:
             lines[-1] = joined
         else:
             lines.append(piece)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
-from itertools import chain, count
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
-from lumen.checkpoint.folder import find_checkpoints, read_info, remove_checkpoint
+from lumen.callbacks.places import moment_of, place, unkept
+from lumen.checkpoint import Saves
+from lumen.checkpoint.folder import find_checkpoints, remove_checkpoints
 from lumen.errors import ConfigError
 from lumen.plan import Duration, duration_s
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lumen")
 _DEFAULT_INTERVAL_S = 600.0
+_SHORT_RUN_S = 10.0
 _NAMES = "Checkpoints are named by their step, and none is ever overwritten."
 
 
@@ -37,6 +40,12 @@ class ModelCheckpoint(Callback):
 
     Which: what one of the rules keeps.
 
+    How: a save copies the state and lets training go on while a thread writes, syncs, commits, and then removes what no
+    rule keeps. One save is under way at most; the next one waits for it, and so does the end of the run, whose own
+    checkpoint is written at once. If it cannot be written, the run ends at the next boundary after that is known (with
+    several processes within half a second or so) with the error of a save at once. A checkpoint whose save is under way
+    is none yet for the attributes below.
+
     Args:
         monitor: A logged name, such as `val_loss`, that says which checkpoints are best.
         mode: "min": smaller is better; "max": larger is better.
@@ -50,6 +59,10 @@ class ModelCheckpoint(Callback):
         save_top_k: Which: the k best by the monitor; 0: none for being best; -1: all.
         keep_every_n_steps: Which: those whose step is a multiple of n.
         dirpath: Where: default `checkpoints` in the run directory.
+        asynchronous: How: True: training waits for the copy only; False: for the commit. Default: for the copy where
+            that pays: for 16 MiB and more, if the copy takes at most half of the memory that the machine has left. The
+            first process then keeps host memory of the checkpoint's size until the run ends, taken before the first
+            save: at once with `every_n_train_steps`, else after 10 seconds. What FSDP shards is written at once.
 
     Attributes:
         best_model_path: Directory of the best checkpoint, or "".
@@ -86,6 +99,7 @@ class ModelCheckpoint(Callback):
         save_top_k: int = 1,
         keep_every_n_steps: int | None = None,
         dirpath: str | Path | None = None,
+        asynchronous: bool | None = None,
         **unknown: Any,
     ) -> None:
         refuse(ModelCheckpoint, unknown)
@@ -116,31 +130,33 @@ class ModelCheckpoint(Callback):
         self.save_top_k = save_top_k
         self.keep_every_n_steps = keep_every_n_steps
         self.given_dirpath = self.dirpath = None if dirpath is None else Path(dirpath)
+        self.asynchronous = asynchronous
         self.scores: dict[str, float] = {}
         self.current_score: float | None = None
         self._epoch = 0
         self._saved_at_s = 0.0
+        self._reserves_at_s = math.inf
+        self._saves: Saves | None = None
 
     @property
     def best_model_path(self) -> str:
         """Directory of the best checkpoint; "" before there is one."""
-        return self._path(self._best_name())
+        return self._path(next(iter(self._committed()), None))
 
     @property
     def best_model_score(self) -> float | None:
         """The monitor's value at the best checkpoint."""
-        name = self._best_name()
-        return None if name is None else self.scores[name]
+        return next(iter(self._committed().values()), None)
 
     @property
     def best_k_models(self) -> dict[str, float]:
         """The monitor's values at the `save_top_k` best checkpoints, by directory, the best one first."""
-        return {self._path(name): self.scores[name] for name in self._top()}
+        return {self._path(name): score for name, score in self._top(self._committed()).items()}
 
     @property
     def kth_best_model_path(self) -> str:
         """Directory of the worst of the `save_top_k` best checkpoints; "" before there is one."""
-        return self._path(next(reversed(self._top()), None))
+        return self._path(next(reversed(self._top(self._committed())), None))
 
     @property
     def last_model_path(self) -> str:
@@ -159,8 +175,10 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Start the clock, and finish what a kill between a commit and its clean-up left undone."""
+        self._saves = trainer.run.saves
         self._saved_at_s = trainer.run.pulse.now_s
         self._epoch = trainer.current_epoch
+        self._reserves_at_s = self._saved_at_s + self._reserves_after_s(trainer)
         resumed = trainer.run.checkpoint
         if resumed is not None and resumed.path.parent == self.dirpath:
             self._prune(trainer, resumed.path)
@@ -176,25 +194,34 @@ class ModelCheckpoint(Callback):
         """Save if one of the rules says so."""
         if self.dirpath is None:
             return
-        step, epoch = trainer.global_step, trainer.current_epoch
-        fresh = self.monitor is not None and self.monitor in trainer.fresh_metrics
+        run = trainer.run
+        pulse, ending = run.pulse, run.is_ending
+        if pulse.announced or ending:
+            run.saves.settle()
+        step, epoch = run.progress.step, run.progress.epoch
+        fresh = self.monitor is not None and self.monitor in run.fresh
         value = float(trainer.callback_metrics[str(self.monitor)]) if fresh else None
         self.current_score = self.current_score if value is None else value
         epoch_ended, self._epoch = epoch != self._epoch, epoch
         due = (
             (self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0)
             or (epoch_ended and self.every_n_epochs > 0 and epoch % self.every_n_epochs == 0)
-            or trainer.run.pulse.now_s - self._saved_at_s >= self.train_time_interval_s
+            or pulse.now_s - self._saved_at_s >= self.train_time_interval_s
             or (self.on_best and value is not None and self._is_among_best(value))
-            or (self.at_end and trainer.is_ending)
+            or (self.at_end and ending)
         )
         if due:
-            self.save(trainer, value)
+            self.save(trainer, value, at_once=ending)
+        elif pulse.now_s >= self._reserves_at_s and not ending:
+            self._reserves_at_s = math.inf
+            run.saves.reserve(self.asynchronous)
         if epoch_ended and self.monitor is not None:
             trainer.require_logged("ModelCheckpoint", self.monitor)
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Complain of a monitor that never had a value, now that all is saved."""
+        """Wait for a save under way, and complain of a monitor that never had a value, now that all is saved."""
+        trainer.run.saves.settle()
+        trainer.strategy.processes.on_rank_zero(trainer.run.saves.wait)  # what is being removed shall be gone
         if self.monitor is not None:
             trainer.require_logged("ModelCheckpoint", self.monitor)
 
@@ -206,22 +233,43 @@ class ModelCheckpoint(Callback):
         """Go on from there."""
         self.scores, self.current_score = state["scores"], state["current_score"]
 
-    def save(self, trainer: Trainer, score: float | None = None) -> None:
+    def save(self, trainer: Trainer, score: float | None = None, *, at_once: bool = False) -> None:
         """Save this boundary, unless that is done, and remove what no rule keeps any more. Collective.
 
         Args:
             trainer: At a boundary.
             score: The monitor's value, if it has a new one.
+            at_once: Wait for the commit.
         """
         assert self.dirpath is not None
+        run, moment = trainer.run, moment_of(trainer)
+        if run.saves.moment != moment:
+            run.saves.settle()
         path, saved = trainer.strategy.processes.on_rank_zero(partial(place, trainer, self.dirpath))
         if score is not None:
             self.scores[path.name] = score
         if not saved:
-            trainer.save_checkpoint(path, info={"best": self._best_name(), "finished": trainer.run.limit_reached})
-            _log.debug("saved %s", path)
-        self._saved_at_s = trainer.run.pulse.now_s
-        self._prune(trainer, path)
+            info = {"best": next(iter(self._ranked()), None), "finished": run.limit_reached}
+            run.saves.save(
+                path,
+                info,
+                asynchronous=False if at_once else self.asynchronous,
+                moment=moment,
+                account=partial(self._account, trainer, path),
+            )
+            _log.debug("saving %s" if run.saves.path == path else "saved %s", path)
+        elif run.saves.path != path:
+            self._prune(trainer, path)
+        self._saved_at_s = run.pulse.now_s
+
+    def _reserves_after_s(self, trainer: Trainer) -> float:
+        """When to take the memory for copies: well before the first save, but not in a run that ends before it."""
+        if self.every_n_train_steps:
+            return 0.0
+        by_epochs = self.every_n_epochs > 0 and trainer.max_epochs != trainer.current_epoch + 1
+        if by_epochs or (self.on_best and self.monitor is not None):
+            return min(_SHORT_RUN_S, self.train_time_interval_s / 2)
+        return self.train_time_interval_s / 2
 
     def _look_around(self) -> list[str]:
         """Names of the checkpoints that lie where this one saves."""
@@ -231,38 +279,54 @@ class ModelCheckpoint(Callback):
 
     def _prune(self, trainer: Trainer, newest: Path) -> None:
         """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
-        savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        sharing = [saver for saver in savers if saver.dirpath == self.dirpath]
-        for name in trainer.strategy.processes.on_rank_zero(partial(_remove_unkept, sharing, newest)):
-            for saver in sharing:
-                saver.scores.pop(name, None)
+        doomed = self._account(trainer, newest, True)
+        trainer.strategy.processes.on_rank_zero(partial(remove_checkpoints, doomed))
 
-    def kept(self, found: list[Path]) -> set[Path]:
-        """Which of some checkpoints, oldest first, the rules keep."""
+    def _account(self, trainer: Trainer, newest: Path, committed: bool) -> list[Path]:
+        """What is to be removed, now that the newest is committed; it has no score any more. Collective."""
+        savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        sharing = [saver for saver in savers if saver.dirpath == newest.parent]
+        rules = [partial(saver.kept, best=saver._top(saver._ranked())) for saver in sharing]
+
+        def find() -> list[Path]:
+            trainer.run.saves.wait()  # what is being removed shall not be found once more
+            return unkept(rules, newest)
+
+        doomed = trainer.strategy.processes.on_rank_zero(find) if committed else []
+        for path in doomed if committed else [newest]:
+            for saver in sharing:
+                saver.scores.pop(path.name, None)
+        return doomed
+
+    def kept(self, found: list[Path], best: Collection[str]) -> set[Path]:
+        """Which of some checkpoints, oldest first, the rules keep.
+
+        Args:
+            found: The checkpoints.
+            best: Names of the `save_top_k` best.
+        """
         if -1 in (self.keep_last, self.save_top_k):
             return set(found)
         kept = set(found[max(0, len(found) - self.keep_last) :])
-        best = self._top()
         kept |= {path for path in found if path.name in best}
         if self.keep_every_n_steps is not None:
             kept |= {path for path in found if int(path.name.split("-")[1]) % self.keep_every_n_steps == 0}
         return kept
 
-    def _ranked(self) -> list[str]:
+    def _ranked(self) -> dict[str, float]:
         """Scored checkpoints, best first; NaN is never best; of equals the earlier."""
         sign = 1.0 if self.mode == "min" else -1.0
-        return sorted(
-            (name for name in self.scores if not math.isnan(self.scores[name])),
-            key=lambda name: (sign * self.scores[name], name),
-        )
+        scored = [(name, score) for name, score in self.scores.items() if not math.isnan(score)]
+        return dict(sorted(scored, key=lambda item: (sign * item[1], item[0])))
 
-    def _top(self) -> list[str]:
-        """The `save_top_k` best, best first."""
-        ranked = self._ranked()
-        return ranked if self.save_top_k < 0 else ranked[: self.save_top_k]
+    def _committed(self) -> dict[str, float]:
+        """The same without the one whose save is under way."""
+        under_way = None if self._saves is None else self._saves.path
+        return {name: score for name, score in self._ranked().items() if self._path(name) != str(under_way)}
 
-    def _best_name(self) -> str | None:
-        return next(iter(self._ranked()), None)
+    def _top(self, ranked: dict[str, float]) -> dict[str, float]:
+        """The `save_top_k` first."""
+        return ranked if self.save_top_k < 0 else dict(islice(ranked.items(), self.save_top_k))
 
     def _path(self, name: str | None) -> str:
         return "" if name is None or self.dirpath is None else str(self.dirpath / name)
@@ -270,36 +334,8 @@ class ModelCheckpoint(Callback):
     def _is_among_best(self, value: float) -> bool:
         if math.isnan(value) or self.save_top_k == 0:
             return False
-        top = self._top()
+        top = self._top(self._ranked())
         if len(top) < self.save_top_k or self.save_top_k < 0:
             return True
-        worst = self.scores[top[-1]]
+        worst = next(reversed(top.values()))
         return value < worst if self.mode == "min" else value > worst
-
-
-def _remove_unkept(sharing: Sequence[ModelCheckpoint], newest: Path) -> list[str]:
-    """Remove the checkpoints beside the newest that none of those who save there keeps. Returns their names."""
-    found = find_checkpoints(newest.parent)
-    kept = {newest}.union(*(saver.kept(found) for saver in sharing))
-    removed = [path for path in found if path not in kept]
-    for path in removed:
-        remove_checkpoint(path)
-    return [path.name for path in removed]
-
-
-def place(trainer: Trainer, folder: Path) -> tuple[Path, bool]:
-    """Where in a run's folder this moment's checkpoint lies or will lie, and whether it is there already.
-
-    A skipped update leaves the step as it was while samples were consumed: a second moment of a step gets `-1`.
-    """
-    committed = find_checkpoints(folder)
-    now = trainer.run.progress.micro_batches, trainer.current_epoch
-    later = (f"-{number}" for number in count(1))
-    for suffix in ("-validating",) if trainer.validation_due else chain(("",), later):
-        path = folder / f"step-{trainer.global_step:08d}{suffix}"
-        if path not in committed:
-            return path, False
-        info = read_info(path)
-        if trainer.validation_due or (info["micro_batches"], info["epoch"]) == now:
-            break
-    return path, True

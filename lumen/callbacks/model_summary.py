@@ -8,9 +8,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -108,6 +105,10 @@ def _row(name: str, kind: str, parameters: Iterable[nn.Parameter]) -> Row:
 
 
 def _print(rows: list[Row]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
     console = terminal.console
     plain = not console.is_terminal
     table = Table(box=None if plain else box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")

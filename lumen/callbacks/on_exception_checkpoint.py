@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.model_checkpoint import place
+from lumen.callbacks.places import place
 from lumen.errors import NonFiniteLoss
 from lumen.run import Progress
 
@@ -100,12 +100,13 @@ class OnExceptionCheckpoint(Callback):
         own = trainer.run_directory and trainer.run_directory / "checkpoints" if saver is None else saver.dirpath
         if own is None or trainer.global_step == 0:
             return
+        trainer.run.saves.settle()
         path, saved = place(trainer, own)
         if not (saved and may_be_there):
             if not exact or self.dirpath is not None:
                 path = _free_name(trainer, self.dirpath or own)
             if exact and self.dirpath is None and saver is not None:
-                saver.save(trainer)
+                saver.save(trainer, at_once=True)
             else:
                 trainer.save_checkpoint(path)
         _log.info("%s holds what was learned before this exception", path)

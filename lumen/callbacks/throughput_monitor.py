@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
@@ -16,6 +15,8 @@ from lumen.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch.utils.flop_counter import FlopCounterMode
 
     from lumen.run import Run
     from lumen.task import TaskModule
@@ -108,6 +109,8 @@ class ThroughputMonitor(Callback):
     def _begin_to_count(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """The forward of a step's first micro-batch follows."""
         if self._is_asked and self._counter is None:
+            from torch.utils.flop_counter import FlopCounterMode
+
             self._counted_samples = max(trainer.run.batch_samples, 1)
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()  # type: ignore[no-untyped-call]

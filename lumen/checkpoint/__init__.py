@@ -15,21 +15,24 @@ all, whenever the process or the machine dies. For readers a directory without a
 Nothing is ever overwritten or unpickled.
 
 The modules, each using only those before it: `codec`, `disk`, `manifest`, `safetensors_files`, `sharded`, `reader`,
-`folder`, `sources`, `weights`, `writer`, `changes`, `ranks`, `state`, `resume`.
+`folder`, `sources`, `weights`, `writer`, `changes`, `ranks`, `state`, `snapshot`, `saves`,
+`resume`.
 """
 
 from lumen.checkpoint.changes import changed_hyperparameters, configured
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.resume import PARTS, Part, choose_parts, load_model_and_data, load_run, load_task
+from lumen.checkpoint.saves import Saves
 from lumen.checkpoint.sources import Weights, as_weights, check_there, find_checkpoint, is_weights
-from lumen.checkpoint.state import check_savable, save
+from lumen.checkpoint.state import check_savable
 from lumen.checkpoint.weights import load_weights
 
 __all__ = [
     "PARTS",
     "Checkpoint",
     "Part",
+    "Saves",
     "Weights",
     "as_weights",
     "changed_hyperparameters",
@@ -45,5 +48,4 @@ __all__ = [
     "load_task",
     "load_weights",
     "newest_valid",
-    "save",
 ]

@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,12 @@ def remove_checkpoint(path: Path) -> None:
         os.rename(path, doomed)
         fsync_directory(path.parent)
         shutil.rmtree(doomed)
+
+
+def remove_checkpoints(paths: Iterable[Path]) -> None:
+    """Remove several, one after the other; see `remove_checkpoint`."""
+    for path in paths:
+        remove_checkpoint(path)
 
 
 def set_aside(path: Path) -> Path:

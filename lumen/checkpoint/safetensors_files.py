@@ -70,7 +70,7 @@ def write_safetensors(
     with new_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            file.write(_bytes_of(tensors[name] if whole is None else whole(name)))
+            file.write(bytes_of(tensors[name] if whole is None else whole(name)))
     return file.record()
 
 
@@ -146,7 +146,7 @@ def _entry(dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> dict[str, 
     return {"dtype": "U8", "shape": [*shape, dtype.itemsize], "data_offsets": offsets}
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes, without a copy if they lie in host memory in their order."""
     plain = tensor.detach()
     if plain.device.type != "cpu" or not plain.is_contiguous() or plain.is_conj() or plain.is_neg():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, whose bytes lie on several processes."""
     module = sys.modules.get("torch.distributed.tensor")  # without it, and it is slow to import, there can be none
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def any_sharded(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
+    """Whether one of the tensors, by section and name, is."""
+    return any(is_sharded(tensor) for tensors in sections.values() for tensor in tensors.values())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, final
 
-import fsspec
-
 from lumen.checkpoint.disk import check_file, read_json
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
 from lumen.checkpoint.manifest import MANIFEST, Chunk, Manifest, Spec, read_manifest
@@ -258,6 +256,8 @@ def _read_index(directory: Path) -> dict[str, str]:
 
 def _fetch(url: str, folder: Path) -> Path:
     """Copy weights from a URL into a folder, piece by piece. Returns where they are: a file or the folder."""
+    import fsspec  # slow, and there is seldom a URL
+
     try:
         files, root = fsspec.core.url_to_fs(url)
         if url.partition("?")[0].endswith(".safetensors"):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lumen.checkpoint.codec import encode
+from lumen.checkpoint.codec import JSON, encode
 from lumen.checkpoint.ranks import own_values
 from lumen.checkpoint.sharded import own_part
 from lumen.checkpoint.weights import Tensors, model_tensors
-from lumen.checkpoint.writer import check_tensors, write_checkpoint
+from lumen.checkpoint.writer import check_tensors
 from lumen.errors import NonFiniteLoss
 from lumen.hyperparameters import HasHyperparameters
 from lumen.run import Run
@@ -130,57 +130,86 @@ def check_savable(run: Run) -> None:
     run.strategy.processes.together(check)
 
 
-def save(run: Run, path: Path, info: Mapping[str, Any]) -> None:
-    """Write a checkpoint of a run. Collective: every rank must call this.
+@dataclass(frozen=True)
+@final
+class Collected:
+    """What one checkpoint consists of. Nothing that the run does later changes any of it, but for the tensors.
 
-    Args:
-        run: At a boundary.
-        path: The directory to commit; it must not exist.
-        info: What a listing of runs shows: plain data.
-
-    Raises:
-        CheckpointError: It could not be written; nothing that existed was touched.
-        NonFiniteLoss: A loss under way or a parameter is not finite: nothing is committed past it.
+    Attributes:
+        sections: Tensors by section ("model", "optimizer", "extra") and name; the run's own, not copies.
+        aliases: Names of tied tensors of the section "model": alias to stored name.
+        state: Everything else, as JSON.
+        info: What the manifest tells of it.
+        trained: Names of the parameters in "model" that the optimizer moves.
     """
 
-    def collect() -> tuple[Any, ...]:
+    sections: dict[str, Tensors]
+    aliases: dict[str, str]
+    state: dict[str, JSON]
+    info: dict[str, Any]
+    trained: list[str]
+
+
+def collect(run: Run, info: Mapping[str, Any]) -> Collected:
+    """Bring a run's state together and its records to the disk. Collective: every rank must call this.
+
+    Raises:
+        CheckpointError: Something is neither plain data nor a tensor; the message names where it is.
+        NonFiniteLoss: A loss under way is not finite.
+    """
+
+    def own() -> tuple[Any, ...]:
         run.losses.flush()
-        _refuse_non_finite(run)
         for logger in run.loggers:
             logger.flush()
         return *capture(run), own_values(run)
 
     processes = run.strategy.processes
     run.strategy.sync_buffers(run.task)
-    sections, aliases, state, own = processes.together(collect)
+    sections, aliases, state, mine = processes.together(own)
     state["ranks"] = []
-    for values, tensors in processes.gather(own):
+    for values, tensors in processes.gather(mine):
         state["ranks"].append(values)
         sections["extra"] |= tensors
-    write_checkpoint(
-        path,
+    progress, names = run.progress, parameter_names(run.task)
+    counts = {"step": progress.step, "epoch": progress.epoch, "micro_batches": progress.micro_batches}
+    return Collected(
         sections,
+        aliases,
         state,
-        aliases=aliases,
-        info={
-            "step": run.progress.step,
-            "epoch": run.progress.epoch,
-            "micro_batches": run.progress.micro_batches,
-            "metrics": dict(run.metrics),
-            **info,
-        },
-        processes=processes,
+        info={**counts, "metrics": dict(run.metrics), **info},
+        trained=[names[id(parameter)] for parameter in run.parameters],
     )
 
 
-def _refuse_non_finite(run: Run) -> None:
-    finite = [own_part(parameter.detach()).isfinite().all() for parameter in run.parameters]
-    if torch.stack(finite).all():
-        return
-    names = parameter_names(run.task)
-    broken = [names[id(parameter)] for parameter, whole in zip(run.parameters, finite, strict=True) if not whole]
-    raise NonFiniteLoss(
-        f"after step {run.progress.step} {len(broken)} parameters are not finite, although its losses are: "
-        f"{', '.join(broken[:8])}. No checkpoint is made of them. Look for the derivative of sqrt at 0 or 0/0 behind "
-        "torch.where with detect_anomaly: true, or for a learning rate that is too high."
-    )
+def moving_tensors(run: Run) -> dict[str, Tensors]:
+    """The tensors of the model and the optimizer, which are nearly all of a checkpoint."""
+    optimizer = Tensors()
+    _capture_optimizer(run, optimizer)
+    return {"model": model_tensors(run.task)[0], "optimizer": optimizer}
+
+
+def refuse_non_finite(collected: Collected, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse to save parameters that are NaN or infinite.
+
+    Args:
+        collected: Says which are trained.
+        tensors: Those of the section "model", or copies of them.
+
+    Raises:
+        NonFiniteLoss: Names them.
+    """
+    extremes = [_extremes(own_part(tensors[name])) for name in collected.trained]
+    broken = [name for name, ends in zip(collected.trained, extremes, strict=True) if not ends.isfinite().all()]
+    if broken:
+        raise NonFiniteLoss(
+            f"after step {collected.info['step']} {len(broken)} parameters are not finite, although its losses are: "
+            f"{', '.join(broken[:8])}. No checkpoint is made of them. Look for the derivative of sqrt at 0 or 0/0 "
+            "behind torch.where with detect_anomaly: true, or for a learning rate that is too high."
+        )
+
+
+def _extremes(tensor: torch.Tensor) -> torch.Tensor:
+    """The least and the greatest number, or NaN if there is one; `isfinite` would need memory and several passes."""
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.stack(numbers.aminmax()) if numbers.numel() else numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import sys
 import traceback
@@ -10,6 +11,7 @@ import traceback
 from lumen import __version__
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError, LumenError
+from lumen.garbage import only_young_collected
 from lumen.worker import report
 
 COMMANDS = {
@@ -28,7 +30,7 @@ def main(args: list[str] | None = None) -> int:
         Errors of the user's own code are raised, with their traceback.
     """
     try:
-        return _dispatch(sys.argv[1:] if args is None else args)
+        return _dispatch(sys.argv[1:], own=True) if args is None else _dispatch(args, own=False)
     except KeyboardInterrupt:
         return 130
     except LumenError as error:
@@ -41,7 +43,7 @@ def main(args: list[str] | None = None) -> int:
         stdout.flush()  # here, where a closed pipe is no error, and not when Python exits
 
 
-def _dispatch(args: list[str]) -> int:
+def _dispatch(args: list[str], *, own: bool) -> int:
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         lines = [f"  {command:{width}}  {summary}" for command, summary in COMMANDS.items()]
@@ -55,6 +57,9 @@ def _dispatch(args: list[str]) -> int:
     if command not in COMMANDS:
         close = difflib.get_close_matches(command, COMMANDS, n=1)
         raise ConfigError(f"lumen has no command {command}. Did you mean {(close or [' or '.join(COMMANDS)])[0]}?")
-    from lumen.cli.commands import run  # takes seconds, for torch: not before it is needed
+    with only_young_collected():
+        from lumen.cli.commands import run  # takes seconds, for torch: not before it is needed
+    if own:
+        gc.freeze()  # what there is now stays until the end: no need to look through it again and again
 
     return run(command, words)

@@ -8,13 +8,14 @@ from itertools import chain, tee
 from typing import Any, final
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
+from lumen.batches import pin
 from lumen.data.agreement import check_same, digest
 from lumen.data.feed import Feed, Position, SampleCounter, Step, read_ahead
-from lumen.data.keyed import Draw, KeyedDataset, can_draw
+from lumen.data.keyed import Draw, KeyedDataset
 from lumen.data.samplers import Order, known_length
-from lumen.data.windows import Dealt, Item, Shard, Window
+from lumen.data.windows import Dealt, Item, Shard, Window, in_blocks
 from lumen.data.workers import end_workers, init_worker
 from lumen.random import Domain, make_key
 
@@ -52,20 +53,25 @@ class IndexedFeed(Feed):
         self._shard = shard
         self._dataset = loader.dataset
         self._count = SampleCounter(loader)
-        self._draws = _Draws(shard)
-        self._iterator: Iterator[Any] | None = None
-        self._generator = torch.Generator()  # a DataLoader draws its workers' seed even from no shuffling at all
         self._makes_batches = loader.batch_size is not None or loader.batch_sampler is not None
-        collates = can_draw(loader.dataset) or loader.collate_fn is not default_collate
+        self._batches = KeyedDataset(loader.dataset, loader.collate_fn, seed, single=not self._makes_batches)
+        self._pins = loader.pin_memory and torch.accelerator.is_available() and not torch.backends.mps.is_available()
+        self._draws = _Draws(shard)
+        self._generator = torch.Generator()  # a DataLoader draws its workers' seed even from no shuffling at all
+        self._iterator: Iterator[Any] | None = None
+        self._loader = self._with_workers(loader) if loader.num_workers else None
+        self.length = order.length
+
+    def _with_workers(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         draws: dict[str, Any] = (
             {"batch_sampler": self._draws} if self._makes_batches else {"sampler": self._draws, "batch_size": None}
         )
-        self._loader: DataLoader[Any] = DataLoader(
-            KeyedDataset(loader.dataset, seed, collates),
+        return DataLoader(
+            self._batches,
             **draws,
             num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory and torch.accelerator.is_available() and not torch.backends.mps.is_available(),
+            collate_fn=_as_it_is,
+            pin_memory=self._pins,
             timeout=loader.timeout,
             worker_init_fn=partial(init_worker, loader.dataset, loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
@@ -73,20 +79,21 @@ class IndexedFeed(Feed):
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
-        self.length = order.length
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
         """See `Feed.windows`. The position is exact: no sample is loaded that was consumed before."""
         draws = self._order.steps(epoch, position, limit)
         if self._shard.world > 1:
             draws = self._agreed(draws)
-        # one copy for the DataLoader, which runs ahead of the steps; one to know each step's sizes and the last one
-        self._draws.plan, plan = tee(_dealt(draws, self._shard.dealer(position.turn)))
-        own = 1 + (self._shard.rank << 32)  # workers' seeds, for what a user draws from no generator that is keyed
-        self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), own))
-        self._iterator = iter(self._loader)
+        plan = _dealt(draws, self._shard.dealer(position.turn))
+        if self._loader is not None:
+            # one copy for the DataLoader, which runs ahead of the steps; one to know each step's sizes and the last one
+            self._draws.plan, plan = tee(plan)
+            own = 1 + (self._shard.rank << 32)  # workers' seeds, for what a user draws from no generator that is keyed
+            self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), own))
+            self._iterator = iter(self._loader)
         if self._makes_batches:
-            yield from self._follow(plan, position.batches)
+            yield from in_blocks(self._follow(plan, position.batches))
         else:
             yield from read_ahead(self._read(plan), position.batches, self._shard)
         self._iterator = None  # ends workers that are not persistent
@@ -114,24 +121,28 @@ class IndexedFeed(Feed):
         while ahead:
             (draws, dealt, state), ahead = ahead, next(plan, None)
             sizes = [len(draw.indices) for draw in draws]
-            fetch = partial(self._fetch, iter(shard.share(sizes, dealt)))
-            yield Window(fetch, sizes, index, last=ahead is None, state=state, shard=shard, dealt=dealt)
-            index += len(draws)
+            fetch = map(self._item, shard.share(draws, dealt)).__next__
+            yield Window(fetch, sizes, index, ahead is None, state, 0.0, shard, dealt)
+            index += len(sizes)
 
     def _read(self, plan: Plan) -> Iterator[Step]:
         """Without batching only a batch itself tells how many samples it holds."""
-        assert self._iterator is not None
         shard = self._shard
         for draws, dealt, state in plan:
-            batches = [next(self._iterator) for _ in shard.share(draws, dealt)]
+            batches = [self._load(draw) for draw in shard.share(draws, dealt)]
             items = [Item(batch, self._count(batch)) for batch in batches]
             own = {number: item.samples for number, item in zip(dealt, items, strict=False)}
             sizes = {number: size for told in shard.gather(own) for number, size in told.items()}
             yield Step(items, [sizes[number] for number in range(len(draws))], dealt, state)
 
-    def _fetch(self, sizes: Iterator[int]) -> Item:
-        assert self._iterator is not None
-        return Item(next(self._iterator), next(sizes))
+    def _item(self, draw: Draw) -> Item:
+        return Item(self._load(draw), len(draw.indices))
+
+    def _load(self, draw: Draw) -> Any:
+        if self._iterator is not None:
+            return next(self._iterator)  # the workers were given the same draws
+        batch = self._batches.__getitems__(draw) if self._makes_batches else self._batches[draw]
+        return pin(batch) if self._pins else batch
 
     def steps(self, limit: int | None) -> int | None:
         """See `Feed.steps`."""
@@ -139,9 +150,16 @@ class IndexedFeed(Feed):
 
     def close(self) -> None:
         """See `Feed.close`."""
-        for iterator in (self._iterator, self._loader._iterator):  # the second one's workers are persistent
-            end_workers(iterator)
-        self._iterator = self._loader._iterator = None
+        end_workers(self._iterator)
+        self._iterator = None
+        if self._loader is not None:  # its workers are persistent
+            end_workers(self._loader._iterator)
+            self._loader._iterator = None
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Workers make whole batches."""
+    return batch
 
 
 def _dealt(steps: Iterator[Draws], deal: Callable[[int], Dealt]) -> Plan:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from lumen.random import Domain, make_key, seed_generators
 
@@ -15,13 +18,13 @@ class Draw(NamedTuple):
     Attributes:
         epoch: Of the order.
         start: Position of the first sample in the epoch.
-        indices: Of the samples in the data set: whatever it takes.
+        indices: Of the samples in the data set: int64 in an array, or a list of whatever it takes.
         by_place: An index may come twice in an epoch, so samples are keyed by position instead of by index.
     """
 
     epoch: int
     start: int
-    indices: list[Any]
+    indices: Sequence[Any] | np.ndarray[Any, Any]
     by_place: bool
 
 
@@ -43,40 +46,104 @@ def _fetches_many(dataset: Any) -> bool:
 
 @final
 class KeyedDataset(Dataset[Any]):
-    """Fetches a whole micro-batch, with the generators keyed for each sample and then for the collate function.
+    """Makes whole micro-batches, with the generators keyed for each sample and then for the collate function.
+
+    Rows of plain tensors are taken at once: bit for bit what stacking them one by one gives.
 
     Args:
         dataset: The user's.
+        collate: Makes a micro-batch of samples; where the loader makes no batches, converts the one sample.
         seed: Of the run.
-        collates: The collate function may use random numbers.
+        single: The loader makes no batches.
     """
 
-    def __init__(self, dataset: Any, seed: int, collates: bool) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, single: bool) -> None:
         self.dataset = dataset
         self.seed = seed
         self.draws = can_draw(dataset)
-        self.collates = collates
+        self.collate = collate
+        self.keys_collate = self.draws or collate is not default_collate
         self.fetch_many = None if self.draws and not _fetches_many(dataset) else getattr(dataset, "__getitems__", None)
+        self.stacks = collate is default_collate
+        self.rows = _Rows.of(dataset) if collate is default_collate and not single else None
 
     def __getitem__(self, draw: Draw) -> Any:
         """The one sample of a draw: where the loader does not make batches."""
-        return self._fetch(draw)[0]
+        return self.collate(self._fetch(draw)[0])
 
-    def __getitems__(self, draw: Draw) -> list[Any]:
-        return self._fetch(draw)
+    def __getitems__(self, draw: Draw) -> Any:
+        """The micro-batch of a draw."""
+        if self.rows is not None:
+            return self.rows.take(draw.indices)
+        samples = self._fetch(draw)
+        return (self.stacks and stack(samples)) or self.collate(samples)
 
     def _fetch(self, draw: Draw) -> list[Any]:
+        indices = draw.indices.tolist() if isinstance(draw.indices, np.ndarray) else draw.indices
         if self.fetch_many is not None:
             if self.draws:
                 seed_generators(make_key(self.seed, Domain.SAMPLE, draw.epoch, draw.start))
-            samples = self.fetch_many(draw.indices)
+            samples = self.fetch_many(indices)
         elif self.draws:
             samples = []
-            for place, index in enumerate(draw.indices, draw.start):
+            for place, index in enumerate(indices, draw.start):
                 seed_generators(make_key(self.seed, Domain.SAMPLE, draw.epoch, place if draw.by_place else index))
                 samples.append(self.dataset[index])
         else:
-            samples = [self.dataset[index] for index in draw.indices]
-        if self.collates:
+            samples = [self.dataset[index] for index in indices]
+        if self.keys_collate:
             seed_generators(make_key(self.seed, Domain.COLLATE, draw.epoch, draw.start))
         return samples  # type: ignore[no-any-return]
+
+
+def stack(samples: list[Any]) -> list[torch.Tensor] | None:
+    """What `default_collate` makes of tuples of tensors and ints, in two thirds of its time; None for anything else."""
+    first = samples[0]
+    if type(first) is not tuple or get_worker_info() is not None:  # workers stack into memory that is shared
+        return None
+    for part in first:
+        if type(part) is not int and (type(part) is not torch.Tensor or part.layout is not torch.strided):
+            return None
+    try:
+        columns = list(zip(*samples, strict=True))
+    except (TypeError, ValueError):
+        return None
+    return [
+        torch.tensor(column) if type(part) is int else torch.stack(column)
+        for part, column in zip(first, columns, strict=True)
+    ]
+
+
+@final
+class _Rows:
+    """Rows of plain tensors, taken by one operation for each tensor.
+
+    Args:
+        tensors: Of equal lengths.
+        subsets: Indices into those of the next; the last ones into the tensors.
+    """
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...], subsets: list[Sequence[Any]]) -> None:
+        self._tensors = tensors
+        self._subsets = subsets
+
+    @classmethod
+    def of(cls, dataset: Any) -> _Rows | None:
+        """Those of a `TensorDataset`, or of a subset of one; None where stacking samples may give anything else."""
+        subsets = []
+        while type(dataset) is Subset:
+            subsets.append(dataset.indices)
+            dataset = dataset.dataset
+        if type(dataset) is not TensorDataset or not all(
+            type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
+            for tensor in dataset.tensors
+        ):
+            return None
+        return cls(dataset.tensors, subsets)
+
+    def take(self, indices: Any) -> list[torch.Tensor]:
+        """The rows of some indices, copied."""
+        for subset in self._subsets:
+            indices = [subset[index] for index in indices]
+        rows = torch.from_numpy(indices) if isinstance(indices, np.ndarray) else torch.as_tensor(indices)
+        return [tensor[rows] for tensor in self._tensors]

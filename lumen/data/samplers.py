@@ -10,10 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count, islice
+from itertools import islice
 from typing import Any, final
 from zlib import crc32
 
+import numpy as np
+import torch
 from torch.utils.data import Sampler
 
 from lumen.data.feed import Position, count_steps
@@ -75,25 +77,23 @@ class PlainOrder(Order):
                 "this run goes on in the middle of an epoch, whose order belongs to other data: "
                 f"then {position.state}, now {state}. Give it the data and the shuffling it had."
             )
-        key = position.key(epoch)
+        key, end = position.key(epoch), self._samples
         order = epoch_order(self._samples, self._seed, key, shuffle=self._shuffle)
-        start, end = position.samples, self._samples
+        rows = order.numpy() if isinstance(order, torch.Tensor) else order  # cut faster
         if limit is not None:
             steps, batches = divmod(limit, self._per_step)
             end = min(end, steps * self._step_size + batches * self._batch_size)
-        piece = count(start, self._step_size)
-
-        def take(number: int) -> list[Any]:
-            first = next(piece)
-            indices = order[first : min(first + number, end)]
-            return indices.tolist() if hasattr(indices, "tolist") else list(indices)
-
-        for step in cut_steps(take, self._batch_size, self._step_size, drop_last=self._drop_last):
-            draws = []
-            for indices in step:
-                draws.append(Draw(key, start, indices, by_place=False))
-                start += len(indices)
-            yield draws, state
+        size = self._batch_size
+        for first in range(position.samples, end, self._step_size):
+            last = min(first + self._step_size, end)
+            if self._drop_last and last - first < self._step_size:
+                last -= (last - first) % size
+            draws = [
+                Draw(key, start, np.asarray(rows[start : min(start + size, last)]), by_place=False)
+                for start in range(first, last, size)
+            ]
+            if draws:
+                yield draws, state
 
     def count(self, limit: int | None) -> int | None:
         """See `Order.count`."""
@@ -302,7 +302,8 @@ class _KeyedIterator:
 def _word(given: Any) -> str:
     """What tells indices apart, whatever they are pieces of."""
     if isinstance(given, (list, tuple)):
-        return "".join(f"{_word(each)}," for each in given)
+        words = map(str if set(map(type, given)) == {int} else _word, given)
+        return ",".join([*words, ""])
     if isinstance(given, (int, str)):
         return str(given)
     return str(given.item()) if hasattr(given, "item") else type(given).__name__

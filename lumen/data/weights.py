@@ -14,49 +14,55 @@ from typing import final
 
 from lumen.errors import TrainingError
 
-BeginSum = Callable[[Sequence[float]], Callable[[], list[float]]]
+BeginAgreement = Callable[[Sequence[float], bool], Callable[[], list[float] | None]]
 
 
 @final
 class StepWeights:
-    """Weights of the micro-batches of one optimizer step.
+    """Weights of the micro-batches of the optimizer step in progress.
 
     Args:
-        planned: The sum of the weights that are known before the forward, over all processes.
-        alone: The step has a single micro-batch on a single process: then its share is exactly 1.
         by_task: The known weights are the task's `batch_weight`, not numbers of samples: a returned one must agree.
-        guess: Stands in for an unknown sum: a power of two, so that multiplying by it rounds nothing.
         world: Number of processes.
         scaled: A gradient scaler is at work: the number of processes is then multiplied with gradients, not with the
             loss, so that what overflows does not depend on it.
-        begin_sum: Begins to sum numbers over the processes; what it returns waits for the sums.
+        begin_agreement: Begins to sum numbers over the processes; what it returns waits for the sums, None if none of
+            them has news. None: there is one process.
 
     Attributes:
         total: The sum of the weights of this process; once they have agreed, of all.
         skipped: A hook of some process ended the epoch in this step.
+        left_out: A micro-batch of this process counts nothing, although it was planned.
     """
 
     def __init__(
         self,
-        planned: float,
         *,
-        alone: bool,
         by_task: bool,
-        guess: float,
         world: int = 1,
         scaled: bool = False,
-        begin_sum: BeginSum | None = None,
+        begin_agreement: BeginAgreement | None = None,
     ) -> None:
+        self._by_task = by_task
+        self._in_loss, self._in_gradients = (1, world) if scaled else (world, 1)
+        self._begin_agreement = begin_agreement
+        self.begin(0.0, alone=False, guess=1.0)
+
+    def begin(self, planned: float, *, alone: bool, guess: float) -> None:
+        """A step begins.
+
+        Args:
+            planned: The sum of the weights that are known before the forward, over all processes.
+            alone: The step has a single micro-batch on a single process: then its share is exactly 1.
+            guess: Stands in for an unknown sum: a power of two, so that multiplying by it rounds nothing.
+        """
         self.total = 0.0
-        self.skipped = False
+        self.skipped = self.left_out = False
         self._planned = planned
         self._alone = alone
-        self._by_task = by_task
         self._guess = guess
-        self._in_loss, self._in_gradients = (1, world) if scaled else (world, 1)
-        self._begin_sum = begin_sum
         self._returned: bool | None = None
-        self._finish: Callable[[], list[float]] | None = None
+        self._finish: Callable[[], list[float] | None] | None = None
 
     def share(self, known: float, returned: float | None) -> float:
         """What to multiply a micro-batch's mean loss with before backward.
@@ -69,53 +75,64 @@ class StepWeights:
             TrainingError: A negative or non-finite weight; some micro-batches of a step with and some without one;
                 one that differs from `batch_weight`.
         """
+        if self._by_task:
+            if returned not in (None, known):
+                raise TrainingError(
+                    f"training_step returned the weight {returned} for a micro-batch to which batch_weight gave "
+                    f"{known}. Make the two agree, or drop one."
+                )
+            returned = None  # it was known
         if self._returned not in (None, returned is not None):
             raise _mixed()
-        if self._by_task and returned not in (None, known):
-            raise TrainingError(
-                f"training_step returned the weight {returned} for a micro-batch to which batch_weight gave {known}. "
-                "Make the two agree, or drop one."
-            )
         weight = known if returned is None else returned
         if not 0.0 <= weight < math.inf:
             raise TrainingError(f"a micro-batch has the weight {weight}; a weight is a finite number >= 0.")
         if self._returned is None:
             self._returned = returned is not None
-            if self._returned and not self._by_task:
+            if self._returned:
                 self._planned = weight if self._alone else self._guess
         self.total += weight
         return self._in_loss * weight / self._planned if self._planned else 0.0
 
     def begin_agreement(self) -> None:
         """All weights of this process are known: begin to sum them over the processes. Collective."""
-        if self._begin_sum is not None:
-            kinds = (self._returned is True, self._returned is False)
-            self._finish = self._begin_sum([self.total, *map(float, kinds), float(self.skipped), 0.0])
+        if self._begin_agreement is not None:
+            returned, skipped = self._returned is True, self.skipped
+            kinds = map(float, (returned, self._returned is False, skipped, False))
+            self._finish = self._begin_agreement([self.total, *kinds], returned or skipped or self.left_out)
 
     @staticmethod
-    def leaving(sum_over_ranks: Callable[[Sequence[float]], list[float]]) -> int:
+    def leave(sum_over_ranks: Callable[[Sequence[float]], list[float]], world: int) -> None:
         """Take part in the next agreement with nothing but the message that this process has left.
 
-        Returns:
-            How many have.
+        Raises:
+            TrainingError: On every process: some of them go on.
         """
-        return int(sum_over_ranks([0.0, 0.0, 0.0, 0.0, 1.0])[-1])
+        left = sum_over_ranks([0.0, 0.0, 0.0, 0.0, 1.0])[-1]
+        if left < world:
+            raise _apart(left)
 
     def agree(self) -> None:
         """Wait for the sums over the processes.
 
         Raises:
-            TrainingError: Some processes have returned weights, and some have not.
+            TrainingError: Some processes have returned weights, and some have not; or some have left.
         """
         if self._finish is None:
             return
-        (self.total, returned, plain, skipped, _), self._finish = self._finish(), None
+        sums, self._finish = self._finish(), None
+        if sums is None:
+            self.total = self._planned
+            return
+        self.total, returned, plain, skipped, left = sums
         self.skipped = bool(skipped)
+        if left:
+            raise _apart(left)
         if returned and plain:
             raise _mixed()
         if returned or plain:
             self._returned = bool(returned)
-        if self._returned and not self._by_task:
+        if self._returned:
             self._planned = self._guess  # of a process that counted nothing, too
 
     @property
@@ -139,4 +156,11 @@ def _mixed() -> TrainingError:
     return TrainingError(
         "training_step returned a weight for one micro-batch of a step and none for another. "
         "Return (loss, weight) always or never."
+    )
+
+
+def _apart(left: float) -> TrainingError:
+    return TrainingError(
+        f"{left:g} processes end the run here, but others go on: should_stop was not set on every rank. Set it in "
+        "on_validation_end or on_train_epoch_end, where one rank is enough, or by what is equal on all ranks."
     )

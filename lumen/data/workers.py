@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from threadpoolctl import threadpool_limits
 from torch.utils.data import DataLoader, get_worker_info
+
+from lumen.garbage import collect_in_worker
 
 _GRACE_S = 30
 
@@ -28,6 +29,7 @@ def init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(_GRACE_S))
     _limit_threads()
+    collect_in_worker()
     info = get_worker_info()
     assert info is not None
     object.__setattr__(info, "dataset", dataset)
@@ -37,6 +39,8 @@ def init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id
 
 def _limit_threads() -> None:
     """One thread a worker, as torch does for its own: libraries that take every core would slow each other down."""
+    from threadpoolctl import threadpool_limits
+
     for library in ("OMP", "OPENBLAS", "MKL"):  # those loaded from now on
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     threadpool_limits(1)  # those that are here

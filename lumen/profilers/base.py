@@ -8,13 +8,11 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from lumen import console as terminal
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lumen.run import Run
 
 _WIDE = 200  # columns of a table that goes to a file
@@ -67,6 +65,8 @@ def hook_stage(stage: str) -> str:
 
 def make_table(name: str, *numbers: str) -> Table:
     """An empty table: a column of names, then columns of numbers."""
+    from rich.table import Table
+
     table = Table(box=None, show_edge=False, pad_edge=False, header_style="bold", title_justify="left", title_style="")
     table.add_column(name, overflow="fold")
     for number in numbers:
@@ -76,6 +76,9 @@ def make_table(name: str, *numbers: str) -> Table:
 
 def show(table: Table, directory: Path | None) -> None:
     """Print a table, and append it to `profile.txt` and `run.log` of a run directory."""
+    from rich import box
+    from rich.console import Console
+
     file = StringIO()
     Console(file=file, width=_WIDE, color_system=None, force_terminal=False, force_jupyter=False).print(table)
     text = "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())

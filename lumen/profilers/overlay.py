@@ -83,7 +83,7 @@ class Overlay:
         for logger in run.loggers:
             for method in _LOGGER_METHODS:
                 self._lay(f"{type(logger).__name__}.{method}", logger, method)
-        self._lay("save_checkpoint", run.trainer, "save_checkpoint")
+        self._lay("save_checkpoint", run.saves, "save")
         if run.stage == "fit":
             self._lay("optimizer.zero_grad", run.optimizer, "zero_grad")
             for config in run.schedulers:

@@ -10,11 +10,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING, final
 
 import torch
-from rich.table import Table
 
 from lumen.profilers.base import Profiler, in_stage, make_table, show
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lumen.run import Run
 
 _TINY = 0.001  # share of the whole below which parts are shown as one

@@ -10,13 +10,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 from lumen.errors import ConfigError
 from lumen.profilers.base import Profiler, make_table, show
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lumen.run import Run
 
 _log = logging.getLogger("lumen")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -112,6 +112,24 @@ class Strategy(ABC):
         """
         return torch.zeros((), device=self.device, requires_grad=True)
 
+    def begin_agreement(self, numbers: Sequence[float], news: bool) -> Callable[[], list[float] | None]:
+        """Begin to sum numbers over the ranks beside the backward that communicates, which is to be the next thing.
+
+        Collective: every rank must call this.
+
+        Args:
+            numbers: To sum, in float64.
+            news: They are not what the other ranks expect them to be.
+
+        Returns:
+            To be called after that backward: the sums; None, if it can do without them, where no rank has news.
+        """
+        return self.processes.begin_sum(numbers)
+
+    def agree_in_next_step(self, numbers: Sequence[float]) -> list[float]:
+        """Sum numbers with all ranks, of which some may go on: they find them in the agreement of their next step."""
+        return self.processes.sum(numbers)
+
     def after_backward(self) -> None:
         """The backward that communicated is over: find out whether all gradients arrived."""
 
@@ -122,14 +140,7 @@ class Strategy(ABC):
         """
         if self.world_size == 1:
             return
-        buffers = [
-            buffer
-            for module in task.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set
-            and type(buffer) is torch.Tensor
-            and buffer.device.type == self.device.type
-        ]
+        buffers = self._persistent_buffers(task)
         for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
             same = [buffer for buffer in buffers if buffer.dtype == dtype]
             joined = torch.cat([buffer.reshape(-1) for buffer in same])
@@ -138,6 +149,20 @@ class Strategy(ABC):
             with torch.no_grad():
                 for buffer, values in zip(same, torch.split(joined, sizes), strict=True):
                     buffer.copy_(values.view_as(buffer))
+
+    def _persistent_buffers(self, task: nn.Module) -> list[torch.Tensor]:
+        """Those on the device; asked for in every step, since any may have changed modules."""
+        modules: list[nn.Module | None] = [task]
+        found = {}  # in order, a shared one once
+        for module in modules:
+            if module is None:
+                continue
+            if module._modules:
+                modules += module._modules.values()
+            for name, buffer in module._buffers.items() if module._buffers else ():
+                if type(buffer) is torch.Tensor and name not in module._non_persistent_buffers_set:
+                    found[id(buffer)] = buffer
+        return [buffer for buffer in found.values() if buffer.device.type == self.device.type]
 
     def evaluation(self) -> AbstractContextManager[Any]:
         """The context of an evaluation: no gradients are made in it."""
@@ -152,13 +177,19 @@ class Strategy(ABC):
         """Multiply all gradients by a factor, when the weights of a step were known only after its backward."""
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
 
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Clip by the norm over all gradients of all ranks.
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, factor: float = 1.0) -> torch.Tensor:
+        """Multiply all gradients by a factor, then clip them by the norm over those of all ranks, in one pass.
 
         Returns:
-            The norm before clipping: a tensor without dimensions on the device.
+            The norm between the two: a tensor without dimensions on the device.
         """
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
+        if factor == 1.0:
+            return nn.utils.clip_grad_norm_(parameters, max_norm)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients) * factor
+        if gradients:
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0) * factor)
+        return norm
 
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
         """Clamp every gradient element to [-max_value, max_value], as `torch.nn.utils.clip_grad_value_` does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any, Literal, final
@@ -77,6 +77,8 @@ class DDP(Strategy):
         self._ddp: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
+        self._flag: nn.Parameter | None = None
+        self._had_news = False
 
     def connect(self) -> None:
         """See `Strategy.connect`."""
@@ -86,6 +88,7 @@ class DDP(Strategy):
         """Move the task to the device; parameters and buffers become those of rank 0."""
         self._task = task.to(self.device)
         self.sync_buffers(self._task)
+        self._had_news = False
         self._wrap()
 
     def _wrap(self) -> None:
@@ -93,9 +96,10 @@ class DDP(Strategy):
         self._parameters = list(self._task.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._unwrap()
+        self._flag = self._make_flag()
         if any(self._trained):
             # a parameter that no rank has used must be without a gradient even where a rank was idle
-            steps = Steps(self._task, anchored=self._options["find_unused_parameters"]).to(self.device)
+            steps = Steps(self._task, anchored=self._options["find_unused_parameters"], flag=self._flag).to(self.device)
             self._ddp = DistributedDataParallel(steps, **self._options, **_NO_BUFFERS)
             if self._compression is not None:
                 self._ddp.register_comm_hook(None, _HOOKS[self._compression])
@@ -108,9 +112,29 @@ class DDP(Strategy):
         DDP sums gradients in one order in its first backward, and in all later ones in that in which they came then.
         A process that goes on from a checkpoint would round one step differently from one that was not interrupted.
         """
-        ddp(None).backward()
+        loss = ddp(None)
+        self._raise_flag(False)
+        loss.backward()
         for parameter in self._parameters:
             parameter.grad = None
+
+    def _make_flag(self) -> nn.Parameter | None:
+        """A number whose gradient, which travels with all others, says whether some rank has news; None without one.
+
+        On CUDA it is not worth it: every step would wait for the device to read it, and a sum on the CPU does not. With
+        `find_unused_parameters` it would have to be part of every step's graph.
+        """
+        trained = (each for each in self._parameters if each.requires_grad and each.is_floating_point())
+        like = next(trained, None)  # gradients of one type share a bucket
+        if like is None or self.world_size == 1 or self.device.type != "cpu" or self._options["find_unused_parameters"]:
+            return None
+        return nn.Parameter(torch.zeros((), dtype=like.dtype))
+
+    def _raise_flag(self, raised: bool) -> None:
+        """The flag's part of a backward, after the forward: DDP waits for it as for every other gradient."""
+        if self._flag is not None:
+            self._flag.grad = None
+            torch.autograd.backward(self._flag, torch.full_like(self._flag, float(raised)))
 
     def _unwrap(self) -> None:
         """Take the wrapper's hooks off the parameters now: its own references would keep it until some collection."""
@@ -157,6 +181,44 @@ class DDP(Strategy):
         assert self._ddp is not None
         return self._ddp(None)  # type: ignore[no-any-return]
 
+    def begin_agreement(self, numbers: Sequence[float], news: bool) -> Callable[[], list[float] | None]:
+        """Whether any rank has news travels with the gradients; only then, and one step longer, numbers are summed."""
+        flag = self._flag
+        if flag is None:
+            return self.processes.begin_sum(numbers)
+        told = [*numbers, float(news)]
+        begun = self.processes.begin_sum(told) if self._had_news else None  # a task that weighs batches always has some
+        self._raise_flag(news)
+
+        def finish() -> list[float] | None:
+            if begun is None and not flag.grad.item():  # type: ignore[union-attr]
+                return None
+            *sums, ranks_with_news = begun() if begun is not None else self.processes.sum(told)
+            self._had_news = ranks_with_news > 0
+            return sums
+
+        return finish
+
+    def agree_in_next_step(self, numbers: Sequence[float]) -> list[float]:
+        """Make that step without a batch; gradients are afterwards what they were."""
+        if self._ddp is None:
+            return self.processes.sum(numbers)
+        in_buckets = self._options["gradient_as_bucket_view"]
+        before = [(each, each.grad) for each in self._parameters]
+        before = [(each, grad.clone() if in_buckets and grad is not None else grad) for each, grad in before]
+        self.begin_step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        loss = self.idle_loss()
+        finish = self.begin_agreement(numbers, news=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.after_backward()
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        sums = finish()
+        assert sums is not None
+        return sums
+
     def after_backward(self) -> None:
         """Find parameters without a gradient now: the other ranks, if they have one, wait for this one.
 
@@ -175,7 +237,8 @@ class DDP(Strategy):
     def _name_unused(self, message: str) -> str:
         assert self._task is not None
         named = zip(self._task.named_parameters(), self._trained, strict=True)
-        trained = [name for (name, _), is_trained in named if is_trained]
+        own = [] if self._flag is None else ["flag"]
+        trained = own + [name for (name, _), is_trained in named if is_trained]
         listed = re.search(r"indices which did not receive grad for rank \d+: ([\d ,]+)", message)
         names = [trained[int(number)] for number in re.findall(r"\d+", listed.group(1))] if listed else ["unknown"]
         return (
@@ -194,7 +257,7 @@ class DDP(Strategy):
         assert self._task is not None
         named = [(name, each.detach()) for name, each in self._task.named_parameters() if each.requires_grad]
         norms = torch._foreach_norm([parameter for _, parameter in named]) if named else []
-        ranks = self.gather([float(norm) for norm in norms])
+        ranks = self.gather(torch.stack([norm.float() for norm in norms]).tolist() if named else [])
         for rank, theirs in enumerate(ranks):
             for (name, _), first, other in zip(named, ranks[0], theirs, strict=True):
                 if abs(first - other) > _SAME * max(abs(first), abs(other)):

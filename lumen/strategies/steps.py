@@ -15,12 +15,14 @@ class Steps(nn.Module):
     Args:
         task: Whose.
         anchored: A loss of 0 depends on a parameter of this module's own, instead of on every one of the task.
+        flag: A parameter of this module's own that no loss depends on.
     """
 
-    def __init__(self, task: nn.Module, *, anchored: bool = False) -> None:
+    def __init__(self, task: nn.Module, *, anchored: bool = False, flag: nn.Parameter | None = None) -> None:
         super().__init__()
         self.task = task
         self.anchor = nn.Parameter(torch.zeros(())) if anchored else None
+        self.flag = flag
 
     def forward(self, step: str | None, *args: Any) -> Any:
         """What a step returns; for None a loss of 0."""

@@ -1,6 +1,6 @@
 """One run that may be killed at any moment and started again: the child process of test_exact_resume.
 
-    python -m tests.promises.resumable_run DIRECTORY WORKERS PRECISION
+    python -m tests.promises.resumable_run DIRECTORY WORKERS PRECISION[-asynchronous]
 
 It prints a line at each micro-batch, validation batch and fsync of a save, so that its parent can strike there, and
 keeps a record of every sample it trained on.
@@ -28,7 +28,7 @@ LENGTH = {"fp32": {"max_epochs": EPOCHS}, "bf16": {"max_steps": 13}}
 
 
 def say(what):
-    print(what, flush=True)
+    sys.stdout.write(f"{what}\n")  # at once, for two threads say something
 
 
 class Noisy(lumen.TaskModule):
@@ -69,7 +69,8 @@ class Noisy(lumen.TaskModule):
         ]
 
 
-def main(directory, workers, precision):
+def main(directory, workers, kind):
+    precision, _, asynchronous = kind.partition("-")
     torch.set_num_threads(1)
     fsync = os.fsync
 
@@ -85,7 +86,7 @@ def main(directory, workers, precision):
         val_check_interval=0.5, log_every_n_steps=1, default_root_dir=directory, name="run", resume="auto",
         enable_progress_bar=False, enable_model_summary=False,
         callbacks=[
-            lumen.ModelCheckpoint(monitor="val_loss", every_n_train_steps=1),
+            lumen.ModelCheckpoint(monitor="val_loss", every_n_train_steps=1, asynchronous=bool(asynchronous)),
             lumen.EarlyStopping("val_loss", patience=100),
             lumen.LearningRateMonitor(),
         ],

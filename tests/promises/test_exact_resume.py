@@ -21,12 +21,13 @@ STRIKES = {
     (2, "fp32"): [("save", 9), ("train", 20), ("validate", 5)],
     (0, "bf16"): [("validate", 8), ("save", 33), ("train", 4)],
     (2, "bf16"): [("train", 11), ("save", 4), ("save", 27)],
+    (0, "fp32-asynchronous"): [("train", 9), ("save", 17), ("save", 30)],
 }
 
 
-def run(directory, workers, precision, strike=None):
+def run(directory, workers, kind, strike=None):
     """Run the child until it is killed at an event, or to its end. Returns whether it was killed."""
-    command = [sys.executable, "-u", "-m", "tests.promises.resumable_run", str(directory), str(workers), precision]
+    command = [sys.executable, "-u", "-m", "tests.promises.resumable_run", str(directory), str(workers), kind]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -71,36 +72,36 @@ def surviving_samples(directory):
 
 
 @pytest.mark.time_limit(300)
-@pytest.mark.parametrize(("workers", "precision"), STRIKES)
-def test_three_kills_leave_no_trace(tmp_path, workers, precision):
+@pytest.mark.parametrize(("workers", "kind"), STRIKES)
+def test_three_kills_leave_no_trace(tmp_path, workers, kind):
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     for directory in (undisturbed, killed):
         directory.mkdir()
-    run(undisturbed, workers, precision)
-    for strike in STRIKES[workers, precision]:
-        assert run(killed, workers, precision, strike)
-    run(killed, workers, precision)
+    run(undisturbed, workers, kind)
+    for strike in STRIKES[workers, kind]:
+        assert run(killed, workers, kind, strike)
+    run(killed, workers, kind)
 
     for kept, expected in zip(final_state(killed), final_state(undisturbed), strict=True):
         assert kept == expected
     seen = surviving_samples(killed)
     assert seen == surviving_samples(undisturbed)
-    for epoch in range(EPOCHS if precision == "fp32" else EPOCHS - 1):
+    for epoch in range(EPOCHS - 1 if kind == "bf16" else EPOCHS):
         assert seen[epoch] == Counter(range(SAMPLES))
 
 
 def kill_at_random(directory, seed, kills):
     """Undisturbed and often killed runs, drawn by a seed, end alike."""
     draw = random.Random(seed)
-    workers, precision = draw.choice([0, 2]), draw.choice(["fp32", "bf16"])
+    workers, kind = draw.choice([0, 2]), draw.choice(["fp32", "bf16", "fp32-asynchronous"])
     undisturbed, killed = directory / "undisturbed", directory / "killed"
     for part in (undisturbed, killed):
         part.mkdir(parents=True)
-    run(undisturbed, workers, precision)
+    run(undisturbed, workers, kind)
     expected = final_state(undisturbed)
     for _ in range(kills):
-        run(killed, workers, precision, (draw.choice(["train", "validate", "save"]), draw.randint(1, 4)))
-    run(killed, workers, precision)
+        run(killed, workers, kind, (draw.choice(["train", "validate", "save"]), draw.randint(1, 4)))
+    run(killed, workers, kind)
     assert final_state(killed) == expected
 
 

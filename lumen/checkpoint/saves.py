@@ -1,0 +1,202 @@
+"""Saves: the checkpoints that a run writes, at once or while it goes on."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from lumen.checkpoint.folder import remove_checkpoints
+from lumen.checkpoint.sharded import any_sharded
+from lumen.checkpoint.snapshot import Snapshot
+from lumen.checkpoint.state import Collected, collect, moving_tensors, refuse_non_finite
+from lumen.checkpoint.writer import write_checkpoint
+from lumen.console import logger as _log
+from lumen.run import Run
+from lumen.strategies.processes import Processes
+
+_WORTHWHILE_BYTES = 16 << 20  # what is smaller is on the disk after some tens of milliseconds
+
+Tensors = Mapping[str, Mapping[str, torch.Tensor]]
+Account = Callable[[bool], Iterable[Path]]
+
+
+def _keep_all(committed: bool) -> Iterable[Path]:
+    return ()
+
+
+@final
+class Saves:
+    """The checkpoints of a run: written at once, or copied at once and written in a thread while the run goes on.
+
+    At most one save is under way. Rank 0 copies and writes it, the others only know of it. When it ends, the pulse
+    tells all ranks at one boundary, so that an error in the thread ends the run on each of them. A Python that exits
+    waits for the thread; a kill leaves what it leaves of any save, a directory that is not committed.
+
+    Args:
+        run: Whose state is saved.
+
+    Attributes:
+        path: The checkpoint under way, the same on every rank; None: there is none, or its end has been noticed.
+        moment: What it shows, as told to `save`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.path: Path | None = None
+        self.moment: Any = None
+        self._account: Account = _keep_all
+        self._run = run
+        self._processes = run.strategy.processes
+        self._thread = ThreadPoolExecutor(1, "lumen-save")
+        self._jobs: list[Future[None]] = []
+        self._snapshot = Snapshot()
+        self._is_reserved = False
+
+    def save(
+        self,
+        path: Path,
+        info: Mapping[str, Any],
+        *,
+        asynchronous: bool | None = False,
+        moment: Any = None,
+        account: Account = _keep_all,
+    ) -> None:
+        """Save the run as it is at this boundary. Collective: every rank must call this.
+
+        Args:
+            path: The directory to commit; it must not exist.
+            info: What a listing of runs shows: plain data that nobody changes.
+            asynchronous: Copy now and write later; None: where that pays. What is sharded is always written at once.
+            moment: What tells this boundary from all others.
+            account: Called on every rank at the boundary that finds the save ended, with whether it was committed.
+                Returns the checkpoints that are to be removed then, the same on every rank.
+
+        Raises:
+            CheckpointError: It, or the save under way, could not be written; nothing that existed was touched.
+            NonFiniteLoss: A loss under way or a parameter is not finite: nothing is committed past it.
+        """
+        self.settle()
+        collected = collect(self._run, info)
+        try:
+            under_way = self._write_or_begin(path, collected, asynchronous)
+        except BaseException:
+            account(False)
+            raise
+        if under_way:
+            self.path, self.moment, self._account = path, moment, account
+        else:
+            self._processes.on_rank_zero(partial(remove_checkpoints, account(True)))
+
+    def _write_or_begin(self, path: Path, collected: Collected, asynchronous: bool | None) -> bool:
+        """Returns whether the save is under way. Collective."""
+        if any_sharded(collected.sections):
+            self._processes.together(partial(refuse_non_finite, collected, collected.sections["model"]))
+            _write(path, collected, collected.sections, self._processes)
+            return False
+        return self._processes.on_rank_zero(partial(self._save_whole, path, collected, asynchronous))
+
+    def _save_whole(self, path: Path, collected: Collected, asynchronous: bool | None) -> bool:
+        """Write, or begin to. Returns whether the save is under way."""
+        self.wait()
+        if not self._pays(collected.sections, asynchronous):
+            refuse_non_finite(collected, collected.sections["model"])
+            _write(path, collected, collected.sections)
+            return False
+        copies = self._snapshot.take(collected.sections)
+
+        def write() -> None:
+            self._snapshot.wait()
+            refuse_non_finite(collected, copies["model"])
+            _write(path, collected, copies)
+            self._run.pulse.announces = True
+
+        self._submit(write)
+        return True
+
+    def _pays(self, sections: Tensors, asynchronous: bool | None) -> bool:
+        """Whether to write later. Where nobody said so: what is large, but fits well into the memory that is left."""
+        if asynchronous is not None:
+            return asynchronous
+        size = sum(tensor.nbytes for tensors in sections.values() for tensor in tensors.values())
+        return size >= _WORTHWHILE_BYTES and (self._is_reserved or size <= _available_bytes() / 2)
+
+    def reserve(self, asynchronous: bool | None) -> None:
+        """Let the thread take the memory for copies, which on first use costs more time than these."""
+        sections = moving_tensors(self._run)
+        if self._processes.rank == 0 and not any_sharded(sections) and self._pays(sections, asynchronous):
+            self._is_reserved = True
+            self._jobs.append(self._thread.submit(self._snapshot.reserve, sections))
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        def watched() -> None:
+            try:
+                work()
+            except BaseException:
+                self._run.pulse.announces = True
+                raise
+
+        self._jobs.append(self._thread.submit(watched))
+
+    def wait(self) -> None:
+        """Wait for this process's thread.
+
+        Raises:
+            CheckpointError: The save under way could not be written, or a checkpoint not be removed.
+            NonFiniteLoss: A parameter was not finite.
+        """
+        wait(self._jobs)
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.result()
+
+    def settle(self) -> None:
+        """Wait for the save under way, and account for it. Collective: every rank must call this.
+
+        Raises:
+            CheckpointError: It could not be written, or a checkpoint not be removed.
+            NonFiniteLoss: A parameter was not finite.
+        """
+        if self.path is None and not self._run.pulse.announced:
+            return
+        account, self._account = self._account, _keep_all
+        try:
+            self._processes.on_rank_zero(self.wait)
+        except BaseException:
+            account(False)
+            raise
+        finally:
+            self.path = self.moment = None
+            self._run.pulse.dismiss()
+        doomed = account(True)
+        if self._processes.rank == 0:
+            self._submit(partial(remove_checkpoints, doomed))
+
+    def close(self) -> None:
+        """Wait for what is under way, whose end nobody can notice any more, and free the memory of the copies."""
+        try:
+            self.wait()
+        except Exception as error:  # the run has ended already, by a failure that is to be seen
+            _log.error("the save under way failed: %s", error)
+        self._thread.shutdown()
+        self._snapshot = Snapshot()
+
+
+def _write(path: Path, collected: Collected, sections: Tensors, processes: Processes | None = None) -> None:
+    write_checkpoint(
+        path, sections, collected.state, aliases=collected.aliases, info=collected.info, processes=processes
+    )
+
+
+def _available_bytes() -> int:
+    """Memory of this machine that processes can still take; where the system does not tell, more than there can be."""
+    try:
+        found = re.search(r"^MemAvailable: +([0-9]+) kB$", Path("/proc/meminfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return int(found[1]) << 10 if found else sys.maxsize

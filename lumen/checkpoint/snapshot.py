@@ -1,0 +1,70 @@
+"""Snapshot: copies of tensors in host memory, made while training waits and written while it goes on."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from typing import final
+
+import numpy as np
+import torch
+
+from lumen.checkpoint.safetensors_files import bytes_of
+
+Key = tuple[str, str]
+
+
+@final
+class Snapshot:
+    """Copies of tensors, in memory that is kept from one copy to the next: to touch new pages costs several times more.
+
+    CUDA tensors are copied to pinned memory in the order of the current stream, so that no later kernel changes them
+    before, and without making the host wait.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Key, torch.Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+
+    def reserve(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take the memory for tensors like these, and touch all of it."""
+        for key, tensor in _flat(sections).items():
+            if key not in self._buffers:
+                self._buffers[key] = buffer = _buffer_for(tensor)
+                np.asarray(bytes_of(buffer))[:: mmap.PAGESIZE] = 0
+
+    def take(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+        """Copy whole tensors of any device and strides. The copies are there after `wait`, until the next `take`."""
+        kept, self._buffers, self._copied = self._buffers, {}, None
+        copies: dict[str, dict[str, torch.Tensor]] = {section: {} for section in sections}
+        for (section, name), tensor in _flat(sections).items():
+            buffer = kept.pop((section, name), None)
+            if buffer is None or (buffer.dtype, buffer.shape) != (tensor.dtype, tensor.shape):
+                buffer = _buffer_for(tensor)
+            _copy(tensor, buffer)
+            self._buffers[section, name] = copies[section][name] = buffer
+            if tensor.is_cuda and self._copied is None:
+                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if self._copied is not None:
+            self._copied.record()
+        return copies
+
+    def wait(self) -> None:
+        """Wait until the device has made the copies; in any thread."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def _flat(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[Key, torch.Tensor]:
+    return {(section, name): tensor for section, tensors in sections.items() for name, tensor in tensors.items()}
+
+
+def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.device.type != "cpu" or not source.is_contiguous() or source.is_conj() or source.is_neg():
+        target.copy_(source, non_blocking=source.is_cuda)
+    else:  # by one thread, which saturates the memory; torch's wait for each other where all cores are busy
+        np.copyto(np.asarray(bytes_of(target)), np.asarray(bytes_of(source)))

@@ -1,0 +1,528 @@
+"""Saves that go on while training does: the same bytes, the same errors, and nothing lost at the end."""
+
+import contextlib
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lumen
+from lumen.checkpoint import Checkpoint, find_checkpoints
+from lumen.checkpoint.snapshot import Snapshot
+from lumen.errors import CheckpointError, NonFiniteLoss
+from tests.checkpoints import DTYPES, SHAPES, same, tensor_of
+from tests.tasks import FEATURES, Regression, loader, quiet_trainer
+from tests.test_callbacks import fit as fit_scripted
+
+ROOT = Path(__file__).parents[1]
+
+
+class Moving(Regression):
+    """Everything that it saves changes in the next step: parameters, Adam's state, buffers, a list, a metric."""
+
+    def __init__(self, **options):
+        super().__init__(dropout=0.2, **options)
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.register_buffer("inputs_seen", torch.zeros(FEATURES, 300).T)
+        self.history = {"losses": [], "sums": torch.zeros(2)}
+
+    def forward(self, inputs):
+        self.inputs_seen += inputs.sum(0)
+        return super().forward(self.norm(inputs))
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.history["losses"].append(loss.item())
+        self.history["sums"] += loss.item()
+        self.log("mean_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["history"] = self.history
+
+
+class SlowDisk:
+    """The first fsync of a thread other than the main one lasts until it is told to go on."""
+
+    def __init__(self, monkeypatch):
+        self.reached, self.goes_on = threading.Event(), threading.Event()
+        self.threads = set()
+        real = os.fsync
+
+        def fsync(descriptor):
+            self.threads.add(threading.current_thread())
+            if threading.current_thread() is not threading.main_thread():
+                self.reached.set()
+                assert self.goes_on.wait(15)
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    @property
+    def is_left_to_a_thread(self):
+        return self.threads - {threading.main_thread()} != set()
+
+
+class At(lumen.Callback):
+    """Does something at the boundaries of given steps, before the checkpoint is made."""
+
+    def __init__(self, **actions):
+        self.actions = {int(step[4:]): action for step, action in actions.items()}
+
+    def on_boundary(self, trainer, task):
+        if action := self.actions.get(trainer.global_step):
+            action(trainer)
+
+
+def saving(**options):
+    return lumen.ModelCheckpoint(
+        **({"every_n_epochs": 0, "every_n_train_steps": 4, "at_end": False, "asynchronous": True} | options)
+    )
+
+
+def fit(tmp_path, callbacks, task=None, **options):
+    trainer = quiet_trainer(tmp_path, **({"max_epochs": 3, "callbacks": callbacks, "log_every_n_steps": 1} | options))
+    trainer.fit(task or Moving(), loader(40), val_dataloaders=loader(20, shuffle=False))
+    return trainer
+
+
+def folder(tmp_path):
+    return tmp_path / "runs/run/checkpoints"
+
+
+def names(tmp_path):
+    return sorted(path.name for path in folder(tmp_path).iterdir())
+
+
+def files(checkpoint):
+    return {path.relative_to(checkpoint): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+
+
+# ---------------------------------------------------------------------- what is saved
+
+
+def test_its_bytes_are_those_of_a_save_at_once_although_training_goes_on(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    under_way = []
+
+    def save_at_once(trainer):
+        trainer.save_checkpoint(tmp_path / "at-once", info={"best": None, "finished": None})
+
+    def go_on(trainer):
+        assert disk.reached.wait(60)
+        under_way.append(names(tmp_path))
+        disk.goes_on.set()
+
+    fit(tmp_path, [At(step4=save_at_once, step7=go_on), saving()], max_steps=7, logger=False)
+    assert len(under_way[0]) == 1
+    assert under_way[0][0].startswith("step-00000004.tmp-")
+    assert names(tmp_path) == ["step-00000004"]
+    expected, found = files(tmp_path / "at-once"), files(folder(tmp_path) / "step-00000004")
+    assert {str(name) for name in found} >= {"model/00000-00000.safetensors", "optimizer/00000-00000.safetensors"}
+    assert found == expected
+
+
+def test_a_run_is_the_same_whether_its_saves_are_asynchronous_or_not(tmp_path):
+    """Every step is saved, so each save but the first waits for the one before."""
+    for name, asynchronous in (("a", True), ("b", False)):
+        saver = saving(every_n_train_steps=1, keep_last=-1, at_end=True, asynchronous=asynchronous)
+        fit(tmp_path / name, saver, log_every_n_steps=3)
+    found, expected = (find_checkpoints(folder(tmp_path / name)) for name in "ab")
+    assert [path.name for path in found] == [path.name for path in expected] == names(tmp_path / "a")
+    assert len(found) == 15
+    for one, other in zip(map(Checkpoint.open, found), map(Checkpoint.open, expected), strict=True):
+        for section in ("model", "optimizer", "extra"):
+            assert same(dict(one.tensors(section)), dict(other.tensors(section)))
+        for checkpoint in (one, other):
+            checkpoint.state["progress"].pop("elapsed_s")
+        assert one.state == other.state
+        assert one.info == other.info
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_snapshot_has_the_bits_of_tensors_of_every_kind(dtype):
+    tensors = {str(shape): tensor_of(dtype, shape) for shape in SHAPES}
+    if dtype.itemsize > 1 and not str(dtype).startswith("torch.float4"):
+        tensors |= {"transposed": tensor_of(dtype, (5, 7)).T, "expanded": tensor_of(dtype, (1, 3)).expand(4, 3)}
+    if dtype.is_complex:
+        tensors["conjugate"] = tensor_of(dtype, (4,)).conj()
+    snapshot = Snapshot()
+    for _ in range(2):  # the second time into the same memory
+        copies = snapshot.take({"model": tensors})["model"]
+        snapshot.wait()
+        assert same(copies, tensors)
+    addresses = {tensor.data_ptr() for tensor in tensors.values() if tensor.numel()}
+    assert not addresses & {copy.data_ptr() for copy in copies.values()}
+
+
+def test_reserved_memory_is_not_touched_for_the_first_time_by_a_save():
+    tensors = {"model": {str(number): torch.ones(1 << 20) for number in range(16)}}
+
+    def faults(snapshot):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        copies = snapshot.take(tensors)
+        count = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        assert same(copies, tensors)
+        return count
+
+    reserved = Snapshot()
+    thread = threading.Thread(target=reserved.reserve, args=(tensors,))
+    thread.start()
+    thread.join()
+    assert faults(reserved) < 1000
+    assert faults(Snapshot()) > 16 * (4 << 20) // (2 * os.sysconf("SC_PAGESIZE"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: not proven here")
+def test_a_snapshot_of_cuda_tensors_is_that_of_its_moment():
+    tensor, layers = torch.zeros(1 << 24, device="cuda"), torch.randn(1024, 1024, device="cuda")
+    for _ in range(50):
+        layers = layers @ layers  # the copy has to wait for these
+    tensor += 1
+    snapshot = Snapshot()
+    copies = snapshot.take({"model": {"tensor": tensor, "transposed": tensor.view(4096, 4096).T}})["model"]
+    tensor += 1
+    snapshot.wait()
+    assert all(copy.is_pinned() and (copy == 1).all() for copy in copies.values())
+
+
+# ---------------------------------------------------------------------- when
+
+
+class Large(Regression):
+    """18 MiB with Adam's state."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(1536, 1024))
+
+    def forward(self, inputs):
+        return super().forward(inputs) + 0.0 * self.table[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("task", "asynchronous", "is_left_to_a_thread"),
+    [(Regression, None, False), (Regression, True, True), (Large, None, True), (Large, False, False)],
+)
+def test_only_large_checkpoints_are_written_beside_the_run_unless_it_is_said(
+    tmp_path, monkeypatch, task, asynchronous, is_left_to_a_thread
+):
+    disk = SlowDisk(monkeypatch)
+    disk.goes_on.set()
+    fit(tmp_path, saving(asynchronous=asynchronous), task(), max_steps=6)
+    assert names(tmp_path) == ["step-00000004"]
+    assert disk.is_left_to_a_thread == is_left_to_a_thread
+
+
+def test_what_does_not_fit_into_the_memory_twice_is_written_at_once(tmp_path, monkeypatch):
+    read_text = Path.read_text
+    meminfo = "MemTotal:       99999999 kB\nMemAvailable:      30000 kB\n"  # 29 MiB for 18 and more
+
+    def read(path, *args, **options):
+        return meminfo if str(path) == "/proc/meminfo" else read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    disk = SlowDisk(monkeypatch)
+    fit(tmp_path, saving(asynchronous=None), Large(), max_steps=6)
+    assert names(tmp_path) == ["step-00000004"]
+    assert not disk.is_left_to_a_thread
+
+
+def test_the_checkpoint_at_the_end_is_written_at_once(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    fit(tmp_path, saving(every_n_train_steps=0, at_end=True), max_steps=3)
+    assert names(tmp_path) == ["step-00000003"]
+    assert not disk.is_left_to_a_thread
+
+
+# ---------------------------------------------------------------------- which
+
+
+class Improving(Moving):
+    def validation_step(self, batch):
+        self.log("score", -float(self.global_step))
+
+
+def test_nothing_is_removed_before_the_commit_and_every_path_given_out_exists(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    disk.goes_on.set()
+    saver = saving(monitor="score", on_best=False, keep_last=1)
+    seen = {}
+
+    def look(trainer):
+        given = [saver.best_model_path, saver.kth_best_model_path, saver.last_model_path, *saver.best_k_models]
+        for path in filter(None, given):
+            Checkpoint.open(Path(path))
+        assert saver.best_model_score == (-float(given[0][-2:]) if given[0] else None)
+        seen[trainer.global_step] = given[0][-2:], given[2][-2:]
+
+    def hold(trainer):
+        look(trainer)
+        disk.goes_on.clear()
+        disk.reached.clear()
+
+    def look_at_a_held_one(trainer):
+        assert disk.reached.wait(60)
+        assert trainer.run.saves.path.name == "step-00000008"
+        look(trainer)
+
+    def go_on(trainer):
+        disk.goes_on.set()
+        wait_until_announced(trainer)
+        look(trainer)
+
+    early = {"step5": wait_until_announced, "step6": look, "step7": hold}
+    at = At(**early, step9=look_at_a_held_one, step10=go_on, step11=look, step12=look)
+    fit(tmp_path, [at, saver], Improving(), val_check_interval=4, max_steps=12)
+    # each is accounted for one boundary after its end is known; what it replaces is there until then
+    assert seen == {
+        6: ("", "04"), 7: ("04", "04"), 9: ("04", "04"), 10: ("04", "08"), 11: ("04", "08"), 12: ("08", "08")
+    }  # fmt: skip
+    assert names(tmp_path) == ["step-00000012"]
+
+
+def wait_until_announced(trainer):
+    """Until the save is over, as the next boundary will find."""
+    deadline_s = time.monotonic() + 60
+    while not trainer.run.pulse.announces:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def test_a_moment_that_two_callbacks_save_is_written_once_and_waited_for_by_none(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+
+    def go_on(trainer):
+        assert disk.reached.wait(60)
+        assert names(tmp_path)[0].startswith("step-00000004.tmp-")
+        disk.goes_on.set()
+
+    savers = [saving(keep_last=1), saving(monitor="val_loss", keep_last=0)]
+    fit(tmp_path, [At(step5=go_on), *savers], val_check_interval=4, max_steps=5)
+    assert names(tmp_path) == ["step-00000004"]
+    assert savers[1].best_model_path == savers[0].last_model_path == str(folder(tmp_path) / "step-00000004")
+
+
+def test_several_callbacks_keep_what_each_of_them_says(tmp_path):
+    savers = [
+        saving(monitor="score", every_n_train_steps=0, keep_last=0),
+        saving(monitor="score", mode="max", every_n_train_steps=0, keep_last=0),
+        saving(every_n_train_steps=5, keep_last=1),
+    ]
+    fit_scripted(tmp_path, [9, 5, 1, 2, 8, 7], savers)
+    assert names(tmp_path) == ["step-00000002", "step-00000006", "step-00000010"]
+
+
+# ---------------------------------------------------------------------- errors
+
+
+class Watched(lumen.Callback):
+    """Lets each save end before the next boundary."""
+
+    last_step = 0
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        self.last_step = trainer.global_step
+        if trainer.run.saves.path is not None:
+            wait_until_announced(trainer)
+
+
+def put_a_file_in_the_way(tmp_path, trainer):
+    folder(tmp_path).rename(tmp_path / "moved")
+    folder(tmp_path).write_text("in the way")
+
+
+def limit_the_size_of_files(tmp_path, trainer):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.fixture
+def _limits():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("_limits")
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (put_a_file_in_the_way, r"checkpoints.*A file is in the way"),
+        (limit_the_size_of_files, r"step-00000008.*: File too large. No file may grow that large there"),
+    ],
+)
+def test_an_error_of_the_thread_ends_the_run_at_the_next_boundary(tmp_path, harm, message):
+    watched = Watched()
+    callbacks = [watched, At(step8=lambda trainer: harm(tmp_path, trainer)), saving()]
+    with pytest.raises(CheckpointError, match=message):
+        fit(tmp_path, callbacks, logger=False)
+    assert watched.last_step == 9
+    (older,) = find_checkpoints(tmp_path / "moved" if (tmp_path / "moved").exists() else folder(tmp_path))
+    assert Checkpoint.open(older).info["step"] == 4
+    assert not list(tmp_path.rglob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends there"])
+def test_a_directory_that_is_removed_during_a_save_is_an_error_that_names_it(tmp_path, monkeypatch, ends):
+    callbacks = [At(step5=remover(tmp_path, SlowDisk(monkeypatch))), saving()]
+    with pytest.raises(CheckpointError, match=r"step-00000004.*removed while it was in use"):
+        fit(tmp_path, callbacks, max_steps=5 if ends else 9)
+
+
+def test_an_error_that_a_failing_run_cannot_raise_any_more_is_logged(tmp_path, monkeypatch, caplog):
+    disk = SlowDisk(monkeypatch)
+
+    def fail(trainer):
+        remover(tmp_path, disk)(trainer)
+        raise RuntimeError("on purpose")
+
+    with caplog.at_level(logging.ERROR, "lumen"), pytest.raises(RuntimeError, match="on purpose"):
+        fit(tmp_path, [At(step5=fail), saving()], log_level="ERROR")
+    assert "the save under way failed: cannot write" in caplog.text
+    assert "step-00000004" in caplog.text
+
+
+def remover(tmp_path, disk):
+    def remove(trainer):
+        assert disk.reached.wait(60)
+        shutil.rmtree(folder(tmp_path))
+        disk.goes_on.set()
+
+    return remove
+
+
+def test_parameters_that_are_not_finite_are_never_committed(tmp_path):
+    class Breaks(Moving):
+        def __init__(self):
+            super().__init__()
+            self.spare = nn.Parameter(torch.zeros(3))  # no loss depends on it
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.global_step == 8:
+                self.spare.data[1] = torch.nan
+
+    with pytest.raises(NonFiniteLoss, match=r"after step 8 1 parameters are not finite.*: spare"):
+        fit(tmp_path, saving(), Breaks())
+    assert names(tmp_path) == ["step-00000004"]
+
+
+# ---------------------------------------------------------------------- leaving
+
+
+class Leaves(Moving):
+    """Fails in the step after a save has begun."""
+
+    error = RuntimeError
+
+    def training_step(self, batch):
+        if self.global_step == 4 and self.error is not None:
+            raise self.error
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt, SystemExit])
+def test_leaving_the_run_waits_for_the_save_under_way(tmp_path, monkeypatch, error):
+    disk = SlowDisk(monkeypatch)
+    timer = threading.Timer(0.5, disk.goes_on.set)
+    timer.start()
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        task = Leaves()
+        task.error = error
+        fit(tmp_path, saving(), task, max_steps=5)
+    timer.join()
+    assert names(tmp_path) == ["step-00000004"]
+    Checkpoint.open(folder(tmp_path) / "step-00000004")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lumen-save")]
+
+
+def test_a_failing_run_finds_the_boundary_that_is_being_saved(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    timer = threading.Timer(0.5, disk.goes_on.set)
+    timer.start()
+    with pytest.raises(RuntimeError):
+        fit(tmp_path, [lumen.OnExceptionCheckpoint(), saving()], Leaves())
+    timer.join()
+    assert names(tmp_path) == ["step-00000004"]
+
+
+IMPATIENT = """
+import os, sys, threading, time
+from tests.test_asynchronous_saves import Moving, fit, saving
+from pathlib import Path
+
+fsync = os.fsync
+def slow(descriptor):
+    if threading.current_thread() is not threading.main_thread():
+        print("saving", flush=True)
+        time.sleep(0.2)
+    fsync(descriptor)
+os.fsync = slow
+
+class Slow(Moving):
+    def training_step(self, batch):
+        time.sleep(0.05)
+        return super().training_step(batch)
+
+fit(Path(sys.argv[1]), saving(every_n_train_steps=2), Slow(), max_epochs=1000, log_level="ERROR")
+"""
+
+
+def test_python_waits_for_the_save_even_if_it_is_interrupted_again_and_again(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        while child.stdout.readline().strip() != "saving":
+            assert child.poll() is None
+        for _ in range(3):  # finish this step; leave at once; do not wait; and now Python ends
+            child.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        errors = child.communicate(timeout=60)[1]
+    assert child.returncode in (130, -signal.SIGINT), errors
+    assert names(tmp_path) == ["step-00000002"], errors
+    Checkpoint.open(folder(tmp_path) / "step-00000002")
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def test_a_failing_thread_ends_the_run_on_every_rank(group, tmp_path):
+    messages = group(2).run(train_until_the_save_fails, tmp_path)
+    assert messages[0] == messages[1]
+    assert "A file is in the way" in messages[0]
+    (older,) = find_checkpoints(tmp_path / "moved")
+    assert Checkpoint.open(older).info["step"] == 4
+
+
+def train_until_the_save_fails(tmp_path):
+    def harm(trainer):
+        if trainer.is_global_zero:
+            put_a_file_in_the_way(tmp_path, trainer)
+
+    callbacks = [At(step8=harm), saving(at_end=True)]
+    with pytest.raises(CheckpointError) as caught:
+        fit(tmp_path, callbacks, max_epochs=100_000, strategy="ddp", logger=False)
+    return str(caught.value)
+
+
+def test_ranks_agree_on_what_is_saved_and_kept(group, tmp_path):
+    found = [
+        group(2).run(train_on_ranks, tmp_path / name, asynchronous)
+        for name, asynchronous in (("a", True), ("b", False))
+    ]
+    assert found[0][0] == found[0][1] == found[1][0] == found[1][1]
+
+
+def train_on_ranks(tmp_path, asynchronous):
+    saver = saving(monitor="val_loss", every_n_train_steps=2, keep_last=2, save_top_k=2, asynchronous=asynchronous)
+    fit(tmp_path, saver, strategy="ddp", val_check_interval=2)
+    return saver.scores, [Path(path).name for path in saver.best_k_models], names(tmp_path)
