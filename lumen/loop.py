@@ -34,6 +34,8 @@ _DOMAINS = {
 }
 
 
+_NO_CONTEXT = nullcontext()
+
 T = TypeVar("T")
 Numbered = tuple[Any, T]
 
@@ -316,7 +318,7 @@ def evaluate_feed(
             batch = run.receive(micro.batch, dataloader_idx)
             for hook in starts if not micro.idle else ():
                 hook(batch, micro.index, dataloader_idx)
-            with unnoticed(run) if micro.idle else nullcontext(), run.precision.forward():
+            with unnoticed(run) if micro.idle else _NO_CONTEXT, run.precision.forward():
                 output = run.call_step(f"{name}_step", batch, micro.index, dataloader_idx or micro.loader)
             if micro.idle:  # it stood in for a batch of this rank, in a forward that all ranks make together
                 continue

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.optim import Optimizer
 
-from lumen.batches import move
+from lumen.batches import CopyStream, move
 from lumen.data.feed import Feed, Position
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
@@ -200,6 +200,9 @@ class Run:
             hooks.append(before.on_before_batch_transfer)
         if (mover := owner("transfer_batch_to_device")) is not None:
             hooks.append(lambda batch, index: mover.transfer_batch_to_device(batch, device, index))
+        elif device.type == "cuda":
+            copies = CopyStream(device, dtype)
+            hooks.append(lambda batch, index: copies.move(batch))
         elif device.type != "cpu" or dtype is not None:
             hooks.append(lambda batch, index: move(batch, device, dtype))
         if (after := owner("on_after_batch_transfer")) is not None:
