@@ -239,10 +239,10 @@ class Run:
         if not (share and self.precision.handles_overflow):
             self.losses.check(loss, share, self._where)
 
-    def check_gradient(self) -> None:
-        """Refuse a NaN or infinite gradient, where clipping has computed its norm; fp16 leaves one to its scaler."""
-        if self.grad_norm is not None and not self.precision.handles_overflow:
-            self.losses.check(self.grad_norm, None, self._where)
+    def check_gradient(self, norm: torch.Tensor) -> None:
+        """Refuse a NaN or infinite norm of the gradients; fp16 leaves one to its scaler."""
+        if not self.precision.handles_overflow:
+            self.losses.check(norm, None, self._where)
 
     def _where(self) -> tuple[int, int, int]:
         """The step in progress, its epoch, and its newest micro-batch."""

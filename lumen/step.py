@@ -170,7 +170,8 @@ def update(run: Run, window: Window, weights: StepWeights, closure: Closure | No
     updated = bool(weights.total)
     if updated:
         complete_gradients(run, weights)
-        run.check_gradient()
+        if run.grad_norm is not None:
+            run.check_gradient(run.grad_norm)
         if closure is not None:
             closure.hand_over(weights)
         updated = run.precision.step(run.optimizer, closure)

@@ -149,10 +149,11 @@ class Window:
         self._stands_in = shard.stands_in
         numbers = shard.deal(len(sizes)) if dealt is None else dealt
         rounds, final = len(numbers), len(sizes) - 1
+        lent = sizes[final] if self._stands_in else 0
         self._micro_batches = [
             MicroBatch(first_index + number, number, sizes[number], place == 1, place == rounds, False)
             if number is not None
-            else MicroBatch(first_index + final, final, sizes[final], place == 1, place == rounds, True)
+            else MicroBatch(first_index + final, final, lent, place == 1, place == rounds, True)
             for place, number in enumerate(numbers, 1)
         ]
 

@@ -1,0 +1,209 @@
+"""The loop costs what the hand-written loop costs: what it calls is counted, since times on a busy machine say little.
+
+What it takes is measured in `benchmarks/`.
+"""
+
+import cProfile
+import pstats
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler, default_collate
+
+from tests.tasks import Regression, bare_trainer
+
+
+class Logging(Regression):
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        for number in range(self.names):
+            self.log(f"loss_{number}", loss)
+        return loss
+
+
+def data(samples):
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(samples, 6, generator=generator), torch.randn(samples, 1, generator=generator))
+
+
+def calls_per_batch(run):
+    """Python functions of Lumen's own that a batch costs, without what a run costs anyway.
+
+    Args:
+        run: Called with a loader.
+    """
+
+    def count(batches):
+        loader = DataLoader(data(4 * batches), batch_size=4)
+        profile = cProfile.Profile()
+        profile.runcall(run, loader)
+        found = pstats.Stats(profile).stats.items()
+        return sum(calls for (path, _, _), (calls, *_) in found if "/lumen/" in path)
+
+    return (count(240) - count(80)) / 160
+
+
+def calls_per_step(tmp_path, task, **options):
+    return calls_per_batch(lambda loader: bare_trainer(tmp_path, max_epochs=1, **options).fit(task, loader))
+
+
+@pytest.mark.parametrize(("names", "most"), [(0, 66), (1, 69), (10, 97)])
+def test_a_step_calls_few_functions_of_lumens_own(tmp_path, names, most):
+    assert calls_per_step(tmp_path, Logging(names)) <= most
+
+
+def test_clipping_and_accumulation_add_few_calls(tmp_path):
+    plain = calls_per_step(tmp_path, Regression())
+    assert calls_per_step(tmp_path, Regression(), gradient_clip_val=1.0) <= plain + 4
+    assert calls_per_step(tmp_path, Regression(), accumulate_grad_batches=8) < 0.55 * plain
+
+
+def test_an_evaluation_calls_few_functions_of_lumens_own_for_a_batch(tmp_path):
+    assert calls_per_batch(lambda loader: bare_trainer(tmp_path).validate(Regression(), loader)) <= 40
+
+
+# ---------------------------------------------------------------------- batches made faster are the same batches
+
+
+class Seen(Regression):
+    """Keeps the batches that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def training_step(self, batch):
+        self.batches.append(batch)
+        return super().training_step([part.float() for part in batch[:2]])
+
+
+class Samples(Dataset):
+    """Hands out samples of a kind of its own, one by one."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        return self.make(index)
+
+
+SETS = {
+    "tensors": lambda: TensorDataset(torch.randn(30, 6), torch.randn(30, 1)),
+    "of other types": lambda: TensorDataset(torch.randint(9, (30, 6)), torch.randn(30, 1, dtype=torch.float64)),
+    "strided": lambda: TensorDataset(torch.randn(6, 30).T, torch.randn(30, 2)[:, 1:]),
+    "a subset": lambda: Subset(TensorDataset(torch.randn(50, 6), torch.randn(50, 1)), range(40, 10, -1)),
+    "a subset of a subset": lambda: Subset(Subset(SETS["tensors"](), list(range(30))), list(range(29, -1, -1))),
+    "tuples": lambda: Samples(lambda index: (torch.full((6,), float(index)), torch.ones(1), index)),
+    "tuples of numbers": lambda: Samples(lambda index: (torch.full((6,), 0.5 * index), torch.ones(1), 0.1, "name")),
+}
+
+
+def plain_and_ours(tmp_path, dataset, indices, **options):
+    torch.manual_seed(0)
+    made = dataset()
+    task = Seen()
+    loader = DataLoader(made, batch_size=7, sampler=indices, **options)
+    bare_trainer(tmp_path, max_epochs=1).fit(task, loader)
+    plain = [default_collate([made[index] for index in indices[at : at + 7]]) for at in range(0, len(indices), 7)]
+    return plain, task.batches
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", SETS)
+def test_batches_are_bit_for_bit_those_of_the_plain_loader(tmp_path, name, workers):
+    indices = [5, 5, 29, 0, 11, *range(7, 20)]
+    for plain, ours in zip(*plain_and_ours(tmp_path, SETS[name], indices, num_workers=workers), strict=True):
+        assert type(plain) is type(ours)
+        for theirs, part in zip(plain, ours, strict=True):
+            assert type(theirs) is type(part)
+            if isinstance(part, torch.Tensor):
+                assert torch.equal(theirs, part)
+                assert (theirs.dtype, theirs.stride()) == (part.dtype, part.stride())
+            else:
+                assert theirs == part
+
+
+def test_indices_from_the_end_are_taken_as_the_data_set_takes_them(tmp_path):
+    plain, ours = plain_and_ours(tmp_path, SETS["tensors"], [-1, -30, 3, -2])
+    assert all(torch.equal(*parts) for parts in zip(plain[0], ours[0], strict=True))
+
+
+def test_changing_a_batch_in_place_leaves_the_data_as_it_is(tmp_path):
+    class Spoiling(Seen):
+        def training_step(self, batch):
+            batch[0].zero_()
+            return super().training_step(batch)
+
+    made = SETS["tensors"]()
+    before = made.tensors[0].clone()
+    bare_trainer(tmp_path, max_epochs=1).fit(Spoiling(), DataLoader(made, batch_size=7))
+    assert torch.equal(made.tensors[0], before)
+
+
+def test_samples_that_do_not_fit_each_other_are_the_plain_loaders_error(tmp_path):
+    for make, message in (
+        (lambda index: (torch.ones(6),) * (1 + index % 2), "each element in list of batch should be of equal size"),
+        (lambda index: (torch.ones(3 + index), torch.ones(1)), "stack expects each tensor to be equal size"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            bare_trainer(tmp_path, max_epochs=1).fit(Seen(), DataLoader(Samples(make), batch_size=7))
+
+
+def test_a_weighted_sampler_over_tensors_gives_the_rows_it_names(tmp_path):
+    made, task = SETS["tensors"](), Seen()
+    sampler = WeightedRandomSampler(torch.arange(30.0), 28)
+    bare_trainer(tmp_path, max_epochs=1).fit(task, DataLoader(made, batch_size=7, sampler=sampler))
+    rows = torch.cat([batch[0] for batch in task.batches])
+    assert len(rows) == 28
+    assert all((made.tensors[0] == row).all(1).any() for row in rows)
+
+
+# ---------------------------------------------------------------------- gradients are dropped as the optimizer says
+
+
+def test_an_optimizers_own_zero_grad_is_called(tmp_path):
+    class Own(torch.optim.SGD):
+        calls = 0
+
+        def zero_grad(self, set_to_none=True):
+            Own.calls += 1
+            super().zero_grad(set_to_none)
+
+    class Task(Regression):
+        def configure_optimizers(self):
+            return Own(self.parameters(), 0.01)
+
+    bare_trainer(tmp_path, max_steps=5).fit(Task(), DataLoader(data(40), batch_size=4))
+    assert Own.calls == 5
+
+
+def test_gradients_of_a_group_added_on_the_way_are_dropped_too(tmp_path):
+    class Task(Regression):
+        def __init__(self):
+            super().__init__()
+            self.late = torch.nn.Parameter(torch.zeros(()))
+            self.seen = []
+
+        def training_step(self, batch):
+            return super().training_step(batch) + self.late
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([p for name, p in self.named_parameters() if name != "late"], 0.01)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 2:
+                self.optimizers().add_param_group({"params": [self.late]})
+
+        def on_after_backward(self):
+            self.seen.append(self.late.grad.item())
+
+    task = Task()
+    bare_trainer(tmp_path, max_steps=5).fit(task, DataLoader(data(40), batch_size=4))
+    assert task.seen[2:] == [1.0] * 3
