@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-all torture lint format clean
+.PHONY: demo test test-all torture bench lint format clean
 
 demo: $(READY) ## Train a small GPT on real text, then let it write.
 	$(BIN)/lumen fit --config models/gpt.yaml
@@ -21,6 +21,9 @@ test-all: $(READY) lint ## The long proofs too.
 torture: $(READY) ## Kills at random moments, for as long as you like: make torture KILLS=1000
 	LUMEN_TORTURE_KILLS=$(or $(KILLS),200) $(BIN)/python -m pytest -m torture -s
 
+bench: $(VENV)-bench/.ready ## What the loop costs, beside the loop by hand and other libraries.
+	$(VENV)-bench/bin/python -m benchmarks --readme
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,5 +39,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $@
 
+$(VENV)-bench/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-bench
+	$(VENV)-bench/bin/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(VENV)-bench build *.egg-info

@@ -7,7 +7,7 @@ the last step of an epoch after the end of that epoch. Checkpoints are made and 
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import chain
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -33,8 +33,6 @@ _DOMAINS = {
     "predict": Domain.PREDICT,
 }
 
-
-_NO_CONTEXT = nullcontext()
 
 T = TypeVar("T")
 Numbered = tuple[Any, T]
@@ -305,7 +303,7 @@ def evaluate_feed(
     """
     hooks = run.hooks
     starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
-    metrics = run.stage_metrics
+    step, domain, metrics = f"{name}_step", _DOMAINS[stage], run.stage_metrics
     assert metrics is not None
     outputs: list[Numbered[Any]] = []
     for window in feed.windows(0, Position(), run.plan.limit(stage, feed)):
@@ -314,14 +312,16 @@ def evaluate_feed(
                 continue
             metrics.window += 1
             run.batch_samples = micro.samples
-            seed_generators(make_key(run.seed, _DOMAINS[stage], 2, dataloader_idx, micro.index))
+            seed_generators(make_key(run.seed, domain, 2, dataloader_idx, micro.index))
             batch = run.receive(micro.batch, dataloader_idx)
-            for hook in starts if not micro.idle else ():
-                hook(batch, micro.index, dataloader_idx)
-            with unnoticed(run) if micro.idle else _NO_CONTEXT, run.precision.forward():
-                output = run.call_step(f"{name}_step", batch, micro.index, dataloader_idx or micro.loader)
-            if micro.idle:  # it stood in for a batch of this rank, in a forward that all ranks make together
+            if micro.idle:  # it stands in for a batch of this rank, in a forward that all ranks make together
+                with unnoticed(run), run.precision.forward():
+                    run.call_step(step, batch, micro.index, dataloader_idx or micro.loader)
                 continue
+            for hook in starts:
+                hook(batch, micro.index, dataloader_idx)
+            with run.precision.forward():
+                output = run.call_step(step, batch, micro.index, dataloader_idx or micro.loader)
             for hook in ends:
                 hook(output, batch, micro.index, dataloader_idx)
             if stage == "predict":

@@ -98,6 +98,7 @@ class StageMetrics:
         self.window = 0
         self.closed = False
         self._entries: dict[str, _Entry] = {}
+        self._has_steps = False  # somebody logs values of single steps
         self._computed: tuple[Any, list[Any]] | None = None  # what all ranks had seen then, and the metrics' values
 
     def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, options: LogOptions) -> None:
@@ -121,6 +122,7 @@ class StageMetrics:
                 )
         number = _read(name, value)
         if options.on_step:
+            self._has_steps = True
             if entry.window != self.window:
                 entry.window = self.window
                 entry.latest = []
@@ -160,6 +162,8 @@ class StageMetrics:
         Raises:
             ConfigError: A name is logged with other options on another rank.
         """
+        if not self._has_steps and gather is None:
+            return {}
         latest: dict[str, Any] = {
             name: (entry.options, entry.latest)
             for name, entry in self._entries.items()

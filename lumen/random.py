@@ -19,7 +19,10 @@ import torch
 
 _MASK = (1 << 64) - 1
 _HAS_MPS = torch.backends.mps.is_available()
-_seed_torch, _seed_numpy, _seed_python = torch.default_generator.manual_seed, np.random.seed, random.seed
+_HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+_python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generator behind the functions of `random`
+_seed_torch, _seed_numpy = torch.default_generator.manual_seed, np.random.seed
+_seed_python = super(random.Random, _python).seed  # of an int: what `random.seed` comes to after looking at its type
 
 
 class Domain(IntEnum):
@@ -45,16 +48,18 @@ def _scramble(word: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _root(seed: int, domain: Domain) -> int:
-    """What all keys of a domain begin with; a run asks for the same few at every step."""
-    return _scramble(_scramble(seed & _MASK) ^ domain)
+def _mixed(seed: int, *words: int) -> int:
+    """All of a key but its last word, which alone changes from one batch or sample to the next."""
+    state = _scramble(seed & _MASK)
+    for word in words:
+        state = _scramble(state ^ word)
+    return state
 
 
 def make_key(seed: int, domain: Domain, *words: int) -> int:
     """Mix a seed, a domain and any number of non-negative integers into a 32-bit key."""
-    state = _root(seed, domain)
-    for word in words:
-        state = _scramble(state ^ word)
+    *first, last = domain, *words
+    state = _scramble(_mixed(seed, *first) ^ last)
     return (state ^ (state >> 32)) & 0xFFFFFFFF
 
 
@@ -66,7 +71,8 @@ def seed_generators(key: int) -> None:
     _seed_torch(key)
     _seed_numpy(key)
     _seed_python(key)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    _python.gauss_next = None
+    if _HAS_CUDA and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
             generator.manual_seed(key)
     elif _HAS_MPS:

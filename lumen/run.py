@@ -251,11 +251,12 @@ class Run:
     def count(self, window: Window, weights: StepWeights, *, updated: bool) -> None:
         """Advance by one window."""
         progress, counted = self.progress, weights.counted
-        self.end_step(window)
         progress.advance(window, updated=updated)
+        progress.micro_batches = self._first_micro_batch + len(window.sizes)
         if counted:
             progress.weight_guess = weights.next_guess
-        progress.units += weights.total if updated else 0.0
+        if updated:
+            progress.units += weights.total
         self.waited_s += window.waited_s
         self.samples_seen += window.samples
         self.has_units |= counted
@@ -337,8 +338,8 @@ class Run:
         now_s = self.pulse.now_s
         self.progress.elapsed_s += now_s - self._clock_s
         self._clock_s = now_s
-        limit = self.plan.max_time_s
-        self.time_is_up = limit is not None and self.progress.elapsed_s >= limit
+        if self.plan.max_time_s is not None:
+            self.time_is_up = self.progress.elapsed_s >= self.plan.max_time_s
 
     def agree_to_stop(self) -> None:
         """End where a callback of any rank wants to. Collective: after a validation or an epoch, and at the start."""

@@ -296,14 +296,15 @@ def weigh(run: Run, window: Window) -> Iterable[MicroBatch]:
         for micro in micro_batches:
             micro.weight = 0.0 if micro.idle else float(run.task.batch_weight(micro.batch))
         (planned,) = run.strategy.processes.sum([sum(micro.weight for micro in micro_batches)])
-    alone = len(window.sizes) == 1 and run.strategy.world_size == 1
-    run.weights.begin(planned, alone=alone, guess=run.progress.weight_guess)
+    run.weights.begin(planned, len(window.sizes), run.progress.weight_guess)
     return micro_batches
 
 
 def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:
     """Loss and weight out of what `training_step` returned."""
     loss, weight = output, None
+    if isinstance(output, torch.Tensor) and output.numel() == 1:
+        return output, None
     if isinstance(output, dict) and "loss" in output:
         loss, weight = output["loss"], output.get("weight")
     elif isinstance(output, tuple) and len(output) == 2:

@@ -16,7 +16,7 @@ from tests.tasks import Regression, bare_trainer, loader, quiet_trainer
 def weighed(known, returned, *, alone=False, by_task=False, guess=1.0):
     """The factor that each micro-batch's gradient ends with, and the weights themselves."""
     weights = StepWeights(by_task=by_task)
-    weights.begin(sum(known), alone=alone, guess=guess)
+    weights.begin(sum(known), 1 if alone else 2, guess)
     shares = [weights.share(*pair) for pair in zip(known, returned, strict=True)]
     return [share * weights.correction for share in shares], weights
 

@@ -46,20 +46,21 @@ class StepWeights:
         self._by_task = by_task
         self._in_loss, self._in_gradients = (1, world) if scaled else (world, 1)
         self._begin_agreement = begin_agreement
-        self.begin(0.0, alone=False, guess=1.0)
+        self._world = world
+        self.begin(0.0, 0, 1.0)
 
-    def begin(self, planned: float, *, alone: bool, guess: float) -> None:
+    def begin(self, planned: float, micro_batches: int, guess: float) -> None:
         """A step begins.
 
         Args:
             planned: The sum of the weights that are known before the forward, over all processes.
-            alone: The step has a single micro-batch on a single process: then its share is exactly 1.
+            micro_batches: Of all processes. The share of a single one on a single process is exactly 1.
             guess: Stands in for an unknown sum: a power of two, so that multiplying by it rounds nothing.
         """
         self.total = 0.0
         self.skipped = self.left_out = False
         self._planned = planned
-        self._alone = alone
+        self._alone = micro_batches == self._world == 1
         self._guess = guess
         self._returned: bool | None = None
         self._finish: Callable[[], list[float] | None] | None = None

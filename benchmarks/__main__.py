@@ -1,0 +1,114 @@
+"""`python -m benchmarks`: measure and report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.cases import CASES, SYSTEMS, Case
+from benchmarks.commands import run_command
+from benchmarks.plot import draw
+from benchmarks.report import print_case, write_readme
+from benchmarks.rounds import installed, run_round
+
+HOME = Path(__file__).parent
+
+
+def main() -> None:
+    """Measure the cases asked for; the report is written after each of them."""
+    arguments = parse()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if arguments.list:
+        for case in CASES.values():
+            console.print(f"{case.name:18} {case.about}", highlight=False)
+        return
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    file = arguments.output / "results.json"
+    results = json.loads(file.read_text()) if file.exists() else {"cases": {}}
+    if arguments.report:
+        for name in results["cases"]:
+            print_case(name, results, console)
+    else:
+        results["machine"] = machine()
+        for name in arguments.cases or CASES:
+            case = CASES[name]
+            if case.device == "cuda" and not torch.cuda.is_available():
+                console.print(f"{name}: not proven here: no CUDA device")
+                continue
+            results["cases"][name] = measure(case, arguments.systems, arguments.rounds)
+            print_case(name, results, console)
+            file.write_text(json.dumps(results) + "\n")
+    if find_spec("matplotlib"):
+        draw(results, arguments.output / "overhead.png")
+    if arguments.readme:
+        write_readme(results, HOME / "README.md")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all; see --list")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="how often each system's process is started (%(default)s)"
+    )
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: all; the one by hand is always there")
+    parser.add_argument("--output", type=Path, default=HOME / "results", help="a directory (%(default)s)")
+    parser.add_argument("--readme", action="store_true", help="write the figures into benchmarks/README.md too")
+    parser.add_argument("--report", action="store_true", help="measure nothing, report what is in the directory")
+    parser.add_argument("--list", action="store_true", help="say which cases there are")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.cases if name not in CASES]:
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    return arguments
+
+
+def measure(case: Case, wanted: list[str] | None, rounds: int) -> dict[str, Any]:
+    """Measure one case: its part of `results.json`."""
+    systems = [system for system in case.systems if system in (wanted or case.systems) or system == "hand"]
+    skipped = {system: "not installed" for system in systems if not installed(system)}
+    able = [system for system in systems if system not in skipped]
+    samples = []
+    for number in range(min(rounds, case.rounds)):
+        if case.kind in ("import", "help"):
+            order = able[number % len(able) :] + able[: number % len(able)]
+            samples.append({system: run_command(case, system) for system in order})
+        else:
+            samples.append(run_round(case, able, start=number))
+    return {
+        "date": time.strftime("%F"),
+        "turns": case.turns if case.takes_turns else 1,
+        "systems": systems,
+        "skipped": skipped,
+        "rounds": samples,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
+    packages = ("lightning", "accelerate", "pytorch-ignite")
+    installed = {found.name: found.version for found in metadata.distributions()}
+    return {
+        "date": time.strftime("%F"),
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "peers": {name: installed[name] for name in packages if name in installed},
+    }
+
+
+if __name__ == "__main__":
+    main()

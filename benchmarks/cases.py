@@ -1,0 +1,150 @@
+"""What is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+SYSTEMS = {
+    "hand": "by hand",
+    "again": "by hand, again (A/A)",
+    "hand-fused": "by hand, fused AdamW",
+    "hand-sliced": "by hand, fused AdamW, batches cut by slicing",
+    "lumen": "Lumen",
+    "lightning": "Lightning",
+    "lightning-async": "Lightning, AsyncCheckpointIO",
+    "accelerate": "Accelerate",
+    "ignite": "Ignite",
+}
+PEERS = ("lightning", "accelerate", "ignite")
+ALL = ("hand", "again", "lumen", *PEERS)
+
+Measure = Literal["cpu_s", "wall_s", "first_s", "peak_mb", "calls", "blocked_s", "lost_s"]
+
+
+@final
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure, of several systems.
+
+    Attributes:
+        name: As on the command line.
+        about: One line for the reports.
+        kind: The function of a system's module that does it; `import` and `help` are commands.
+        systems: Which ones can do it.
+        model: `mlp` (16-64-64-4), `gpt` (0.8 M parameters), `gpt-wide` (14 M), `linears` (100 M) or `gpt2` (124 M).
+        tensors: The data are a `TensorDataset`, else a data set that a user would write.
+        epoch: Batches of an epoch.
+        epochs: How many are measured, after one that warms up.
+        turns: Of an epoch; the systems run in turns.
+        batch_size: Samples of a batch of one process.
+        accumulate: Batches of an optimizer step.
+        clip: Largest norm of the gradient.
+        logs: Names under which the loss is logged in every step.
+        full: Progress bar, in a terminal, and TensorBoard.
+        metric: The evaluation computes `loss`, the mean loss, or `accuracy`, a torchmetrics object, or nothing.
+        precision: `fp32`, `bf16` or `fp16`, the last with a gradient scaler.
+        ranks: Processes of DDP.
+        workers: Of the loader.
+        fused: Who uses `AdamW(fused="yes")`; "not by hand": all but the loop by hand that is divided by.
+        device: `cpu` or `cuda`.
+        compiled: By torch.compile.
+        save_every: Optimizer steps between two saves.
+        measure: What is compared: `cpu_s` or `wall_s` per batch, `first_s` (CPU seconds from the start of the process
+            to the end of the first step), `peak_mb`, `calls`, of Python and C functions per batch, or
+            `blocked_s`, seconds that a save keeps the loop waiting, or `lost_s`, these and what it slows down the
+            steps after it.
+        also: What else.
+        tolerance: Relative difference of the final loss from the one by hand that is let pass, where the kernels are
+            others; 0: not one bit, of the loss and of all parameters.
+        goal: Of Lumen's ratio.
+        rounds: How often at most.
+    """
+
+    name: str
+    about: str
+    kind: Literal["train", "evaluate", "import", "help", "checkpoint"] = "train"
+    systems: tuple[str, ...] = ALL
+    model: str = "mlp"
+    tensors: bool = False
+    epoch: int = 250
+    epochs: int = 8
+    turns: int = 2
+    batch_size: int = 32
+    accumulate: int = 1
+    clip: float | None = None
+    logs: int = 0
+    full: bool = False
+    metric: Literal["loss", "accuracy"] | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    ranks: int = 1
+    workers: int = 0
+    fused: Literal["no", "yes", "not by hand"] = "no"
+    device: str = "cpu"
+    compiled: bool = False
+    save_every: int = 0
+    measure: Measure = "cpu_s"
+    also: tuple[Measure, ...] = ()
+    tolerance: float = 0.0
+    goal: float | None = None
+    rounds: int = 1000
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the systems' processes live side by side and take turns, an epoch each; else one after another."""
+        return self.measure in ("cpu_s", "wall_s") and self.kind in ("train", "evaluate")
+
+    @property
+    def batches(self) -> int:
+        """All batches of one process; the last mark is at the beginning of the last one."""
+        return self.epoch * (self.epochs + 1)
+
+    def small(self) -> Case:
+        """The same in a moment, for tests: everything but the figures."""
+        model = "gpt-small" if self.model.startswith("gpt") else "mlp"
+        saves = {"save_every": 6} if self.save_every else {}
+        return replace(self, epoch=4 * self.accumulate, epochs=1, turns=1, batch_size=4, model=model, **saves)
+
+
+_GPT = {"model": "gpt", "batch_size": 8, "epoch": 10, "epochs": 4, "turns": 2}
+_EVALUATION = {"kind": "evaluate", "epoch": 1000, "epochs": 4}
+
+_CASES = [
+    Case("tiny", "MLP 16-64-64-4, 32 samples a step, AdamW", goal=1.03),
+    Case("tiny-log1", "tiny, the loss logged in every step", logs=1, goal=1.06),
+    Case("tiny-log10", "tiny, the loss logged under ten names", logs=10, goal=1.20),
+    Case("tiny-full", "tiny-log1 with progress bar and TensorBoard", logs=1, full=True, goal=1.10),
+    Case(
+        "tiny-tensor", "tiny on a TensorDataset; all but the loop by hand with fused AdamW",
+        "train", ("hand", "again", "hand-fused", "hand-sliced", "lumen", *PEERS), tensors=True,
+        fused="not by hand", tolerance=0.02, goal=0.60,
+    ),
+    Case("calls", "function calls of a step of tiny, by cProfile", measure="calls", epochs=1, turns=1, rounds=1),
+    Case("calls-log1", "function calls of a step of tiny-log1", logs=1, measure="calls", epochs=1, turns=1, rounds=1),
+    Case("accumulate", "tiny, 8 batches a step", accumulate=8, epoch=256, goal=1.03),
+    Case("clip", "tiny, gradient norm at most 1", clip=1.0, goal=1.03),
+    Case("tiny-fp16", "tiny in fp16 with a gradient scaler", precision="fp16", goal=1.03),
+    Case("workers2", "tiny, 2 worker processes (their CPU time counts)", workers=2, goal=1.03),
+    Case("evaluation", "the MLP evaluated", goal=1.03, **_EVALUATION),
+    Case("evaluation-loss", "and its mean loss", metric="loss", goal=1.06, **_EVALUATION),
+    Case("evaluation-metric", "and a torchmetrics accuracy", metric="accuracy", goal=1.03, **_EVALUATION),
+    Case("gpt", "GPT, 4 layers of 128, 8 x 64 tokens a step", goal=1.01, **_GPT),
+    Case("gpt-bf16", "gpt in bf16", precision="bf16", goal=1.01, **_GPT),
+    Case("ddp2-tiny", "tiny in 2 processes, gloo", ranks=2, goal=1.02),
+    Case("ddp2-gpt", "gpt in 2 processes, gloo", ranks=2, goal=1.02, **_GPT),
+    Case("import", "CPU time of `import torch`, and of the library after it", kind="import"),
+    Case("help", "CPU time of `fit --help`; by hand: of `import torch`", kind="help",
+         systems=("hand", "again", "lumen", "lightning")),
+    Case("first-step", "CPU time from the start of the process to the end of the first step", measure="first_s",
+         epoch=2, epochs=1, turns=1, goal=1.05),
+    Case("memory", "peak resident memory, GPT of 14 M parameters", model="gpt-wide", measure="peak_mb", epoch=3,
+         epochs=1, turns=1, batch_size=4, goal=1.02),
+    Case("checkpoint", "a save of 100 M parameters with Adam (1.2 GB): seconds that the loop waits", kind="checkpoint",
+         systems=("hand", "again", "lumen", "lightning", "lightning-async"), model="linears", tensors=True, fused="yes",
+         batch_size=1, epoch=22, epochs=1, turns=1, save_every=20, measure="blocked_s", also=("lost_s",),
+         rounds=2),
+    Case("gpt2-cuda", "nanoGPT's 124 M GPT, bf16, compiled, 12 x 1024 tokens a step", model="gpt2", precision="bf16",
+         systems=("hand", "again", "lumen", "lightning"), device="cuda", compiled=True, measure="wall_s",
+         batch_size=12, epoch=20, epochs=4, turns=1, fused="yes", tolerance=1e-3, goal=1.01),
+]  # fmt: skip
+CASES = {case.name: case for case in _CASES}

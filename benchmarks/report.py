@@ -1,0 +1,102 @@
+"""Tables of results: for the terminal, and for README.md between its two markers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cases import CASES, SYSTEMS, Case, Measure
+from benchmarks.ratios import Row, rows_of
+
+BEGIN, END = "<!-- figures: written by `python -m benchmarks` -->", "<!-- end of figures -->"
+_UNITS = {  # of a measure: its unit, and how many of it make one of what is measured
+    "cpu_s": ("µs CPU / batch", 1e6), "wall_s": ("µs / batch", 1e6), "first_s": ("s CPU", 1), "peak_mb": ("MB", 1),
+    "blocked_s": ("s", 1), "calls": ("calls / batch", 1), "lost_s": ("s", 1),
+}  # fmt: skip
+
+
+def unit_of(case: Case, measure: Measure) -> tuple[str, float]:
+    """The unit to print figures in, and its factor."""
+    return ("s CPU", 1) if case.kind in ("import", "help") else _UNITS[measure]
+
+
+def all_rows(results: dict[str, Any]) -> Iterator[tuple[Case, Measure, list[Row]]]:
+    """Every case that was measured, in their order, with its rows."""
+    for name, case in CASES.items():
+        if name in results["cases"]:
+            for measure in (case.measure, *case.also):
+                yield case, measure, list(rows_of(name, results["cases"][name], measure))
+
+
+def cells(case: Case, measure: Measure, row: Row) -> list[str]:
+    """What a row says after its name: value, added, best, median, quartiles."""
+    if row.trouble:
+        return [row.trouble, "", "", "", ""]
+    _, factor = unit_of(case, measure)
+    low, median, high = row.quartiles
+    digits = 1 if factor > 1 or measure in ("peak_mb", "calls") else 2
+    return [
+        f"{row.value * factor:,.{digits}f}", f"{row.added * factor:+,.{digits}f}", f"{row.best:.3f}", f"{median:.3f}",
+        f"{low:.3f} - {high:.3f}",
+    ]  # fmt: skip
+
+
+def print_case(name: str, results: dict[str, Any], console: Console) -> None:
+    """Print the tables of one case."""
+    for case, measure, rows in all_rows({"cases": {name: results["cases"][name]}}):
+        goal = f" (goal {case.goal})" if case.goal else ""
+        table = Table(title=title(case, measure) + goal, title_justify="left", title_style="bold")
+        for heading in ("system", unit_of(case, measure)[0], "added", "best ratio", "median ratio", "quartiles"):
+            table.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(SYSTEMS[row.system], *(["-"] if row.trouble else cells(case, measure, row)))
+        console.print(table)
+        for row in rows:
+            if row.trouble:
+                console.print(f"  {SYSTEMS[row.system]}: {row.trouble}", markup=False, highlight=False)
+
+
+def title(case: Case, measure: Measure) -> str:
+    """The name of a case, of what is measured if it is not what is usual, and its line."""
+    return f"{case.name}{'' if measure == case.measure else f' ({measure})'}: {case.about}"
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """All cases as one table in Markdown."""
+    lines = [
+        f"{machine_line(results)}.",
+        "",
+        "| case | system | measured | added | best ratio | median ratio | quartiles |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for case, measure, rows in all_rows(results):
+        name = f"**{case.name}**" + ("" if measure == case.measure else f" {measure}")
+        name += f", goal {case.goal:g}" if case.goal else ""
+        for number, row in enumerate(rows):
+            value, *rest = cells(case, measure, row)
+            unit = "" if row.trouble else f" {unit_of(case, measure)[0]}"
+            lines.append(
+                " | ".join([f"| {name}" if number == 0 else "| ", SYSTEMS[row.system], value + unit, *rest]) + " |"
+            )
+    return "\n".join(lines)
+
+
+def machine_line(results: dict[str, Any]) -> str:
+    """Where and when."""
+    machine = results["machine"]
+    return (
+        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, "
+        f"torch {machine['torch']}"
+    )
+
+
+def write_readme(results: dict[str, Any], path: Path) -> None:
+    """Put the figures between the markers of a README."""
+    text = path.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    path.write_text(f"{before}{BEGIN}\n\n{markdown(results)}\n\n{END}{after}")

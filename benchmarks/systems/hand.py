@@ -1,0 +1,142 @@
+"""The loops by hand, as one writes them in PyTorch: a loop for each need, and nothing in it that is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.problem import Problem
+
+
+def train(problem: Problem) -> None:
+    """Train with the loop that the case needs."""
+    case = problem.case
+    model = problem.model.to(case.device)
+    optimizer = problem.optimizer(model.parameters())
+    if case.compiled:
+        model = torch.compile(model)
+    if case.ranks > 1:
+        torch.distributed.init_process_group("gloo")  # its end is the process's: DDP must not outlive it
+        model = DistributedDataParallel(model)
+    model.train()
+    batches = _sliced(problem) if problem.system == "hand-sliced" else _batches(problem)
+    loop = (
+        _scaled if case.precision == "fp16" else _autocast if case.precision == "bf16"
+        else _accumulated if case.accumulate > 1 else _clipped if case.clip else _plain
+    )  # fmt: skip
+    loop(problem, model, optimizer, batches)
+
+
+def _plain(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any]) -> None:
+    for _, batch in zip(range(problem.steps), batches, strict=False):
+        optimizer.zero_grad()
+        loss = problem.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+
+
+def _clipped(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any]) -> None:
+    for _, batch in zip(range(problem.steps), batches, strict=False):
+        optimizer.zero_grad()
+        loss = problem.loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), problem.case.clip)
+        optimizer.step()
+
+
+def _accumulated(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any]) -> None:
+    accumulate = problem.case.accumulate
+    for index, batch in zip(range(1, problem.case.batches + 1), batches, strict=False):
+        loss = problem.loss(model, batch) / accumulate
+        loss.backward()
+        if index % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _autocast(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any]) -> None:
+    device = problem.case.device
+    for _, batch in zip(range(problem.steps), batches, strict=False):
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            loss = problem.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+
+
+def _scaled(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any]) -> None:
+    device = problem.case.device
+    scaler = torch.amp.GradScaler(device)
+    for _, batch in zip(range(problem.steps), batches, strict=False):
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.float16):
+            loss = problem.loss(model, batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def _batches(problem: Problem) -> Iterator[Any]:
+    """Epoch after epoch."""
+    loader, device = problem.loader(), problem.case.device
+    while True:
+        if device == "cpu":
+            yield from loader
+        else:
+            for batch in loader:
+                yield [part.to(device, non_blocking=True) for part in batch]
+
+
+def _sliced(problem: Problem) -> Iterator[Any]:
+    """What can be had where the data are two tensors and the order is known: no loader at all."""
+    tensors, size = problem.loader().dataset.tensors, problem.case.batch_size
+    while True:
+        yield from zip(*(tensor.split(size) for tensor in tensors), strict=True)
+
+
+def evaluate(problem: Problem) -> None:
+    """Evaluate; the mean loss is over samples, the accuracy a torchmetrics object."""
+    model, metric = problem.model, problem.case.metric
+    model.eval()
+    if metric == "accuracy":
+        _evaluate_accuracy(problem, model)
+        return
+    total, samples = torch.zeros(()), 0
+    with torch.inference_mode():
+        for batch in problem.loader():
+            loss = problem.loss(model, batch)
+            if metric == "loss":
+                total += loss * len(batch[0])
+                samples += len(batch[0])
+    if metric == "loss":
+        problem.result = float(total / samples)
+
+
+def _evaluate_accuracy(problem: Problem, model: nn.Module) -> None:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    accuracy = MulticlassAccuracy(4)
+    with torch.inference_mode():
+        for batch in problem.loader():
+            _, logits = problem.loss_and_logits(model, batch)
+            accuracy.update(logits, batch[1])
+    problem.result = float(accuracy.compute())
+
+
+def checkpoint(problem: Problem) -> None:
+    """Train and save with `torch.save`."""
+    model = problem.model
+    optimizer = problem.optimizer(model.parameters())
+    model.train()
+    for step, batch in zip(range(1, problem.steps + 1), _batches(problem), strict=False):
+        optimizer.zero_grad()
+        loss = problem.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        if step % problem.case.save_every == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, problem.directory / "checkpoint.pt")

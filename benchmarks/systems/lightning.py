@@ -1,0 +1,127 @@
+"""PyTorch Lightning: a Trainer with everything off that the loop by hand does not do either, on its own engine."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
+from torch import Tensor
+
+from benchmarks.problem import Problem
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore")  # of few workers; of intervals longer than the run
+
+
+class Task(LightningModule):
+    """What is trained."""
+
+    def __init__(self, problem: Problem):
+        super().__init__()
+        self.problem = problem
+        self.model = torch.compile(problem.model) if problem.case.compiled else problem.model
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The user's."""
+        return self.problem.optimizer(self.parameters())
+
+
+class Training(Task):
+    """Logs nothing."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        """One batch."""
+        return self.problem.loss(self.model, batch)
+
+
+class LoggedTraining(Task):
+    """Logs the loss as often as the case says."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem)
+        self.names = [f"loss_{number}" for number in range(problem.case.logs)]
+        self.shown = problem.case.full
+
+    def training_step(self, batch: Any) -> Tensor:
+        """One batch."""
+        loss = self.problem.loss(self.model, batch)
+        for name in self.names:
+            self.log(name, loss, prog_bar=self.shown)
+        return loss
+
+
+class Evaluation(Task):
+    """Logs nothing."""
+
+    def validation_step(self, batch: Any) -> None:
+        """One batch."""
+        self.problem.loss(self.model, batch)
+
+
+class LossEvaluation(Task):
+    """Logs the mean loss."""
+
+    def validation_step(self, batch: Any) -> None:
+        """One batch; its size is given, or Lightning would search the batch for it."""
+        self.log("result", self.problem.loss(self.model, batch), batch_size=len(batch[0]))
+
+
+class AccuracyEvaluation(Task):
+    """Logs a torchmetrics object."""
+
+    def __init__(self, problem: Problem):
+        from torchmetrics.classification import MulticlassAccuracy
+
+        super().__init__(problem)
+        self.accuracy = MulticlassAccuracy(4)
+
+    def validation_step(self, batch: Any) -> None:
+        """One batch."""
+        _, logits = self.problem.loss_and_logits(self.model, batch)
+        self.accuracy.update(logits, batch[1])
+        self.log("result", self.accuracy, batch_size=len(batch[0]))
+
+
+def make_trainer(problem: Problem, **options: Any) -> Trainer:
+    """A trainer for a case."""
+    case = problem.case
+    off = {"logger": False, "enable_progress_bar": False}
+    on = {"logger": TensorBoardLogger(problem.directory)}
+    if case.precision == "fp16" and case.device == "cpu":  # which Lightning does only if it gets the scaler
+        options["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    else:
+        options["precision"] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[case.precision]
+    settings = {
+        "accelerator": "gpu" if case.device == "cuda" else "cpu", "devices": case.ranks, "max_epochs": -1,
+        "gradient_clip_val": case.clip, "accumulate_grad_batches": case.accumulate, "enable_checkpointing": False,
+        "enable_model_summary": False, "num_sanity_val_steps": 0, "use_distributed_sampler": False,
+        "default_root_dir": problem.directory, "strategy": "ddp" if case.ranks > 1 else "auto",
+    }  # fmt: skip
+    return Trainer(**settings | (on if case.full else off) | options)
+
+
+def train(problem: Problem) -> None:
+    """Train."""
+    task = (LoggedTraining if problem.case.logs else Training)(problem)
+    make_trainer(problem, max_steps=problem.steps).fit(task, problem.loader())
+
+
+def evaluate(problem: Problem) -> None:
+    """Evaluate."""
+    task = {None: Evaluation, "loss": LossEvaluation, "accuracy": AccuracyEvaluation}[problem.case.metric](problem)
+    (values,) = make_trainer(problem).validate(task, problem.loader(), verbose=False)
+    problem.result = values.get("result")
+
+
+def checkpoint(problem: Problem) -> None:
+    """Train and save, at once or by the plugin with a thread."""
+    saving = ModelCheckpoint(problem.directory, every_n_train_steps=problem.case.save_every)
+    options = {"plugins": AsyncCheckpointIO()} if problem.system == "lightning-async" else {}
+    trainer = make_trainer(problem, max_steps=problem.steps, enable_checkpointing=True, callbacks=[saving], **options)
+    trainer.fit(Training(problem), problem.loader())

@@ -1,0 +1,111 @@
+"""Lumen: its defaults, without what the loop by hand does not do either (records, bar, checkpoints, summary)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.problem import Problem
+from lumen import ModelCheckpoint, TaskModule, TensorBoardLogger, Trainer
+
+
+class Task(TaskModule):
+    """What is trained."""
+
+    def __init__(self, problem: Problem):
+        super().__init__()
+        self.problem = problem
+        self.model = problem.model
+        self.configure_optimizers = lambda: problem.optimizer(self.parameters())
+
+
+class Training(Task):
+    """Logs nothing."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        """One batch."""
+        return self.problem.loss(self.model, batch)
+
+
+class LoggedTraining(Task):
+    """Logs the loss as often as the case says."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem)
+        self.names = [f"loss_{number}" for number in range(problem.case.logs)]
+        self.shown = problem.case.full
+
+    def training_step(self, batch: Any) -> Tensor:
+        """One batch."""
+        loss = self.problem.loss(self.model, batch)
+        for name in self.names:
+            self.log(name, loss, prog_bar=self.shown)
+        return loss
+
+
+class Evaluation(Task):
+    """Logs nothing."""
+
+    def validation_step(self, batch: Any) -> None:
+        """One batch."""
+        self.problem.loss(self.model, batch)
+
+
+class LossEvaluation(Task):
+    """Logs the mean loss."""
+
+    def validation_step(self, batch: Any) -> None:
+        """One batch."""
+        self.log("result", self.problem.loss(self.model, batch))
+
+
+class AccuracyEvaluation(Task):
+    """Logs a torchmetrics object."""
+
+    def __init__(self, problem: Problem):
+        from torchmetrics.classification import MulticlassAccuracy
+
+        super().__init__(problem)
+        self.accuracy = MulticlassAccuracy(4)
+
+    def validation_step(self, batch: Any) -> None:
+        """One batch."""
+        _, logits = self.problem.loss_and_logits(self.model, batch)
+        self.accuracy.update(logits, batch[1])
+        self.log("result", self.accuracy)
+
+
+def make_trainer(problem: Problem, **options: Any) -> Trainer:
+    """A trainer for a case."""
+    case = problem.case
+    settings = {
+        "accelerator": case.device, "devices": case.ranks, "precision": case.precision, "compile": case.compiled,
+        "gradient_clip_val": case.clip, "accumulate_grad_batches": case.accumulate,
+        "enable_checkpointing": False, "enable_model_summary": False, "log_level": "WARNING", "seed": 0,
+        "default_root_dir": problem.directory,
+    }  # fmt: skip
+    off = {"logger": False, "enable_progress_bar": False}
+    on = {"logger": [TensorBoardLogger()]}
+    return Trainer(**settings | (on if case.full else off) | options)
+
+
+def train(problem: Problem) -> None:
+    """Train; Lumen deals the batches to the processes itself."""
+    task = (LoggedTraining if problem.case.logs else Training)(problem)
+    make_trainer(problem, max_steps=problem.steps).fit(task, problem.loader(deals=False))
+
+
+def evaluate(problem: Problem) -> None:
+    """Evaluate."""
+    task = {None: Evaluation, "loss": LossEvaluation, "accuracy": AccuracyEvaluation}[problem.case.metric](problem)
+    task.load_state_dict(task.state_dict())  # else Lumen warns that nobody has trained it
+    (values,) = make_trainer(problem).validate(task, problem.loader())
+    problem.result = values.get("result")
+
+
+def checkpoint(problem: Problem) -> None:
+    """Train and save."""
+    saving = ModelCheckpoint(every_n_train_steps=problem.case.save_every, at_end=False)
+    trainer = make_trainer(problem, max_steps=problem.steps, enable_checkpointing=True, callbacks=[saving])
+    trainer.fit(Training(problem), problem.loader())

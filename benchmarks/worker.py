@@ -1,0 +1,101 @@
+"""One measurement in a process of its own: `python -m benchmarks.worker CASE SYSTEM` prints it as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pstats
+import resource
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases import CASES, SYSTEMS, Case
+from benchmarks.problem import Problem
+
+MARKER = "BENCHMARK "
+_MODULES = {"again": "hand", "hand-fused": "hand", "hand-sliced": "hand", "lightning-async": "lightning"}
+
+
+def measure(
+    case: Case,
+    system: str,
+    directory: Path,
+    take_turns: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Let a system do a case.
+
+    Args:
+        case: What to do.
+        system: One of `SYSTEMS`.
+        directory: An empty one for what it writes.
+        take_turns: Called between two turns; returns when the next one may begin.
+
+    Returns:
+        Lists of figures: of each turn `cpu_s` and `wall_s`, seconds per batch; one of `first_s` and `peak_mb`; where
+        measured one of `calls`, `blocked_s` and `lost_s`. And what must be equal: `loss`, the last one, exactly;
+        `digest` of the parameters; `result` of an evaluation.
+    """
+    torch.set_num_threads(1)
+    problem = Problem(case, system, directory)
+    problem.take_turns = take_turns
+    module = import_module(f"benchmarks.systems.{_MODULES.get(system, system)}")
+    getattr(module, case.kind)(problem)
+    if problem.final_loss is None or len(problem.cpu_s) != case.epochs * case.turns:
+        raise RuntimeError(f"{system} made {problem.calls} batches of {case.name}, not {case.batches}")
+    blocked, lost = problem.save_costs()
+    return {
+        "cpu_s": problem.cpu_s,
+        "wall_s": problem.wall_s,
+        "first_s": [problem.first_s],
+        "peak_mb": [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024],
+        "blocked_s": blocked,
+        "lost_s": lost,
+        "calls": [pstats.Stats(problem.profile).total_calls / case.epoch] if problem.profile else [],
+        "loss": float(problem.final_loss).hex(),
+        "digest": problem.digest(),
+        "result": problem.result,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("system", choices=SYSTEMS)
+    parser.add_argument("--small", action="store_true", help="as small as it gets, for tests")
+    parser.add_argument("--turns", action="store_true", help="wait for a line of stdin before each turn")
+    arguments = parser.parse_args()
+    case = CASES[arguments.case]
+    with tempfile.TemporaryDirectory() as directory:
+        sample = measure(
+            case.small() if arguments.small else case,
+            arguments.system,
+            Path(directory),
+            take_turns=_wait if arguments.turns else lambda: None,
+        )
+    _say(
+        {
+            name: [float(f"{each:.5g}") for each in value] if isinstance(value, list) else value
+            for name, value in sample.items()
+        }
+    )
+
+
+def _say(message: Any) -> None:
+    print(f"\n{MARKER}{json.dumps(message)}", flush=True)
+
+
+def _wait() -> None:
+    _say(None)
+    if not sys.stdin.readline():
+        sys.exit("nobody gives turns any more")
+
+
+if __name__ == "__main__":
+    main()
