@@ -39,7 +39,7 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
 class CopyStream:
     """Copies batches to a CUDA device on a stream of its own, beside the kernels that the host has queued already.
 
-    Only copies from pinned memory overlap. What is no tensor on the CPU moves on the current stream.
+    Only copies from pinned memory overlap. What is no dense tensor on the CPU moves on the current stream.
 
     Args:
         device: Where the tensors go.
@@ -57,6 +57,8 @@ class CopyStream:
         def copied(part: Any) -> Any:
             if not isinstance(part, torch.Tensor) or part.device.type != "cpu":
                 return part
+            if part.layout is not torch.strided or part.is_nested:
+                return part
             moved = part.to(self._device, non_blocking=True)
             moved.record_stream(current)  # else its memory could be given to the next copy while it is read
             return moved
@@ -65,11 +67,6 @@ class CopyStream:
             batch = convert(batch, copied)
         current.wait_stream(self._stream)
         return move(batch, self._device, self._dtype)
-
-
-def pin(batch: Any) -> Any:
-    """A nested batch in page-locked memory, from which copies to an accelerator do not block the host."""
-    return convert(batch, lambda part: part.pin_memory() if callable(getattr(part, "pin_memory", None)) else part)
 
 
 def convert(data: Any, function: Callable[[Any], Any]) -> Any:

@@ -46,6 +46,10 @@ class _Stream:
         except OSError:
             self._drop()
 
+    def isatty(self) -> bool:
+        """Whether it is a terminal; a stream of the user's own may not know."""
+        return bool(getattr(self._now, "isatty", bool)())
+
     def _drop(self) -> int:
         with suppress(OSError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self._now.fileno())

@@ -51,6 +51,7 @@ def train(run: Run) -> None:
     run.share_metrics()
     for hook in run.hooks.on_train_start:
         hook()
+    run.start_weighing()
     run.start_clock()
     run.agree_to_stop()
     run.finished = run.limit_reached is not None

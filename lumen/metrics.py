@@ -7,7 +7,7 @@ every rank reads the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import zip_longest
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final, get_args
@@ -36,7 +36,7 @@ class LogOptions(NamedTuple):
     suffix: str = ""  # of the name, where several loaders log the same one
 
 
-@cache  # a step logs the same names in the same way every time
+@lru_cache(maxsize=256)  # a step logs the same names in the same way every time
 def log_options(
     in_step: bool,
     on_step: bool | None,

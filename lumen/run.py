@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lumen.loggers import Logger
 
 _STOPPED = "stopped early"
+_ZERO_GRAD = Optimizer.zero_grad  # as it is now: somebody may replace it
 
 
 @final
@@ -154,11 +155,8 @@ class Run:
             step: step_arguments(getattr(task, step))
             for step in ("training_step", "validation_step", "test_step", "predict_step")
         }
-        self.weighs_batches = overrides(task, "batch_weight")
-        self.weights = StepWeights(
-            by_task=self.weighs_batches, world=strategy.world_size, scaled=precision.handles_overflow,
-            begin_agreement=strategy.begin_agreement if strategy.world_size > 1 else None,
-        )  # fmt: skip
+        self.weighs_batches = False  # once training begins: whether the task has batch_weight
+        self.weights: StepWeights
         self._transfer_hooks = self._find_transfer_hooks()
         # how a run ends
         self.pulse = Pulse(strategy)
@@ -222,7 +220,7 @@ class Run:
 
     def zero_grad(self) -> None:
         """Drop the gradients of the step before."""
-        if getattr(self.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+        if getattr(self.optimizer.zero_grad, "__func__", None) is not _ZERO_GRAD:
             self.optimizer.zero_grad(set_to_none=True)
             return
         for group in self.optimizer.param_groups:  # as torch's does, at the cost of this alone
@@ -325,6 +323,14 @@ class Run:
         self.progress.validation_due = False
         self.progress.validated = True
         self._validated_at_s = self.pulse.now_s
+
+    def start_weighing(self) -> None:
+        """Training begins now: hooks that could give the task a `batch_weight` are over."""
+        strategy, self.weighs_batches = self.strategy, overrides(self.task, "batch_weight")
+        self.weights = StepWeights(
+            by_task=self.weighs_batches, world=strategy.world_size, scaled=self.precision.handles_overflow,
+            begin_agreement=strategy.begin_agreement if strategy.world_size > 1 else None,
+        )  # fmt: skip
 
     def start_clock(self) -> None:
         """Training begins now; what came before does not count."""

@@ -189,15 +189,14 @@ def update(run: Run, window: Window, weights: StepWeights, closure: Closure | No
 
 def complete_gradients(run: Run, weights: StepWeights) -> None:
     """Bring the accumulated gradients to the size of the step's mean, and clip them."""
-    strategy, plan, hooks, factor = run.strategy, run.plan, run.hooks.on_before_optimizer_step, weights.correction
+    strategy, plan = run.strategy, run.plan
     run.precision.unscale(run.optimizer)
-    if factor != 1.0 and (hooks or plan.clip_norm is None):  # else clipping does it in its own pass over the gradients
+    if (factor := weights.correction) != 1.0:
         strategy.correct_gradients(run.parameters, factor)
-        factor = 1.0
-    for hook in hooks:
+    for hook in run.hooks.on_before_optimizer_step:
         hook(run.optimizer)
     if plan.clip_norm is not None:
-        run.grad_norm = strategy.clip_grad_norm(run.parameters, plan.clip_norm, factor)
+        run.grad_norm = strategy.clip_grad_norm(run.parameters, plan.clip_norm)
     if plan.clip_value is not None:
         strategy.clip_grad_value(run.parameters, plan.clip_value)
 

@@ -173,7 +173,11 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
             )
         in_step = run.in_train_step and isinstance(value, (torch.Tensor, Real))
         suffix = run.loader_suffix if add_dataloader_idx else ""
-        options = log_options(in_step, on_step, on_epoch, prog_bar, logger, reduce_fx, suffix)
+        given = in_step, on_step, on_epoch, prog_bar, logger, reduce_fx, suffix
+        try:
+            options = log_options(*given)
+        except TypeError:  # one of them is a list, say, which nobody can keep
+            options = log_options.__wrapped__(*given)
         if weight is None:
             weight = run.batch_samples if batch_size is None else batch_size
         metrics.log(name + suffix, value, weight, options)

@@ -698,3 +698,13 @@ def test_a_run_that_logs_nothing_writes_no_csv(tmp_path):
     trainer = quiet_trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
     trainer.fit(Logs(), loader(16, 8))
     assert not (trainer.run_directory / "metrics.csv").exists()
+
+
+def test_options_that_cannot_be_kept_are_one_clear_error(tmp_path):
+    class Task(Regression):
+        def training_step(self, batch):
+            self.log("x", 1.0, reduce_fx=["mean"])
+            return super().training_step(batch)
+
+    with pytest.raises(ConfigError, match=r"reduce_fx=.*expected one of mean, sum, min, max"):
+        bare_trainer(tmp_path, max_steps=1).fit(Task(), loader(8, 4))

@@ -9,8 +9,8 @@ from typing import Any, final
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from lumen.batches import pin
 from lumen.data.agreement import check_same, digest
 from lumen.data.feed import Feed, Position, SampleCounter, Step, read_ahead
 from lumen.data.keyed import Draw, KeyedDataset
@@ -93,7 +93,8 @@ class IndexedFeed(Feed):
             self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), own))
             self._iterator = iter(self._loader)
         if self._makes_batches:
-            yield from in_blocks(self._follow(plan, position.batches))
+            windows = self._follow(plan, position.batches)
+            yield from in_blocks(windows) if self._order.is_known else windows
         else:
             yield from read_ahead(self._read(plan), position.batches, self._shard)
         self._iterator = None  # ends workers that are not persistent
@@ -142,7 +143,7 @@ class IndexedFeed(Feed):
         if self._iterator is not None:
             return next(self._iterator)  # the workers were given the same draws
         batch = self._batches.__getitems__(draw) if self._makes_batches else self._batches[draw]
-        return pin(batch) if self._pins else batch
+        return pin_memory(batch) if self._pins else batch  # type: ignore[no-untyped-call]
 
     def steps(self, limit: int | None) -> int | None:
         """See `Feed.steps`."""

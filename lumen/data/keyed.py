@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import collate_int_fn, collate_tensor_fn, default_collate_fn_map
 
 from lumen.random import Domain, make_key, seed_generators
 
@@ -39,9 +41,13 @@ def can_draw(dataset: Any) -> bool:
 
 def _fetches_many(dataset: Any) -> bool:
     """Whether a data set fetches a micro-batch at once in a way of its own; a `Subset` passes on what it is part of."""
+    return hasattr(_under_subsets(dataset), "__getitems__")
+
+
+def _under_subsets(dataset: Any) -> Any:
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return hasattr(dataset, "__getitems__")
+    return dataset
 
 
 @final
@@ -65,7 +71,7 @@ class KeyedDataset(Dataset[Any]):
         self.keys_collate = self.draws or collate is not default_collate
         self.fetch_many = None if self.draws and not _fetches_many(dataset) else getattr(dataset, "__getitems__", None)
         self.stacks = collate is default_collate
-        self.rows = _Rows.of(dataset) if collate is default_collate and not single else None
+        self.has_rows = self.stacks and not single and type(_under_subsets(dataset)) is TensorDataset
 
     def __getitem__(self, draw: Draw) -> Any:
         """The one sample of a draw: where the loader does not make batches."""
@@ -73,8 +79,8 @@ class KeyedDataset(Dataset[Any]):
 
     def __getitems__(self, draw: Draw) -> Any:
         """The micro-batch of a draw."""
-        if self.rows is not None:
-            return self.rows.take(draw.indices)
+        if self.has_rows and (rows := take_rows(self.dataset, draw.indices)) is not None:
+            return rows
         samples = self._fetch(draw)
         return (self.stacks and stack(samples)) or self.collate(samples)
 
@@ -96,14 +102,23 @@ class KeyedDataset(Dataset[Any]):
         return samples  # type: ignore[no-any-return]
 
 
+def _collates_as_torch_does() -> bool:
+    """Whether nobody has given `default_collate` other functions for tensors and ints."""
+    functions = default_collate_fn_map
+    return functions.get(torch.Tensor) is collate_tensor_fn and functions.get(int) is collate_int_fn
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def stack(samples: list[Any]) -> list[torch.Tensor] | None:
     """What `default_collate` makes of tuples of tensors and ints, in two thirds of its time; None for anything else."""
     first = samples[0]
     if type(first) is not tuple or get_worker_info() is not None:  # workers stack into memory that is shared
         return None
-    for part in first:
-        if type(part) is not int and (type(part) is not torch.Tensor or part.layout is not torch.strided):
-            return None
+    if not all(type(part) is int or _is_plain(part) for part in first) or not _collates_as_torch_does():
+        return None
     try:
         columns = list(zip(*samples, strict=True))
     except (TypeError, ValueError):
@@ -114,36 +129,23 @@ def stack(samples: list[Any]) -> list[torch.Tensor] | None:
     ]
 
 
-@final
-class _Rows:
-    """Rows of plain tensors, taken by one operation for each tensor.
+def take_rows(dataset: Any, indices: Any) -> list[torch.Tensor] | None:
+    """What `default_collate` makes of samples of a `TensorDataset`, or of a `Subset` of one, by one operation a tensor.
 
-    Args:
-        tensors: Of equal lengths.
-        subsets: Indices into those of the next; the last ones into the tensors.
+    Returns:
+        Copies; None where taking the samples one by one may give anything else.
     """
-
-    def __init__(self, tensors: tuple[torch.Tensor, ...], subsets: list[Sequence[Any]]) -> None:
-        self._tensors = tensors
-        self._subsets = subsets
-
-    @classmethod
-    def of(cls, dataset: Any) -> _Rows | None:
-        """Those of a `TensorDataset`, or of a subset of one; None where stacking samples may give anything else."""
-        subsets = []
+    try:
         while type(dataset) is Subset:
-            subsets.append(dataset.indices)
-            dataset = dataset.dataset
-        if type(dataset) is not TensorDataset or not all(
-            type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
-            for tensor in dataset.tensors
-        ):
-            return None
-        return cls(dataset.tensors, subsets)
-
-    def take(self, indices: Any) -> list[torch.Tensor]:
-        """The rows of some indices, copied."""
-        for subset in self._subsets:
-            indices = [subset[index] for index in indices]
-        rows = torch.from_numpy(indices) if isinstance(indices, np.ndarray) else torch.as_tensor(indices)
-        return [tensor[rows] for tensor in self._tensors]
+            dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
+        if not isinstance(indices, np.ndarray):  # an order's own; all others are what their data set makes of them
+            indices = np.array([operator.index(index) for index in indices])
+    except TypeError:
+        return None
+    tensors = dataset.tensors
+    if not all(_is_plain(each) and each.is_cpu and each.is_contiguous() for each in tensors):
+        return None
+    if not _collates_as_torch_does():
+        return None
+    rows = torch.from_numpy(indices)
+    return [tensor[rows] for tensor in tensors]

@@ -25,11 +25,11 @@ def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> range |
         int64 of shape (length,); above `LARGE` samples something else that gives indices by slices.
     """
     if not shuffle:
-        return range(length) if length > LARGE else torch.arange(length)
+        return range(length) if length > LARGE else torch.arange(length, device="cpu")
     key = make_key(seed, Domain.ORDER, epoch)
     if length > LARGE:
         return Permutation(length, key)
-    return torch.randperm(length, generator=torch.Generator().manual_seed(key))
+    return torch.randperm(length, generator=torch.Generator().manual_seed(key), device="cpu")
 
 
 @final

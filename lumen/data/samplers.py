@@ -30,9 +30,11 @@ class Order(ABC):
 
     Attributes:
         length: Micro-batches of an epoch; None if only its end will tell.
+        is_known: It depends on nothing that may change on the way: asking for steps early makes no difference.
     """
 
     length: int | None
+    is_known = False
 
     @abstractmethod
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
@@ -59,6 +61,8 @@ class PlainOrder(Order):
         step_size: Samples of an optimizer step.
         drop_last: Leave out the epoch's last micro-batch if it is not full.
     """
+
+    is_known = True
 
     def __init__(
         self, samples: int, seed: int, *, shuffle: bool, batch_size: int, step_size: int, drop_last: bool

@@ -158,8 +158,9 @@ class Window:
         ]
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        micro_batches, self._micro_batches = iter(self._micro_batches), []  # which must not outlive their use
-        for micro in micro_batches:
+        micro_batches, self._micro_batches = self._micro_batches[::-1], []
+        while micro_batches:
+            micro = micro_batches.pop()  # its batch must not outlive its use
             if not micro.idle or self._stands_in:
                 start = perf_counter()
                 micro.batch, _, micro.loader = self.fetch()

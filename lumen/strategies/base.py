@@ -177,19 +177,13 @@ class Strategy(ABC):
         """Multiply all gradients by a factor, when the weights of a step were known only after its backward."""
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
 
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, factor: float = 1.0) -> torch.Tensor:
-        """Multiply all gradients by a factor, then clip them by the norm over those of all ranks, in one pass.
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Clip by the norm over all gradients of all ranks.
 
         Returns:
-            The norm between the two: a tensor without dimensions on the device.
+            The norm before clipping: a tensor without dimensions on the device.
         """
-        if factor == 1.0:
-            return nn.utils.clip_grad_norm_(parameters, max_norm)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) * factor
-        if gradients:
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0) * factor)
-        return norm
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
         """Clamp every gradient element to [-max_value, max_value], as `torch.nn.utils.clip_grad_value_` does."""

@@ -267,14 +267,14 @@ class FSDP(Strategy):
         """Multiply the parts in place, all in a few kernels."""
         _multiply(_parts(parameters), factor)
 
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, factor: float = 1.0) -> torch.Tensor:
-        """Multiply, and clip by the norm of all parts together. Collective."""
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Clip by the norm of all parts together. Collective."""
         parameters = list(parameters)
         norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        norm = norm * factor
-        _multiply(_parts(parameters), (max_norm / (norm + 1e-6)).clamp(max=1.0) * factor)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        _multiply(_parts(parameters), factor)
         return norm.to(self.device)
 
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:

@@ -5,10 +5,13 @@ What it takes is measured in `benchmarks/`.
 
 import cProfile
 import pstats
+import weakref
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tests.tasks import Regression, bare_trainer
 
@@ -51,7 +54,7 @@ def calls_per_step(tmp_path, task, **options):
     return calls_per_batch(lambda loader: bare_trainer(tmp_path, max_epochs=1, **options).fit(task, loader))
 
 
-@pytest.mark.parametrize(("names", "most"), [(0, 66), (1, 69), (10, 97)])
+@pytest.mark.parametrize(("names", "most"), [(0, 72), (1, 75), (10, 103)])
 def test_a_step_calls_few_functions_of_lumens_own(tmp_path, names, most):
     assert calls_per_step(tmp_path, Logging(names)) <= most
 
@@ -128,6 +131,50 @@ def test_batches_are_bit_for_bit_those_of_the_plain_loader(tmp_path, name, worke
                 assert (theirs.dtype, theirs.stride()) == (part.dtype, part.stride())
             else:
                 assert theirs == part
+
+
+@pytest.mark.parametrize("dtype", [numpy.uint8, numpy.int16, numpy.uint64])
+def test_indices_of_a_subset_may_be_of_any_integer_type(tmp_path, dtype):
+    def dataset():
+        return Subset(SETS["tensors"](), numpy.array([3, 0, 2, 1, 9], dtype=dtype))
+
+    plain, ours = plain_and_ours(tmp_path, dataset, [4, 3, 2, 1])
+    assert all(torch.equal(*parts) for parts in zip(plain[0], ours[0], strict=True))
+
+
+def test_a_subset_may_choose_others_for_every_epoch(tmp_path):
+    class Choosing(Seen):
+        def on_train_epoch_start(self):
+            chosen.indices = list(range(7 * self.current_epoch, 7 * self.current_epoch + 7))
+
+    chosen, task = Subset(TensorDataset(torch.arange(30.0).repeat(6, 1).T, torch.zeros(30, 1)), range(7)), Choosing()
+    bare_trainer(tmp_path, max_epochs=3).fit(task, DataLoader(chosen, batch_size=7))
+    assert [batch[0][:, 0].tolist() for batch in task.batches] == [
+        list(range(start, start + 7)) for start in (0, 7, 14)
+    ]
+
+
+@pytest.mark.parametrize("dataset", [SETS["tensors"], SETS["tuples"]])
+def test_functions_given_to_default_collate_are_used(tmp_path, monkeypatch, dataset):
+    def halves(batch, *, collate_fn_map=None):
+        return torch.stack(list(batch)).half()
+
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, halves)
+    _, ours = plain_and_ours(tmp_path, dataset, list(range(7)))
+    assert ours[0][0].dtype is torch.float16
+
+
+def test_of_an_accumulated_step_one_batch_is_held_at_a_time(tmp_path):
+    class Held(Regression):
+        alive, most = weakref.WeakSet(), 0
+
+        def training_step(self, batch):
+            Held.alive.add(batch[0])
+            Held.most = max(Held.most, len(Held.alive))
+            return super().training_step(batch)
+
+    bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=8).fit(Held(), DataLoader(data(64), batch_size=4))
+    assert Held.most <= 2
 
 
 def test_indices_from_the_end_are_taken_as_the_data_set_takes_them(tmp_path):
