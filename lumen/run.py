@@ -362,6 +362,8 @@ class Run:
         strategy = self.strategy
         if strategy.world_size == 1 or self._stop_agreed or self.limit_reached != _STOPPED:
             return
+        if self.pulse.stop_signal is not None:
+            return  # all leave here
         if self.weighs_batches:
             strategy.processes.sum([0.0])  # those who go on begin their step with that
         StepWeights.leave(strategy.agree_in_next_step, strategy.world_size)

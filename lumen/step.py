@@ -125,7 +125,8 @@ def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> 
         batch: It; None where there is none; where it stands in, one of another process.
         weights: Of the step.
     """
-    strategy, stands_in = run.strategy, micro.idle and batch is not None
+    strategy = run.strategy
+    stands_in = strategy.needs_stand_ins and micro.idle and batch is not None
     loss = None if stands_in else strategy.idle_loss()
     if loss is not None:
         backward(run, micro, loss * 0.0, weights)

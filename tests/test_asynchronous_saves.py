@@ -1,6 +1,9 @@
 """Saves that go on while training does: the same bytes, the same errors, and nothing lost at the end."""
 
 import contextlib
+import copy
+import errno
+import gc
 import logging
 import os
 import resource
@@ -10,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,7 @@ from torch import nn
 
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
+from lumen.checkpoint.folder import read_info
 from lumen.checkpoint.snapshot import Snapshot
 from lumen.errors import CheckpointError, NonFiniteLoss
 from tests.checkpoints import DTYPES, SHAPES, same, tensor_of
@@ -526,3 +531,98 @@ def train_on_ranks(tmp_path, asynchronous):
     saver = saving(monitor="val_loss", every_n_train_steps=2, keep_last=2, save_top_k=2, asynchronous=asynchronous)
     fit(tmp_path, saver, strategy="ddp", val_check_interval=2)
     return saver.scores, [Path(path).name for path in saver.best_k_models], names(tmp_path)
+
+
+# ---------------------------------------------------------------------- what went wrong once
+
+
+def test_moments_of_one_step_come_and_go_in_their_order(tmp_path):
+    class Skipping(Regression):
+        def training_step(self, batch):
+            return None if self.global_step >= 3 else super().training_step(batch)
+
+    newest = []
+    watching = lumen.LambdaCallback(on_boundary=lambda trainer, task: newest.append(_newest(tmp_path)))
+    saver = saving(every_n_train_steps=1, keep_last=1)
+    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[watching, saver])
+    trainer.fit(Skipping(), loader(320))
+    assert len(newest) == 40
+    micro_batches = [info["micro_batches"] for info in newest if info is not None]
+    assert micro_batches == sorted(micro_batches)
+    assert _newest(tmp_path)["micro_batches"] == 40
+
+
+def _newest(tmp_path):
+    found = find_checkpoints(folder(tmp_path)) if folder(tmp_path).is_dir() else []
+    return read_info(found[-1]) if found else None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_two_savers_of_one_folder_share_a_checkpoint_however_they_spell_it(tmp_path, monkeypatch, asynchronous):
+    monkeypatch.chdir(tmp_path)
+    savers = [
+        saving(dirpath=path, asynchronous=asynchronous) for path in ("ck", tmp_path / "ck", tmp_path / "ck/../ck")
+    ]
+    fit(tmp_path, savers, max_steps=9)
+    assert sorted(path.name for path in (tmp_path / "ck").iterdir()) == ["step-00000004", "step-00000008"]
+
+
+def test_a_callback_that_outlives_its_run_does_not_keep_it(tmp_path):
+    saver, task = saving(), Moving()
+    fit(tmp_path, saver, task)
+    gone = weakref.ref(task)
+    del task
+    gc.collect()
+    assert gone() is None
+    assert copy.deepcopy(saver).last_model_path == saver.last_model_path != ""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_state_that_cannot_be_collected_leaves_no_score(tmp_path, asynchronous):
+    class Refusing(Moving):
+        def on_save_checkpoint(self, checkpoint):
+            if self.global_step == 8:
+                raise ValueError("not now")
+
+    saver = saving(monitor="val_loss", asynchronous=asynchronous, every_n_train_steps=4)
+    with pytest.raises(ValueError, match="not now"):
+        fit(tmp_path, saver, Refusing(), val_check_interval=4)
+    assert Path(saver.best_model_path).is_dir()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_single_element_of_any_stride_is_saved(tmp_path, asynchronous):
+    class Strided(Moving):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["x"] = torch.full((1, 5), 3.0)[:, 0]
+
+    fit(tmp_path, saving(asynchronous=asynchronous), Strided(), max_steps=4)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def test_what_a_failed_save_leaves_is_the_checkpoint_before_it(tmp_path, monkeypatch):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if "b/step-00000008" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    savers = [saving(dirpath=tmp_path / name, keep_last=0) for name in ("a", "b", "c")]
+    with pytest.raises(CheckpointError, match="step-00000008"):
+        fit(tmp_path, [*savers, lumen.OnExceptionCheckpoint()])
+    assert "step-00000004" in [path.name for path in find_checkpoints(tmp_path / "b")]
+
+
+def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path, monkeypatch):
+    def take(self, sections):
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(Snapshot, "take", take)
+    monkeypatch.setattr("lumen.checkpoint.saves._WORTHWHILE_BYTES", 0)
+    fit(tmp_path, saving(asynchronous=None), max_steps=5, log_level="WARNING")
+    assert names(tmp_path) == ["step-00000004"]
+    assert "no memory for a copy" in (tmp_path / "runs/run/run.log").read_text()
+    with pytest.raises(CheckpointError, match="asynchronous=False"):
+        fit(tmp_path / "asked", saving(), max_steps=5)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
-from lumen.callbacks.places import moment_of, place, unkept
+from lumen.callbacks.places import is_same, moment_of, place, unkept
 from lumen.checkpoint import Saves
 from lumen.checkpoint.folder import find_checkpoints, remove_checkpoints
 from lumen.errors import ConfigError
@@ -225,6 +225,10 @@ class ModelCheckpoint(Callback):
         if self.monitor is not None:
             trainer.require_logged("ModelCheckpoint", self.monitor)
 
+    def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Let the run go."""
+        self._saves = None
+
     def state_dict(self) -> dict[str, Any]:
         """Which checkpoints scored what."""
         return {"scores": self.scores, "current_score": self.current_score}
@@ -258,7 +262,7 @@ class ModelCheckpoint(Callback):
                 account=partial(self._account, trainer, path),
             )
             _log.debug("saving %s" if run.saves.path == path else "saved %s", path)
-        elif run.saves.path != path:
+        elif run.saves.path is None or not is_same(run.saves.path, path):
             self._prune(trainer, path)
         self._saved_at_s = run.pulse.now_s
 
@@ -285,11 +289,11 @@ class ModelCheckpoint(Callback):
     def _account(self, trainer: Trainer, newest: Path, committed: bool) -> list[Path]:
         """What is to be removed, now that the newest is committed; it has no score any more. Collective."""
         savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        sharing = [saver for saver in savers if saver.dirpath == newest.parent]
+        sharing = [saver for saver in savers if saver.dirpath is not None and is_same(saver.dirpath, newest.parent)]
         rules = [partial(saver.kept, best=saver._top(saver._ranked())) for saver in sharing]
 
         def find() -> list[Path]:
-            trainer.run.saves.wait()  # what is being removed shall not be found once more
+            trainer.run.saves.wait_for_removals()  # what is being removed shall not be found once more
             return unkept(rules, newest)
 
         doomed = trainer.strategy.processes.on_rank_zero(find) if committed else []

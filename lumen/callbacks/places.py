@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterable
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,18 +28,27 @@ def place(trainer: Trainer, folder: Path) -> tuple[Path, bool]:
     A skipped update leaves the step as it was while samples were consumed: a second moment of a step gets `-1`.
     """
     saves, moment = trainer.run.saves, moment_of(trainer)
-    if saves.path is not None and saves.path.parent == folder and saves.moment == moment:
+    if saves.path is not None and is_same(saves.path.parent, folder) and saves.moment == moment:
         return saves.path, True
-    committed = find_checkpoints(folder)
-    later = (f"-{number}" for number in count(1))
-    for suffix in ("-validating",) if trainer.validation_due else chain(("",), later):
-        path = folder / f"step-{trainer.global_step:08d}{suffix}"
-        if path not in committed:
-            return path, False
-        info = read_info(path)
-        if trainer.validation_due or (info["micro_batches"], info["epoch"]) == moment[1:3]:
-            break
-    return path, True
+    saves.wait_for_removals()
+    committed, name = find_checkpoints(folder), f"step-{trainer.global_step:08d}"
+    if trainer.validation_due:
+        path = folder / f"{name}-validating"
+        return path, path in committed
+    later = -1  # the numbers of this step's moments never come again, even when a checkpoint of one is removed
+    for path in committed:
+        found = re.fullmatch(f"{name}(?:-([0-9]+))?", path.name)
+        if found is not None:
+            info = read_info(path)
+            if (info["micro_batches"], info["epoch"]) == moment[1:3]:
+                return path, True
+            later = max(later, int(found[1] or 0))
+    return folder / (name if later < 0 else f"{name}-{later + 1}"), False
+
+
+def is_same(folder: Path, other: Path) -> bool:
+    """Whether two paths, which need not exist, lead to the same place."""
+    return os.path.realpath(folder) == os.path.realpath(other)
 
 
 def unkept(rules: Iterable[Rule], newest: Path) -> list[Path]:

@@ -151,4 +151,5 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach()
     if plain.device.type != "cpu" or not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
         plain = torch.empty(plain.shape, dtype=plain.dtype, device="cpu").copy_(plain)
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    # not reshape: a single element counts as contiguous whatever its stride is
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -16,11 +17,13 @@ from lumen.checkpoint.folder import remove_checkpoints
 from lumen.checkpoint.sharded import any_sharded
 from lumen.checkpoint.snapshot import Snapshot
 from lumen.checkpoint.state import Collected, collect, moving_tensors, refuse_non_finite
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.writer import check_tensors, write_checkpoint
 from lumen.console import logger as _log
+from lumen.errors import CheckpointError
 from lumen.run import Run
 from lumen.strategies.processes import Processes
 
+_CGROUP = "/sys/fs/cgroup"  # of this process, in a container
 _WORTHWHILE_BYTES = 16 << 20  # what is smaller is on the disk after some tens of milliseconds
 
 Tensors = Mapping[str, Mapping[str, torch.Tensor]]
@@ -54,7 +57,8 @@ class Saves:
         self._run = run
         self._processes = run.strategy.processes
         self._thread = ThreadPoolExecutor(1, "lumen-save")
-        self._jobs: list[Future[None]] = []
+        self._writing: Future[None] | None = None
+        self._chores: list[Future[None]] = []  # of the thread beside writing
         self._snapshot = Snapshot()
         self._is_reserved = False
 
@@ -81,9 +85,9 @@ class Saves:
             CheckpointError: It, or the save under way, could not be written; nothing that existed was touched.
             NonFiniteLoss: A loss under way or a parameter is not finite: nothing is committed past it.
         """
-        self.settle()
-        collected = collect(self._run, info)
         try:
+            self.settle()
+            collected = collect(self._run, info)
             under_way = self._write_or_begin(path, collected, asynchronous)
         except BaseException:
             account(False)
@@ -108,7 +112,20 @@ class Saves:
             refuse_non_finite(collected, collected.sections["model"])
             _write(path, collected, collected.sections)
             return False
-        copies = self._snapshot.take(collected.sections)
+        check_tensors(collected.sections)  # the copies are plain whatever these are
+        try:
+            copies = self._snapshot.take(collected.sections)
+        except (RuntimeError, MemoryError) as error:
+            if asynchronous:
+                raise CheckpointError(
+                    f"{path.name}: there is no memory for the copy that is written while training goes on: {error} "
+                    "Set asynchronous=False in ModelCheckpoint."
+                ) from error
+            _log.warning("%s: there is no memory for a copy, so training waits until it is written", path.name)
+            self._snapshot = Snapshot()
+            refuse_non_finite(collected, collected.sections["model"])
+            _write(path, collected, collected.sections)
+            return False
 
         def write() -> None:
             self._snapshot.wait()
@@ -116,7 +133,7 @@ class Saves:
             _write(path, collected, copies)
             self._run.pulse.announces = True
 
-        self._submit(write)
+        self._writing = self._submit(write)
         return True
 
     def _pays(self, sections: Tensors, asynchronous: bool | None) -> bool:
@@ -131,9 +148,13 @@ class Saves:
         sections = moving_tensors(self._run)
         if self._processes.rank == 0 and not any_sharded(sections) and self._pays(sections, asynchronous):
             self._is_reserved = True
-            self._jobs.append(self._thread.submit(self._snapshot.reserve, sections))
+            self._chores.append(self._thread.submit(self._reserve, sections))
 
-    def _submit(self, work: Callable[[], None]) -> None:
+    def _reserve(self, sections: Tensors) -> None:
+        with suppress(RuntimeError, MemoryError):  # taking the copies will find out again, and know what to do
+            self._snapshot.reserve(sections)
+
+    def _submit(self, work: Callable[[], None]) -> Future[None]:
         def watched() -> None:
             try:
                 work()
@@ -141,7 +162,7 @@ class Saves:
                 self._run.pulse.announces = True
                 raise
 
-        self._jobs.append(self._thread.submit(watched))
+        return self._thread.submit(watched)
 
     def wait(self) -> None:
         """Wait for this process's thread.
@@ -150,10 +171,22 @@ class Saves:
             CheckpointError: The save under way could not be written, or a checkpoint not be removed.
             NonFiniteLoss: A parameter was not finite.
         """
-        wait(self._jobs)
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            job.result()
+        if (writing := self._writing) is not None:
+            wait([writing])  # which a signal may interrupt: then it is waited for again
+            self._writing = None
+            writing.result()
+        self.wait_for_removals()
+
+    def wait_for_removals(self) -> None:
+        """Wait until what this process removes is gone.
+
+        Raises:
+            CheckpointError: A checkpoint could not be removed.
+        """
+        wait(self._chores)
+        chores, self._chores = self._chores, []
+        for chore in chores:
+            chore.result()
 
     def settle(self) -> None:
         """Wait for the save under way, and account for it. Collective: every rank must call this.
@@ -175,7 +208,7 @@ class Saves:
             self._run.pulse.dismiss()
         doomed = account(True)
         if self._processes.rank == 0:
-            self._submit(partial(remove_checkpoints, doomed))
+            self._chores.append(self._submit(partial(remove_checkpoints, doomed)))
 
     def close(self) -> None:
         """Wait for what is under way, whose end nobody can notice any more, and free the memory of the copies."""
@@ -194,9 +227,17 @@ def _write(path: Path, collected: Collected, sections: Tensors, processes: Proce
 
 
 def _available_bytes() -> int:
-    """Memory of this machine that processes can still take; where the system does not tell, more than there can be."""
+    """Memory that processes here can still take; where the system does not tell, more than there can be."""
+    machine = _number_in("/proc/meminfo", r"^MemAvailable: +([0-9]+) kB$")
+    limit = _number_in(f"{_CGROUP}/memory.max", "^([0-9]+)$")
+    used = _number_in(f"{_CGROUP}/memory.stat", "^anon ([0-9]+)$")
+    container = sys.maxsize if limit is None or used is None else limit - used
+    return min(container, sys.maxsize if machine is None else machine << 10)
+
+
+def _number_in(file: str, pattern: str) -> int | None:
     try:
-        found = re.search(r"^MemAvailable: +([0-9]+) kB$", Path("/proc/meminfo").read_text(), re.M)
+        found = re.search(pattern, Path(file).read_text(), re.M)
     except OSError:
-        found = None
-    return int(found[1]) << 10 if found else sys.maxsize
+        return None
+    return int(found[1]) if found else None

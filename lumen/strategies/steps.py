@@ -30,5 +30,7 @@ class Steps(nn.Module):
             return getattr(self.task, step)(*args)
         if self.anchor is not None:
             return self.anchor * 0.0
-        parts = [p.reshape(-1)[:1].sum() * 0.0 for p in self.task.parameters() if p.requires_grad]
+        trained = [p for p in self.task.parameters() if p.requires_grad]
+        real = [torch.view_as_real(p) if p.is_complex() else p for p in trained]
+        parts = [p.reshape(-1)[:1].sum() * 0.0 for p in real]
         return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
