@@ -7,7 +7,6 @@ every rank reads the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from itertools import zip_longest
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final, get_args
@@ -36,7 +35,10 @@ class LogOptions(NamedTuple):
     suffix: str = ""  # of the name, where several loaders log the same one
 
 
-@lru_cache(maxsize=256)  # a step logs the same names in the same way every time
+#: The arguments of `log_options`.
+How = tuple[bool, bool | None, bool | None, bool, bool, Reduction, str]
+
+
 def log_options(
     in_step: bool,
     on_step: bool | None,
@@ -65,10 +67,11 @@ def log_options(
 class _Entry:
     """One logged name."""
 
-    __slots__ = ("epoch", "latest", "metric", "options", "window")
+    __slots__ = ("epoch", "how", "latest", "metric", "options", "window")
 
     def __init__(self, options: LogOptions, metric: Metric | None) -> None:
         self.options = options
+        self.how: How | None = None  # of the newest call, which most others repeat
         self.metric = metric
         self.epoch = Accumulator(options.reduce_fx)
         self.latest: list[tuple[float | torch.Tensor, float]] = []
@@ -101,16 +104,12 @@ class StageMetrics:
         self._has_steps = False  # somebody logs values of single steps
         self._computed: tuple[Any, list[Any]] | None = None  # what all ranks had seen then, and the metrics' values
 
-    def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, options: LogOptions) -> None:
+    def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, how: How) -> None:
         """Collect a value; on an accelerator nothing is copied and nobody waits."""
         entry = self._entries.get(name)
-        if entry is None:
-            entry = self._entries[name] = self._new_entry(name, value, options)
-        elif entry.options is not options and entry.options != options:
-            raise ConfigError(
-                f"self.log({name!r}) was called with {options} after {entry.options}. "
-                "Log one name always with the same options, or use two names."
-            )
+        if entry is None or entry.how != how:
+            entry = self._entry_for(name, value, how)
+        options = entry.options
         if entry.metric is not None:
             if not options.on_step:
                 return
@@ -129,6 +128,18 @@ class StageMetrics:
             entry.latest.append((number, weight))
         if options.on_epoch and entry.metric is None:
             entry.epoch.add(number, weight)
+
+    def _entry_for(self, name: str, value: Any, how: How) -> _Entry:
+        options, entry = log_options(*how), self._entries.get(name)
+        if entry is None:
+            entry = self._entries[name] = self._new_entry(name, value, options)
+        elif entry.options != options:
+            raise ConfigError(
+                f"self.log({name!r}) was called with {options} after {entry.options}. "
+                "Log one name always with the same options, or use two names."
+            )
+        entry.how = how
+        return entry
 
     def _new_entry(self, name: str, value: Any, options: LogOptions) -> _Entry:
         if name in ("step", "epoch"):

@@ -15,7 +15,6 @@ from lumen.batches import as_tensors
 from lumen.datamodule import Attached, DataHooks
 from lumen.errors import ConfigError
 from lumen.hyperparameters import HasHyperparameters
-from lumen.metrics import log_options
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -173,14 +172,10 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
             )
         in_step = run.in_train_step and isinstance(value, (torch.Tensor, Real))
         suffix = run.loader_suffix if add_dataloader_idx else ""
-        given = in_step, on_step, on_epoch, prog_bar, logger, reduce_fx, suffix
-        try:
-            options = log_options(*given)
-        except TypeError:  # one of them is a list, say, which nobody can keep
-            options = log_options.__wrapped__(*given)
+        how = in_step, on_step, on_epoch, prog_bar, logger, reduce_fx, suffix
         if weight is None:
             weight = run.batch_samples if batch_size is None else batch_size
-        metrics.log(name + suffix, value, weight, options)
+        metrics.log(name + suffix, value, weight, how)
 
     def log_dict(self, values: Mapping[str, float | torch.Tensor | Metric], **options: Any) -> None:
         """`log` each entry of a mapping (a `MetricCollection` too) with the same options."""
