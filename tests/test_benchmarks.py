@@ -45,6 +45,7 @@ def test_lumen_ends_with_the_bits_of_the_loop_by_hand(name, tmp_path):
     assert case.measure == "blocked_s" or min(figures) > 0
 
 
+@pytest.mark.slow
 def test_two_processes_take_turns_and_end_alike():
     case = CASES["ddp2-tiny"]
     found = run_round(case, ["hand", "lumen"], "--small")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 CHILD = """
 import re, sys
@@ -79,6 +81,7 @@ def test_a_resumed_run_never_holds_its_state_twice(tmp_path):
     assert moments - 4 < loaded < moments + 16
 
 
+@pytest.mark.slow
 def test_an_asynchronous_save_takes_one_copy_and_one_at_once_none(tmp_path):
     at_once, asynchronous = (list(peaks(tmp_path / str(kind), 4, kind))[1] for kind in (False, True))
     assert at_once < 24

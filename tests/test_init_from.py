@@ -592,6 +592,7 @@ def grown_mib(root, where):
     return float(done.stdout or 0)
 
 
+@pytest.mark.slow
 def test_loading_needs_the_memory_of_one_tensor_more(tmp_path):
     grown_mib(tmp_path, "save")
     (checkpoint,) = find_checkpoints(tmp_path / "runs/run/checkpoints")

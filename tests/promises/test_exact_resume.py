@@ -72,7 +72,10 @@ def surviving_samples(directory):
 
 
 @pytest.mark.time_limit(300)
-@pytest.mark.parametrize(("workers", "kind"), STRIKES)
+@pytest.mark.parametrize(
+    ("workers", "kind"),
+    [pytest.param(*which, marks=pytest.mark.slow if which[1] == "bf16" else ()) for which in STRIKES],
+)
 def test_three_kills_leave_no_trace(tmp_path, workers, kind):
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     for directory in (undisturbed, killed):
