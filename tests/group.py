@@ -1,5 +1,6 @@
 """Groups of real processes: one for each number of processes, started once, running many checks."""
 
+import atexit
 import faulthandler
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ class Group:
     def __init__(self, world):
         self.world = world
         self._folder = None
+        atexit.register(self.end)  # where pytest ends without teardown, multiprocessing would wait for ever
 
     def run(self, function, *args, limit_s=LIMIT_S):
         """Call `function(*args)` on every rank and return what each returned, in rank order."""

@@ -351,14 +351,6 @@ def limit_the_size_of_files(tmp_path, trainer):
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-@pytest.fixture
-def _limits():
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.usefixtures("_limits")
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
@@ -369,8 +361,12 @@ def _limits():
 def test_an_error_of_the_thread_ends_the_run_at_the_next_boundary(tmp_path, harm, message):
     watched = Watched()
     callbacks = [watched, At(step8=lambda trainer: harm(tmp_path, trainer)), saving()]
-    with pytest.raises(CheckpointError, match=message):
-        fit(tmp_path, callbacks, logger=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(CheckpointError, match=message):
+            fit(tmp_path, callbacks, logger=False)
+    finally:  # not in a fixture: pytest writes its dot before it tears down, into what may be a long file
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert watched.last_step == 9
     (older,) = find_checkpoints(tmp_path / "moved" if (tmp_path / "moved").exists() else folder(tmp_path))
     assert Checkpoint.open(older).info["step"] == 4
