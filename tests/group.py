@@ -27,7 +27,6 @@ class Group:
     def __init__(self, world):
         self.world = world
         self._folder = None
-        atexit.register(self.end)  # where pytest ends without teardown, multiprocessing would wait for ever
 
     def run(self, function, *args, limit_s=LIMIT_S):
         """Call `function(*args)` on every rank and return what each returned, in rank order."""
@@ -65,6 +64,7 @@ class Group:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        atexit.register(self.end)  # where pytest breaks down; before multiprocessing, which would wait for ever
         for rank, pipe in enumerate(self._pipes):
             if not _is_ready(pipe):
                 self.end()
