@@ -119,7 +119,8 @@ def torch_settings(
     deterministic: bool, detect_anomaly: bool, matmul_precision: str | None = None, benchmark: bool | None = None
 ) -> Iterator[None]:
     """Torch's global switches for the time of a run; None leaves one as it is."""
-    before, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.benchmark
     with (
         _float32_matmul(matmul_precision),
         torch.autograd.set_detect_anomaly(detect_anomaly or torch.is_anomaly_enabled()),
@@ -131,7 +132,8 @@ def torch_settings(
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before)
+            if deterministic:  # the function imports torch's compiler, which takes longer than many a run
+                torch.use_deterministic_algorithms(before[0], warn_only=before[1])
             torch.backends.cudnn.benchmark = cudnn
 
 

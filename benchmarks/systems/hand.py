@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -101,13 +101,14 @@ def _sliced(problem: Problem) -> Iterator[Any]:
 def evaluate(problem: Problem) -> None:
     """Evaluate; the mean loss is over samples, the accuracy a torchmetrics object."""
     model, metric = problem.model, problem.case.metric
+    loader = problem.loader()  # here: tensors made in inference mode are indexed faster than those that users have
     model.eval()
     if metric == "accuracy":
-        _evaluate_accuracy(problem, model)
+        _evaluate_accuracy(problem, model, loader)
         return
     total, samples = torch.zeros(()), 0
     with torch.inference_mode():
-        for batch in problem.loader():
+        for batch in loader:
             loss = problem.loss(model, batch)
             if metric == "loss":
                 total += loss * len(batch[0])
@@ -116,12 +117,12 @@ def evaluate(problem: Problem) -> None:
         problem.result = float(total / samples)
 
 
-def _evaluate_accuracy(problem: Problem, model: nn.Module) -> None:
+def _evaluate_accuracy(problem: Problem, model: nn.Module, loader: Iterable[Any]) -> None:
     from torchmetrics.classification import MulticlassAccuracy
 
     accuracy = MulticlassAccuracy(4)
     with torch.inference_mode():
-        for batch in problem.loader():
+        for batch in loader:
             _, logits = problem.loss_and_logits(model, batch)
             accuracy.update(logits, batch[1])
     problem.result = float(accuracy.compute())
