@@ -13,16 +13,38 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lumen.errors import ConfigError, NonFiniteLoss
 
 _NO_CONTEXT = nullcontext()
+_WRAPPER = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 #: How torch's messages name a dtype that an operation does not have, or that does not fit the others.
 _COMPLAINTS = {
     torch.float16: r"\b(Half|HalfTensor|Float16)\b|primitive descriptor",
     torch.bfloat16: r"BFloat16|primitive descriptor",
     torch.float64: r"\b(Double|DoubleTensor|double)\b",
 }
+
+
+def _step(optimizer: Optimizer) -> None:
+    """`optimizer.step()`, past the wrapper that torch puts around it wherever nobody listens there.
+
+    The wrapper calls hooks, and opens a range for profilers, which takes longer than the update of a small model.
+    """
+    step = type(optimizer).step
+    if (
+        getattr(step, "__code__", None) is not _WRAPPER
+        or "step" in vars(optimizer)
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or torch._C._autograd._profiler_enabled()
+    ):
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 class Precision(ABC):
@@ -58,7 +80,7 @@ class Precision(ABC):
             False if the update was skipped because gradients overflowed: then nothing else may move either.
         """
         if closure is None:
-            optimizer.step()
+            _step(optimizer)
         else:
             optimizer.step(closure)
         return True

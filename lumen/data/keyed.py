@@ -138,8 +138,8 @@ def take_rows(dataset: Any, indices: Any) -> list[torch.Tensor] | None:
     try:
         while type(dataset) is Subset:
             dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
-        if not isinstance(indices, np.ndarray):  # an order's own; all others are what their data set makes of them
-            indices = np.array([operator.index(index) for index in indices])
+        in_range = type(indices) is np.ndarray  # an order's own; a data set may count from the end
+        rows = torch.from_numpy(indices) if in_range else torch.tensor([operator.index(index) for index in indices])
     except TypeError:
         return None
     tensors = dataset.tensors
@@ -147,5 +147,7 @@ def take_rows(dataset: Any, indices: Any) -> list[torch.Tensor] | None:
         return None
     if not _collates_as_torch_does():
         return None
-    rows = torch.from_numpy(indices)
-    return [tensor[rows] for tensor in tensors]
+    try:
+        return [tensor.index_select(0, rows) if in_range else tensor[rows] for tensor in tensors]
+    except NotImplementedError:  # of this dtype
+        return None

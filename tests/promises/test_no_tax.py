@@ -4,7 +4,9 @@ What it takes is measured in `benchmarks/`.
 """
 
 import cProfile
+import functools
 import pstats
+import sys
 import weakref
 
 import numpy
@@ -212,6 +214,18 @@ def test_a_weighted_sampler_over_tensors_gives_the_rows_it_names(tmp_path):
     assert all((made.tensors[0] == row).all(1).any() for row in rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int4])
+def test_rows_of_any_dtype_are_those_of_the_plain_loader(tmp_path, dtype):
+    generator = torch.Generator().manual_seed(0)
+    size = 2 if dtype is torch.bool else 256
+    raw = torch.randint(size, (30, 8), dtype=torch.uint8, generator=generator)
+    made, task = TensorDataset(*data(30).tensors, raw.view(dtype)), Seen()
+    bare_trainer(tmp_path, max_epochs=1).fit(task, DataLoader(made, batch_size=7))
+    for ours, theirs in zip(task.batches, DataLoader(made, batch_size=7), strict=True):
+        assert ours[2].dtype == theirs[2].dtype
+        assert torch.equal(ours[2].view(torch.uint8), theirs[2].view(torch.uint8))
+
+
 # ---------------------------------------------------------------------- gradients are dropped as the optimizer says
 
 
@@ -254,3 +268,86 @@ def test_gradients_of_a_group_added_on_the_way_are_dropped_too(tmp_path):
     task = Task()
     bare_trainer(tmp_path, max_steps=5).fit(task, DataLoader(data(40), batch_size=4))
     assert task.seen[2:] == [1.0] * 3
+
+
+# ---------------------------------------------------------------------- whoever listens to the optimizer's step
+
+
+class Sgd(torch.optim.SGD):
+    """A class that a test may change."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Stepping(Regression):
+    def configure_optimizers(self):
+        return Sgd(self.parameters(), 0.01)
+
+
+def fit_three_steps(tmp_path, task):
+    bare_trainer(tmp_path, max_steps=3).fit(task, DataLoader(data(40), batch_size=4))
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+@pytest.mark.parametrize("for_all", [False, True])
+def test_step_hooks_of_an_optimizer_are_called(tmp_path, kind, for_all):
+    seen = []
+
+    torch_optimizer = sys.modules[torch.optim.Optimizer.__module__]
+
+    def register(owner):
+        name = f"register_optimizer_step_{kind}_hook" if for_all else f"register_step_{kind}_hook"
+        return getattr(owner, name)(lambda optimizer, args, kwargs: seen.append(optimizer))
+
+    class Task(Regression):
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters())
+            if not for_all:
+                register(optimizer)
+            return optimizer
+
+    task = Task()
+    handle = register(torch_optimizer) if for_all else None
+    fit_three_steps(tmp_path, task)
+    if handle is not None:
+        handle.remove()
+    assert len(seen) == 3
+
+
+def test_a_profiler_sees_the_optimizers_steps(tmp_path):
+    with torch.profiler.profile() as profile:
+        fit_three_steps(tmp_path, Stepping())
+    assert [event.count for event in profile.key_averages() if event.key == "Optimizer.step#Sgd.step"] == [3]
+
+
+@pytest.mark.parametrize("owner", ["class", "optimizer"])
+def test_a_step_that_somebody_has_wrapped_is_called(tmp_path, monkeypatch, owner):
+    calls = []
+
+    def wrapped(step):
+        @functools.wraps(step)
+        def counting(*args, **options):
+            calls.append(args)
+            return step(*args, **options)
+
+        return counting
+
+    class Task(Stepping):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()  # after which torch has wrapped the class's
+            if owner == "class":
+                monkeypatch.setattr(Sgd, "step", wrapped(Sgd.step))
+            else:
+                optimizer.step = wrapped(optimizer.step)
+            return optimizer
+
+    fit_three_steps(tmp_path, Task())
+    assert len(calls) == 3
+
+
+def test_without_listeners_a_step_calls_the_optimizer_alone(tmp_path):
+    profile = cProfile.Profile()
+    profile.runcall(fit_three_steps, tmp_path, Regression())
+    called = {name: calls for (path, _, name), (calls, *_) in pstats.Stats(profile).stats.items()}
+    assert "_optimizer_step_code" not in called
