@@ -107,6 +107,8 @@ def train_epoch(run: Run) -> None:
 
 def log_step(run: Run) -> None:
     """Write the step's values. Collective."""
+    if not run.is_logged:
+        return
     values = run.train_metrics.step_values(_for_loggers, run.gather)
     if run.grad_norm is not None:
         values["grad_norm"] = run.grad_norm
@@ -267,7 +269,7 @@ def evaluate_feeds(
         hook()
     values = metrics.epoch_values(run.task, run.gather)
     run.publish(values)
-    if stage != "sanity":
+    if stage != "sanity" and run.is_logged:
         for row in in_order(run, rows):
             run.write(row)
         run.write({name: values[name] for name in metrics.epoch_names(_for_loggers)})

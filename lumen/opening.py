@@ -82,6 +82,8 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         run = trainer._run = Run(
             trainer, task, datamodule, strategy, precision, trainer.plan, seed, trainer.callbacks, loggers
         )
+        (ranks_with_loggers,) = strategy.processes.sum([float(bool(loggers))])
+        run.is_logged = ranks_with_loggers > 0
         run.stage, run.checkpoint, run.saves = stage, checkpoint, Saves(run)
         run.loaders = None if datamodule is not None else (data, val_loaders)
         task._run = run

@@ -124,6 +124,7 @@ class Run:
         self.seed = seed
         self.callbacks = callbacks
         self.loggers = loggers
+        self.is_logged = bool(loggers)  # on any rank
         self.hooks = Hooks(task, callbacks, trainer)
         self.progress = Progress()
         self.optimizer: Optimizer  # once `fit` has built it
@@ -350,7 +351,8 @@ class Run:
     def agree_to_stop(self) -> None:
         """End where a callback of any rank wants to. Collective: after a validation or an epoch, and at the start."""
         if self.strategy.world_size > 1:
-            self.progress.should_stop = any(self.strategy.gather(self.progress.should_stop))
+            (ranks,) = self.strategy.processes.sum([float(self.progress.should_stop)])
+            self.progress.should_stop = ranks > 0
             self._stop_agreed = self.progress.should_stop
 
     def leave(self) -> None:

@@ -66,9 +66,10 @@ def added(folder, make, *args, **options):
 
 
 WINDOWS = [{}, {"accumulate_grad_batches": 4}, {"global_batch_size": 12}]
+NOBODY_LISTENS = {"log_every_n_steps": 1}
 
 
-@pytest.mark.parametrize("options", [*WINDOWS, {"options": {"gradient_as_bucket_view": True}}], ids=str)
+@pytest.mark.parametrize("options", [*WINDOWS, NOBODY_LISTENS, {"options": {"gradient_as_bucket_view": True}}], ids=str)
 def test_a_step_communicates_its_gradients_and_one_number_beside_them(group, tmp_path, options):
     for sums in group(2).run(add_plain_steps, tmp_path, options):
         assert sums == {PARAMETERS + 1: 10}
@@ -108,6 +109,17 @@ def test_a_micro_batch_that_one_rank_leaves_out_is_talked_about_in_its_step_and_
 
 def leave_one_out(folder):
     return [collectives(folder, Saying(say), 8) for say in ("loss", "None")]
+
+
+def test_an_epoch_costs_two_gathers_of_what_was_logged_and_one_number(group, tmp_path):
+    for few, many in group(2).run(make_epochs, tmp_path):
+        more = many - few
+        assert more["all_gather"] <= 20 * 2 * 2 + 2 * 3  # each tells first how long it is; and the pulse's
+        assert more[1] == 20
+
+
+def make_epochs(folder):
+    return [collectives(folder, Saying(), steps, limit_train_batches=2) for steps in (2, 22)]  # of one step
 
 
 def test_clocks_and_signals_are_compared_about_twice_a_second(group, tmp_path):

@@ -59,6 +59,7 @@ class IndexedFeed(Feed):
         self._draws = _Draws(shard)
         self._generator = torch.Generator()  # a DataLoader draws its workers' seed even from no shuffling at all
         self._iterator: Iterator[Any] | None = None
+        self._has_agreed = False
         self._loader = self._with_workers(loader) if loader.num_workers else None
         self.length = order.length
 
@@ -83,8 +84,8 @@ class IndexedFeed(Feed):
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
         """See `Feed.windows`. The position is exact: no sample is loaded that was consumed before."""
         draws = self._order.steps(epoch, position, limit)
-        if self._shard.world > 1:
-            draws = self._agreed(draws)
+        if self._shard.world > 1 and not (self._order.is_known and self._has_agreed):
+            draws, self._has_agreed = self._agreed(draws), True
         plan = _dealt(draws, self._shard.dealer(position.turn))
         if self._loader is not None:
             # one copy for the DataLoader, which runs ahead of the steps; one to know each step's sizes and the last one
