@@ -27,8 +27,8 @@ _COMPLAINTS = {
 }
 
 
-def _step(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, past the wrapper that torch puts around it wherever nobody listens there.
+def _step_of(optimizer: Optimizer) -> Callable[[], Any]:
+    """`optimizer.step`, without the wrapper that torch puts around it where nobody listens there.
 
     The wrapper calls hooks, and opens a range for profilers, which takes longer than the update of a small model.
     """
@@ -42,9 +42,8 @@ def _step(optimizer: Optimizer) -> None:
         or _global_optimizer_post_hooks
         or torch._C._autograd._profiler_enabled()
     ):
-        optimizer.step()
-    else:
-        step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        return optimizer.step
+    return step.__wrapped__.__get__(optimizer)  # type: ignore[attr-defined,no-any-return]
 
 
 class Precision(ABC):
@@ -80,7 +79,7 @@ class Precision(ABC):
             False if the update was skipped because gradients overflowed: then nothing else may move either.
         """
         if closure is None:
-            _step(optimizer)
+            _step_of(optimizer)()
         else:
             optimizer.step(closure)
         return True
