@@ -1,4 +1,4 @@
-"""Tensors of which every process holds a part: made whole to be written, and filled from what was read whole."""
+"""Tensors of which every process holds a part: which part that is, who writes it, and how one is filled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from lumen.strategies.processes import Processes
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -30,6 +32,29 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of a tensor."""
     sharded: Any = tensor
     return sharded.to_local() if is_sharded(tensor) else tensor
+
+
+def own_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where `own_part` begins in each dimension of the tensor, and its shape; nothing is communicated."""
+    if not is_sharded(tensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sharded: Any = tensor
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, sharded.device_mesh, sharded.placements)
+    return tuple(offsets), tuple(shape)
+
+
+def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
+    """Which copy of its part this process holds, and how many copies there are; nothing is communicated."""
+    if not is_sharded(tensor):
+        return processes.rank, processes.world_size
+    sharded: Any = tensor
+    mesh, index, count = sharded.device_mesh, 0, 1
+    for place, size, placement in zip(mesh.get_coordinate(), mesh.shape, sharded.placements, strict=True):
+        if not placement.is_shard():
+            index, count = index * size + place, count * size
+    return index, count
 
 
 def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
