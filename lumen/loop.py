@@ -161,11 +161,13 @@ def end_epoch(run: Run, *, complete: bool) -> None:
     progress = run.progress
     run.seed_hooks(1)
     run.batch_samples = 1
-    run.publish(run.train_metrics.epoch_values(run.task, run.gather))
-    for hook in run.hooks.on_train_epoch_end:
-        hook()
-    values = run.train_metrics.epoch_values(run.task, run.gather)  # once more: with what the hooks logged
+    values = run.train_metrics.epoch_values(run.task, run.gather)
     run.publish(values)
+    if run.has_epoch_ends:
+        for hook in run.hooks.on_train_epoch_end:
+            hook()
+        values = run.train_metrics.epoch_values(run.task, run.gather)  # once more: with what the hooks logged
+        run.publish(values)
     run.write({name: values[name] for name in run.train_metrics.epoch_names(_for_loggers)})
     run.train_metrics.reset_metrics()
     run.stage_metrics = None

@@ -6,11 +6,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lumen import session
-from lumen.checkpoint import Checkpoint, Saves
+from lumen.callbacks import ModelCheckpoint
+from lumen.checkpoint import Checkpoint, Saves, check_writable
+from lumen.checkpoint.folder import find_checkpoints
 from lumen.checkpoint.state import keyed
 from lumen.console import logger as _log
 from lumen.datamodule import DataModule
@@ -69,6 +72,8 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         closing.enter_context(strategy.processes.explained())
         strategy.connect()
         trainer.name = strategy.broadcast(trainer.name)
+        if stage == "fit":
+            strategy.processes.together(partial(_check_places, trainer))
         directory = _claim(trainer, closing) if stage == "fit" else None
         if directory is not None:
             _open_logs(trainer, directory, closing)
@@ -82,8 +87,8 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         run = trainer._run = Run(
             trainer, task, datamodule, strategy, precision, trainer.plan, seed, trainer.callbacks, loggers
         )
-        (ranks_with_loggers,) = strategy.processes.sum([float(bool(loggers))])
-        run.is_logged = ranks_with_loggers > 0
+        ranks_with = strategy.processes.sum([float(run.is_logged), float(run.has_epoch_ends)])
+        run.is_logged, run.has_epoch_ends = (ranks > 0 for ranks in ranks_with)
         run.stage, run.checkpoint, run.saves = stage, checkpoint, Saves(run)
         run.loaders = None if datamodule is not None else (data, val_loaders)
         task._run = run
@@ -122,6 +127,13 @@ def checkpoints_of(trainer: Trainer, run_directory: Path) -> Path:
     """Where the checkpoints of a run lie."""
     saver = trainer.checkpoint_callback
     return run_directory / "checkpoints" if saver is None or saver.given_dirpath is None else saver.given_dirpath
+
+
+def _check_places(trainer: Trainer) -> None:
+    """Every process writes its share of a checkpoint itself."""
+    for saver in trainer.callbacks:
+        if isinstance(saver, ModelCheckpoint) and saver.given_dirpath is not None:
+            check_writable(saver.given_dirpath)
 
 
 def _claim(trainer: Trainer, closing: ExitStack) -> Path | None:
@@ -172,7 +184,7 @@ def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
     interruption = session.interruption(run.pulse.stop_signal)
     for hook in run.hooks.on_exception:
         hook(interruption)
-    saved = directory is not None and any(checkpoints_of(trainer, directory).glob("step-*"))
+    saved = directory is not None and find_checkpoints(checkpoints_of(trainer, directory))
     if saved and directory is not None:
         _log.info("stopped at step %d. Go on with:\n  %s", run.progress.step, session.resume_command(directory))
     else:

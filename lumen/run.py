@@ -124,8 +124,8 @@ class Run:
         self.seed = seed
         self.callbacks = callbacks
         self.loggers = loggers
-        self.is_logged = bool(loggers)  # on any rank
         self.hooks = Hooks(task, callbacks, trainer)
+        self.is_logged, self.has_epoch_ends = bool(loggers), bool(self.hooks.on_train_epoch_end)  # on any rank
         self.progress = Progress()
         self.optimizer: Optimizer  # once `fit` has built it
         self.needs_closure = False  # it evaluates a step's loss several times

@@ -113,6 +113,7 @@ def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weights: StepWeigh
     """The backward of a micro-batch; what the processes have to tell each other goes beside the last one."""
     if micro.last:
         weights.begin_agreement()
+        loss = run.strategy.carry_news(loss)
     run.precision.backward(loss)
 
 

@@ -111,20 +111,28 @@ def leave_one_out(folder):
     return [collectives(folder, Saying(say), 8) for say in ("loss", "None")]
 
 
-def test_an_epoch_costs_two_gathers_of_what_was_logged_and_one_number(group, tmp_path):
-    for few, many in group(2).run(make_epochs, tmp_path):
+class Ending(Saying):
+    def on_train_epoch_end(self):
+        pass
+
+
+@pytest.mark.parametrize(("make", "gathers"), [(Saying, 1), (Ending, 2)])
+def test_an_epoch_costs_a_gather_of_what_was_logged_another_where_it_has_hooks_and_a_number(
+    group, tmp_path, make, gathers
+):
+    for few, many in group(2).run(make_epochs, tmp_path, make):
         more = many - few
-        assert more["all_gather"] <= 20 * 2 * 2 + 2 * 3  # each tells first how long it is; and the pulse's
+        assert 0 <= more["all_gather"] - 20 * 2 * gathers <= 2 * 3  # each tells first how long it is; and the pulse's
         assert more[1] == 20
 
 
-def make_epochs(folder):
-    return [collectives(folder, Saying(), steps, limit_train_batches=2) for steps in (2, 22)]  # of one step
+def make_epochs(folder, make):
+    return [collectives(folder, make(), steps, limit_train_batches=2) for steps in (2, 22)]  # of one step
 
 
 def test_clocks_and_signals_are_compared_about_twice_a_second(group, tmp_path):
     for took_s, times in group(2).run(look_at_clocks, tmp_path):
-        assert 4 <= times <= 3 * took_s + 8  # more often at first, until it is known how long a step takes
+        assert 1 <= times <= 3 * took_s + 8  # more often at first, until it is known how long a step takes
 
 
 def look_at_clocks(folder):

@@ -126,6 +126,10 @@ class Strategy(ABC):
         """
         return self.processes.begin_sum(numbers)
 
+    def carry_news(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss whose backward communicates, after `begin_agreement`; it may carry what that said to the others."""
+        return loss
+
     def agree_in_next_step(self, numbers: Sequence[float]) -> list[float]:
         """Sum numbers with all ranks, of which some may go on: they find them in the agreement of their next step."""
         return self.processes.sum(numbers)

@@ -79,6 +79,7 @@ class DDP(Strategy):
         self._trained: list[bool] = []
         self._flag: nn.Parameter | None = None
         self._had_news = False
+        self._news = 0
 
     def connect(self) -> None:
         """See `Strategy.connect`."""
@@ -88,7 +89,7 @@ class DDP(Strategy):
         """Move the task to the device; parameters and buffers become those of rank 0."""
         self._task = task.to(self.device)
         self.sync_buffers(self._task)
-        self._had_news = False
+        self._had_news, self._news = False, 0
         self._wrap()
 
     def _wrap(self) -> None:
@@ -112,9 +113,7 @@ class DDP(Strategy):
         DDP sums gradients in one order in its first backward, and in all later ones in that in which they came then.
         A process that goes on from a checkpoint would round one step differently from one that was not interrupted.
         """
-        loss = ddp(None)
-        self._raise_flag(False)
-        loss.backward()
+        self.carry_news(ddp(None)).backward()  # type: ignore[no-untyped-call]
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -130,11 +129,12 @@ class DDP(Strategy):
             return None
         return nn.Parameter(torch.zeros((), dtype=like.dtype))
 
-    def _raise_flag(self, raised: bool) -> None:
-        """The flag's part of a backward, after the forward: DDP waits for it as for every other gradient."""
-        if self._flag is not None:
-            self._flag.grad = None
-            torch.autograd.backward(self._flag, torch.full_like(self._flag, float(raised)))
+    def carry_news(self, loss: torch.Tensor) -> torch.Tensor:
+        """The same loss, whose backward gives the flag a gradient too: 0, or another number if this rank has news."""
+        if self._flag is None:
+            return loss
+        self._flag.grad = None
+        return torch.add(loss, self._flag, alpha=self._news)
 
     def _unwrap(self) -> None:
         """Take the wrapper's hooks off the parameters now: its own references would keep it until some collection."""
@@ -188,7 +188,7 @@ class DDP(Strategy):
             return self.processes.begin_sum(numbers)
         told = [*numbers, float(news)]
         begun = self.processes.begin_sum(told) if self._had_news else None  # a task that weighs batches always has some
-        self._raise_flag(news)
+        self._news = int(news)
 
         def finish() -> list[float] | None:
             if begun is None and not flag.grad.item():  # type: ignore[union-attr]
@@ -211,7 +211,7 @@ class DDP(Strategy):
             parameter.grad = None
         loss = self.idle_loss()
         finish = self.begin_agreement(numbers, news=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.carry_news(loss).backward()  # type: ignore[no-untyped-call]
         self.after_backward()
         for parameter, gradient in before:
             parameter.grad = gradient
