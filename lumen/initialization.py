@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lumen.checkpoint.sharded import is_sharded, own_part, placed_like
+from lumen.checkpoint.sharded import from_part, is_sharded, own_part, placed_like
 from lumen.errors import ConfigError
 from lumen.hooks import overrides
 from lumen.random import Domain, make_key, preserved_generators, seed_generators
@@ -308,9 +308,7 @@ class DeferredInit:
         part = placed_like(whole.detach().to(target.dtype), target)
         if is_sharded(target):
             own = own_part(part).clone().to(device)  # a view would keep the rest alive
-            part = type(target).from_local(
-                own, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
-            )
+            part = from_part(own, target, target.shape)
         parameter.real = nn.Parameter(part.to(device), requires_grad=target.requires_grad)
         parameter.real.__dict__.update(target.__dict__)
         parameter.put(parameter.real)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -79,17 +80,10 @@ class Origin:
         Raises:
             CheckpointError: The one asked for is not there, or damaged.
         """
-
-        def look() -> Checkpoint | None:
-            checkpoint = None if self._resume is None else find_checkpoint(self._resume, folder)
-            if checkpoint is not None and writes and self.stays:
-                found = find_checkpoints(checkpoint.path.parent)
-                for damaged in found[found.index(checkpoint.path) + 1 :]:
-                    set_aside(damaged)  # its name will be needed again
-            return checkpoint
-
-        checkpoint = _opened_by_all(look, processes)
+        checkpoint = None if self._resume is None else find_checkpoint(self._resume, folder, processes)
         if checkpoint is not None:
+            if writes and self.stays:
+                processes.on_rank_zero(partial(_set_aside_newer, checkpoint.path))
             _log.info("going on from %s", checkpoint.path)
             if self._weights is not None:
                 _log.info("init_from is not read: the parameters are the checkpoint's")
@@ -124,11 +118,11 @@ class Origin:
         """
         task, stage, checkpoint = run.task, run.stage, run.checkpoint
         weights = self._weights if stage == "fit" and checkpoint is None else None
-        if ckpt_path is not None and is_weights(ckpt_path):
+        if ckpt_path is not None and run.strategy.processes.on_rank_zero(partial(is_weights, ckpt_path)):
             weights = as_weights(ckpt_path)
         elif ckpt_path is not None:
             where = "last" if ckpt_path == "auto" else str(ckpt_path)
-            checkpoint = _opened_by_all(lambda: find_checkpoint(where, folder), run.strategy.processes)
+            checkpoint = find_checkpoint(where, folder, run.strategy.processes)
             _log.info("parameters from %s", checkpoint.path if checkpoint else None)
         if checkpoint is not None:
             load_model_and_data(run, checkpoint, self.parts if stage == "fit" else PARTS)
@@ -144,15 +138,8 @@ class Origin:
         return checkpoint
 
 
-def _opened_by_all(find: Callable[[], Checkpoint | None], processes: Processes) -> Checkpoint | None:
-    """The checkpoint that rank 0 finds and verifies, open on every rank. Collective: every rank must call this."""
-    found: list[Checkpoint | None] = []
-
-    def find_first() -> Path | None:
-        found.append(find())
-        return None if found[0] is None else found[0].path
-
-    path = processes.on_rank_zero(find_first)
-    if path is None:
-        return None
-    return processes.together(lambda: (found and found[0]) or Checkpoint.open(path, verify="sizes"))
+def _set_aside_newer(path: Path) -> None:
+    """Move what is newer than the newest valid checkpoint, and so damaged, out of the way: its name will be needed."""
+    found = find_checkpoints(path.parent)
+    for damaged in found[found.index(path) + 1 :]:
+        set_aside(damaged)

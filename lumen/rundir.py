@@ -85,6 +85,11 @@ class RunDirectory:
         return run
 
     @staticmethod
+    def was_claimed(path: Path) -> bool:
+        """Whether a directory is one that a job has claimed once."""
+        return os.path.lexists(path / _LOCK)
+
+    @staticmethod
     def is_locked(path: Path) -> dict[str, Any] | None:
         """Return the live job that holds a run's directory, as `host`, `pid` and `started`, or None if there is none.
 

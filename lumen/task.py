@@ -261,7 +261,7 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         """Build the task from the hyperparameters of a checkpoint and load its parameters.
 
         Args:
-            path: A checkpoint directory, or a run directory (its newest valid checkpoint).
+            path: A checkpoint directory, or a run directory (its newest valid checkpoint), or a URL of one.
             strict: Missing and unexpected names are errors; otherwise they are reported and left alone. A shape or
                 dtype that differs is an error always.
             overrides: Constructor arguments that replace saved ones.
@@ -270,9 +270,9 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
             CheckpointDamaged: The checkpoint is not whole.
             CheckpointMismatch: It belongs to another model.
         """
-        from lumen.checkpoint import load_task  # checkpoints are floors above; this is the one way up
+        from lumen.checkpoint import as_place, load_task  # checkpoints are floors above; this is the one way up
 
-        task = load_task(cls, Path(path), strict=strict, overrides=overrides)
+        task = load_task(cls, as_place(path), strict=strict, overrides=overrides)
         task._is_filled = True
         return task
 

@@ -23,6 +23,7 @@ from lumen.checkpoint import (
     Checkpoint,
     Part,
     Weights,
+    as_place,
     check_savable,
     configured,
     load_run,
@@ -380,7 +381,7 @@ class Trainer(RunView):
             CheckpointError: It could not be written; nothing that existed was touched.
         """
         _ = self.optimizers  # only a training can be saved
-        self.run.saves.save(Path(path), info or {})
+        self.run.saves.save(as_place(path), info or {})
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:

@@ -6,9 +6,11 @@ import errno
 import gc
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -121,7 +123,7 @@ def test_its_bytes_are_those_of_a_save_at_once_although_training_goes_on(tmp_pat
     under_way = []
 
     def save_at_once(trainer):
-        trainer.save_checkpoint(tmp_path / "at-once", info={"best": None, "finished": None})
+        trainer.save_checkpoint(tmp_path / "at-once", info={"best": None, "monitor": None, "finished": None})
 
     def go_on(trainer):
         assert disk.reached.wait(60)
@@ -496,6 +498,185 @@ def test_python_waits_for_the_save_even_if_it_is_interrupted_again_and_again(tmp
 # ---------------------------------------------------------------------- several processes
 
 
+STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+
+
+@STRATEGIES
+def test_every_rank_writes_its_share_as_it_was_when_the_save_began(group, tmp_path, strategy):
+    copied = group(2).run(save_at_once_and_beside, tmp_path, strategy)
+    assert names(tmp_path) == ["step-00000004"]
+    expected, found = files(tmp_path / "at-once"), files(folder(tmp_path) / "step-00000004")
+    assert {name.name[:5] for name in found if name.parent.name == "model"} == {"00000", "00001"}
+    assert found == expected
+    checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
+    sections = ("model", "optimizer", "extra")
+    specs = [checkpoint.spec(section, name) for section in sections for name in checkpoint.names(section)]
+    assert sum(copied) == sum(shape.numel() * dtype.itemsize for dtype, shape in specs)
+
+
+def save_at_once_and_beside(tmp_path, strategy):
+    """Bytes of the copies that this process has made."""
+    copied = []
+    with pytest.MonkeyPatch.context() as patch:
+        disk, take = SlowDisk(patch), Snapshot.take
+
+        def counted(self, sections):
+            copied.extend(tensor.nbytes for tensors in sections.values() for tensor in tensors.values())
+            return take(self, sections)
+
+        def save_at_once(trainer):
+            trainer.save_checkpoint(tmp_path / "at-once", info={"best": None, "monitor": None, "finished": None})
+
+        def go_on(trainer):
+            assert disk.reached.wait(30)
+            assert names(tmp_path)[0].startswith("step-00000004.tmp-")
+            trainer.strategy.barrier()
+            disk.goes_on.set()
+
+        patch.setattr(Snapshot, "take", counted)
+        callbacks = [At(step4=save_at_once, step7=go_on), saving()]
+        fit(tmp_path, callbacks, strategy=strategy, max_steps=7, logger=False, accumulate_grad_batches=1)
+    return sum(copied)
+
+
+def test_all_ranks_write_at_once_where_one_has_no_memory_for_its_copy(group, tmp_path):
+    for how in ("known before", "found out"):
+        assert group(2).run(save_without_memory_on_one_rank, tmp_path / how, how) == [False, False]
+        assert names(tmp_path / how) == ["step-00000004"]
+
+
+def save_without_memory_on_one_rank(tmp_path, how):
+    """Whether the save was left to a thread."""
+    read_text = Path.read_text
+
+    def read(path, *args, **options):
+        return "MemAvailable:      30000 kB\n" if str(path) == "/proc/meminfo" else read_text(path, *args, **options)
+
+    def take(self, sections):
+        raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patch:
+        disk = SlowDisk(patch)
+        disk.goes_on.set()
+        if os.environ["RANK"] == "1":
+            patch.setattr(*((Path, "read_text", read) if how == "known before" else (Snapshot, "take", take)))
+        if how == "known before":
+            fit(tmp_path, saving(asynchronous=None), Large(), strategy="ddp", max_steps=6)
+        else:
+            patch.setattr("lumen.checkpoint.saves._WORTHWHILE_BYTES", 0)
+            fit(tmp_path, saving(asynchronous=None), strategy="ddp", max_steps=6)
+    return disk.is_left_to_a_thread
+
+
+@STRATEGIES
+def test_an_error_in_the_thread_of_one_rank_ends_the_run_on_all(group, tmp_path, strategy):
+    messages = group(2).run(train_until_a_disk_is_full, tmp_path, strategy)
+    assert messages[0] == messages[1]
+    assert re.search("step-00000008.*/00001-00000.safetensors: No space left on device", messages[0])
+    assert names(tmp_path) == ["step-00000004"]
+    Checkpoint.open(folder(tmp_path) / "step-00000004")
+
+
+def train_until_a_disk_is_full(tmp_path, strategy):
+    """In the thread of rank 1 only."""
+    fsync = os.fsync
+
+    def full(descriptor):
+        in_thread = threading.current_thread() is not threading.main_thread()
+        if in_thread and "step-00000008" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError) as caught:
+            fit(tmp_path, saving(at_end=True), max_epochs=100_000, strategy=strategy, logger=False)
+    return str(caught.value)
+
+
+def test_a_part_that_is_not_finite_is_an_error_on_all_ranks(group, tmp_path):
+    messages = group(2).run(train_until_a_part_breaks, tmp_path)
+    assert messages[0] == messages[1]
+    assert re.search("after step 8 1 parameters are not finite.*: net.0.weight", messages[0])
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def train_until_a_part_breaks(tmp_path):
+    """The last row of a parameter, which one process holds."""
+
+    def harm(trainer):
+        if trainer.global_rank == 1:
+            trainer.run.task.net[0].weight.detach().to_local()[-1] = torch.nan
+
+    with pytest.raises(NonFiniteLoss) as caught:
+        fit(tmp_path, [At(step8=harm), saving()], max_epochs=3, max_steps=8, strategy="fsdp", logger=False)
+    return str(caught.value)
+
+
+KILLED = """
+import os, sys, threading, time
+from pathlib import Path
+import torch
+from tests.test_asynchronous_saves import Moving, fit, saving
+
+torch.set_num_threads(1)
+directory, strategy, held = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+fsync = os.fsync
+def slow(descriptor):
+    if threading.current_thread() is not threading.main_thread() and os.environ["RANK"] == held:
+        print("saving", flush=True)
+        time.sleep(600)
+    fsync(descriptor)
+os.fsync = slow
+
+class Slow(Moving):
+    def training_step(self, batch):
+        time.sleep(0.02)
+        return super().training_step(batch)
+
+options = {"max_epochs": 100_000} if held != "none" else {"max_steps": 9}
+fit(directory, saving(), Slow(), strategy=strategy, resume="auto", log_every_n_steps=10_000, **options)
+"""
+
+
+@pytest.mark.parametrize(("strategy", "victim"), [("ddp", 1), ("fsdp", 0)])
+def test_ranks_whose_threads_wait_for_one_that_is_killed_end_at_once(tmp_path, strategy, victim):
+    job = start_ranks(tmp_path, strategy, str(victim))
+    assert job[victim].stdout.readline().strip() == "saving"
+    time.sleep(0.5)  # the other one waits for it now
+    assert names(tmp_path)[0].startswith("step-00000004.tmp-")
+    job[victim].kill()
+    killed_s = time.monotonic()
+    _, errors = job[1 - victim].communicate(timeout=60)
+    assert time.monotonic() - killed_s < 20
+    assert job[1 - victim].returncode == 1, errors
+    assert "ProcessLost" in errors
+    job[victim].communicate()
+    assert find_checkpoints(folder(tmp_path)) == []
+    for process in start_ranks(tmp_path, strategy, "none"):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert names(tmp_path) == ["step-00000004", "step-00000008"]
+
+
+def start_ranks(tmp_path, strategy, held):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED, tmp_path, strategy, held], cwd=ROOT, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+            env=os.environ | {
+                "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+
+
 def test_a_failing_thread_ends_the_run_on_every_rank(group, tmp_path):
     messages = group(2).run(train_until_the_save_fails, tmp_path)
     assert messages[0] == messages[1]
@@ -509,7 +690,7 @@ def train_until_the_save_fails(tmp_path):
         if trainer.is_global_zero:
             put_a_file_in_the_way(tmp_path, trainer)
 
-    callbacks = [At(step8=harm), saving(at_end=True)]
+    callbacks = [Watched(), At(step8=harm), saving(at_end=True)]
     with pytest.raises(CheckpointError) as caught:
         fit(tmp_path, callbacks, max_epochs=100_000, strategy="ddp", logger=False)
     return str(caught.value)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from lumen.cli import main
 
@@ -32,11 +33,13 @@ def test_the_readme_task_runs_and_goes_on_when_run_again(tmp_path):
 def test_the_readme_commands_run(tmp_path, monkeypatch, capsys):
     """In their order, with few steps and small data."""
     commands = [line.split("#")[0].split() for line in README.splitlines() if line.startswith("lumen ")]
-    assert [command[1] for command in commands] == ["fit", "fit", "fit", "validate", "predict"]
+    assert [command[1] for command in commands] == ["fit", "fit", "fit", "validate", "predict", "runs", "export"]
     small = {
         "fit": ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=2"],
         "validate": ["--trainer.limit_val_batches=2"],
         "predict": ["--model.max_new_tokens=3"],
+        "runs": ["--verify"],
+        "export": [],
     }
     for entry in ("models", "datamodules"):
         (tmp_path / entry).symlink_to(ROOT / entry)
@@ -45,7 +48,10 @@ def test_the_readme_commands_run(tmp_path, monkeypatch, capsys):
     for command in commands:
         words = [word.strip('"') for word in _joined(command[1:])]
         assert main([*words, *small[command[1]]]) == 0, command
-    assert "In the beginning" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "In the beginning" in printed
+    assert "runs/gpt-2 " in printed
+    assert "transformer.head.weight" in load_file("gpt.safetensors")
 
 
 def _joined(words):

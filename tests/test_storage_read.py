@@ -4,7 +4,9 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,47 @@ def test_a_tensor_in_several_chunks_is_assembled(tmp_path, dtype, regions):
     checkpoint = Checkpoint.open(tmp_path / "step-1")
     assert same(checkpoint.tensor("model", "w"), tensor)
     assert torch.equal(checkpoint.tensor("model", "other"), torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.complex128])
+def test_a_box_of_a_tensor_is_that_box_of_the_whole(tmp_path, dtype):
+    regions = [((2, 5), (1, 3)), ((0, 2), (0, 3)), ((2, 5), (0, 1))]
+    tensor = handmade(tmp_path / "step-1", dtype, (5, 3), regions)
+    checkpoint = Checkpoint.open(tmp_path / "step-1")
+    for rows in combinations_with_replacement(range(6), 2):
+        for columns in combinations_with_replacement(range(4), 2):
+            part = checkpoint.part("model", "w", (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
+            assert same(part, tensor[slice(*rows), slice(*columns)]), (rows, columns)
+
+
+@pytest.mark.parametrize("destination", [torch.empty(5, 3), torch.empty(3, 5).t(), torch.empty(5, 6)[:, ::2]], ids=str)
+def test_a_tensor_in_several_chunks_is_read_in_place_whatever_lies_there(tmp_path, destination):
+    tensor = handmade(
+        tmp_path / "step-1", torch.float32, (5, 3), [((3, 5), (0, 3)), ((0, 3), (0, 1)), ((0, 3), (1, 3))]
+    )
+    memory, strides = destination.data_ptr(), destination.stride()
+    Checkpoint.open(tmp_path / "step-1").copy_into("model", "w", destination)
+    assert same(destination, tensor)
+    assert (destination.data_ptr(), destination.stride()) == (memory, strides)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "shape", "mib"),
+    [((0, 0), (1024, 1024), 4), ((256, 0), (512, 1024), 2), ((100, 7), (256, 9), 1), ((1024, 0), (0, 1024), 0)],
+)
+def test_only_the_rows_of_a_box_are_read(tmp_path, offsets, shape, mib):
+    tensor = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
+    checkpoint = Checkpoint.open(save(tmp_path / "step-1", model={"w": tensor}))
+    before = bytes_read()
+    part = checkpoint.part("model", "w", offsets, shape)
+    assert mib << 20 <= bytes_read() - before < (mib << 20) + 50_000
+    assert torch.equal(part, tensor[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))])
+    assert ("w" in checkpoint.tensors("model"), "v" in checkpoint.tensors("model")) == (True, False)
+    assert bytes_read() - before < (mib << 20) + 60_000
+
+
+def bytes_read():
+    return int(re.search("rchar: ([0-9]+)", Path("/proc/self/io").read_text())[1])
 
 
 @pytest.mark.parametrize(

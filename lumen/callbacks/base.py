@@ -72,7 +72,12 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Get back what `state_dict` gave."""
+        """Get back what `state_dict` gave, with any strategy and number of processes.
+
+        Where FSDP cuts up the parameters, a tensor that was cut up when it was saved comes cut up over the processes of
+        now; so does, of a run that cut up nothing, one that lies under the name of a parameter and has its shape, such
+        as an average. Every other tensor comes whole, and on the host.
+        """
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Prepare for a stage: "fit", "validate", "test" or "predict"."""

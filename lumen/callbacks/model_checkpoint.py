@@ -14,7 +14,8 @@ from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
 from lumen.callbacks.places import is_same, moment_of, place, unkept
 from lumen.checkpoint import Saves
-from lumen.checkpoint.folder import find_checkpoints, remove_checkpoints
+from lumen.checkpoint.folder import clean_leftovers, find_checkpoints, remove_checkpoints
+from lumen.checkpoint.remote import as_place
 from lumen.errors import ConfigError
 from lumen.plan import Duration, duration_s
 
@@ -40,11 +41,11 @@ class ModelCheckpoint(Callback):
 
     Which: what one of the rules keeps.
 
-    How: a save copies the state and lets training go on while a thread writes, syncs, commits, and then removes what no
-    rule keeps. One save is under way at most; the next one waits for it, and so does the end of the run, whose own
-    checkpoint is written at once. If it cannot be written, the run ends at the next boundary after that is known (with
-    several processes within half a second or so) with the error of a save at once. A checkpoint whose save is under way
-    is none yet for the attributes below.
+    How: every process writes its share. A save copies it and lets training go on while threads write, sync, commit, and
+    then remove what no rule keeps. One save is under way at most; the next one waits for it, and so does the end of the
+    run, whose own checkpoint is written at once. If it cannot be written, the run ends at the next boundary after that
+    is known (with several processes within half a second or so) with the error of a save at once. A checkpoint whose
+    save is under way is none yet for the attributes below.
 
     Args:
         monitor: A logged name, such as `val_loss`, that says which checkpoints are best.
@@ -58,11 +59,12 @@ class ModelCheckpoint(Callback):
         keep_last: Which: the newest n; 0: none but the very last; -1: all.
         save_top_k: Which: the k best by the monitor; 0: none for being best; -1: all.
         keep_every_n_steps: Which: those whose step is a multiple of n.
-        dirpath: Where: default `checkpoints` in the run directory.
+        dirpath: Where: default `checkpoints` in the run directory. Each run needs one of its own. A URL is whatever
+            fsspec writes to: `s3://` and `gs://` need `pip install 'lumen[remote]'`.
         asynchronous: How: True: training waits for the copy only; False: for the commit. Default: for the copy where
-            that pays: for 16 MiB and more, if the copy takes at most half of the memory that the machine has left. The
-            first process then keeps host memory of the checkpoint's size until the run ends, taken before the first
-            save: at once with `every_n_train_steps`, else after 10 seconds. What FSDP shards is written at once.
+            that pays: for 16 MiB and more, or where `dirpath` is a URL, if the copy takes at most half of the memory
+            that the machine has left. Each process then keeps host memory of the size of its share until the run ends,
+            taken before the first save: at once with `every_n_train_steps`, else after 10 seconds.
 
     Attributes:
         best_model_path: Directory of the best checkpoint, or "".
@@ -129,7 +131,7 @@ class ModelCheckpoint(Callback):
         self.keep_last = keep_last
         self.save_top_k = save_top_k
         self.keep_every_n_steps = keep_every_n_steps
-        self.given_dirpath = self.dirpath = None if dirpath is None else Path(dirpath)
+        self.given_dirpath = self.dirpath = None if dirpath is None else as_place(dirpath)
         self.asynchronous = asynchronous
         self.scores: dict[str, float] = {}
         self.current_score: float | None = None
@@ -161,7 +163,7 @@ class ModelCheckpoint(Callback):
     @property
     def last_model_path(self) -> str:
         """Directory of the newest checkpoint; "" before there is one."""
-        found = find_checkpoints(self.dirpath) if self.dirpath is not None and self.dirpath.is_dir() else []
+        found = [] if self.dirpath is None else find_checkpoints(self.dirpath)
         return str(found[-1]) if found else ""
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
@@ -188,6 +190,8 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
                 'Choose another dirpath, or go on from them with Trainer(resume="auto").'
             )
+        if self.given_dirpath is not None:  # else the holder of the run's lock has done it
+            trainer.strategy.processes.on_rank_zero(partial(clean_leftovers, self.given_dirpath))
         self.scores = {name: score for name, score in self.scores.items() if name in names}
 
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
@@ -253,7 +257,8 @@ class ModelCheckpoint(Callback):
         if score is not None:
             self.scores[path.name] = score
         if not saved:
-            info = {"best": next(iter(self._ranked()), None), "finished": run.limit_reached}
+            best = next(iter(self._ranked()), None)
+            info = {"best": best, "monitor": self.monitor, "finished": run.limit_reached}
             run.saves.save(
                 path,
                 info,
@@ -277,9 +282,7 @@ class ModelCheckpoint(Callback):
 
     def _look_around(self) -> list[str]:
         """Names of the checkpoints that lie where this one saves."""
-        if self.dirpath is None or not self.dirpath.is_dir():
-            return []
-        return [path.name for path in find_checkpoints(self.dirpath)]
+        return [] if self.dirpath is None else [path.name for path in find_checkpoints(self.dirpath)]
 
     def _prune(self, trainer: Trainer, newest: Path) -> None:
         """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""

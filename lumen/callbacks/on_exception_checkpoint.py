@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.places import place
+from lumen.checkpoint.remote import as_place
 from lumen.errors import NonFiniteLoss
 from lumen.run import Progress
 
@@ -42,7 +43,7 @@ class OnExceptionCheckpoint(Callback):
     """
 
     def __init__(self, dirpath: str | Path | None = None) -> None:
-        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.dirpath = None if dirpath is None else as_place(dirpath)
         self._boundary: Progress | None = None
         self._is_updating = False
         self._watch: Any = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lumen.checkpoint.folder import find_checkpoints, read_info
+from lumen.checkpoint.remote import RemotePath
 
 if TYPE_CHECKING:
     from lumen.trainer import Trainer
@@ -48,6 +49,8 @@ def place(trainer: Trainer, folder: Path) -> tuple[Path, bool]:
 
 def is_same(folder: Path, other: Path) -> bool:
     """Whether two paths, which need not exist, lead to the same place."""
+    if isinstance(folder, RemotePath) or isinstance(other, RemotePath):
+        return folder == other
     return os.path.realpath(folder) == os.path.realpath(other)
 
 

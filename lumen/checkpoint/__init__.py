@@ -14,14 +14,16 @@ checked as a reader would check them; then that directory gets its name. So a ch
 all, whenever the process or the machine dies. For readers a directory without a valid manifest does not exist.
 Nothing is ever overwritten or unpickled.
 
-The modules, each using only those before it: `codec`, `disk`, `manifest`, `safetensors_files`, `sharded`, `reader`,
-`folder`, `sources`, `weights`, `writer`, `changes`, `ranks`, `state`, `snapshot`, `saves`,
-`resume`.
+The modules, each using only those before it: `codec`, `remote`, `disk`, `manifest`, `safetensors_files`, `sharded`,
+`reader`, `placed`, `folder`, `sources`, `weights`, `share`, `writer`, `changes`, `ranks`, `state`, `snapshot`, `saves`,
+`resume`; for the command line `listing` and `export`.
 """
 
 from lumen.checkpoint.changes import changed_hyperparameters, configured
+from lumen.checkpoint.disk import check_writable
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
 from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.remote import as_place
 from lumen.checkpoint.resume import PARTS, Part, choose_parts, load_model_and_data, load_run, load_task
 from lumen.checkpoint.saves import Saves
 from lumen.checkpoint.sources import Weights, as_weights, check_there, find_checkpoint, is_weights
@@ -34,10 +36,12 @@ __all__ = [
     "Part",
     "Saves",
     "Weights",
+    "as_place",
     "as_weights",
     "changed_hyperparameters",
     "check_savable",
     "check_there",
+    "check_writable",
     "choose_parts",
     "configured",
     "find_checkpoint",

@@ -1,4 +1,4 @@
-"""Single files and directories: synced when written, checked when read, and every error says what to do."""
+"""Single files and directories, here or far away: durable when written, checked when read; errors say what to do."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import errno
 import hashlib
 import json
 import os
+import secrets
+import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, final
+from typing import final
 
 from lumen.checkpoint.codec import JSON
+from lumen.checkpoint.remote import RemotePath, opened_remotely, uploaded
 from lumen.errors import CheckpointDamaged, CheckpointError
 
 _PIECE_BYTES = 4 << 20  # hashed and then written while it is still in the processor's cache
@@ -27,6 +31,12 @@ _ADVICE = {
     errno.ENOENT: "A directory was removed while it was in use: leave the run's directory alone while it runs.",
     errno.ENOTDIR: "A file is in the way: move it or choose another directory.",
     errno.EEXIST: "A file is in the way: move it or choose another directory.",
+    errno.EREMOTE: "Check the network, the address and the credentials, which are those of the environment.",
+}
+
+_ADVICE_AT_START = {
+    errno.ENOENT: "Create it (lumen makes no buckets), or choose another place.",
+    errno.EACCES: "These credentials must be allowed to list, read, write and remove objects there.",
 }
 
 
@@ -56,8 +66,8 @@ def readable(path: Path) -> Iterator[None]:
 class HashingWriter:
     """Writes to a file and hashes what it writes."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, write: Callable[[memoryview], int]) -> None:
+        self._write = write
         self._sha256 = hashlib.sha256()
         self._bytes = 0
 
@@ -67,7 +77,7 @@ class HashingWriter:
         for start in range(0, len(view), _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
             self._sha256.update(piece)
-            self._bytes += self._file.write(piece)
+            self._bytes += self._write(piece)
 
     def record(self) -> dict[str, int | str]:
         """Return what was written so far: its size in `bytes` and its `sha256`."""
@@ -81,14 +91,87 @@ def new_file(path: Path) -> Iterator[HashingWriter]:
     Raises:
         CheckpointError: The file exists, or the disk refuses.
     """
-    with explained("write", path), open(path, "xb") as file:
-        yield HashingWriter(file)
-        file.flush()
-        os.fsync(file.fileno())
+    with explained("write", path):
+        if isinstance(path, RemotePath):
+            with uploaded(path) as write:
+                yield HashingWriter(write)
+            return
+        with open(path, "xb") as file:
+            yield HashingWriter(file.write)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def opened(path: Path, *, whole: bool = False) -> BufferedReader:
+    """Open a file to read it, where one wants or, `whole`, from its beginning to its end.
+
+    Raises:
+        OSError: It cannot be read; `readable` explains that.
+    """
+    return opened_remotely(path, whole=whole) if isinstance(path, RemotePath) else open(path, "rb")
+
+
+def make_directory(path: Path, *, inside: bool = False) -> None:
+    """Make a directory; far away there are none to be made.
+
+    Args:
+        path: The directory.
+        inside: It may be there already, but the one that it is in must be; else it is new, and so may be those above.
+
+    Raises:
+        OSError: It cannot be made; `explained` explains that.
+    """
+    if not isinstance(path, RemotePath):
+        path.mkdir(parents=not inside, exist_ok=inside)
+    elif not inside and path.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+
+
+def remove_tree(path: Path, *, first: str | None = None) -> None:
+    """Remove a directory and everything in it.
+
+    Args:
+        path: The directory.
+        first: A file in it that goes before all others, where files go one by one.
+
+    Raises:
+        OSError: It cannot be removed, or is not there; `explained` explains that.
+    """
+    if not isinstance(path, RemotePath):
+        shutil.rmtree(path)
+        return
+    found = path.below()
+    if first is not None and path / first in found:
+        (path / first).unlink()
+    path.remove_all([each for each in found if each.name != first or each.parent != path])
+
+
+def check_writable(folder: Path) -> None:
+    """Find out before any work whether checkpoints can be kept in a place far away, by an object that comes and goes.
+
+    Raises:
+        CheckpointError: They cannot; says why.
+        ConfigError: A package is missing.
+    """
+    if not isinstance(folder, RemotePath):
+        return
+    probe = folder / f"probe.tmp-{secrets.token_hex(4)}"
+    try:
+        with uploaded(probe) as write:
+            write(b"?")
+        with opened(probe) as file:
+            file.read()
+        folder.names()
+        probe.unlink()
+    except OSError as error:
+        advice = _ADVICE_AT_START.get(error.errno or 0, _ADVICE[errno.EREMOTE])
+        raise CheckpointError(f"checkpoints cannot be kept in {folder}: {error.strerror or error}. {advice}") from error
 
 
 def fsync_directory(path: Path) -> None:
-    """Make renames and new names in a directory survive a power loss."""
+    """Make renames and new names in a directory survive a power loss; far away what is written is safe."""
+    if isinstance(path, RemotePath):
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -105,6 +188,8 @@ def check_inside(directory: Path, name: str) -> None:
     Raises:
         CheckpointDamaged: It is not.
     """
+    if isinstance(directory, RemotePath):  # where there are no links
+        return
     path, root, real = directory / name, os.path.realpath(directory), os.path.realpath(directory / name)
     if os.path.commonpath([root, real]) != root:
         raise CheckpointDamaged(f"{path} is a link that leaves the checkpoint.")
@@ -121,10 +206,11 @@ def check_file(directory: Path, name: str, size: int, sha256: str | None) -> Non
     """
     path = directory / name
     check_inside(directory, name)
-    with readable(path), open(path, "rb") as file:
-        found = os.fstat(file.fileno()).st_size
+    with readable(path), opened(path, whole=True) as file:
+        found = file.seek(0, os.SEEK_END)
         if found != size:
             raise CheckpointDamaged(f"{path} has {found} bytes instead of {size}.")
+        file.seek(0)
         if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
             raise CheckpointDamaged(f"{path} was changed: its checksum is wrong.")
 
@@ -135,8 +221,8 @@ def read_json(path: Path) -> dict[str, JSON]:
     Raises:
         CheckpointDamaged: The file is missing or holds anything else.
     """
-    with readable(path):
-        data = path.read_bytes()
+    with readable(path), opened(path) as file:
+        data = file.read()
     return parse_json(path, data)
 
 

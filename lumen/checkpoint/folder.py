@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lumen.checkpoint.disk import explained, fsync_directory, readable
+from lumen.checkpoint.disk import explained, fsync_directory, readable, remove_tree
 from lumen.checkpoint.manifest import MANIFEST, is_committed, read_manifest
 from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.remote import RemotePath
 from lumen.errors import CheckpointDamaged, CheckpointError
+from lumen.strategies.processes import Processes
 
 # -validating: saved before that step's validation was done; -1, -2: the samples went on while updates were skipped
 _STEP_NAME = re.compile(r"step-([0-9]+)(?:-(validating|[0-9]+))?")
@@ -36,48 +38,68 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return [path for path in _step_directories(folder) if is_committed(path)]
 
 
-def newest_valid(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
+def newest_valid(folder: Path, report: Callable[[str], None], processes: Processes | None = None) -> Checkpoint | None:
     """Open the newest checkpoint of a folder whose every byte is right, or return None if there is none.
+
+    Collective: every one of `processes` must call this; they read each byte once together.
 
     Args:
         folder: Where the checkpoints are.
         report: Told of every damaged one: its name, what is wrong with it, and what is used instead.
+        processes: Those that open it together; default: this one alone.
 
     Raises:
         CheckpointError: One cannot be judged: it has another format version, or this user may not read it.
     """
-    candidates = _step_directories(folder)
+    processes = Processes() if processes is None else processes
+    candidates = processes.on_rank_zero(partial(_not_left_over, folder))
     while candidates:
         path = candidates.pop()
         try:
-            return Checkpoint.open(path)
+            return Checkpoint.open(path, processes=processes)
         except CheckpointDamaged as error:
             instead = f"Trying {candidates[-1].name} instead." if candidates else "There is no older one."
             report(f"{path.name} is damaged and is not used: {error} {instead}")
     return None
 
 
+def _not_left_over(folder: Path) -> list[Path]:
+    return [path for path in _step_directories(folder) if not is_leftover(path)]
+
+
 def _step_directories(folder: Path) -> list[Path]:
-    with readable(folder):
-        names = os.listdir(folder) if folder.is_dir() else []
-    matches = [match for name in names if (match := _STEP_NAME.fullmatch(name))]
+    matches = [match for name in _names(folder) if (match := _STEP_NAME.fullmatch(name))]
     matches.sort(key=lambda match: (int(match[1]), -1 if match[2] == "validating" else int(match[2] or 0)))
     return [folder / match[0] for match in matches]
 
 
+def _names(folder: Path) -> list[str]:
+    with readable(folder):
+        if isinstance(folder, RemotePath):
+            return folder.names()
+        return os.listdir(folder) if folder.is_dir() else []
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether this is what a killed save or removal left of a checkpoint where none can be renamed."""
+    with readable(path):
+        return isinstance(path, RemotePath) and not (path / MANIFEST).is_file()
+
+
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint; a kill meanwhile never leaves half of one under its name.
+    """Remove a checkpoint; a kill meanwhile never leaves half of one that readers would see.
 
     Raises:
         CheckpointError: It is no checkpoint, or it cannot be removed.
     """
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path} is no checkpoint (it has no {MANIFEST}), so it is not removed.")
-    doomed = temporary_name(path)
     with explained("remove", path):
-        os.rename(path, doomed)
-        fsync_directory(path.parent)
-        shutil.rmtree(doomed)
+        if not (path / MANIFEST).is_file():
+            raise CheckpointError(f"{path} is no checkpoint (it has no {MANIFEST}), so it is not removed.")
+        doomed = temporary_name(path)
+        if doomed != path:
+            os.rename(path, doomed)
+            fsync_directory(path.parent)
+        remove_tree(doomed, first=MANIFEST)
 
 
 def remove_checkpoints(paths: Iterable[Path]) -> None:
@@ -89,27 +111,53 @@ def remove_checkpoints(paths: Iterable[Path]) -> None:
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint to `<name>.damaged-<k>`, so that its name is free and its bytes are kept.
 
+    What a killed save left under that name, where none can be renamed, is removed.
+
     Raises:
         CheckpointError: It cannot be renamed.
     """
-    aside = next(name for k in count(1) if not os.path.lexists(name := path.with_name(f"{path.name}.damaged-{k}")))
+    taken = _names(path.parent)
+    aside = next(path.with_name(name) for k in count(1) if (name := f"{path.name}.damaged-{k}") not in taken)
     with explained("rename", path):
-        os.rename(path, aside)
-        fsync_directory(path.parent)
+        if isinstance(path, RemotePath) and isinstance(aside, RemotePath):
+            for each in [] if is_leftover(path) else path.below():
+                each.copy_to(aside / each.relative_to(path))
+            remove_tree(path, first=MANIFEST)
+        else:
+            os.rename(path, aside)
+            fsync_directory(path.parent)
     return aside
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a free name beside a checkpoint, for what readers must not see and `clean_leftovers` removes."""
-    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    """Where a checkpoint is while readers must not see it and `clean_leftovers` removes it: a free name beside it.
+
+    What cannot be renamed is where it will be, and is not seen there before it has its manifest.
+    """
+    return path if isinstance(path, RemotePath) else path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+
+
+def commit(temporary: Path, directory: Path) -> None:
+    """Give a complete checkpoint its name, for good; where nothing can be renamed the manifest was that.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    if temporary != directory:
+        os.rename(temporary, directory)
+        fsync_directory(directory.parent)
 
 
 def clean_leftovers(folder: Path) -> None:
     """Remove what killed saves left behind. Only for the holder of the run's lock: a living save looks the same."""
-    for leftover in sorted(folder.glob("*.tmp-*")):
+    steps = re.compile(f"(?:exception-)?(?:{_STEP_NAME.pattern})")
+    for name in sorted(_names(folder)):
+        leftover = folder / name
+        if ".tmp-" not in name and not (steps.fullmatch(name) and is_leftover(leftover)):
+            continue
         try:
             if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover)
+                remove_tree(leftover)
             else:
                 leftover.unlink()
         except OSError as error:

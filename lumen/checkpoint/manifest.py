@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, final
 import torch
 
 from lumen.checkpoint.codec import JSON, decode, named_dtype
-from lumen.checkpoint.disk import check_inside, read_json
+from lumen.checkpoint.disk import check_inside, read_json, readable
 from lumen.errors import CheckpointDamaged, CheckpointError
 
 FORMAT_VERSION = 1
@@ -104,7 +103,9 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _read_json(directory: Path) -> dict[str, JSON]:
     path = directory / MANIFEST
-    if not os.path.lexists(path):
+    with readable(directory):
+        there = path.exists() or path.is_symlink()
+    if not there:
         raise CheckpointDamaged(f"{directory} is no committed checkpoint: it has no {MANIFEST}.")
     check_inside(directory, MANIFEST)
     manifest = read_json(path)

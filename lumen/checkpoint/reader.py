@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Literal, final
 
 import torch
 
 from lumen.checkpoint.codec import JSON
-from lumen.checkpoint.disk import check_file, read_json, readable
+from lumen.checkpoint.disk import check_file, opened, read_json, readable
 from lumen.checkpoint.manifest import STATE, Chunk, Manifest, Spec, read_manifest
 from lumen.checkpoint.safetensors_files import check_header
-from lumen.checkpoint.sharded import fill
+from lumen.checkpoint.sharded import own_box, own_part
 from lumen.errors import CheckpointDamaged, CheckpointMismatch
+from lumen.strategies.processes import Processes
+
+_PIECE_BYTES = 4 << 20  # read at once where only a part of every row is kept
 
 
 @final
@@ -39,22 +44,29 @@ class Checkpoint:
         self._begins = begins
 
     @staticmethod
-    def open(path: Path, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
-        """Verify a checkpoint and open it.
+    def open(
+        path: Path,
+        verify: Literal["checksums", "sizes"] = "checksums",
+        *,
+        sections: Sequence[str] | None = None,
+        processes: Processes | None = None,
+    ) -> Checkpoint:
+        """Verify a checkpoint and open it. Collective: every one of `processes` must call this.
 
         Args:
-            path: Its directory.
-            verify: "checksums" reads every byte; "sizes" checks that every file is there with its size, and its header.
+            path: Its directory, the same on every process.
+            verify: "checksums" reads every byte, on one of the processes; "sizes" checks that every file is there with
+                its size, and its header.
+            sections: Only these are verified and can be read, and nothing but tensors; default: everything.
+            processes: Those that open it together; default: this one alone.
 
         Raises:
             CheckpointDamaged: Something is missing, changed, malformed, or outside the directory; the message names it.
-            CheckpointError: The checkpoint has another format version, or this user may not read it.
+            CheckpointError: The checkpoint has another format version, or this user may not read it. Any error of one
+                process is the same error on all.
         """
-        manifest = read_manifest(path)
-        for name, (size, sha256) in manifest.files.items():
-            check_file(path, name, size, sha256 if verify == "checksums" else None)
-        begins = {file: check_header(path / file, tensors) for file, tensors in manifest.contents.items()}
-        return Checkpoint(path, manifest, read_json(path / STATE), begins)
+        processes = Processes() if processes is None else processes
+        return processes.together(partial(_open, path, verify, sections, processes))
 
     def names(self, section: str) -> list[str]:
         """Return the names of a section's tensors, in the order they were written."""
@@ -72,12 +84,35 @@ class Checkpoint:
             CheckpointMismatch: There is no such tensor.
             CheckpointDamaged: Its file changed since the checkpoint was opened.
         """
-        spec = self._spec(section, name)
-        return self._read(name, spec).view(spec.dtype).reshape(spec.shape)
+        shape = self._spec(section, name).shape
+        return self.part(section, name, (0,) * len(shape), shape)
 
-    def tensors(self, section: str) -> Mapping[str, torch.Tensor]:
-        """Return a section as a mapping that reads a tensor each time it is looked up."""
-        return _Tensors(self, section)
+    def part(self, section: str, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Read a box of a tensor into new memory of the host; of the files only the rows that it overlaps.
+
+        Args:
+            section: "model", "optimizer" or "extra".
+            name: Of the tensor.
+            offsets: Where the box begins in each dimension.
+            shape: Its shape. It must lie inside the tensor.
+
+        Raises:
+            CheckpointMismatch: There is no such tensor.
+            CheckpointDamaged: Its file changed since the checkpoint was opened.
+        """
+        spec = self._spec(section, name)
+        part = torch.empty(math.prod(shape) * spec.dtype.itemsize, dtype=torch.uint8, device="cpu")
+        self._read(name, spec, offsets, part.reshape(*shape, spec.dtype.itemsize))
+        return part.view(spec.dtype).reshape(tuple(shape))
+
+    def tensors(self, section: str, read: Callable[[str], torch.Tensor] | None = None) -> Mapping[str, torch.Tensor]:
+        """Return a section as a mapping that reads a tensor each time it is looked up.
+
+        Args:
+            section: "model", "optimizer" or "extra".
+            read: What reads the tensor of a name; default: `tensor`.
+        """
+        return _Tensors(self.names(section), partial(self.tensor, section) if read is None else read)
 
     def copy_into(self, section: str, name: str, destination: torch.Tensor) -> None:
         """Read a tensor into an existing one, on any device, in place; of a sharded one into the part that is here.
@@ -86,14 +121,19 @@ class Checkpoint:
             CheckpointMismatch: There is no such tensor, or `destination` has another dtype or shape: nothing is cast.
             CheckpointDamaged: Its file changed since the checkpoint was opened.
         """
-        dtype, shape = self.spec(section, name)
-        if destination.dtype != dtype or destination.shape != shape or destination.is_meta:
+        spec = self._spec(section, name)
+        if destination.dtype != spec.dtype or destination.shape != spec.shape or destination.is_meta:
             raise CheckpointMismatch(
-                f"{self.path}: {section}/{name} is {dtype} {list(shape)}, but it would be read into "
+                f"{self.path}: {section}/{name} is {spec.dtype} {list(spec.shape)}, but it would be read into "
                 f"{destination.dtype} {list(destination.shape)} on {destination.device}, and nothing is cast. "
                 "Build it as it was when this was saved."
             )
-        fill(destination, self.tensor(section, name))
+        own, (offsets, shape) = own_part(destination.detach()), own_box(destination)
+        if own.device.type != "cpu" or not own.is_contiguous() or own.is_conj() or own.is_neg():
+            own.copy_(self.part(section, name, offsets, shape))
+        else:  # as_strided: a single element counts as contiguous whatever its stride is
+            flat = own.as_strided((own.numel(),), (1,)).view(torch.uint8)
+            self._read(name, spec, offsets, flat.reshape(*shape, spec.dtype.itemsize))
 
     def _section(self, section: str) -> Mapping[str, Spec]:
         if section not in self._sections:
@@ -106,37 +146,76 @@ class Checkpoint:
             raise CheckpointMismatch(f"{self.path} has no tensor {name!r} in {section!r} (it has {len(specs)} others).")
         return specs[name]
 
-    def _read(self, name: str, spec: Spec) -> torch.Tensor:
-        """A tensor's bytes; chunks are put together as bytes, since not every dtype can be copied into a slice."""
-        if len(spec.chunks) == 1:
-            return self._read_chunk(name, spec.chunks[0], spec.dtype)
-        whole = torch.empty((*spec.shape, spec.dtype.itemsize), dtype=torch.uint8, device="cpu")
-        for chunk in spec.chunks:
-            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
-            whole[box] = self._read_chunk(name, chunk, spec.dtype).reshape(*chunk.shape, spec.dtype.itemsize)
-        return whole.reshape(-1)
+    def _read(self, name: str, spec: Spec, offsets: Sequence[int], data: torch.Tensor) -> None:
+        """Read a box of a tensor into its bytes, since not every dtype can be copied into a slice.
 
-    def _read_chunk(self, name: str, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-        data = torch.empty(math.prod(chunk.shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
-        path = self.path / chunk.file
-        with readable(path), open(path, "rb") as file:
-            file.seek(self._begins[chunk.file][name])
-            if file.readinto(data.numpy().data) != len(data):
-                raise CheckpointDamaged(f"{path} became shorter while it was read.")
-        return data
+        Args:
+            name: Of the tensor.
+            spec: Where it lies.
+            offsets: Where the box begins.
+            data: The bytes: a uint8 tensor of the box's shape with one more dimension.
+        """
+        for chunk in spec.chunks:
+            begins = [max(o, p) for o, p in zip(offsets, chunk.offsets, strict=True)]
+            sizes = zip(offsets, data.shape[:-1], chunk.offsets, chunk.shape, strict=True)
+            ends = [min(o + n, p + m) for o, n, p, m in sizes]
+            if all(begin < end for begin, end in zip(begins, ends, strict=True)):
+                there = [slice(b - o, e - o) for b, e, o in zip(begins, ends, chunk.offsets, strict=True)]
+                here = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, offsets, strict=True))
+                self._read_rows(name, chunk, there, data[here])
+
+    def _read_rows(self, name: str, chunk: Chunk, box: Sequence[slice], data: torch.Tensor) -> None:
+        """Read a box of a chunk: rows of the first dimension, which follow each other in the file."""
+        path, row_shape = self.path / chunk.file, chunk.shape[1:]
+        row_bytes = math.prod(row_shape) * data.shape[-1]
+        rows = box[0] if box else slice(0, 1)
+        with readable(path), opened(path) as file:
+            file.seek(self._begins[chunk.file][name] + rows.start * row_bytes)
+            if data.is_contiguous() and data.numel() == (rows.stop - rows.start) * row_bytes:
+                _read_into(file, data, path)
+                return
+            several = max(1, _PIECE_BYTES // row_bytes)
+            for start in range(0, len(data), several):
+                target = data[start : start + several]
+                piece = torch.empty((len(target), *row_shape, data.shape[-1]), dtype=torch.uint8, device="cpu")
+                _read_into(file, piece, path)
+                target.copy_(piece[(slice(None), *box[1:])])
+
+
+def _open(path: Path, verify: str, sections: Sequence[str] | None, processes: Processes) -> Checkpoint:
+    """Check sizes and headers of all files, and the checksums of this process's share of them."""
+    manifest = read_manifest(path)
+    files = {
+        name: manifest.files[name] for name in manifest.files if sections is None or name.partition("/")[0] in sections
+    }
+    largest_first = sorted(files, key=lambda name: -files[name][0])
+    hashed = largest_first[processes.rank :: processes.world_size] if verify == "checksums" else []
+    for name, (size, sha256) in files.items():
+        check_file(path, name, size, sha256 if name in hashed else None)
+    contents = {file: held for file, held in manifest.contents.items() if file in files}
+    begins = {file: check_header(path / file, held) for file, held in contents.items()}
+    return Checkpoint(path, manifest, read_json(path / STATE) if STATE in files else {}, begins)
+
+
+def _read_into(file: BufferedReader, data: torch.Tensor, path: Path) -> None:
+    """Fill a uint8 tensor from where a file stands."""
+    if file.readinto(data.reshape(-1).numpy().data) != data.numel():
+        raise CheckpointDamaged(f"{path} became shorter while it was read.")
 
 
 @final
 class _Tensors(Mapping[str, torch.Tensor]):
-    def __init__(self, checkpoint: Checkpoint, section: str) -> None:
-        self._checkpoint = checkpoint
-        self._section = section
-        self._names = dict.fromkeys(checkpoint.names(section))
+    def __init__(self, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
+        self._names = dict.fromkeys(names)
+        self._read = read
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
             raise KeyError(name)
-        return self._checkpoint.tensor(self._section, name)
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:  # without reading it, as Mapping would
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import nn
 
-from lumen.batches import move
 from lumen.checkpoint.changes import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
 from lumen.checkpoint.codec import decode
+from lumen.checkpoint.placed import extra_of, state_of
 from lumen.checkpoint.ranks import load_values
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.sharded import placed_like
 from lumen.checkpoint.sources import find_checkpoint
 from lumen.checkpoint.state import keyed, kind_of, parameter_names
 from lumen.checkpoint.weights import load_model
@@ -59,19 +60,37 @@ def choose_parts(given: Iterable[str] | None, resume: str | None) -> frozenset[P
 def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
     """Fill the model, and hand the task and the data module what they saved; before the optimizers are built.
 
+    Collective: every rank must call this.
+
     Raises:
         CheckpointMismatch: It is a checkpoint of another model; nothing was changed.
     """
-    extra = checkpoint.tensors("extra")
+    processes, extra = run.strategy.processes, extra_of(run.task, checkpoint)
+
+    def load_states() -> None:
+        if "model" in parts:
+            _load_own_states(run.task, checkpoint, extra)
+        if "data" in parts and run.datamodule is not None:
+            run.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
+
     if "model" in parts:
-        load_model(run.task, checkpoint)
-        run.task.on_load_checkpoint(decode(checkpoint.state["task"], extra))
-    if "data" in parts and run.datamodule is not None:
-        run.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
+        load_model(run.task, checkpoint, processes=processes)
+    processes.together(load_states)
+
+
+def _load_own_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[str, torch.Tensor]) -> None:
+    """Hand modules and the task what they saved."""
+    states = decode(checkpoint.state["extra_state"], extra)
+    for name, module in task.named_modules():
+        if name in states:
+            module.set_extra_state(states[name])
+    task.on_load_checkpoint(decode(checkpoint.state["task"], extra))
 
 
 def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], continue_records: bool) -> None:
     """Make a run, with its model loaded and its optimizers built, go on from a checkpoint.
+
+    Collective: every rank must call this.
 
     Args:
         run: The run.
@@ -83,9 +102,13 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
         CheckpointMismatch: The optimizer or the schedulers are not the ones saved.
         ConfigError: A schedule ends before the step that the run goes on from.
     """
-    extra = checkpoint.tensors("extra")
-    encoded = {name: part for name, part in checkpoint.state.items() if name not in ("optimizer", "ranks")}
-    state = {name: decode(part, extra) for name, part in encoded.items()}
+    run.strategy.processes.together(partial(_load_run, run, checkpoint, parts, continue_records))
+
+
+def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue_records: bool) -> None:
+    extra = extra_of(run.task, checkpoint)
+    needed = ("progress", "metrics", "modes", "callbacks", "precision", "configured", "schedulers", "loggers")
+    state = {name: decode(checkpoint.state[name], extra) for name in needed}
     if "progress" in parts:
         run.progress = Progress(**state["progress"])
         run.metrics = state["metrics"]
@@ -129,35 +152,49 @@ def _load_states(things: dict[str, Any], saved: Mapping[str, Any], checkpoint: C
 
 
 def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
-    saved, tensors = checkpoint.state["optimizer"], checkpoint.tensors("optimizer")
+    saved = checkpoint.state["optimizer"]
     optimizer, names = run.optimizer, parameter_names(run.task)
     parameters = dict(run.task.named_parameters())
     groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     if saved["class"] != kind_of(optimizer) or [group["params"] for group in saved["groups"]] != groups:
+        there, here = {name for group in saved["groups"] for name in group["params"]}, set(chain(*groups))
         raise CheckpointMismatch(
             f"{checkpoint.path} was saved with {saved['class']} over {[len(g['params']) for g in saved['groups']]} "
-            f"parameters per group; this run has {kind_of(optimizer)} over {[len(g) for g in groups]}. "
+            f"parameters per group; this run has {kind_of(optimizer)} over {[len(g) for g in groups]}"
+            f"{_named('there', there - here)}{_named('here', here - there)}. "
             "Resume with the optimizer and the parameter groups it was saved with, or "
             f"{_without(checkpoint, 'optimizer', *(['schedulers'] if len(groups) != len(saved['groups']) else []))}."
         )
+    _check_parameters(parameters, checkpoint)
     optimizer.state.clear()
     if run.progress.step:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch misses its step before the schedulers'
+    moves_with_it = any(group.get(key) is True for group in optimizer.param_groups for key in ("fused", "capturable"))
     for name, entries in saved["state"].items():
         parameter = parameters[name]
-        moves_with_it = {"fused", "capturable"} & {
-            key for group in optimizer.param_groups for key, value in group.items() if value is True
-        }
-        state = {key: decode(value, tensors) for key, value in entries.items()}
-        counter = {} if moves_with_it or "step" not in state else {"step": state["step"]}
-        optimizer.state[parameter] = {key: _placed(value, parameter) for key, value in state.items()} | counter
+        tensors = state_of(parameter, checkpoint)
+        optimizer.state[parameter] = {key: decode(value, tensors) for key, value in entries.items()}
+        if "step" in entries and not moves_with_it:  # it counts on the host
+            optimizer.state[parameter]["step"] = decode(entries["step"], checkpoint.tensors("optimizer"))
 
 
-def _placed(value: Any, parameter: nn.Parameter) -> Any:
-    """An entry of a parameter's state where that parameter is, and cut as it is if it has its shape."""
-    if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
-        value = placed_like(value, parameter)
-    return move(value, parameter.device)
+def _named(where: str, names: Collection[str]) -> str:
+    return f"; only {where}: {', '.join(sorted(names)[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
+
+
+def _check_parameters(parameters: Mapping[str, nn.Parameter], checkpoint: Checkpoint) -> None:
+    """Refuse state of other parameters than the run's: it would be cast or cut without a word."""
+    wrong = []
+    for name in checkpoint.state["optimizer"]["state"]:
+        dtype, shape = checkpoint.spec("model", name)
+        own = parameters[name]
+        if (own.dtype, own.shape) != (dtype, shape):
+            wrong.append(f"{name}: {tuple(shape)} {dtype} saved, {tuple(own.shape)} {own.dtype} in the model")
+    if wrong:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} holds the optimizer's state of other parameters: {'; '.join(wrong[:8])}. "
+            f"Build the model as it was when this was saved, or {_without(checkpoint, 'optimizer')}."
+        )
 
 
 def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], configuration: dict[str, Setting]) -> None:
@@ -266,5 +303,5 @@ def load_task(kind: type[Task], path: Path, *, strict: bool, overrides: Mapping[
     if precision := checkpoint.state["precision"].get("name"):
         make_precision(precision, torch.device("cpu")).convert(task)
     load_model(task, checkpoint, strict=strict)
-    task.on_load_checkpoint(decode(checkpoint.state["task"], checkpoint.tensors("extra")))
+    _load_own_states(task, checkpoint, extra_of(task, checkpoint))
     return task

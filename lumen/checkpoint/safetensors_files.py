@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lumen.checkpoint.codec import JSON
-from lumen.checkpoint.disk import new_file, parse_json, readable
+from lumen.checkpoint.disk import new_file, opened, parse_json, readable
 from lumen.errors import CheckpointDamaged
 
 _DTYPES = {
@@ -34,6 +34,11 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+def is_known(dtype: torch.dtype) -> bool:
+    """Whether safetensors files have a dtype."""
+    return dtype in _DTYPES
 
 
 def widest_first(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -128,11 +133,12 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 
 def _header(path: Path) -> tuple[dict[str, JSON], int, int]:
     """A file's tensors as its header has them, the byte at which their data begins, and the file's size in bytes."""
-    with readable(path), open(path, "rb") as file:
+    with readable(path), opened(path) as file:
         start = 8 + int.from_bytes(file.read(8), "little")
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
         if start > size:
             raise CheckpointDamaged(f"{path} is no safetensors file, or ends inside its header.")
+        file.seek(8)
         header = parse_json(path, file.read(start - 8))
     header.pop("__metadata__", None)
     return header, start, size

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -14,10 +16,11 @@ from typing import Any, final
 import torch
 
 from lumen.checkpoint.folder import remove_checkpoints
-from lumen.checkpoint.sharded import any_sharded
+from lumen.checkpoint.remote import RemotePath
+from lumen.checkpoint.share import Share, share_of
 from lumen.checkpoint.snapshot import Snapshot
 from lumen.checkpoint.state import Collected, collect, moving_tensors, refuse_non_finite
-from lumen.checkpoint.writer import check_tensors, write_checkpoint
+from lumen.checkpoint.writer import write_share
 from lumen.console import logger as _log
 from lumen.errors import CheckpointError
 from lumen.run import Run
@@ -26,7 +29,7 @@ from lumen.strategies.processes import Processes
 _CGROUP = "/sys/fs/cgroup"  # of this process, in a container
 _WORTHWHILE_BYTES = 16 << 20  # what is smaller is on the disk after some tens of milliseconds
 
-Tensors = Mapping[str, Mapping[str, torch.Tensor]]
+Tensors = dict[str, torch.Tensor]
 Account = Callable[[bool], Iterable[Path]]
 
 
@@ -38,9 +41,10 @@ def _keep_all(committed: bool) -> Iterable[Path]:
 class Saves:
     """The checkpoints of a run: written at once, or copied at once and written in a thread while the run goes on.
 
-    At most one save is under way. Rank 0 copies and writes it, the others only know of it. When it ends, the pulse
-    tells all ranks at one boundary, so that an error in the thread ends the run on each of them. A Python that exits
-    waits for the thread; a kill leaves what it leaves of any save, a directory that is not committed.
+    At most one save is under way. Every process copies its share and writes it in its thread; the threads agree among
+    themselves, and rank 0's commits. When they have ended, the pulse tells all ranks at one boundary, so that an error
+    in any thread ends the run on each of them. A Python that exits waits for the thread; a kill leaves what it leaves
+    of any save, a directory that is not committed.
 
     Args:
         run: Whose state is saved.
@@ -76,7 +80,7 @@ class Saves:
         Args:
             path: The directory to commit; it must not exist.
             info: What a listing of runs shows: plain data that nobody changes.
-            asynchronous: Copy now and write later; None: where that pays. What is sharded is always written at once.
+            asynchronous: Copy now and write later; None: where that pays.
             moment: What tells this boundary from all others.
             account: Called on every rank at the boundary that finds the save ended, with whether it was committed.
                 Returns the checkpoints that are to be removed then, the same on every rank.
@@ -99,60 +103,72 @@ class Saves:
 
     def _write_or_begin(self, path: Path, collected: Collected, asynchronous: bool | None) -> bool:
         """Returns whether the save is under way. Collective."""
-        if any_sharded(collected.sections):
-            self._processes.together(partial(refuse_non_finite, collected, collected.sections["model"]))
-            _write(path, collected, collected.sections, self._processes)
+        processes = self._processes
+        processes.together(self.wait)
+        share = share_of(collected.sections, processes)
+        at_least = 0 if isinstance(path, RemotePath) else _WORTHWHILE_BYTES  # each object far away takes its time
+        copies = self._copied(path, share, asynchronous) if self._pays(share, asynchronous, at_least) else None
+        if copies is None:
+            refuse_non_finite(collected, share.parts()["model"], processes)
+            _write(path, collected, share, processes)
             return False
-        return self._processes.on_rank_zero(partial(self._save_whole, path, collected, asynchronous))
-
-    def _save_whole(self, path: Path, collected: Collected, asynchronous: bool | None) -> bool:
-        """Write, or begin to. Returns whether the save is under way."""
-        self.wait()
-        if not self._pays(collected.sections, asynchronous):
-            refuse_non_finite(collected, collected.sections["model"])
-            _write(path, collected, collected.sections)
-            return False
-        check_tensors(collected.sections)  # the copies are plain whatever these are
-        try:
-            copies = self._snapshot.take(collected.sections)
-        except (RuntimeError, MemoryError) as error:
-            if asynchronous:
-                raise CheckpointError(
-                    f"{path.name}: there is no memory for the copy that is written while training goes on: {error} "
-                    "Set asynchronous=False in ModelCheckpoint."
-                ) from error
-            _log.warning("%s: there is no memory for a copy, so training waits until it is written", path.name)
-            self._snapshot = Snapshot()
-            refuse_non_finite(collected, collected.sections["model"])
-            _write(path, collected, collected.sections)
-            return False
+        copy, others = replace(share, sections=copies), processes.beside()
 
         def write() -> None:
-            self._snapshot.wait()
-            refuse_non_finite(collected, copies["model"])
-            _write(path, collected, copies)
+            others.together(self._snapshot.wait)
+            refuse_non_finite(collected, copy.sections["model"], others)
+            _write(path, collected, copy, others)
             self._run.pulse.announces = True
 
         self._writing = self._submit(write)
         return True
 
-    def _pays(self, sections: Tensors, asynchronous: bool | None) -> bool:
+    def _pays(self, share: Share, asynchronous: bool | None, at_least: int = _WORTHWHILE_BYTES) -> bool:
         """Whether to write later. Where nobody said so: what is large, but fits well into the memory that is left."""
         if asynchronous is not None:
             return asynchronous
-        size = sum(tensor.nbytes for tensors in sections.values() for tensor in tensors.values())
-        return size >= _WORTHWHILE_BYTES and (self._is_reserved or size <= _available_bytes() / 2)
+        available = sys.maxsize if self._is_reserved else _available_bytes()
+        shares = self._processes.gather((self._processes.node, share.nbytes, available))
+        taken = Counter[int]()
+        for node, nbytes, _ in shares:
+            taken[node] += nbytes
+        fits = all(taken[node] <= available / 2 for node, _, available in shares)
+        return fits and taken.total() >= at_least
+
+    def _copied(self, path: Path, share: Share, asynchronous: bool | None) -> dict[str, Tensors] | None:
+        """Copies of what this process writes; None: some process has no memory for them. Collective."""
+
+        def take() -> dict[str, Tensors] | None:
+            try:
+                return self._snapshot.take(share.parts())
+            except (RuntimeError, MemoryError) as error:
+                if asynchronous:
+                    raise CheckpointError(
+                        f"{path.name}: there is no memory for the copy that is written while training goes on: {error} "
+                        "Set asynchronous=False in ModelCheckpoint."
+                    ) from error
+                return None
+
+        copies = self._processes.together(take)
+        (missing,) = self._processes.sum([float(copies is None)])
+        if not missing:
+            return copies
+        _log.warning("%s: there is no memory for a copy, so training waits until it is written", path.name)
+        self._snapshot = Snapshot()
+        return None
 
     def reserve(self, asynchronous: bool | None) -> None:
-        """Let the thread take the memory for copies, which on first use costs more time than these."""
-        sections = moving_tensors(self._run)
-        if self._processes.rank == 0 and not any_sharded(sections) and self._pays(sections, asynchronous):
+        """Let the threads take the memory for copies, which on first use costs more time than these. Collective."""
+        sections = self._processes.together(partial(moving_tensors, self._run))
+        share = share_of(sections, self._processes)
+        if self._pays(share, asynchronous):
             self._is_reserved = True
-            self._chores.append(self._thread.submit(self._reserve, sections))
+            self._processes.beside()
+            self._chores.append(self._thread.submit(self._reserve, share.parts()))
 
-    def _reserve(self, sections: Tensors) -> None:
+    def _reserve(self, parts: Mapping[str, Tensors]) -> None:
         with suppress(RuntimeError, MemoryError):  # taking the copies will find out again, and know what to do
-            self._snapshot.reserve(sections)
+            self._snapshot.reserve(parts)
 
     def _submit(self, work: Callable[[], None]) -> Future[None]:
         def watched() -> None:
@@ -199,7 +215,7 @@ class Saves:
             return
         account, self._account = self._account, _keep_all
         try:
-            self._processes.on_rank_zero(self.wait)
+            self._processes.together(self.wait)
         except BaseException:
             account(False)
             raise
@@ -220,10 +236,8 @@ class Saves:
         self._snapshot = Snapshot()
 
 
-def _write(path: Path, collected: Collected, sections: Tensors, processes: Processes | None = None) -> None:
-    write_checkpoint(
-        path, sections, collected.state, aliases=collected.aliases, info=collected.info, processes=processes
-    )
+def _write(path: Path, collected: Collected, share: Share, processes: Processes) -> None:
+    write_share(path, share, collected.state, aliases=collected.aliases, info=collected.info, processes=processes)
 
 
 def _available_bytes() -> int:

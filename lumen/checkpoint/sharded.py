@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,32 +16,45 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def any_sharded(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-    """Whether one of the tensors, by section and name, is."""
-    return any(is_sharded(tensor) for tensors in sections.values() for tensor in tensors.values())
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor. Collective where it is sharded: every rank must call this, for the same tensors in one order."""
-    sharded: Any = tensor
-    return sharded.full_tensor() if is_sharded(tensor) else tensor
-
-
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of a tensor."""
     sharded: Any = tensor
     return sharded.to_local() if is_sharded(tensor) else tensor
 
 
-def own_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where `own_part` begins in each dimension of the tensor, and its shape; nothing is communicated."""
+def own_box(tensor: torch.Tensor, whole: torch.Size | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where `own_part` begins in each dimension of the tensor, and its shape; nothing is communicated.
+
+    Args:
+        tensor: Cut up or not.
+        whole: The same of a tensor of this shape that is cut up as that one is.
+    """
+    whole = tensor.shape if whole is None else whole
     if not is_sharded(tensor):
-        return (0,) * tensor.ndim, tuple(tensor.shape)
+        return (0,) * len(whole), tuple(whole)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sharded: Any = tensor
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, sharded.device_mesh, sharded.placements)
+    shape, offsets = compute_local_shape_and_global_offset(whole, sharded.device_mesh, _cuts(tensor, whole))
     return tuple(offsets), tuple(shape)
+
+
+def from_part(own: torch.Tensor, like: torch.Tensor, whole: torch.Size) -> torch.Tensor:
+    """The tensor of a shape, cut up as another one is, of which this process holds `own`; nothing is communicated."""
+    sharded: Any = like
+    stride = torch.empty(whole, device="meta").stride()
+    tensor: torch.Tensor = type(sharded).from_local(
+        own, sharded.device_mesh, _cuts(like, whole), run_check=False, shape=whole, stride=stride
+    )
+    return tensor
+
+
+def _cuts(like: torch.Tensor, whole: torch.Size) -> list[Any]:
+    """How a tensor of a shape is placed as another one is; one that lacks the dimension is copied."""
+    from torch.distributed.tensor import Replicate
+
+    sharded: Any = like
+    return [Replicate() if each.is_shard() and each.dim >= len(whole) else each for each in sharded.placements]
 
 
 def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
@@ -57,6 +69,15 @@ def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
     return index, count
 
 
+def is_first(tensor: torch.Tensor) -> bool:
+    """Whether this process holds the first part of a tensor, or all of it; nothing is communicated."""
+    if not is_sharded(tensor):
+        return True
+    sharded: Any = tensor
+    places = zip(sharded.device_mesh.get_coordinate(), sharded.placements, strict=True)
+    return all(place == 0 for place, placement in places if placement.is_shard())
+
+
 def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A whole tensor, cut as another one of its shape is; nothing is communicated."""
     if not is_sharded(like):
@@ -65,9 +86,3 @@ def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
     sharded: Any = like
     return distribute_tensor(value, sharded.device_mesh, sharded.placements, src_data_rank=None)
-
-
-@torch.no_grad()
-def fill(destination: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a whole tensor, or this process's part of it, in place."""
-    own_part(destination).copy_(own_part(placed_like(value, destination)))

@@ -6,25 +6,28 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, final
 
-from lumen.checkpoint.disk import check_file, read_json
+from lumen.checkpoint.disk import read_json, readable
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
 from lumen.checkpoint.manifest import MANIFEST, Chunk, Manifest, Spec, read_manifest
 from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.remote import RemotePath, as_place
 from lumen.checkpoint.safetensors_files import check_header, read_header
 from lumen.console import logger as _log
 from lumen.errors import CheckpointDamaged, CheckpointError, ConfigError, LumenError
 from lumen.strategies.processes import Processes
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_OF_HUBS = (_INDEX, _SINGLE)
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_OF_HUBS = (INDEX, SINGLE)
 _WORDS = ("auto", "last", "best")
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
-_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+_WEB = ("http://", "https://")  # servers that list nothing, and often send whole files only
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 _CONVERT = """{path} is a pickle, which could run any code when it is read; Lumen reads none. Convert it once:
     import torch; from safetensors.torch import save_file
     tensors = torch.load("{name}", map_location="cpu", weights_only=True)  # of a Lightning checkpoint: ["state_dict"]
@@ -39,8 +42,8 @@ class Weights:
     Args:
         path: A checkpoint or run directory (its newest valid checkpoint); a safetensors file; a directory with
             `model.safetensors`, or with `model.safetensors.index.json` and its shards; or a URL (`s3://`, `https://`,
-            `hf://`: whatever fsspec opens) of any of these but a run. A URL's files are first copied to the directory
-            for temporary files (`TMPDIR`), which is cleaned up after loading.
+            `hf://`: whatever fsspec opens) of any of these. Files that are no checkpoint of Lumen's, and all from a web
+            server, are first copied to the directory for temporary files (`TMPDIR`), which is cleaned up after loading.
         rename: Regular expressions, and what replaces each match in a tensor's name, one after the other as in
             `re.sub`: `{"^encoder\\.": "net.encoder."}`.
         ignore: Regular expressions that match whole names, after renaming: such a parameter stays as the model was
@@ -83,27 +86,35 @@ def refuse_pickle(path: str) -> None:
         ConfigError: It is one by its name; says how to convert it.
     """
     place = Path(path.partition("?")[0])
-    if place.suffix in _PICKLES and not place.is_dir():
+    if place.suffix in PICKLES and not place.is_dir():
         raise ConfigError(_CONVERT.format(path=path, name=place.name, stem=place.stem))
 
 
 def is_weights(path: Weights | str | Path) -> bool:
-    """Whether this names plain weights, or weights somewhere else, and not a checkpoint or run on this machine."""
-    if isinstance(path, Weights) or "://" in str(path):
+    """Whether this names plain weights, and not a checkpoint, a run or its folder of checkpoints.
+
+    Raises:
+        CheckpointError: It is on another machine, which does not answer or does not let this user look.
+    """
+    if isinstance(path, Weights) or str(path).startswith(_WEB):
         return True
-    place = Path(path)
-    if str(path) in _WORDS or (place / MANIFEST).exists() or (place / "checkpoints").is_dir():
-        return False
-    return place.is_file() or place.suffix == ".safetensors" or any((place / name).exists() for name in _OF_HUBS)
+    place = as_place(path)
+    if isinstance(place, RemotePath) and place.suffix == ".safetensors":
+        return True
+    with readable(place):
+        if str(path) in _WORDS or (place / MANIFEST).exists() or (place / "checkpoints").is_dir():
+            return False
+        return place.suffix == ".safetensors" or place.is_file() or any((place / name).exists() for name in _OF_HUBS)
 
 
-def find_checkpoint(where: str, folder: Path) -> Checkpoint | None:
-    """The checkpoint that a `resume` or `ckpt_path` setting means.
+def find_checkpoint(where: str, folder: Path, processes: Processes | None = None) -> Checkpoint | None:
+    """The checkpoint that a `resume` or `ckpt_path` setting means. Collective: every one of `processes` must call this.
 
     Args:
         where: "auto" or "last": the newest valid one of the run; "best": the one its monitor named best; otherwise
             the path of a checkpoint or of a run directory.
         folder: The checkpoints among which "auto", "last" and "best" choose.
+        processes: Those that open it together, and read each byte once to verify it; default: this one alone.
 
     Returns:
         None only for "auto" without any checkpoint.
@@ -112,18 +123,11 @@ def find_checkpoint(where: str, folder: Path) -> Checkpoint | None:
         CheckpointError: There is none, or the one named is damaged.
         ConfigError: The path is that of a pickle.
     """
-    if where not in _WORDS:
-        path = Path(where)
-        refuse_pickle(where)
-        if is_weights(where):
-            raise CheckpointError(
-                f"{where} holds weights, but no run to go on from and no hyperparameters. "
-                "Start a new run from them with Trainer(init_from=...), or load them into a task that you built."
-            )
-        if (path / MANIFEST).exists():
-            return Checkpoint.open(path)
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    newest = newest_valid(folder, _log.warning) if folder.is_dir() else None
+    processes = Processes() if processes is None else processes
+    is_named, folder = processes.on_rank_zero(partial(_place, where, folder))
+    if is_named:
+        return Checkpoint.open(folder, processes=processes)
+    newest = newest_valid(folder, _log.warning, processes)
     if where == "best" and newest is not None:
         best = newest.info.get("best")
         if not best:
@@ -131,23 +135,45 @@ def find_checkpoint(where: str, folder: Path) -> Checkpoint | None:
                 f"{folder}: no checkpoint is known as best, because no monitor was set or it was never logged. "
                 "Set `monitor` of ModelCheckpoint, or use last or a path."
             )
-        return Checkpoint.open(folder / Path(best).name)
-    if newest is None and folder.is_dir() and find_checkpoints(folder):
+        return Checkpoint.open(folder / Path(best).name, processes=processes)
+    if newest is None:
+        processes.on_rank_zero(partial(_check_none_needed, where, folder))
+    return newest
+
+
+def _place(where: str, folder: Path) -> tuple[bool, Path]:
+    """Whether a setting names one checkpoint, and which; else the folder of those it chooses among."""
+    if where in _WORDS:
+        return False, folder
+    path = as_place(where)
+    refuse_pickle(where)
+    if is_weights(where):
+        raise CheckpointError(
+            f"{where} holds weights, but no run to go on from and no hyperparameters. "
+            "Start a new run from them with Trainer(init_from=...), or load them into a task that you built."
+        )
+    with readable(path):
+        if (path / MANIFEST).exists():
+            return True, path
+        return False, path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def _check_none_needed(where: str, folder: Path) -> None:
+    if find_checkpoints(folder):
         raise CheckpointError(
             f"every checkpoint in {folder} is damaged; nothing was changed. Set trainer.resume to null for a new run."
         )
-    if newest is None and where != "auto":
+    if where != "auto":
         raise CheckpointError(
             f"no valid checkpoint found in {folder}. Give the path of a checkpoint (a step-... directory) or of a run."
         )
-    return newest
 
 
 @contextmanager
 def open_weights(path: str, processes: Processes) -> Iterator[Checkpoint]:
     """Open what `Weights.path` names, for as long as the `with` block lasts; tensors are read one by one.
 
-    Rank 0 verifies it; a URL is fetched once per node. Collective: every rank must call this.
+    It is verified by all together; a URL of weights is fetched once per node. Collective: every rank must call this.
 
     Returns:
         Its section "model"; nothing else of a checkpoint is read.
@@ -156,8 +182,8 @@ def open_weights(path: str, processes: Processes) -> Iterator[Checkpoint]:
         CheckpointError: There is nothing of that kind, or it cannot be fetched.
         CheckpointDamaged: It is not whole, or an index names a file that is not in its directory.
     """
-    if "://" not in path:
-        yield _opened_by_all(Path(path), processes)
+    if "://" not in path or not processes.on_rank_zero(partial(is_weights, path)):
+        yield _opened_by_all(as_place(path), processes)
         return
     with ExitStack() as cleaning:
 
@@ -176,8 +202,8 @@ def check_there(path: str | Path) -> None:
         CheckpointError: There is nothing.
         ConfigError: There are pickles, which nobody reads.
     """
-    place = Path(path)
-    if "://" in str(path):
+    place = as_place(path)
+    if isinstance(place, RemotePath):
         return
     if not place.exists():
         raise CheckpointError(f"{path} does not exist. Give a checkpoint, a run, or safetensors files.")
@@ -188,44 +214,39 @@ def check_there(path: str | Path) -> None:
 
 
 def _opened_by_all(path: Path, processes: Processes) -> Checkpoint:
-    """What rank 0 finds there and verifies, open on every rank."""
-    found: list[Checkpoint] = []
-
-    def find() -> Path:
-        found.append(_open(path))
-        return found[0].path if (found[0].path / MANIFEST).exists() else path
-
-    place = processes.on_rank_zero(find)
-    return processes.together(lambda: found[0] if found else _open(place, verify="sizes"))
-
-
-def _open(path: Path, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
-    check_there(path)
-    if (path / MANIFEST).exists():
-        return _open_model(path, verify)
-    if not is_weights(path):
-        checkpoint = find_checkpoint(str(path), path)
-        assert checkpoint is not None  # only "auto" may find none
-        return checkpoint
-    if path.is_file():
-        return _open_files(path.parent, [path.name])
-    if not (path / _INDEX).exists():
-        return _open_files(path, [_SINGLE])
-    placed = _read_index(path)
-    checkpoint = _open_files(path, sorted(set(placed.values())))
-    if absent := sorted(placed.keys() - set(checkpoint.names("model"))):
-        raise CheckpointDamaged(f"{path / _INDEX} names {absent[0]!r}, which no file of it holds.")
+    """What is at a place that all processes see."""
+    kind = processes.on_rank_zero(partial(_kind, path))
+    if kind == "checkpoint":
+        return Checkpoint.open(path, sections=("model",), processes=processes)
+    if kind == "files":
+        return processes.together(partial(_open, path))
+    checkpoint = find_checkpoint(str(path), path, processes)
+    assert checkpoint is not None  # only "auto" may find none
     return checkpoint
 
 
-def _open_model(path: Path, verify: Literal["checksums", "sizes"]) -> Checkpoint:
-    """Open a checkpoint with its section "model" alone, and verify that."""
-    manifest = read_manifest(path)
-    contents = {file: held for file, held in manifest.contents.items() if file.startswith("model/")}
-    for file in contents:
-        size, sha256 = manifest.files[file]
-        check_file(path, file, size, sha256 if verify == "checksums" else None)
-    return Checkpoint(path, manifest, {}, {file: check_header(path / file, held) for file, held in contents.items()})
+def _kind(path: Path) -> Literal["checkpoint", "files", "run"]:
+    check_there(path)
+    with readable(path):
+        is_checkpoint = (path / MANIFEST).exists()
+    if is_checkpoint:
+        return "checkpoint"
+    return "files" if is_weights(path) else "run"
+
+
+def _open(path: Path, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
+    """Open a checkpoint's parameters or files of anyone, by this process alone."""
+    if (path / MANIFEST).exists():
+        return Checkpoint.open(path, verify, sections=("model",))
+    if path.is_file():
+        return _open_files(path.parent, [path.name])
+    if not (path / INDEX).exists():
+        return _open_files(path, [SINGLE])
+    placed = _read_index(path)
+    checkpoint = _open_files(path, sorted(set(placed.values())))
+    if absent := sorted(placed.keys() - set(checkpoint.names("model"))):
+        raise CheckpointDamaged(f"{path / INDEX} names {absent[0]!r}, which no file of it holds.")
+    return checkpoint
 
 
 def _open_files(directory: Path, files: list[str]) -> Checkpoint:
@@ -244,7 +265,7 @@ def _open_files(directory: Path, files: list[str]) -> Checkpoint:
 
 def _read_index(directory: Path) -> dict[str, str]:
     """File of each tensor by its name, as a model hub's index has them."""
-    path = directory / _INDEX
+    path = directory / INDEX
     placed = read_json(path).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise CheckpointDamaged(f"{path} has no weight_map, which says what is in which file.")
@@ -261,18 +282,18 @@ def _fetch(url: str, folder: Path) -> Path:
     try:
         files, root = fsspec.core.url_to_fs(url)
         if url.partition("?")[0].endswith(".safetensors"):
-            files.get_file(root, str(folder / _SINGLE))
-            return folder / _SINGLE
+            files.get_file(root, str(folder / SINGLE))
+            return folder / SINGLE
         root = root.rstrip("/")
         if files.exists(f"{root}/{MANIFEST}"):
             files.get_file(f"{root}/{MANIFEST}", str(folder / MANIFEST))
             names = [file for file in read_manifest(folder).contents if file.startswith("model/")]
             (folder / "model").mkdir()
-        elif files.exists(f"{root}/{_INDEX}"):
-            files.get_file(f"{root}/{_INDEX}", str(folder / _INDEX))
+        elif files.exists(f"{root}/{INDEX}"):
+            files.get_file(f"{root}/{INDEX}", str(folder / INDEX))
             names = sorted(set(_read_index(folder).values()))
         else:
-            names = [_SINGLE]
+            names = [SINGLE]
         for name in names:
             files.get_file(f"{root}/{name}", str(folder / name))
     except LumenError:
@@ -280,6 +301,6 @@ def _fetch(url: str, folder: Path) -> Path:
     except Exception as error:  # of whichever package speaks this protocol
         raise CheckpointError(
             f"cannot fetch {url}: {type(error).__name__}: {error}. It must be a checkpoint, a .safetensors file, or a "
-            f"directory with {_SINGLE} or {_INDEX}, and this machine must be allowed to read it."
+            f"directory with {SINGLE} or {INDEX}, and this machine must be allowed to read it."
         ) from error
     return folder

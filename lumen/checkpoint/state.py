@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from lumen.checkpoint.codec import JSON, encode
 from lumen.checkpoint.ranks import own_values
-from lumen.checkpoint.sharded import own_part
+from lumen.checkpoint.sharded import is_sharded
+from lumen.checkpoint.share import check_tensors
 from lumen.checkpoint.weights import Tensors, model_tensors
-from lumen.checkpoint.writer import check_tensors
 from lumen.errors import NonFiniteLoss
 from lumen.hyperparameters import HasHyperparameters
 from lumen.run import Run
+from lumen.strategies.processes import Processes
 
 # ---------------------------------------------------------------------- names
 
@@ -89,6 +90,8 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
         "task": added,
     }
     state = {name: encode(part, extra, name) for name, part in parts.items()}
+    is_cut_up = any(is_sharded(tensor) for tensor in model.values())
+    state["sharded"] = [name for name, tensor in extra.items() if is_sharded(tensor)] if is_cut_up else None
     state["optimizer"] = _capture_optimizer(run, optimizer)
     return {"model": model, "optimizer": optimizer, "extra": extra}, aliases, state
 
@@ -136,9 +139,10 @@ class Collected:
     """What one checkpoint consists of. Nothing that the run does later changes any of it, but for the tensors.
 
     Attributes:
-        sections: Tensors by section ("model", "optimizer", "extra") and name; the run's own, not copies.
+        sections: Tensors by section ("model", "optimizer", "extra") and name; the run's own, not copies. In "extra":
+            what this process is to write of it.
         aliases: Names of tied tensors of the section "model": alias to stored name.
-        state: Everything else, as JSON.
+        state: Everything else, as JSON; complete on rank 0.
         info: What the manifest tells of it.
         trained: Names of the parameters in "model" that the optimizer moves.
     """
@@ -166,11 +170,11 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
 
     processes = run.strategy.processes
     run.strategy.sync_buffers(run.task)
-    sections, aliases, state, mine = processes.together(own)
-    state["ranks"] = []
-    for values, tensors in processes.gather(mine):
-        state["ranks"].append(values)
-        sections["extra"] |= tensors
+    sections, aliases, state, (values, tensors) = processes.together(own)
+    state["ranks"] = processes.gather_on_zero(values)
+    # callbacks of other ranks may hold something else, or nothing
+    shared = {name: tensor for name, tensor in sections["extra"].items() if processes.rank == 0 or is_sharded(tensor)}
+    sections["extra"] = shared | tensors
     progress, names = run.progress, parameter_names(run.task)
     counts = {"step": progress.step, "epoch": progress.epoch, "micro_batches": progress.micro_batches}
     return Collected(
@@ -189,24 +193,33 @@ def moving_tensors(run: Run) -> dict[str, Tensors]:
     return {"model": model_tensors(run.task)[0], "optimizer": optimizer}
 
 
-def refuse_non_finite(collected: Collected, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse to save parameters that are NaN or infinite.
+def refuse_non_finite(collected: Collected, parts: Mapping[str, torch.Tensor], processes: Processes) -> None:
+    """Refuse to save parameters that are NaN or infinite. Collective: every rank must call this.
 
     Args:
         collected: Says which are trained.
-        tensors: Those of the section "model", or copies of them.
+        parts: What this process writes of the section "model", by name.
+        processes: Those that write.
 
     Raises:
         NonFiniteLoss: Names them.
     """
-    extremes = [_extremes(own_part(tensors[name])) for name in collected.trained]
-    broken = [name for name, ends in zip(collected.trained, extremes, strict=True) if not ends.isfinite().all()]
-    if broken:
-        raise NonFiniteLoss(
-            f"after step {collected.info['step']} {len(broken)} parameters are not finite, although its losses are: "
-            f"{', '.join(broken[:8])}. No checkpoint is made of them. Look for the derivative of sqrt at 0 or 0/0 "
-            "behind torch.where with detect_anomaly: true, or for a learning rate that is too high."
-        )
+
+    def broken() -> list[str]:
+        extremes = {name: _extremes(parts[name]) for name in collected.trained if name in parts}
+        return [name for name, ends in extremes.items() if not ends.isfinite().all()]
+
+    def refuse(found: Callable[[], list[list[str]]]) -> None:
+        of_any = set().union(*found())
+        names = [name for name in collected.trained if name in of_any]
+        if names:
+            raise NonFiniteLoss(
+                f"after step {collected.info['step']} {len(names)} parameters are not finite, although its losses are: "
+                f"{', '.join(names[:8])}. No checkpoint is made of them. Look for the derivative of sqrt at 0 or 0/0 "
+                "behind torch.where with detect_anomaly: true, or for a learning rate that is too high."
+            )
+
+    processes.conclude(broken, refuse)
 
 
 def _extremes(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lumen.checkpoint.codec import decode
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.sharded import fill
+from lumen.checkpoint.sharded import own_box, own_part
 from lumen.checkpoint.sources import Weights, open_weights
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch
@@ -50,49 +49,63 @@ def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True) -> None:
-    """Copy parameters and buffers in place, and modules' own extra state.
+def load_model(
+    model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, processes: Processes | None = None
+) -> None:
+    """Copy parameters and buffers in place, of sharded ones the parts that are here.
+
+    Collective: every one of `processes` must call this.
+
+    Args:
+        model: What is filled.
+        checkpoint: What with.
+        strict: Other names than the model's are an error.
+        processes: Those that hold the model; default: this one alone.
 
     Raises:
         CheckpointMismatch: Names (if strict), shapes or dtypes differ; nothing was changed.
     """
-    _fill(model, checkpoint, Weights(checkpoint.path, strict=strict), cast=False)
-    extra = decode(checkpoint.state["extra_state"], checkpoint.tensors("extra"))
-    for name, module in model.named_modules():
-        if name in extra:
-            module.set_extra_state(extra[name])
+    weights = Weights(checkpoint.path, strict=strict)
+    _fill(model, checkpoint, weights, Processes() if processes is None else processes, cast=False)
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> None:
     """Copy parameters and buffers, and nothing else, in place; floating-point ones are cast to the model's dtypes.
 
-    Beyond the model it needs the memory of one tensor. Collective: every rank must call this.
+    Beyond the model it needs the memory of one tensor, or of its part that is here. Collective: every rank must call
+    this.
 
     Raises:
         CheckpointMismatch: Names (if strict), shapes or kinds of numbers differ; nothing was changed.
         CheckpointError: There are no weights there, they cannot be fetched or are not whole; nothing was changed.
     """
     with open_weights(str(weights.path), processes) as checkpoint:
-        _fill(model, checkpoint, weights, cast=True)
+        _fill(model, checkpoint, weights, processes, cast=True)
         _log.info("parameters from %s", checkpoint.path if Path(weights.path).is_dir() else weights.path)
 
 
-def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, *, cast: bool) -> None:
-    """Find out where every tensor comes from, refuse what does not fit, and only then copy."""
+def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes: Processes, *, cast: bool) -> None:
+    """Find out where every tensor comes from, refuse what does not fit, and only then copy. Collective."""
     tensors, aliases = model_tensors(model)
-    sources = _match(tensors, aliases, checkpoint, weights, cast=cast)
-    casts = Counter[str]()
-    for name, source in sources.items():
-        dtype, _ = checkpoint.spec("model", source)
-        if dtype == tensors[name].dtype:
-            checkpoint.copy_into("model", source, tensors[name])
-        else:
-            fill(tensors[name], checkpoint.tensor("model", source))
-            casts[f"{dtype} to {tensors[name].dtype}"] += 1
+    sources = processes.together(lambda: _match(tensors, aliases, checkpoint, weights, cast=cast))
+    processes.together(lambda: _copy(tensors, sources, checkpoint))
+    casts = Counter(
+        f"{dtype} to {tensors[name].dtype}"
+        for name, source in sources.items()
+        if (dtype := checkpoint.spec("model", source)[0]) != tensors[name].dtype
+    )
     if casts:
         kinds = ", ".join(f"{count} tensors from {kind}" for kind, count in casts.items())
         _log.info("%s: cast %s", weights.path, kinds)
+
+
+def _copy(tensors: Tensors, sources: dict[str, str], checkpoint: Checkpoint) -> None:
+    for name, source in sources.items():
+        if checkpoint.spec("model", source)[0] == tensors[name].dtype:
+            checkpoint.copy_into("model", source, tensors[name])
+        else:
+            own_part(tensors[name]).copy_(checkpoint.part("model", source, *own_box(tensors[name])))
 
 
 def _match(
@@ -190,7 +203,8 @@ def _wrong(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str
                 break
         else:
             for source in found[1:]:
-                if not torch.equal(checkpoint.tensor("model", found[0]), checkpoint.tensor("model", source)):
+                one, other = (checkpoint.part("model", each, *own_box(tensor)) for each in (found[0], source))
+                if not torch.equal(one, other):
                     yield f"{name}: the model ties {found[0]} and {source}, which differ in the checkpoint"
 
 

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
 import lumen
 from lumen.checkpoint.codec import JSON, encode
-from lumen.checkpoint.disk import explained, fsync_directory, new_file
-from lumen.checkpoint.folder import set_aside, temporary_name
+from lumen.checkpoint.disk import explained, fsync_directory, make_directory, new_file, readable, remove_tree
+from lumen.checkpoint.folder import commit, set_aside, temporary_name
 from lumen.checkpoint.manifest import FORMAT_VERSION, MANIFEST, STATE, digest
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.safetensors_files import widest_first, write_safetensors
-from lumen.checkpoint.sharded import is_sharded, whole
+from lumen.checkpoint.safetensors_files import write_safetensors
+from lumen.checkpoint.sharded import own_part
+from lumen.checkpoint.share import Box, Sections, Share, Spec, share_of
 from lumen.errors import CheckpointDamaged, CheckpointError
 from lumen.strategies.processes import Processes
 
-Sections = Mapping[str, Mapping[str, torch.Tensor]]
-Files = Sequence[tuple[str, str, Mapping[str, torch.Tensor]]]
+MAX_FILE_BYTES = 2 << 30
+Written = tuple[dict[str, JSON], dict[str, dict[str, JSON]]]  # files and descriptions of tensors, as in the manifest
 
 
 def write_checkpoint(
@@ -35,114 +34,129 @@ def write_checkpoint(
     *,
     aliases: Mapping[str, str] | None = None,
     info: Mapping[str, Any],
-    max_file_bytes: int = 2 << 30,
+    max_file_bytes: int = MAX_FILE_BYTES,
     processes: Processes | None = None,
 ) -> None:
     """Write a checkpoint that is either complete under its name or not there at all, even after a kill or power loss.
 
-    Rank 0 writes. Beyond the tensors themselves every process needs the memory of one tensor at most. Collective: every
-    rank must call this.
+    Every process writes its share, see `share_of`. Beyond the tensors themselves it needs the memory of one part of one
+    tensor at most. Collective: every rank must call this.
 
     Args:
         directory: Where it will be, for example `runs/gpt/checkpoints/step-00000200`. A damaged checkpoint there is
             renamed to `<name>.damaged-<k>`.
         sections: Tensors of any dtype, shape, strides and device, by section ("model", "optimizer", "extra") and name.
-        state: What `lumen.checkpoint.codec.encode` returned, by name.
+        state: What `lumen.checkpoint.codec.encode` returned, by name; rank 0's counts.
         aliases: Names of tied tensors of the section "model" that are stored under another name: alias to stored name.
-        info: Plain data kept in the manifest, so that listing checkpoints need not open `state`.
-        max_file_bytes: Most bytes of tensors in one file; a larger tensor gets a file of its own.
+        info: Plain data kept in the manifest, so that listing checkpoints need not open `state`; rank 0's counts.
+        max_file_bytes: Most bytes of tensors in one file; a larger part gets a file of its own.
         processes: Those of the run; default: this one alone.
 
     Raises:
-        CheckpointError: `directory` holds a committed checkpoint; a tensor, `state` or `info` cannot be saved; or the
-            disk refuses. Nothing that existed before is changed, and nothing half-written is left under `directory`.
+        CheckpointError: `directory` holds a committed checkpoint; a tensor, `state` or `info` cannot be saved; the
+            processes hold different tensors; or a disk refuses. It is the same on every rank. Nothing that existed
+            before is changed, and nothing half-written is left under `directory`.
     """
     processes = Processes() if processes is None else processes
-    files = list(_files(sections, max_file_bytes))
-    order = [(section, name) for section, _, group in files for name in widest_first(group) if is_sharded(group[name])]
-    left = iter(processes.broadcast(order))
-
-    def value(section: str, name: str) -> torch.Tensor:
-        tensor = sections[section][name]
-        if is_sharded(tensor):
-            next(left)
-        return whole(tensor)
-
-    def take_part() -> None:
-        for section, name in left:
-            whole(sections[section][name])
-
-    def write() -> None:
-        try:
-            _write(directory, sections, files, value, state, aliases or {}, info)
-        except Exception:
-            take_part()  # with the others, which do not know of it yet
-            raise
-
-    if processes.rank > 0:
-        take_part()
-    processes.on_rank_zero(write)
+    share = share_of(sections, processes)
+    write_share(
+        directory, share, state, aliases=aliases or {}, info=info, max_file_bytes=max_file_bytes, processes=processes
+    )
 
 
-def _write(
+def write_share(
     directory: Path,
-    sections: Sections,
-    files: Files,
-    value: Callable[[str, str], torch.Tensor],
+    share: Share,
     state: Mapping[str, JSON],
+    *,
     aliases: Mapping[str, str],
     info: Mapping[str, Any],
+    processes: Processes,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    check_tensors(sections)
-    manifest: dict[str, JSON] = {
-        "format": FORMAT_VERSION,
-        "lumen": lumen.__version__,
-        "info": _encode_info(info),
-        "aliases": _checked_aliases(aliases, sections),
-    }
-    state_bytes = _json_bytes("state", state)
-    _holds_damaged(directory)  # refuses before any work what could not be committed after it
-    temporary = temporary_name(directory)
-    with explained("write", directory):
-        try:
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            temporary.mkdir()
-            _write_files(temporary, sections, files, value, state_bytes, manifest)
-            Checkpoint.open(temporary, verify="sizes")  # what was written is what a reader will find
-            if _holds_damaged(directory):
-                set_aside(directory)
-            os.rename(temporary, directory)
-            fsync_directory(directory.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    """Write this process's share, and commit when all have; else as `write_checkpoint`. Collective."""
+    save = _Save(directory, share.specs, state, aliases, info)
+    temporary = processes.on_rank_zero(save.begin)
+    processes.conclude(
+        partial(_write_files, temporary, share, max_file_bytes, processes), partial(save.commit, temporary)
+    )
 
 
-def check_tensors(sections: Sections) -> None:
-    """Refuse what safetensors files cannot hold.
+@final
+class _Save:
+    """The beginning and the end of writing a checkpoint, which are rank 0's; the arguments are `write_checkpoint`'s."""
 
-    Raises:
-        CheckpointError: Names the tensor.
-    """
-    for section, tensors in sections.items():
-        if not re.fullmatch("[a-z_]+", section):
-            raise CheckpointError(f"{section!r} cannot name a section: use small letters and underscores.")
-        for name, tensor in tensors.items():
-            if name == "__metadata__":
-                raise CheckpointError(f"{section}/{name}: safetensors reserves this name. Rename the tensor.")
-            if not _is_plain_dense(tensor):
-                raise CheckpointError(
-                    f"{section}/{name}: a {type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, {tensor.device} "
-                    "cannot be saved; checkpoints hold plain dense tensors. Convert it, for example with `to_dense()`."
-                )
+    def __init__(
+        self,
+        directory: Path,
+        specs: Mapping[str, Mapping[str, Spec]],
+        state: Mapping[str, JSON],
+        aliases: Mapping[str, str],
+        info: Mapping[str, Any],
+    ) -> None:
+        self._directory = directory
+        self._specs = specs
+        self._state = state
+        self._aliases = aliases
+        self._info = info
+        self._state_bytes = b""
+        self._manifest: dict[str, JSON] = {}
+
+    def begin(self) -> Path:
+        """Find out before any work what cannot be saved or committed. Returns where all are to write."""
+        self._manifest = {
+            "format": FORMAT_VERSION,
+            "lumen": lumen.__version__,
+            "info": _encode_info(self._info),
+            "aliases": _checked_aliases(self._aliases, self._specs),
+        }
+        self._state_bytes = _json_bytes("state", self._state)
+        holds_damaged = _holds_damaged(self._directory)
+        temporary = temporary_name(self._directory)
+        with explained("write", self._directory):
+            if holds_damaged and temporary == self._directory:
+                set_aside(self._directory)
+            make_directory(temporary)
+        return temporary
+
+    def commit(self, temporary: Path, written: Callable[[], list[Written]]) -> None:
+        """Commit what all processes have written, or remove it; then nobody writes there any more."""
+        with explained("write", self._directory):
+            try:
+                self._complete(temporary, written())
+                Checkpoint.open(temporary, verify="sizes")  # what was written is what a reader will find
+                if temporary != self._directory and _holds_damaged(self._directory):
+                    set_aside(self._directory)
+                commit(temporary, self._directory)
+            except BaseException:
+                with suppress(OSError):
+                    remove_tree(temporary, first=MANIFEST)
+                raise
+
+    def _complete(self, root: Path, written: Iterable[Written]) -> None:
+        """Add the files that are one process's: the state, and the manifest last."""
+        files: dict[str, JSON] = {}
+        sections = {
+            section: {name: _describe(spec, []) for name, spec in specs.items()}
+            for section, specs in self._specs.items()
+        }
+        for records, described in written:
+            files |= records
+            for section, tensors in described.items():
+                for name, entry in tensors.items():
+                    if known := sections[section].get(name):
+                        known["chunks"] += entry["chunks"]
+                    else:  # another process's own
+                        sections[section][name] = entry
+        files[STATE] = _write_bytes(root / STATE, self._state_bytes)
+        manifest = self._manifest | {"files": files, "sections": sections}
+        manifest["digest"] = digest(manifest)
+        _write_bytes(root / MANIFEST, json.dumps(manifest, allow_nan=False).encode())
+        fsync_directory(root)
 
 
-def _is_plain_dense(tensor: torch.Tensor) -> bool:
-    wrapper = hasattr(tensor, "__tensor_flatten__") and not is_sharded(tensor)  # its bytes are elsewhere
-    return not (wrapper or tensor.is_quantized or tensor.is_meta) and tensor.layout == torch.strided
-
-
-def _checked_aliases(aliases: Mapping[str, str], sections: Sections) -> dict[str, str]:
-    model = sections.get("model", {})
+def _checked_aliases(aliases: Mapping[str, str], specs: Mapping[str, Mapping[str, Spec]]) -> dict[str, str]:
+    model = specs.get("model", {})
     for alias, name in aliases.items():
         if alias in model or name not in model:
             raise CheckpointError(f"the alias {alias!r} of {name!r} must name a tensor of `model` and be none itself.")
@@ -172,8 +186,9 @@ def _json_bytes(what: str, value: Mapping[str, JSON]) -> bytes:
 
 def _holds_damaged(directory: Path) -> bool:
     """Whether something that is no intact checkpoint has the name; an intact one is an error."""
-    if not os.path.lexists(directory):
-        return False
+    with readable(directory):
+        if not (directory.exists() or directory.is_symlink()):
+            return False
     try:
         Checkpoint.open(directory)
     except CheckpointDamaged:
@@ -183,55 +198,47 @@ def _holds_damaged(directory: Path) -> bool:
     )
 
 
-def _write_files(
-    root: Path,
-    sections: Sections,
-    files: Files,
-    value: Callable[[str, str], torch.Tensor],
-    state_bytes: bytes,
-    manifest: dict[str, JSON],
-) -> None:
-    """Write all files, add their and the tensors' descriptions to the manifest, and write it last."""
-    records: dict[str, JSON] = {}
-    described: dict[str, dict[str, JSON]] = {section: {} for section in sections}
-    for section, file, group in files:
-        (root / section).mkdir(exist_ok=True)
-        records[file] = write_safetensors(root / file, group, partial(value, section))
-        described[section] |= {name: _describe(tensor, file) for name, tensor in group.items()}
-    for section in sorted({section for section, _, _ in files}):
-        fsync_directory(root / section)
-    records[STATE] = _write_bytes(root / STATE, state_bytes)
-    manifest |= {"files": records, "sections": described}
-    manifest["digest"] = digest(manifest)
-    _write_bytes(root / MANIFEST, _json_bytes("manifest", manifest))
-    fsync_directory(root)
+def _write_files(root: Path, share: Share, max_file_bytes: int, processes: Processes) -> Written:
+    """Write this process's files. Returns their sizes and checksums, and where its parts of tensors lie in them."""
+    files: dict[str, JSON] = {}
+    described: dict[str, dict[str, JSON]] = {section: {} for section in share.boxes}
+    if processes.rank > 0 and temporary_name(root) != root and not root.is_dir():
+        raise CheckpointError(
+            f"rank {processes.rank} does not find {root}, which rank 0 has made: it was removed, or these processes do "
+            "not share that disk. Choose a directory that all of them see."
+        )
+    with explained("write", root):
+        for section, boxes in share.boxes.items():
+            for index, names in enumerate(_bounded(boxes, max_file_bytes)):
+                make_directory(root / section, inside=True)
+                file = f"{section}/{processes.rank:05d}-{index:05d}.safetensors"
+                tensors = {name: own_part(share.sections[section][name]) for name in names}
+                files[file] = write_safetensors(root / file, tensors)
+                for name in names:
+                    chunk = [file, list(boxes[name].offsets), list(boxes[name].shape)]
+                    described[section][name] = _describe(share.specs[section][name], [chunk])
+        for section in sorted(section for section, tensors in described.items() if tensors):
+            fsync_directory(root / section)
+    return files, described
 
 
-def _files(sections: Sections, max_file_bytes: int) -> Iterator[tuple[str, str, dict[str, torch.Tensor]]]:
-    """Section, path and tensors of every file, in the order in which they are written."""
-    for section, tensors in sections.items():
-        for index, group in enumerate(_bounded(tensors, max_file_bytes)):
-            yield section, f"{section}/00000-{index:05d}.safetensors", group  # the first number: the writing process
-
-
-def _bounded(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    group: dict[str, torch.Tensor] = {}
+def _bounded(boxes: Mapping[str, Box], max_file_bytes: int) -> Iterator[list[str]]:
+    """Names of what goes into each file."""
+    group: list[str] = []
     size = 0
-    for name, tensor in tensors.items():
-        tensor_bytes = tensor.numel() * tensor.dtype.itemsize
-        if group and size + tensor_bytes > max_file_bytes:
+    for name, box in boxes.items():
+        if group and size + box.nbytes > max_file_bytes:
             yield group
-            group, size = {}, 0
-        group[name] = tensor
-        size += tensor_bytes
+            group, size = [], 0
+        group.append(name)
+        size += box.nbytes
     if group:
         yield group
 
 
-def _describe(tensor: torch.Tensor, file: str) -> JSON:
-    shape = list(tensor.shape)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": shape, "chunks": [[file, [0] * len(shape), shape]]}
+def _describe(spec: Spec, chunks: list[JSON]) -> JSON:
+    dtype, shape = spec
+    return {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape), "chunks": chunks}
 
 
 def _write_bytes(path: Path, data: bytes) -> dict[str, int | str]:

@@ -7,6 +7,8 @@ import gc
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 
 from lumen import __version__
 from lumen.console import stderr, stdout
@@ -19,6 +21,10 @@ COMMANDS = {
     "validate": "Evaluate on the validation data.",
     "test": "Evaluate on the test data.",
     "predict": "Predict; text is printed.",
+}
+WITHOUT_CONFIG = {
+    "export": "Write the weights of a checkpoint as plain safetensors.",
+    "runs": "List runs and their checkpoints.",
 }
 
 
@@ -46,20 +52,37 @@ def main(args: list[str] | None = None) -> int:
 def _dispatch(args: list[str], *, own: bool) -> int:
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        lines = [f"  {command:{width}}  {summary}" for command, summary in COMMANDS.items()]
-        usage = ["lumen COMMAND --config FILE [--KEY VALUE ...]", *lines, "lumen COMMAND --help says more."]
-        print(*usage, sep="\n", file=stdout)
+        ours, others = (
+            [f"  {command:{width}}  {summary}" for command, summary in each.items()]
+            for each in (COMMANDS, WITHOUT_CONFIG)
+        )
+        head = "lumen COMMAND --config FILE [--KEY VALUE ...]"
+        print(head, *ours, "without a config:", *others, "lumen COMMAND --help says more.", sep="\n", file=stdout)
         return 0
     command, *words = args
     if command == "--version":
         print(f"lumen {__version__}", file=stdout)
         return 0
-    if command not in COMMANDS:
-        close = difflib.get_close_matches(command, COMMANDS, n=1)
-        raise ConfigError(f"lumen has no command {command}. Did you mean {(close or [' or '.join(COMMANDS)])[0]}?")
+    known = [*COMMANDS, *WITHOUT_CONFIG]
+    if command not in known:
+        close = difflib.get_close_matches(command, known, n=1)
+        raise ConfigError(f"lumen has no command {command}. Did you mean {(close or [' or '.join(known)])[0]}?")
     with only_young_collected():
-        from lumen.cli.commands import run  # takes seconds, for torch: not before it is needed
+        run = _command(command)
     if own:
         gc.freeze()  # what there is now stays until the end: no need to look through it again and again
 
-    return run(command, words)
+    return run(words)
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    """Import what runs a command, which takes seconds, for torch: not before it is needed."""
+    if name == "export":
+        from lumen.cli.export import run
+    elif name == "runs":
+        from lumen.cli.runs import run
+    else:
+        from lumen.cli import commands
+
+        return partial(commands.run, name)
+    return run

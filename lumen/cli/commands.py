@@ -19,7 +19,7 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace  # type: ignore[attr-defined]
 
 from lumen import session
-from lumen.checkpoint import PARTS, Weights, find_checkpoint, is_weights
+from lumen.checkpoint import PARTS, Weights, as_place, find_checkpoint, is_weights
 from lumen.cli import COMMANDS
 from lumen.cli.checks import BASES, SUPPLIED, check, find_class
 from lumen.cli.layers import Settings, parse_words
@@ -233,10 +233,20 @@ def _seed(config: Namespace, checkpoint: Any) -> int:
     if config.seed_everything is not None:
         return int(config.seed_everything)
     name = config.trainer.name or config.model.class_path.rpartition(".")[2].lower()
-    folder = Path(config.trainer.default_root_dir) / name / "checkpoints"
+    folder = _dirpath(config.trainer.callbacks) or Path(config.trainer.default_root_dir) / name / "checkpoints"
     goes_on = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
     found = find_checkpoint(str(checkpoint), folder) if goes_on and not is_weights(checkpoint) else None
     return int(found.state["seed"]) if found else secrets.randbits(31)
+
+
+def _dirpath(callbacks: Any) -> Path | None:
+    """Where the first `ModelCheckpoint` saves, if that is set."""
+    each = (
+        callbacks.values() if isinstance(callbacks, dict) else callbacks if isinstance(callbacks, list) else [callbacks]
+    )
+    savers = [node for node in each if node is not None and node.class_path.endswith(".ModelCheckpoint")]
+    dirpath = savers[0].init_args.get("dirpath") if savers else None
+    return None if dirpath is None else as_place(dirpath)
 
 
 def _configure_optimizers(config: Namespace, task: TaskModule) -> dict[str, Any]:

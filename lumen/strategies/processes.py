@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import re
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from importlib import import_module
-from pathlib import Path
+from copy import copy
+from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from lumen import errors
 from lumen.errors import ConfigError, LumenError, ProcessLost, ProcessStuck, TrainingError
+from lumen.strategies.failures import attempt, failure_of, raise_first, told
 from lumen.strategies.found import find
-from lumen.strategies.stacks import Stacks
+from lumen.strategies.groups import Groups, gather
 
 T = TypeVar("T")
+U = TypeVar("U")
 TIMEOUT_S, STARTUP_TIMEOUT_S = 600.0, 1800.0
 # What gloo, NCCL and the store say; none has an exception of its own for it.
 _WAITED = re.compile(r"timed? ?out waiting|wait timeout|timeout caused pair closure|collective operation timeout", re.I)
@@ -34,75 +30,7 @@ _LOST = re.compile(
 )
 
 
-@final
-class _Groups:
-    """The process groups of this process: opened once, used by every run, closed when Python exits."""
-
-    def __init__(self, processes: Processes, device: torch.device) -> None:
-        self.is_ours = not dist.is_initialized()
-        self._failed = False
-        timeout = timedelta(seconds=processes.startup_timeout_s)
-        if self.is_ours:
-            import_module("torch._dynamo")  # later it would keep the default group for ever, and so gloo's threads
-            where: dict[str, Any] = {"store": dist.HashStore()}  # type: ignore[attr-defined]
-            if processes.world_size > 1:
-                where = {"init_method": processes.address}
-            # a parameter that is kept on the CPU needs a backend too
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(
-                backend, rank=processes.rank, world_size=processes.world_size, timeout=timeout,
-                device_id=device if device.type == "cuda" else None, **where,
-            )  # fmt: skip
-        self.default: Any = dist.group.WORLD
-        self.control: Any = None
-        self.stacks: Stacks | None = None
-        if processes.world_size > 1:
-            self.control = dist.new_group(backend="gloo", timeout=timeout)
-            self.stacks = Stacks(processes.rank, lambda value: _gather(value, self.control))
-        atexit.register(self.close)
-
-    def set_timeout(self, timeout_s: float) -> None:
-        """How long the next collectives wait; a default group of the user's own keeps its time."""
-        for group in (self.control, self.default if self.is_ours else None):
-            if group is not None:
-                c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-
-    def failed(self) -> None:
-        """The others are somewhere else: leave without waiting for them."""
-        self._failed = True
-
-    def close(self) -> None:
-        """Close what was opened."""
-        atexit.unregister(self.close)
-        if self.stacks is not None:
-            self.stacks.close()
-        if dist.is_initialized() and dist.group.WORLD is self.default:
-            if not self.is_ours:
-                if self.control is not None:
-                    dist.destroy_process_group(self.control)
-            elif self._failed and dist.get_backend() != "gloo":
-                c10d._abort_process_group()
-            else:
-                dist.destroy_process_group()
-        self.default = self.control = None
-        gc.collect()  # gloo's threads end with the last reference
-        _wait_for_gloo()
-
-
-def _wait_for_gloo(limit_s: float = 1.0) -> None:
-    """Wait until threads of gloo rest that stay because a model keeps its group.
-
-    One that drops its last tensor after Python's end ends the process with SIGABRT.
-    """
-    deadline_s = time.monotonic() + limit_s
-    busy = True
-    while busy and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # it may want Python now
-        stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat")]
-        busy = any("(pt_gloo" in stat and ") S " not in stat for stat in stats)
-
-
-_groups: _Groups | None = None
+_groups: Groups | None = None
 
 
 @final
@@ -147,7 +75,8 @@ class Processes:
         self.address = address
         self.timeout_s = TIMEOUT_S
         self.startup_timeout_s = STARTUP_TIMEOUT_S
-        self._groups: _Groups | None = None
+        self._groups: Groups | None = None
+        self._is_beside = False
 
     @staticmethod
     def found() -> Processes:
@@ -194,7 +123,7 @@ class Processes:
             torch.cuda.set_device(device)
         if _groups is None or not dist.is_initialized() or dist.group.WORLD is not _groups.default:
             try:
-                _groups = _Groups(self, device)
+                _groups = Groups(self, device)
             except (RuntimeError, ValueError) as error:
                 raise TrainingError(
                     f"rank {self.rank}: the {self.world_size} processes did not come together within "
@@ -226,7 +155,7 @@ class Processes:
                 self._explain(error, self._groups)
             raise
 
-    def _explain(self, error: Exception, groups: _Groups) -> None:
+    def _explain(self, error: Exception, groups: Groups) -> None:
         if isinstance(error, RuntimeError) and _WAITED.search(str(error)) and groups.stacks is not None:
             here = "".join(traceback.format_tb(error.__traceback__)).rstrip()
             raise ProcessStuck(
@@ -254,7 +183,15 @@ class Processes:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value of plain data, in rank order. Collective: every rank must call this."""
-        return [value] if self.world_size == 1 else _gather(value, self._control)
+        return [value] if self.world_size == 1 else gather(value, self._control)
+
+    def gather_on_zero(self, value: T) -> list[T]:
+        """On rank 0 every rank's value of plain data, in rank order; elsewhere nothing. Collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size if self.rank == 0 else []
+        dist.gather_object(value, values or None, group=self._control, group_dst=0)
+        return values
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Sums over ranks, in float64. Collective: every rank must call this."""
@@ -277,37 +214,42 @@ class Processes:
         """What rank 0 gets from calling a function; its error is raised on every rank. Collective."""
         if self.world_size == 1:
             return function()
-        answer: Any = None
-        caught: Exception | None = None
-        if self.rank == 0:
-            try:
-                answer = function()
-            except Exception as error:  # told to the others by name: what was raised may not travel
-                caught = error
-        failed = None if caught is None else (type(caught).__name__, str(caught))
-        answer, failed = self.broadcast((answer, failed))
-        if caught is not None:
-            raise caught
-        if failed is not None:
-            raise _told(0, failed)
-        return answer  # type: ignore[no-any-return]
+        answer, caught = attempt(function) if self.rank == 0 else (None, None)
+        answer, failed = self.broadcast((answer, failure_of(caught)))
+        raise_first([failed], caught)
+        return answer  # type: ignore[return-value]
+
+    def conclude(self, function: Callable[[], T], conclusion: Callable[[Callable[[], list[T]]], U]) -> U:
+        """What rank 0 concludes when every rank has called a function; an error is raised on all. Collective.
+
+        Args:
+            function: Called on every rank. What it returns travels to rank 0.
+            conclusion: Called on rank 0, with what gives the answers in rank order, or raises the first rank's error.
+        """
+        if self.world_size == 1:
+            return conclusion(lambda: [function()])
+        answer, caught = attempt(function)
+        mine: Any = answer, failure_of(caught)
+        heard = self.gather_on_zero(mine)
+
+        def answers() -> list[T]:
+            raise_first([failed for _, failed in heard], caught)
+            return [answer for answer, _ in heard]
+
+        try:
+            return self.on_rank_zero(partial(conclusion, answers))
+        except Exception as error:
+            if caught is not None and str(error) == str(told(self.rank, mine[1])):
+                raise caught from None  # it also says where
+            raise
 
     def together(self, function: Callable[[], T]) -> T:
         """What this rank gets from calling a function; an error of any rank is raised on all. Collective."""
         if self.world_size == 1:
             return function()
-        caught: Exception | None = None
-        try:
-            answer = function()
-        except Exception as error:
-            caught = error
-        failures = self.gather(None if caught is None else (type(caught).__name__, str(caught)))
-        if caught is not None:
-            raise caught
-        for rank, failed in enumerate(failures):
-            if failed is not None:
-                raise _told(rank, failed)
-        return answer
+        answer, caught = attempt(function)
+        raise_first(self.gather(failure_of(caught)), caught)
+        return answer  # type: ignore[return-value]
 
     def once_per_node(self, function: Callable[[], T]) -> T:
         """What the first process of this node gets from a function; its error is raised on every rank. Collective."""
@@ -322,21 +264,21 @@ class Processes:
             _groups.close()
         self._groups = _groups = None
 
+    def beside(self) -> Processes:
+        """The same processes, which agree over a group of its own: for a thread. Collective."""
+        others = copy(self)
+        others._is_beside = True
+        if self.world_size > 1:
+            others._connected.open_beside()
+        return others
+
+    @property
+    def _connected(self) -> Groups:
+        if self._groups is None or self._groups.control is None:
+            raise ConfigError("the processes are not connected: this can be called from `setup` on.")
+        return self._groups
+
     @property
     def _control(self) -> Any:
-        if self._groups is None:
-            raise ConfigError("the processes are not connected yet: this can be called from `setup` on.")
-        return self._groups.control
-
-
-def _gather(value: Any, group: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _told(rank: int, failed: tuple[str, str]) -> Exception:
-    """The error of another rank, of which the name and the message are known."""
-    name, message = failed
-    kind = getattr(errors, name, None)
-    return kind(message) if kind else ProcessLost(f"rank {rank} failed: {name}: {message}")
+        groups = self._connected
+        return groups.beside if self._is_beside else groups.control

@@ -1,9 +1,9 @@
-"""One run that may be killed at any moment and started again: the child process of test_exact_resume.
+"""One run that may be killed at any moment and started again, on one or several processes: that of test_exact_resume.
 
-    python -m tests.promises.resumable_run DIRECTORY WORKERS PRECISION[-asynchronous]
+    python -m tests.promises.resumable_run '{"devices": 2, "strategy": "fsdp", "workers": 2}'
 
-It prints a line at each micro-batch, validation batch and fsync of a save, so that its parent can strike there, and
-keeps a record of every sample it trained on.
+It works in the current directory, keeps a record of every sample it trained on and of every commit, and may be told
+where to kill itself.
 """
 
 import json
@@ -19,35 +19,32 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanAbsoluteError
 
 import lumen
+from tests.promises.strikes import Strike, Striker
 from tests.tasks import FEATURES, Drawing, loader
 
 SAMPLES = 50
 EPOCHS = 3
-#: fp32 runs whole epochs of 5 steps; bf16 ends inside the last one.
-LENGTH = {"fp32": {"max_epochs": EPOCHS}, "bf16": {"max_steps": 13}}
-
-
-def say(what):
-    sys.stdout.write(f"{what}\n")  # at once, for two threads say something
+STRATEGIES = {
+    "single": lambda: "single",
+    "ddp": lambda: lumen.DDP(bucket_cap_mb=0.0005),  # several buckets
+    "fsdp": lambda: lumen.FSDP(wrap="Linear"),
+}
 
 
 class Noisy(lumen.TaskModule):
     """Dropout, batch norm, randomness of three libraries in the step, torchmetrics, a schedule and a plateau."""
 
-    def __init__(self, record):
+    def __init__(self, striker):
         super().__init__()
         self.net = nn.Sequential(
             nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 1)
         )
         self.error = MeanAbsoluteError()
-        self.record = Path(record)
+        self.striker = striker
 
     def training_step(self, batch, batch_idx):
-        say("train")
+        self.striker.happens("train")
         inputs, targets, indices = batch
-        entry = [self.current_epoch, self.global_step, batch_idx, indices.tolist()]
-        with self.record.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
         prediction = self.net(inputs + 0.01 * (np.random.randn() + random.random()))
         self.error(prediction.float(), targets)
         self.log("error", self.error)
@@ -55,8 +52,13 @@ class Noisy(lumen.TaskModule):
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss, float(len(indices)) * (1.0 + batch_idx % 2)
 
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        entry = [self.current_epoch, self.global_step, batch_idx, batch[2].tolist()]
+        with open("samples.jsonl", "a") as file:
+            file.write(json.dumps(entry) + "\n")
+
     def validation_step(self, batch):
-        say("validate")
+        self.striker.happens("validate")
         self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
 
     def configure_optimizers(self):
@@ -69,34 +71,34 @@ class Noisy(lumen.TaskModule):
         ]
 
 
-def main(directory, workers, kind):
-    precision, _, asynchronous = kind.partition("-")
+def main(
+    strategy="single", devices=1, workers=0, precision="fp32", asynchronous=False, accumulate=3,
+    max_epochs=EPOCHS, max_steps=None, strike=None,
+):  # fmt: skip
     torch.set_num_threads(1)
-    fsync = os.fsync
-
-    def announced_fsync(descriptor):
-        say("save")
-        fsync(descriptor)
-
-    os.fsync = announced_fsync
     lumen.seed_everything(7)
-    task = Noisy(Path(directory) / "samples.jsonl")
     trainer = lumen.Trainer(
-        **LENGTH[precision], accumulate_grad_batches=3, precision=precision, gradient_clip_val=1.0, seed=7,
-        val_check_interval=0.5, log_every_n_steps=1, default_root_dir=directory, name="run", resume="auto",
-        enable_progress_bar=False, enable_model_summary=False,
+        strategy=STRATEGIES[strategy](), devices=devices, accelerator="cpu", max_epochs=max_epochs, max_steps=max_steps,
+        accumulate_grad_batches=accumulate, precision=precision, gradient_clip_val=1.0, seed=7, val_check_interval=0.5,
+        log_every_n_steps=1, default_root_dir=".", name="run", resume="auto", enable_progress_bar=False,
+        enable_model_summary=False,
         callbacks=[
-            lumen.ModelCheckpoint(monitor="val_loss", every_n_train_steps=1, asynchronous=bool(asynchronous)),
+            lumen.ModelCheckpoint(monitor="val_loss", every_n_train_steps=1, asynchronous=asynchronous),
             lumen.EarlyStopping("val_loss", patience=100),
             lumen.LearningRateMonitor(),
         ],
     )  # fmt: skip
+    meant = strike is not None and strike[0] == trainer.global_rank
+    striker = Striker("run/checkpoints", Strike(*strike)[1:] if meant else None)
+    striker.watch_the_disk()
+    if devices == 1 or "RANK" in os.environ:  # not what becomes the launcher
+        Path(f"rank-{trainer.global_rank}-{os.getpid()}").touch()
     trainer.fit(
-        task,
+        Noisy(striker),
         DataLoader(Drawing(SAMPLES), 4, shuffle=True, num_workers=workers, persistent_workers=workers > 0),
         val_dataloaders=loader(20, 5, shuffle=False),
     )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(**json.loads(sys.argv[1]))

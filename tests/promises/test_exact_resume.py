@@ -3,122 +3,259 @@
 import json
 import os
 import random
+import shutil
 import signal
-import subprocess
-import sys
+import time
 from collections import Counter
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from lumen.checkpoint import Checkpoint, find_checkpoints
+from tests.promises.jobs import Nursery, is_alive, script, torchrun
+from tests.promises.lives import MODULE, Lives
 from tests.promises.resumable_run import EPOCHS, SAMPLES
 
-ROOT = Path(__file__).parents[2]
-#: Where each of the twelve kills strikes: the kind of event, and which of its occurrences in that process.
-STRIKES = {
-    (0, "fp32"): [("train", 7), ("validate", 3), ("save", 20)],
-    (2, "fp32"): [("save", 9), ("train", 20), ("validate", 5)],
-    (0, "bf16"): [("validate", 8), ("save", 33), ("train", 4)],
-    (2, "bf16"): [("train", 11), ("save", 4), ("save", 27)],
-    (0, "fp32-asynchronous"): [("train", 9), ("save", 17), ("save", 30)],
+DDP_2 = {"strategy": "ddp", "devices": 2}
+DDP_3 = {"strategy": "ddp", "devices": 3}
+FSDP_2 = {"strategy": "fsdp", "devices": 2}
+BF16 = {"precision": "bf16", "max_steps": 13}  # ends inside the last epoch
+LATER = {"asynchronous": True}
+#: What is run, and where each of the kills strikes.
+KILLS = {
+    "0 workers": ({}, [(0, "train", 7), (0, "validate", 3), (0, "operation", 60)]),
+    "2 workers": ({"workers": 2}, [(0, "operation", 27), (0, "train", 20), (0, "validate", 5)]),
+    "bf16": (BF16, [(0, "validate", 8), (0, "operation", 100), (0, "train", 4)]),
+    "bf16, 2 workers": (BF16 | {"workers": 2}, [(0, "train", 11), (0, "operation", 12), (0, "operation", 80)]),
+    "asynchronous": (LATER, [(0, "train", 9), (0, "operation", 51), (0, "operation", 90)]),
+    "ddp 2": (
+        DDP_2 | {"workers": 2, "asynchronous": True},
+        [(1, "train", 5), (0, "operation", 51), (1, "validate", 2)],
+    ),
+    "ddp 3": (DDP_3, [(2, "train", 4), (0, "operation", 30), (1, "validate", 3)]),
+    "fsdp 2": (FSDP_2, [(0, "operation", 33), (0, "cleaning", 2), (1, "train", 5)]),
+    "fsdp 2, 2 workers": (FSDP_2 | {"workers": 2}, [(1, "validate", 3), (1, "operation", 7), (0, "train", 4)]),
 }
+SLOW = ("bf16", "bf16, 2 workers", "fsdp 2, 2 workers")
 
 
-def run(directory, workers, kind, strike=None):
-    """Run the child until it is killed at an event, or to its end. Returns whether it was killed."""
-    command = [sys.executable, "-u", "-m", "tests.promises.resumable_run", str(directory), str(workers), kind]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        killed = False
-        if strike is not None:
-            kind, occurrence = strike
-            for line in child.stdout:
-                occurrence -= line.strip() == kind
-                if occurrence == 0:
-                    os.kill(child.pid, signal.SIGKILL)
-                    killed = True
-                    break
-        errors = child.communicate()[1]
-    assert child.returncode == (-signal.SIGKILL if killed else 0), errors
-    return killed
+@pytest.fixture(scope="session")
+def nursery():
+    made = Nursery(MODULE)
+    yield made.start
+    made.close()
 
 
-def final_state(directory, name="run"):
-    """All tensors of a run's last checkpoint, everything else it holds, and its metrics, in comparable form."""
-    checkpoint = Checkpoint.open(find_checkpoints(directory / name / "checkpoints")[-1])
-    tensors = {
-        (section, name): checkpoint.tensor(section, name).contiguous().view(-1).tolist()
-        for section in ("model", "optimizer", "extra")
-        for name in checkpoint.names(section)
-    }
-    state = {key: value for key, value in checkpoint.state.items() if key not in ("progress", "loggers")}
-    progress = {key: value for key, value in checkpoint.state["progress"].items() if key != "elapsed_s"}
-    return tensors, state, progress, (directory / name / "metrics.csv").read_text()
+@pytest.fixture(scope="session")
+def undisturbed(nursery, tmp_path_factory):
+    """The directory of a run with these options that was never killed."""
+    made = {}
 
+    def run(**options):
+        key = json.dumps(options, sort_keys=True)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("undisturbed")
+            assert not Lives(made[key], nursery, options).live()
+        return made[key]
 
-def surviving_samples(directory):
-    """Per epoch, how often each sample was trained on; what a resumed process repeats must repeat exactly."""
-    history = {}
-    for line in (directory / "samples.jsonl").read_text().splitlines():
-        epoch, step, batch, indices = json.loads(line)
-        assert history.setdefault((epoch, batch), (step, indices)) == (step, indices)
-    seen = {epoch: Counter() for epoch in range(EPOCHS)}
-    for (epoch, _), (_, indices) in history.items():
-        seen[epoch].update(indices)
-    return seen
+    return run
 
 
 @pytest.mark.time_limit(300)
 @pytest.mark.parametrize(
-    ("workers", "kind"),
-    [pytest.param(*which, marks=pytest.mark.slow if which[1] == "bf16" else ()) for which in STRIKES],
+    "which", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KILLS]
 )
-def test_three_kills_leave_no_trace(tmp_path, workers, kind):
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    for directory in (undisturbed, killed):
-        directory.mkdir()
-    run(undisturbed, workers, kind)
-    for strike in STRIKES[workers, kind]:
-        assert run(killed, workers, kind, strike)
-    run(killed, workers, kind)
-
-    for kept, expected in zip(final_state(killed), final_state(undisturbed), strict=True):
-        assert kept == expected
-    seen = surviving_samples(killed)
-    assert seen == surviving_samples(undisturbed)
-    for epoch in range(EPOCHS - 1 if kind == "bf16" else EPOCHS):
+def test_three_kills_leave_no_trace(tmp_path, nursery, undisturbed, which):
+    options, strikes = KILLS[which]
+    lives = Lives(tmp_path / "killed", nursery, options)
+    for strike in strikes:
+        assert lives.live(strike)
+    seen = lives.end(undisturbed(**options))
+    for epoch in range(EPOCHS if options.get("max_steps") is None else EPOCHS - 1):
         assert seen[epoch] == Counter(range(SAMPLES))
 
 
-def kill_at_random(directory, seed, kills):
-    """Undisturbed and often killed runs, drawn by a seed, end alike."""
-    draw = random.Random(seed)
-    workers, kind = draw.choice([0, 2]), draw.choice(["fp32", "bf16", "fp32-asynchronous"])
-    undisturbed, killed = directory / "undisturbed", directory / "killed"
-    for part in (undisturbed, killed):
-        part.mkdir(parents=True)
-    run(undisturbed, workers, kind)
-    expected = final_state(undisturbed)
-    for _ in range(kills):
-        run(killed, workers, kind, (draw.choice(["train", "validate", "save"]), draw.randint(1, 4)))
-    run(killed, workers, kind)
-    assert final_state(killed) == expected
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize(
+    ("options", "start", "strike"),
+    [
+        (DDP_2, script, (1, "train", 7)),
+        (FSDP_2, torchrun, (0, "operation", 40)),
+        pytest.param(DDP_2, torchrun, (0, "validate", 3), marks=pytest.mark.slow),
+        pytest.param(FSDP_2, script, (1, "operation", 3), marks=pytest.mark.slow),
+    ],
+    ids=["ddp script", "fsdp torchrun", "ddp torchrun", "fsdp script"],
+)
+def test_a_job_of_which_one_rank_is_killed_ends_and_goes_on(tmp_path, nursery, undisturbed, options, start, strike):
+    lives = Lives(tmp_path / "killed", nursery, options)
+    assert lives.live(strike, start=start)
+    assert lives.longest_s < 15
+    lives.end(undisturbed(**options))
+
+
+def kill_at_every_operation(directory, nursery, undisturbed, options, rank):
+    """A run that is killed in each life, one operation of a save later every time. Returns how many there were."""
+    options = options | {"accumulate": 1, "max_epochs": 6}
+    lives = Lives(directory, nursery, options)
+    for _ in range(2):  # until old checkpoints are removed, too
+        assert lives.live((rank, "train", 3))
+    for operation in count(1):
+        before = len(lives.noted("saves"))
+        assert lives.live((rank, "operation", operation))
+        if len(lives.noted("saves")) >= before + 2:
+            break
+    lives.end(undisturbed(**options))
+    return operation
 
 
 @pytest.mark.slow
 @pytest.mark.time_limit(900)
-@pytest.mark.parametrize("seed", range(2))
-def test_kills_at_random_moments_leave_no_trace(tmp_path, seed):
-    kill_at_random(tmp_path, seed, kills=10)
+@pytest.mark.parametrize(
+    ("options", "rank", "least"),
+    [(DDP_2, 0, 60), (DDP_2 | LATER, 1, 30), (FSDP_2, 1, 30), (FSDP_2 | LATER, 0, 60)],
+    ids=["ddp", "ddp asynchronous", "fsdp", "fsdp asynchronous"],
+)
+def test_kills_at_every_operation_of_a_save_leave_no_trace(tmp_path, nursery, undisturbed, options, rank, least):
+    assert kill_at_every_operation(tmp_path / "killed", nursery, undisturbed, options, rank) > least
+
+
+# ---------------------------------------------------------------------- at random
+
+
+class Hunter:
+    """Kills processes of one run again and again, as drawn by a seed.
+
+    Attributes:
+        lives: Those of the run.
+        victims: How many kills there were of each kind.
+    """
+
+    def __init__(self, directory, nursery, seed):
+        self.draw = random.Random(seed)
+        self.options = self.draw_options()
+        self.lives = Lives(directory, nursery, self.options)
+        self.victims = Counter()
+
+    def draw_options(self):
+        options = self.draw.choice([{"strategy": "single", "devices": 1}, DDP_2, DDP_3, FSDP_2])
+        options = options | {"workers": self.draw.choice([0, 2]), "asynchronous": self.draw.choice([False, True])}
+        if self.draw.random() < 0.25:  # ends inside an epoch
+            return options | {
+                "precision": "bf16",
+                "max_epochs": 12,
+                "max_steps": {1: 47, 2: 29, 3: 19}[options["devices"]],
+            }
+        return options | {"max_epochs": 8}
+
+    def kill(self, kills):
+        """So many times, or until the run has survived them."""
+        as_user = self.draw.randrange(kills)
+        for number in range(kills):
+            draw = self.shoot_as_user if number == as_user else self.draw.choice([self.strike, self.strike, self.shoot])
+            kind, killed = draw()
+            if not killed:
+                return
+            self.victims[kind] += 1
+
+    def strike(self):
+        """At one of the events of a rank."""
+        occurrences = {"train": 9, "validate": 5, "operation": 150}
+        if list(self.lives.checkpoints.glob("*.tmp-*")):
+            occurrences["cleaning"] = 3
+        rank, event = self.draw.randrange(self.options["devices"]), self.draw.choice(list(occurrences))
+        rank = 0 if event == "cleaning" else rank
+        return f"at one {event}", self.lives.live((rank, event, self.draw.randint(1, occurrences[event])))
+
+    def shoot(self):
+        """At no particular moment of its training."""
+        ranks = range(self.options["devices"])
+        kind = self.draw.choice(["a rank", "all ranks", "a data worker"][: 3 if self.options["workers"] else 2])
+        ranks = ranks if kind == "all ranks" else [self.draw.choice(ranks)]
+        delay_s = self.draw.uniform(0, 1)
+
+        def kill(job):
+            self.wait(job, delay_s)
+            pids = [job.pids[rank] for rank in ranks]
+            shoot(children_of(pids[0])[:1] if kind == "a data worker" else pids)
+
+        return f"{kind}, sometime", self.lives.live(kill=kill, fails=kind == "a data worker")
+
+    def shoot_as_user(self):
+        """At no particular moment of a job that was started as users do, its start included."""
+        start = self.draw.choice([script, torchrun] if self.options["devices"] > 1 else [script])
+        rank = self.draw.choice([None, *range(self.options["devices"])]) if start is script else 0
+        in_start, delay_s = self.draw.random() < 0.3, self.draw.uniform(0, 10)
+
+        def kill(job):
+            if in_start:
+                time.sleep(delay_s)
+            else:
+                self.wait(job, delay_s / 10)
+            shoot([job.pids.get(rank, job.pids[None])])
+
+        return f"{'the launcher' if rank is None else 'a rank'} of a {start.__name__}", self.lives.live(
+            start=start, kill=kill
+        )
+
+    def wait(self, job, delay_s):
+        """Until training has begun on all ranks, if there is anything left to do, and a while longer."""
+        while len(list(self.lives.directory.glob("begun-*"))) < self.options["devices"]:
+            if not any(map(is_alive, job.pids.values())):
+                return
+            time.sleep(0.005)
+        time.sleep(delay_s)
+
+
+def shoot(pids):
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def children_of(pid):
+    with suppress(FileNotFoundError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def hunted(directory, nursery, seed, kills):
+    """An undisturbed and an often killed run, drawn by a seed, end alike. Returns who killed it."""
+    directory.mkdir()
+    hunter = Hunter(directory / "killed", nursery, seed)
+    assert not Lives(directory / "undisturbed", nursery, hunter.options).live()
+    hunter.kill(kills)
+    hunter.lives.end(directory / "undisturbed")
+    return hunter
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize("seed", range(4))
+def test_kills_at_random_moments_leave_no_trace(tmp_path, nursery, seed):
+    assert hunted(tmp_path / "run", nursery, seed, kills=10).victims
 
 
 @pytest.mark.torture
-@pytest.mark.time_limit(100_000)
-def test_hundreds_of_kills_leave_no_trace(tmp_path):
-    kills = int(os.environ.get("LUMEN_TORTURE_KILLS", "200"))
-    for seed in range(-(-kills // 12)):
-        kill_at_random(tmp_path / str(seed), seed, kills=12)
-        print(f"{12 * (seed + 1)} kills, no trace", flush=True)
+@pytest.mark.time_limit(1_000_000)
+def test_hundreds_of_kills_leave_no_trace(tmp_path, nursery):
+    wanted = int(os.environ.get("LUMEN_TORTURE_KILLS", "200"))
+    first = int(os.environ.get("LUMEN_TORTURE_SEED", "0"))
+    victims, kinds, longest_s = Counter(), Counter(), 0.0
+    for seed in count(first):
+        hunter = hunted(tmp_path / str(seed), nursery, seed, kills=16)
+        shutil.rmtree(tmp_path / str(seed))
+        victims += hunter.victims
+        kinds[f"{hunter.options['strategy']} {hunter.options['devices']}"] += hunter.victims.total()
+        longest_s = max(longest_s, hunter.lives.longest_s)
+        print(f"{victims.total()} kills, no trace; seed {seed}: {hunter.options}", flush=True)
+        if victims.total() >= wanted:
+            break
+    print(
+        f"{victims.total()} kills in {seed + 1 - first} runs, 0 differences, never without a valid checkpoint, "
+        f"no process left {longest_s:.1f} s after a kill\n({listed(kinds)}; {listed(victims)})"
+    )
+
+
+def listed(counts):
+    return ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))

@@ -1,0 +1,307 @@
+"""Weights for others: plain safetensors with the names of `state_dict`, in one file or as model hubs have them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
+
+import torch
+
+from lumen.checkpoint.disk import explained, fsync_directory, new_file, readable
+from lumen.checkpoint.folder import newest_valid, temporary_name
+from lumen.checkpoint.manifest import MANIFEST, STATE
+from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.remote import as_place
+from lumen.checkpoint.safetensors_files import is_known, write_safetensors
+from lumen.checkpoint.sources import INDEX, PICKLES, SINGLE, find_checkpoint, is_weights, open_weights, refuse_pickle
+from lumen.console import logger as _log
+from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
+from lumen.strategies.processes import Processes
+
+_ONE_FILE = ".safetensors"
+Place = tuple[str, str]
+"""Section and name of a tensor in a checkpoint."""
+
+
+@final
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        source: The checkpoint, or the weights, that it is from.
+        files: Names of the files with tensors.
+        dtypes: How many tensors have which dtype.
+        tensor_bytes: Bytes of all tensors.
+        tied: Tied tensors by the name of the one that they are the same as; each has its bytes in the file.
+        averaged: How many tensors are averages.
+    """
+
+    source: str
+    files: list[str]
+    dtypes: Mapping[torch.dtype, int]
+    tensor_bytes: int
+    tied: Mapping[str, str]
+    averaged: int
+
+
+def export(
+    source: str,
+    output: Path,
+    *,
+    which: Literal["last", "best"] = "last",
+    module: str | None = None,
+    average: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int | None = None,
+) -> Exported:
+    """Write the parameters and buffers of a checkpoint, for `safetensors.torch.load_file` and `load_state_dict`.
+
+    Beyond the process it takes the memory of one tensor and, if that is cast, of the cast one. A tied tensor is
+    written under each of its names: safetensors files cannot share bytes, and a plain module asks for all names.
+
+    Args:
+        source: A checkpoint or run, or weights as `Weights.path` has them.
+        output: A file `*.safetensors`, or a directory as model hubs have them. It must not exist; it is there
+            completely or not at all.
+        which: Of a run, its newest valid checkpoint or the best one.
+        module: Only the tensors of this part of the task, by the names that they have in it.
+        average: Whose averages to write in place of the parameters: "Lookahead" for its slow weights, or a callback
+            whose state holds tensors by the parameters' names; of several in one state, where it is in the checkpoint.
+        dtype: Cast floating-point tensors to it; default: as saved.
+        max_shard_bytes: Most bytes of tensors in one file of a directory; a larger tensor gets a file of its own.
+
+    Raises:
+        ConfigError: The output exists or cannot be, or there is no such module or average.
+        CheckpointError: There is no such checkpoint, or the disk refuses.
+        CheckpointDamaged: Its bytes are not those that were saved; nothing was written.
+    """
+    _check_output(output, max_shard_bytes)
+    with (
+        _beside(output) as temporary,
+        _opened(source, which, None if average else ("model", STATE)) as checkpoint,
+    ):
+        _report_extra_state(checkpoint, module)
+        places = _places(checkpoint, module, average)
+        tensors = {name: _described(checkpoint, place, dtype) for name, place in places.items()}
+
+        def value(name: str) -> torch.Tensor:
+            return _cast(name, checkpoint.tensor(*places[name]), tensors[name].dtype)
+
+        files = _write(temporary, output, tensors, value, max_shard_bytes)
+        first: dict[Place, str] = {}
+        tied = {name: first[place] for name, place in places.items() if first.setdefault(place, name) != name}
+        return Exported(
+            str(checkpoint.path) if checkpoint.state else source,
+            files,
+            Counter(tensor.dtype for tensor in tensors.values()),
+            sum(map(_bytes, tensors.values())),
+            tied,
+            sum(section != "model" for section, _ in places.values()),
+        )
+
+
+# ---------------------------------------------------------------------- from where
+
+
+@contextmanager
+def _opened(source: str, which: str, sections: tuple[str, ...] | None) -> Iterator[Checkpoint]:
+    """What is to be exported, verified; tensors of these sections (None: all) can be read."""
+    refuse_pickle(source)
+    path = as_place(source)
+    with readable(path):
+        is_files = is_weights(source)
+        is_checkpoint = not is_files and (
+            (path / MANIFEST).exists() or ((path / STATE).exists() and (path / "model").is_dir())
+        )
+        is_run = path.is_dir() and not is_checkpoint and not is_files
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if which == "best" and not is_run:
+        raise ConfigError(f"--which best: {source} is no run. Give the directory of one.")
+    if is_checkpoint:
+        yield _opened_checkpoint(path, sections)
+    elif is_run:
+        checkpoint = find_checkpoint("best", folder) if which == "best" else find_checkpoint(source, folder)
+        assert checkpoint is not None  # only "auto" may find none
+        yield checkpoint
+    elif sections is None:
+        raise ConfigError(f"--average: {source} is no checkpoint of Lumen. Averages are found in these only.")
+    else:
+        with open_weights(source, Processes()) as weights:
+            yield weights
+
+
+def _opened_checkpoint(path: Path, sections: tuple[str, ...] | None) -> Checkpoint:
+    try:
+        return Checkpoint.open(path, sections=sections)
+    except CheckpointDamaged as error:
+        good = newest_valid(path.parent, lambda _: None)
+        instead = f"{good.path} is whole." if good else "No other one beside it is whole."
+        raise CheckpointDamaged(f"{path} is damaged, and nothing was written: {error} {instead}") from error
+
+
+def _report_extra_state(checkpoint: Checkpoint, module: str | None) -> None:
+    prefix = "" if module is None else f"{module}."
+    found = [name for name in checkpoint.state.get("extra_state", ()) if f"{name}.".startswith(prefix)]
+    if found:
+        _log.warning(
+            "%s: what get_extra_state returned is no tensor and is left out: load_state_dict will need strict=False",
+            ", ".join(name or "the task" for name in sorted(found)),
+        )
+
+
+def _places(checkpoint: Checkpoint, module: str | None, average: str | None) -> dict[str, Place]:
+    """Where each tensor that is to be written is found, by the name it is to have."""
+    averages = {} if average is None else _averages(checkpoint, average)
+    stored = {name: name for name in checkpoint.names("model")} | checkpoint.aliases
+    prefix = "" if module is None else f"{module}."
+    places = {
+        name.removeprefix(prefix): averages.get(stored[name], ("model", stored[name]))
+        for name in stored
+        if name.startswith(prefix)
+    }
+    if module is not None and not places:
+        parts = sorted({name.partition(".")[0] for name in stored if "." in name})
+        raise ConfigError(
+            f"--module {module}: no tensor of {checkpoint.path} belongs to it. Its parts are {', '.join(parts)}."
+        )
+    return places
+
+
+def _averages(checkpoint: Checkpoint, average: str) -> dict[str, Place]:
+    """Where the average of each parameter lies that has one."""
+    found = _all_averages(checkpoint)
+    chosen = [where for where in found if where == average] or [
+        where for where in found if f".{average}." in f".{where}."
+    ]
+    if len(chosen) == 1:
+        return found[chosen[0]]
+    there = f"It has {', '.join(found)}." if found else "It has none at all."
+    what = "several averages" if chosen else "no average"
+    raise ConfigError(f"--average {average}: {checkpoint.path} has {what} of that name. {there}")
+
+
+def _all_averages(checkpoint: Checkpoint) -> dict[str, dict[str, Place]]:
+    """All groups of tensors that stand for parameters: Lookahead's, and what lies together in a callback's state."""
+    parameters = set(checkpoint.names("model"))
+    found: dict[str, dict[str, Place]] = defaultdict(dict)
+    candidates = [
+        ("Lookahead", ("optimizer", name), name.removesuffix(".slow"))
+        for name in checkpoint.names("optimizer")
+        if name.endswith(".slow")
+    ]
+    for name in checkpoint.names("extra"):
+        ends = [at for at, letter in enumerate(name) if letter == "." and name[at + 1 :] in parameters]
+        if ends and name.startswith("callbacks."):
+            candidates.append((name[: ends[0]], ("extra", name), name[ends[0] + 1 :]))
+    for where, place, parameter in candidates:
+        if parameter in parameters and checkpoint.spec(*place)[1] == checkpoint.spec("model", parameter)[1]:
+            found[where][parameter] = place
+    return found
+
+
+# ---------------------------------------------------------------------- to where
+
+
+def _check_output(output: Path, max_shard_bytes: int | None) -> None:
+    """Find out before the work what cannot be written."""
+    if output.suffix in PICKLES:
+        raise ConfigError(f"--output {output}: export writes no pickles. Name a .safetensors file or a directory.")
+    if max_shard_bytes is not None and output.suffix == _ONE_FILE:
+        raise ConfigError(f"--output {output}: --max_shard_size may make several files. Name a directory.")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no directory {output.parent}. Create it.")
+    if os.path.lexists(output):
+        raise ConfigError(f"--output {output}: it exists, and nothing is overwritten. Choose another name.")
+
+
+@contextmanager
+def _beside(output: Path) -> Iterator[Path]:
+    """A directory to write in, which is gone afterwards."""
+    temporary = temporary_name(output)
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output}: {output.parent} cannot be written: {error.strerror}. Choose another directory."
+        ) from error
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write(
+    temporary: Path,
+    output: Path,
+    tensors: Mapping[str, torch.Tensor],
+    value: Callable[[str], torch.Tensor],
+    max_shard_bytes: int | None,
+) -> list[str]:
+    """Write all files beside their place, and give them their name. Returns the names of those with tensors."""
+    groups = _groups(tensors, math.inf if max_shard_bytes is None else max_shard_bytes)
+    files = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        files = [output.name if output.suffix == _ONE_FILE else SINGLE]
+    for file, group in zip(files, groups, strict=True):
+        write_safetensors(temporary / file, group, value)
+    if len(groups) > 1:
+        placed = {name: file for file, group in zip(files, groups, strict=True) for name in group}
+        index = {"metadata": {"total_size": sum(map(_bytes, tensors.values()))}, "weight_map": placed}
+        with new_file(temporary / INDEX) as writer:
+            writer.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+    with explained("write", output):
+        fsync_directory(temporary)
+        _check_output(output, max_shard_bytes)  # somebody else may have been there meanwhile
+        os.rename(temporary / files[0] if output.suffix == _ONE_FILE else temporary, output)
+        fsync_directory(output.parent)
+    return files
+
+
+def _groups(tensors: Mapping[str, torch.Tensor], max_bytes: float) -> list[dict[str, torch.Tensor]]:
+    """Tensors by file, in their order."""
+    groups: list[dict[str, torch.Tensor]] = [{}]
+    left = max_bytes
+    for name, tensor in tensors.items():
+        if groups[-1] and _bytes(tensor) > left:
+            groups.append({})
+            left = max_bytes
+        groups[-1][name] = tensor
+        left -= _bytes(tensor)
+    return groups
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def _described(checkpoint: Checkpoint, place: Place, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor of the dtype and shape that will be written, without memory."""
+    saved, shape = checkpoint.spec(*place)
+    written = dtype if dtype is not None and saved.is_floating_point else saved
+    if not is_known(written):
+        raise CheckpointMismatch(
+            f"{checkpoint.path}: {place[1]} is {written}, which safetensors files do not have"
+            + (". Give a --dtype." if written.is_floating_point else ". Leave it out with --module.")
+        )
+    return torch.empty(shape, dtype=written, device="meta")
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of another dtype; numbers that it cannot hold are reported."""
+    if tensor.dtype == dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    if cast.numel() and not torch.stack(cast.aminmax()).isfinite().all():
+        lost = int((tensor.isfinite() & ~cast.isfinite()).sum())
+        if lost:
+            _log.warning("%s: %d numbers are too large for %s and became infinite", name, lost, dtype)
+    return cast

@@ -1,0 +1,107 @@
+"""What lies in a folder of checkpoints, good and bad, for somebody who looks. Nothing is changed."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from lumen.checkpoint.disk import check_file, readable
+from lumen.checkpoint.folder import is_leftover
+from lumen.checkpoint.manifest import MANIFEST, read_manifest
+from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.remote import RemotePath
+from lumen.errors import CheckpointError
+
+_NAME = re.compile(r"(?:exception-)?step-([0-9]+)(?:-(validating|[0-9]+))?(?:\.(tmp|damaged)-\w+)?")
+
+
+@final
+@dataclass
+class Listed:
+    """A directory in a folder of checkpoints.
+
+    Attributes:
+        path: The directory.
+        info: What the manifest tells of it, such as `step`, `epoch` and `metrics`; empty if that is damaged.
+        committed_s: When it was committed, in seconds since 1970, or None.
+        size_bytes: Of all its files, or None.
+        problem: Why it cannot be used, or None.
+        kind: "tmp": a save or a removal under way, or what a killed one left; "damaged": set aside by a resume; or "".
+    """
+
+    path: Path
+    kind: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    committed_s: float | None = None
+    size_bytes: int | None = None
+    problem: str | None = None
+
+
+def list_checkpoints(folder: Path, *, verify: bool = False) -> list[Listed]:
+    """Look at everything in a folder that has the name of a checkpoint, by steps. What leaves meanwhile is left out.
+
+    Args:
+        folder: Where the checkpoints are. Anything else in it is passed over.
+        verify: Read every byte; else manifests are read, and that all files are there with their sizes is checked.
+
+    Raises:
+        CheckpointDamaged: The folder is not there.
+        CheckpointError: This user may not read it.
+    """
+    with readable(folder):
+        names = folder.names() if isinstance(folder, RemotePath) else os.listdir(folder)
+    matches = [match for name in names if (match := _NAME.fullmatch(name))]
+    matches.sort(key=lambda match: (int(match[1]), match[2] != "validating", match[0]))
+    found = [_look(folder / match[0], match[3] or "", verify=verify) for match in matches]
+    with readable(folder):
+        return [each for each in found if each.path.is_dir()]
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Whether something in a folder has the name and the manifest of a checkpoint."""
+    with readable(folder):
+        names = folder.names() if isinstance(folder, RemotePath) else os.listdir(folder)
+    return any(_NAME.fullmatch(name) and _has_manifest(folder / name) for name in names)
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        return (path / MANIFEST).exists()
+    except OSError:
+        return True  # as far as is known
+
+
+def _look(path: Path, kind: str, *, verify: bool) -> Listed:
+    listed = Listed(path, kind)
+    if kind == "tmp":
+        return listed
+    try:
+        if is_leftover(path):
+            listed.kind = "tmp"
+            return listed
+        manifest = read_manifest(path)
+        own_bytes, listed.committed_s = _status(path / MANIFEST)
+        listed.info = manifest.info
+        listed.size_bytes = own_bytes + sum(size for size, _ in manifest.files.values())
+        if verify:
+            Checkpoint.open(path)
+        else:
+            for name, (size, _) in manifest.files.items():
+                check_file(path, name, size, None)
+        if kind == "damaged":
+            listed.problem = f"{path} was set aside when a run went on from an older one."
+    except CheckpointError as error:
+        listed.problem = str(error)
+    return listed
+
+
+def _status(file: Path) -> tuple[int, float]:
+    """Size in bytes, and when it was written, in seconds since 1970."""
+    with readable(file):
+        if isinstance(file, RemotePath):
+            return int(file.call("info")["size"]), float(file.call("modified").timestamp())
+        status = os.stat(file)
+        return status.st_size, status.st_mtime

@@ -1,0 +1,88 @@
+"""`lumen export`: the weights of a checkpoint as plain safetensors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from lumen import session
+from lumen.checkpoint.export import Exported, export
+from lumen.cli.words import Words, size
+from lumen.console import stdout
+from lumen.errors import ConfigError
+
+_MORE = (
+    "The file has the names of the task's state_dict and is read by safetensors.torch.load_file alone; a tied tensor "
+    "is in it under each of its names. Checksums are verified first; nothing that exists is overwritten."
+)
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def run(words: list[str]) -> int:
+    """Export, say what was written, and return 0."""
+    parser = Words("export", "CHECKPOINT_OR_RUN --output FILE_OR_DIR [--KEY VALUE ...]", _MORE)
+    parser.add_argument(
+        "source",
+        metavar="CHECKPOINT_OR_RUN",
+        help="A checkpoint, a run (its newest valid one), or weights as trainer.init_from takes them; a URL too.",
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="FILE_OR_DIR",
+        help="A .safetensors file, or a directory with model.safetensors as model hubs have it. It must not exist.",
+    )
+    parser.add_argument("--which", choices=("last", "best"), default="last", help="Of a run. Default: last.")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="Of floating-point tensors. Default: as saved."
+    )
+    parser.add_argument(
+        "--module", metavar="NAME", help="Only this part of the task, such as net, by the names that it has in it."
+    )
+    parser.add_argument(
+        "--average",
+        metavar="NAME",
+        help="Averages in place of the parameters: Lookahead for its slow weights, or a callback whose state holds "
+        "tensors by the parameters' names.",
+    )
+    parser.add_argument(
+        "--max_shard_size",
+        metavar="SIZE",
+        help="Such as 5GB: several files in the directory, with model.safetensors.index.json. Default: one file.",
+    )
+    given = parser.read(words)
+    output = Path(given.output)
+    with session.console_log("INFO"):
+        exported = export(
+            given.source,
+            output,
+            which=given.which,
+            module=given.module,
+            average=given.average,
+            dtype=getattr(torch, given.dtype) if given.dtype else None,
+            max_shard_bytes=_bytes(given.max_shard_size) if given.max_shard_size else None,
+        )
+    _show(output, exported, given.dtype, given.average)
+    return 0
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", text)
+    if found is None or found[2].upper() not in _UNITS or float(found[1]) == 0:
+        raise ConfigError(f"--max_shard_size: expected a size such as 5GB or 500MB, found {text!r}.")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def _show(output: Path, exported: Exported, dtype: str | None, average: str | None) -> None:
+    kinds = {str(kind).removeprefix("torch."): number for kind, number in exported.dtypes.items()}
+    total, by_kind = sum(kinds.values()), ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+    what = f"{total} tensors ({by_kind}), {size(exported.tensor_bytes)} in {len(exported.files)} files"
+    print(f"{output}: {what.removesuffix(' in 1 files')}, from {exported.source}", file=stdout)
+    if dtype and (others := total - kinds.get(dtype, 0)):
+        print(f"{others} of them hold no floating-point numbers and are as saved", file=stdout)
+    if average:
+        print(f"{exported.averaged} of them are averages of {average}, the others have none", file=stdout)
+    for name, same in exported.tied.items():
+        print(f"{name} is tied to {same} and is written under both names", file=stdout)

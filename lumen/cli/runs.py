@@ -1,0 +1,311 @@
+"""`lumen runs`: which runs there are, how they stand, and which of their checkpoints are good."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lumen.checkpoint.disk import readable
+from lumen.checkpoint.listing import Listed, has_checkpoints, list_checkpoints
+from lumen.checkpoint.manifest import MANIFEST
+from lumen.checkpoint.remote import RemotePath, as_place
+from lumen.cli.words import Words, size
+from lumen.console import stderr, stdout
+from lumen.errors import ConfigError, LumenError, RunDirectoryError
+from lumen.rundir import RunDirectory
+
+_MORE = (
+    "Nothing is changed, and no job is disturbed. Running: a live process holds the run; stopped: it was asked to; "
+    "failed: it ended without a word, by an error or a kill. Exit code 1: --verify found damage."
+)
+_STYLES = {"running": "bold green", "finished": "green", "stopped": "yellow", "failed": "bold red", "unknown": "dim"}
+_ENDS = {  # what the log of a run says last that is no longer running
+    "finished: ": "finished",
+    "nothing to do: ": "finished",
+    "stopped at step ": "stopped",
+    "the run is in ": "failed",
+}
+_LOG_LINE = re.compile(rf"^[-0-9]+ [:,0-9]+ INFO ({'|'.join(_ENDS)})", re.M)
+_LOG_TAIL_BYTES = 1 << 20
+
+
+@final
+@dataclass
+class ShownRun:
+    """A run as it is found on the disk.
+
+    Attributes:
+        path: Its directory.
+        checkpoints: What lies where its checkpoints are.
+        problem: Why that cannot be read, or None.
+        status: One of `_STYLES`.
+        holder: The live job that has it: its `host`, `pid` and `started`.
+    """
+
+    path: Path
+    checkpoints: list[Listed] = field(default_factory=list)
+    problem: str | None = None
+    status: str = "unknown"
+    holder: dict[str, Any] | None = None
+
+    @property
+    def committed(self) -> list[Listed]:
+        """Its checkpoints without what is temporary."""
+        return [each for each in self.checkpoints if each.kind != "tmp"]
+
+    @property
+    def newest_info(self) -> dict[str, Any]:
+        """What the newest checkpoint's manifest tells."""
+        return next((each.info for each in reversed(self.checkpoints) if each.info and not each.kind), {})
+
+    def is_best(self, checkpoint: Listed) -> bool:
+        """Whether the newest checkpoint calls this one the best."""
+        return checkpoint.path.name == self.newest_info.get("best")
+
+    def metrics(self, checkpoint: Listed) -> dict[str, float]:
+        """The numbers that were logged last, the monitored one first."""
+        found = checkpoint.info.get("metrics")
+        found = found.items() if isinstance(found, dict) else ()
+        numbers = {str(name): value for name, value in found if isinstance(value, (int, float))}
+        monitor = checkpoint.info.get("monitor")
+        return {name: numbers[name] for name in sorted(numbers, key=lambda name: name != monitor)}
+
+
+def run(words: list[str]) -> int:
+    """List runs and return 0, or 1 if a checkpoint that was to be verified is damaged."""
+    parser = Words("runs", "[DIR] [--verify] [--json]", _MORE)
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        default="runs",
+        metavar="DIR",
+        help="Where the runs are, or one of them; a URL too. Default: runs.",
+    )
+    parser.add_argument("--verify", action="store_true", help="Read every byte. Default: manifests, and files' sizes.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    given = parser.read(words)
+    root = as_place(given.directory)
+    with readable(root):
+        is_there, is_checkpoint = root.is_dir(), (root / MANIFEST).exists()
+    if not is_there:
+        raise ConfigError(f"there is no directory {root}. Say where the runs are: lumen runs DIR.")
+    if is_checkpoint:
+        raise ConfigError(f"{root} is a checkpoint. Give its run, or the directory of all runs.")
+    if root.name == "checkpoints":
+        root = root.parent
+    found = [_look(path, verify=given.verify) for path in _find(root)]
+    if given.json:
+        print(json.dumps([_record(each) for each in found], indent=2), file=stdout)
+    elif not found:
+        print(f"there are no runs in {root}", file=stdout)
+    elif stdout.isatty():
+        _show(found)
+    else:
+        _print(found)
+    damaged = any(each.problem and not each.kind for shown in found for each in shown.checkpoints)
+    return int(given.verify and damaged)
+
+
+# ---------------------------------------------------------------------- finding
+
+
+def _find(directory: Path) -> Iterator[Path]:
+    """The runs in a directory and below it, by name; no way leads through links and hidden directories."""
+    try:
+        if _is_run(directory):
+            yield directory
+            return
+        names = directory.names() if isinstance(directory, RemotePath) else os.listdir(directory)
+        below = [directory / name for name in sorted(names) if not name.startswith(".") and (directory / name).is_dir()]
+    except (OSError, LumenError) as error:
+        print(f"warning: cannot look into {directory}: {getattr(error, 'strerror', error)}", file=stderr)
+        return
+    for path in below:
+        if not path.is_symlink():
+            yield from _find(path)
+        elif _is_run(path):
+            yield path
+
+
+def _is_run(path: Path) -> bool:
+    folder = path / "checkpoints"
+    if not folder.is_dir():
+        return has_checkpoints(path)
+    return has_checkpoints(folder) or (not isinstance(path, RemotePath) and RunDirectory.was_claimed(path))
+
+
+def _look(path: Path, *, verify: bool) -> ShownRun:
+    shown = ShownRun(path)
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    try:
+        shown.checkpoints = list_checkpoints(folder, verify=verify)
+    except LumenError as error:
+        shown.problem = str(error)
+    if isinstance(path, RemotePath):  # where runs have neither locks nor logs
+        shown.status = _by_checkpoint(shown)
+        return shown
+    try:
+        with warnings.catch_warnings(action="error"):  # of a file system without locks
+            shown.holder = RunDirectory.is_locked(path)
+    except (RunDirectoryError, UserWarning):
+        return shown
+    shown.status = "running" if shown.holder else _how_it_ended(shown)
+    return shown
+
+
+def _how_it_ended(shown: ShownRun) -> str:
+    """What the run's own log says last, else its newest checkpoint."""
+    try:
+        with open(shown.path / "run.log", "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
+            said = _LOG_LINE.findall(file.read().decode(errors="replace"))
+    except OSError:
+        said = []
+    return _ENDS[said[-1]] if said else _by_checkpoint(shown)
+
+
+def _by_checkpoint(shown: ShownRun) -> str:
+    return "finished" if shown.newest_info.get("finished") else "unknown"
+
+
+# ---------------------------------------------------------------------- showing
+
+
+def _record(shown: ShownRun) -> dict[str, Any]:
+    holder = shown.holder or {}
+    checkpoints = [
+        {
+            "name": each.path.name,
+            "path": str(each.path),
+            "step": each.info.get("step"),
+            "epoch": each.info.get("epoch"),
+            "saved": _time(each, "seconds"),
+            "bytes": each.size_bytes,
+            "metrics": {name: _plain(value) for name, value in shown.metrics(each).items()},
+            "monitor": each.info.get("monitor"),
+            "best": shown.is_best(each),
+            "valid": each.problem is None,
+            "problem": each.problem,
+        }
+        for each in shown.committed
+    ]
+    return {
+        "path": str(shown.path),
+        "status": shown.status,
+        **{key: holder.get(key) for key in ("host", "pid", "started")},
+        "problem": shown.problem,
+        "checkpoints": checkpoints,
+        "temporary": [each.path.name for each in shown.checkpoints if each.kind == "tmp"],
+    }
+
+
+def _plain(value: float) -> float | str:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _time(checkpoint: Listed, precision: str) -> str:
+    """When a checkpoint was committed, by the local clock."""
+    if checkpoint.committed_s is None:
+        return ""
+    return datetime.fromtimestamp(checkpoint.committed_s).astimezone().isoformat(timespec=precision)
+
+
+def _printable(text: str) -> str:
+    """A name from the disk, without what would move the cursor."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _print(found: Sequence[ShownRun]) -> None:
+    """One line for each checkpoint, however long it gets."""
+    rows = [("RUN", "STATUS", "CHECKPOINT", "EPOCH", "SAVED", "BYTES", "STATE", "METRICS")]
+    for shown in found:
+        run = _printable(str(shown.path)), shown.status
+        for each in shown.committed:
+            metrics = " ".join(f"{name}={value!r}" for name, value in shown.metrics(each).items())
+            state = "damaged" if each.problem else "best" if shown.is_best(each) else "valid"
+            size_bytes = "-" if each.size_bytes is None else str(each.size_bytes)
+            described = each.path.name, str(each.info.get("epoch", "-")), _time(each, "seconds") or "-", size_bytes
+            rows.append((*run, *described, state, _printable(each.problem or metrics)))
+        if not shown.committed:
+            rows.append((*run, *"-----", _printable(shown.problem or "no checkpoints")))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip(), file=stdout)
+
+
+def _show(found: Sequence[ShownRun]) -> None:
+    """A table for each run, as wide as the terminal."""
+    console = Console(file=stdout, markup=False, emoji=False, highlight=False)
+    for number, shown in enumerate(found):
+        if number:
+            console.print()
+        console.print(_head(shown), soft_wrap=True)
+        if shown.committed:
+            console.print(_table(shown))
+        for note, style in _notes(shown):
+            console.print(_printable(note), style=style, soft_wrap=True)
+
+
+def _head(shown: ShownRun) -> Text:
+    text = Text(_printable(str(shown.path)), style="bold").append("  ")
+    text.append(shown.status, _STYLES[shown.status])
+    if shown.holder is not None:
+        pid, host, started = (_printable(str(shown.holder.get(key))) for key in ("pid", "host", "started"))
+        with suppress(ValueError):
+            started = f"{datetime.fromisoformat(started).astimezone():%Y-%m-%d %H:%M}"
+        text.append(f" as process {pid} on {host} since {started}", "not bold")
+    return text
+
+
+def _table(shown: ShownRun) -> Table:
+    table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
+    table.add_column("", width=1)
+    table.add_column("checkpoint", no_wrap=True)
+    table.add_column("epoch", no_wrap=True, justify="right")
+    table.add_column("saved", no_wrap=True)
+    table.add_column("size", no_wrap=True, justify="right")
+    table.add_column("metrics", ratio=1, no_wrap=True, overflow="ellipsis")
+    for each in shown.committed:
+        mark = Text("✗", "red") if each.problem else Text("★", "yellow") if shown.is_best(each) else ""
+        monitor = each.info.get("monitor")
+        metrics = Text("  ").join(
+            Text(_printable(f"{name} {value:.4g}"), "bold" if name == monitor else "")
+            for name, value in shown.metrics(each).items()
+        )
+        table.add_row(
+            mark,
+            each.path.name,
+            str(each.info.get("epoch", "")),
+            _time(each, "minutes")[:16].replace("T", " "),
+            "" if each.size_bytes is None else size(each.size_bytes),
+            Text("damaged", "red") if each.problem else metrics,
+        )
+    return table
+
+
+def _notes(shown: ShownRun) -> Iterator[tuple[str, str]]:
+    """What is to be said below the table, and its style."""
+    if shown.problem:
+        yield shown.problem, "red"
+    elif not shown.committed:
+        yield "  no checkpoints", "dim"
+    for each in shown.checkpoints:
+        if each.problem:
+            yield f"  {each.problem}", "red"
+        elif each.kind == "tmp":
+            done = "is being written or removed" if shown.status == "running" else "was left by a killed save"
+            yield f"  {each.path.name} {done}", "dim"

@@ -1,0 +1,55 @@
+"""What the commands that read no config have in common: how their words are read, and how sizes are written."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from typing import NoReturn, final
+
+from lumen.cli import WITHOUT_CONFIG
+from lumen.errors import ConfigError
+
+
+@final
+class Words(argparse.ArgumentParser):
+    """Reads a command line; what is wrong with it is a ConfigError.
+
+    Args:
+        command: The command's name.
+        usage: Its arguments in a line.
+        more: What its help says beside its options.
+    """
+
+    def __init__(self, command: str, usage: str, more: str) -> None:
+        super().__init__(
+            usage=f"lumen {command} {usage}", description=f"{WITHOUT_CONFIG[command]} {more}", allow_abbrev=False
+        )
+        self._command = command
+
+    def read(self, words: list[str]) -> argparse.Namespace:
+        """The values of all options.
+
+        Raises:
+            ConfigError: An option is unknown, missing, or has no such value.
+        """
+        known = self._option_string_actions
+        for word in (word.partition("=")[0] for word in words if word.startswith("-")):
+            if word not in known:
+                close = difflib.get_close_matches(word, known, n=1)
+                hint = f"Did you mean {close[0]}?" if close else f"lumen {self._command} --help shows all."
+                raise ConfigError(f"lumen {self._command} has no option {word}. {hint}")
+        return self.parse_args(words)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of ending the process."""
+        raise ConfigError(f"{message}. Usage: {self.usage}")
+
+
+def size(count: int) -> str:
+    """Bytes as people write them: `13.4 MB`."""
+    value = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"

@@ -1,0 +1,107 @@
+"""The process groups of this process: those of torch's that Lumen opens, and their end."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import time
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from lumen.strategies.stacks import Stacks
+
+if TYPE_CHECKING:
+    from lumen.strategies.processes import Processes
+
+
+@final
+class Groups:
+    """The process groups of this process: opened once, used by every run, closed when Python exits."""
+
+    def __init__(self, processes: Processes, device: torch.device) -> None:
+        self.is_ours = not dist.is_initialized()
+        self._failed = False
+        self._timeout = timeout = timedelta(seconds=processes.startup_timeout_s)
+        if self.is_ours:
+            import_module("torch._dynamo")  # later it would keep the default group for ever, and so gloo's threads
+            where: dict[str, Any] = {"store": dist.HashStore()}  # type: ignore[attr-defined]
+            if processes.world_size > 1:
+                where = {"init_method": processes.address}
+            # a parameter that is kept on the CPU needs a backend too
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, rank=processes.rank, world_size=processes.world_size, timeout=timeout,
+                device_id=device if device.type == "cuda" else None, **where,
+            )  # fmt: skip
+        self.default: Any = dist.group.WORLD
+        self.control: Any = None
+        self.beside: Any = None
+        self.stacks: Stacks | None = None
+        if processes.world_size > 1:
+            self.control = dist.new_group(backend="gloo", timeout=timeout)
+            self.stacks = Stacks(processes.rank, lambda value: gather(value, self.control))
+        atexit.register(self.close)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long the next collectives wait; a default group of the user's own keeps its time."""
+        self._timeout = timedelta(seconds=timeout_s)
+        for group in (self.control, self.beside, self.default if self.is_ours else None):
+            if group is not None:
+                c10d._set_pg_timeout(self._timeout, group)
+
+    def open_beside(self) -> None:
+        """Open the group for a thread, unless that is done. Collective."""
+        if self.beside is None:
+            self.beside = dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def failed(self) -> None:
+        """The others are somewhere else: leave without waiting for them."""
+        self._failed = True
+
+    def close(self) -> None:
+        """Close what was opened."""
+        atexit.unregister(self.close)
+        if self.stacks is not None:
+            self.stacks.close()
+        if dist.is_initialized() and dist.group.WORLD is self.default:
+            if not self.is_ours:
+                _destroy(self.control)
+                _destroy(self.beside)
+            elif self._failed and dist.get_backend() != "gloo":
+                c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+        self.default = self.control = self.beside = None
+        gc.collect()  # gloo's threads end with the last reference
+        _wait_for_gloo()
+
+
+def _destroy(group: Any) -> None:
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def _wait_for_gloo(limit_s: float = 1.0) -> None:
+    """Wait until threads of gloo rest that stay because a model keeps its group.
+
+    One that drops its last tensor after Python's end ends the process with SIGABRT.
+    """
+    deadline_s = time.monotonic() + limit_s
+    busy = True
+    while busy and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # it may want Python now
+        stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat")]
+        busy = any("(pt_gloo" in stat and ") S " not in stat for stat in stats)
+
+
+def gather(value: Any, group: Any) -> list[Any]:
+    """Every rank's value of plain data, in rank order. Collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -1,0 +1,222 @@
+"""Jobs of several processes that die: started as users do, or forked from a process that has imported torch already."""
+
+import atexit
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 90  # of a job
+PATIENCE_S = 30  # with those that have lost another one: the agents of torch and SLURM have less
+IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class End(NamedTuple):
+    """How a job ended.
+
+    Attributes:
+        code: Exit code of a process that was killed or failed, or of what started them; 0: all is well.
+        took_s: From the first process that ended until none was left.
+        output: What all of them said.
+    """
+
+    code: int
+    took_s: float
+    output: str
+
+
+class Nursery:
+    """A process that has imported torch and forks ranks: these begin in no time, where a new Python takes seconds."""
+
+    def __init__(self, *modules):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, modules))
+        self._process.start()
+        theirs.close()
+        atexit.register(self.close)  # where pytest breaks down
+
+    def start(self, directory, module, options):
+        """Begin `module.main(**options)` in a directory, on `options["devices"]` ranks."""
+        self._pipe.send((directory, module, options))
+        return ForkedJob(directory, self._pipe)
+
+    def close(self):
+        atexit.unregister(self.close)
+        self._pipe.close()
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+class ForkedJob:
+    """Ranks that nobody but their peers attends."""
+
+    def __init__(self, directory, pipe):
+        self._directory, self._pipe = directory, pipe
+        self.pids = dict(enumerate(pipe.recv()))
+
+    def wait(self):
+        assert self._pipe.poll(LIMIT_S + PATIENCE_S), "the job does not end"
+        code, took_s = self._pipe.recv()
+        return End(code, took_s + gone_after(self._directory), said_in(self._directory))
+
+
+class ScriptJob:
+    """A job as users start one; whatever it starts works in its directory too."""
+
+    def __init__(self, directory, *words):
+        self._directory = Path(directory)
+        for file in self._directory.glob("rank-*"):
+            file.unlink()
+        self._temporary = tempfile.mkdtemp(prefix="job-")
+        environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": self._temporary}
+        with open(self._directory / "output", "w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, *words], cwd=directory, stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
+
+    @property
+    def pids(self):
+        """Those of the ranks that train, and of what has started them as None."""
+        names = [file.name.split("-") for file in self._directory.glob("rank-*")]
+        return {int(rank): int(pid) for _, rank, pid in names} | {None: self._process.pid}
+
+    def wait(self):
+        first_s, deadline_s = None, time.monotonic() + LIMIT_S
+        while self._process.poll() is None:
+            if first_s is None and not all(map(is_alive, self.pids.values())):
+                first_s = time.monotonic()
+            if time.monotonic() > deadline_s:
+                end_all(self._directory)
+                raise AssertionError(f"the job does not end: {said_in(self._directory)}")
+            time.sleep(0.02)
+        took_s = 0.0 if first_s is None else time.monotonic() - first_s
+        took_s += gone_after(self._directory)
+        shutil.rmtree(self._temporary)
+        return End(self._process.returncode, took_s, said_in(self._directory))
+
+
+def script(directory, module, options):
+    return ScriptJob(directory, "-m", module, json.dumps(options))
+
+
+def torchrun(directory, module, options):
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", str(options["devices"]), "--master-port"]
+    return ScriptJob(directory, *words, str(free_port()), "-m", module, json.dumps(options))
+
+
+def said_in(directory):
+    return "".join(path.read_text() for path in sorted(Path(directory).glob("output*")))
+
+
+def gone_after(directory):
+    """How long it takes until no process works in a directory any more: one that does not go is ended and an error."""
+    began_s = time.monotonic()
+    while left := processes_in(directory):
+        if time.monotonic() > began_s + PATIENCE_S:
+            end_all(directory)
+            raise AssertionError(f"left behind: {left}\n{said_in(directory)}")
+        time.sleep(0.02)
+    return time.monotonic() - began_s
+
+
+def processes_in(directory):
+    """Processes that work in a directory, by their id."""
+    here, found = os.path.realpath(directory), {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(folder / "cwd") == here and is_alive(int(folder.name)):
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+    return found
+
+
+def is_alive(pid):
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def end_all(directory):
+    for pid in processes_in(directory):
+        os.kill(pid, signal.SIGKILL)
+
+
+def free_port():
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return place.getsockname()[1]
+
+
+# ---------------------------------------------------------------------- in the nursery
+
+
+def _serve(pipe, modules):
+    for name in (*IMPORTS, *modules):
+        import_module(name)
+    context = multiprocessing.get_context("fork")
+    while True:
+        try:
+            directory, module, options = pipe.recv()
+        except EOFError:
+            return
+        world, port = options.get("devices", 1), free_port()
+        ranks = [
+            context.Process(target=_be_rank, args=(directory, module, options, rank, world, port))
+            for rank in range(world)
+        ]
+        for rank in ranks:
+            rank.start()
+        pipe.send([rank.pid for rank in ranks])
+        pipe.send(_attend(ranks))
+
+
+def _attend(ranks):
+    """Wait until all have ended; the code of one that was killed or failed, and how long the others took."""
+    first_s, swept = None, set()
+    while len(swept) < len(ranks):
+        for rank in ranks:
+            if rank.exitcode is not None and rank not in swept:
+                swept.add(rank)
+                first_s = first_s or time.monotonic()
+                with suppress(ProcessLookupError):  # what one that was killed has left behind, and its connections
+                    os.killpg(rank.pid, signal.SIGKILL)
+            elif first_s is not None and time.monotonic() > first_s + PATIENCE_S:
+                rank.kill()
+        time.sleep(0.005)
+    return min((rank.exitcode for rank in ranks if rank.exitcode), default=0), time.monotonic() - first_s
+
+
+def _be_rank(directory, module, options, rank, world, port):
+    os.setsid()
+    os.chdir(directory)
+    output = os.open(f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if world > 1:
+        os.environ |= dict(zip(OF_RANKS, map(str, (rank, world, rank, world, "127.0.0.1", port)), strict=True))
+    try:
+        sys.modules[module].main(**options)
+        atexit._run_exitfuncs()  # as a Python that was not forked does
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,103 @@
+"""One run that is killed and started again, again and again, and what must hold after each of its lives."""
+
+import json
+import os
+import signal
+from collections import Counter
+from contextlib import suppress
+
+from lumen.checkpoint import Checkpoint, find_checkpoints, newest_valid
+
+MODULE = "tests.promises.resumable_run"
+KILLED = "Signal 9 (SIGKILL)"  # what torchrun says of a rank
+
+
+class Lives:
+    """One run that is killed and started again. After each of its lives everything is checked that must hold then.
+
+    Attributes:
+        longest_s: The longest time that it took, after a kill, until no process was left.
+    """
+
+    def __init__(self, directory, start, options):
+        directory.mkdir(exist_ok=True)
+        self.directory, self.start, self.options = directory, start, options
+        self.checkpoints = directory / "run" / "checkpoints"
+        self.longest_s = 0.0
+
+    def live(self, strike=None, *, start=None, kill=None, fails=False):
+        """Go on until the strike, or until what `kill(job)` kills, or to the end.
+
+        Args:
+            strike: Where a rank kills itself: its number, the event and which of these.
+            start: Starts the job; default: as always.
+            kill: Called with the job.
+            fails: The ranks are not killed, but may fail because of what is.
+
+        Returns:
+            Whether it was killed.
+        """
+        for file in self.directory.glob("begun-*"):
+            file.unlink()
+        job = (start or self.start)(self.directory, MODULE, self.options | {"strike": strike})
+        try:
+            if kill is not None:
+                kill(job)
+        finally:
+            code, took_s, output = job.wait()
+        if code:
+            assert fails or code in (-signal.SIGKILL, 128 + signal.SIGKILL) or KILLED in output, output
+            self.longest_s = max(self.longest_s, took_s)
+        else:
+            assert "finished: " in output or "nothing to do: " in output, output
+        self.check_checkpoints()
+        return code != 0
+
+    def check_checkpoints(self):
+        """What was committed last is there, and nothing is damaged."""
+        complaints = []
+        newest = newest_valid(self.checkpoints, complaints.append)
+        assert not complaints
+        if commits := self.noted("commits"):
+            assert newest is not None
+            assert commits[-1] in [path.name for path in find_checkpoints(self.checkpoints)]
+
+    def noted(self, file):
+        with suppress(FileNotFoundError):
+            return (self.directory / file).read_text().splitlines()
+        return []
+
+    def end(self, expected, *, start=None):
+        """Go on to the end, which must be the one of an undisturbed run."""
+        assert not self.live(start=start)
+        for kept, wanted in zip(final_state(self.directory), final_state(expected), strict=True):
+            assert kept == wanted
+        assert sorted(os.listdir(self.checkpoints)) == sorted(path.name for path in find_checkpoints(self.checkpoints))
+        seen = surviving_samples(self.directory)
+        assert seen == surviving_samples(expected)
+        return seen
+
+
+def final_state(directory, name="run"):
+    """All tensors of a run's last checkpoint, everything else it holds, and its metrics, in comparable form."""
+    checkpoint = Checkpoint.open(find_checkpoints(directory / name / "checkpoints")[-1])
+    tensors = {
+        (section, name): checkpoint.tensor(section, name).contiguous().view(-1).tolist()
+        for section in ("model", "optimizer", "extra")
+        for name in checkpoint.names(section)
+    }
+    state = {key: value for key, value in checkpoint.state.items() if key not in ("progress", "loggers")}
+    progress = {key: value for key, value in checkpoint.state["progress"].items() if key != "elapsed_s"}
+    return tensors, state, checkpoint.info, progress, (directory / name / "metrics.csv").read_text()
+
+
+def surviving_samples(directory):
+    """Per epoch, how often each sample was trained on; what a resumed process repeats must repeat exactly."""
+    history = {}
+    for line in (directory / "samples.jsonl").read_text().splitlines():
+        epoch, step, batch, indices = json.loads(line)
+        assert history.setdefault((epoch, batch), (step, indices)) == (step, indices)
+    seen = {}
+    for (epoch, _), (_, indices) in history.items():
+        seen.setdefault(epoch, Counter()).update(indices)
+    return seen

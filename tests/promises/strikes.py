@@ -1,0 +1,111 @@
+"""Where a process kills itself: at the n-th event of a kind, such as one operation on the disk."""
+
+import builtins
+import io
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Strike(NamedTuple):
+    """`kill -9` of one rank at an event of its own."""
+
+    rank: int
+    event: str
+    occurrence: int
+
+
+class Striker:
+    """Counts the events of this process, and ends it at the one that is meant.
+
+    Events are what is told to `happens`, and two kinds of its own: `operation`, one operation below the checkpoints'
+    folder since the first other event, and `cleaning`, one before that. A write counts twice: before it begins, and
+    when half of it is done. The first event is noted by a file `begun-<process>`, saves that begin in the file `saves`,
+    and those that are committed in the file `commits`.
+
+    Args:
+        folder: Where the checkpoints are.
+        strike: Event and its occurrence, if any is meant for this process.
+    """
+
+    def __init__(self, folder, strike=None):
+        self.folder = os.path.abspath(folder)
+        self.strike = strike
+        self.counts = Counter()
+        self.begun = False
+        self._lock = threading.Lock()
+
+    def happens(self, event):
+        if not self.begun:
+            self.begun = True
+            Path(f"begun-{os.getpid()}").touch()
+        self._count(event)
+
+    def watch_the_disk(self):
+        """From now on every operation below the folder is an event."""
+        for name in ("open", "mkdir", "rename", "replace", "link", "unlink", "rmdir", "fsync", "truncate"):
+            setattr(os, name, self._watched(getattr(os, name)))
+        self._note_saves()
+        striker, real_open = self, open
+
+        class File(io.FileIO):
+            def write(self, data):
+                striker.operation()
+                half = super().write(data[: len(data) // 2])
+                striker.operation()
+                return half + super().write(data[half:])
+
+        def watched_open(path, mode="r", *args, **kwargs):
+            if mode.startswith("r") or not self._is_below(path):
+                return real_open(path, mode, *args, **kwargs)
+            self.operation()
+            assert "b" in mode, f"{path} is written as text, which is not watched"
+            return File(path, mode)
+
+        builtins.open = watched_open
+
+    def operation(self):
+        self._count("operation" if self.begun else "cleaning")
+
+    def _count(self, event):
+        with self._lock:  # a save has a thread of its own
+            self.counts[event] += 1
+            if self.strike == (event, self.counts[event]):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _watched(self, function):
+        def call(path, *args, **kwargs):
+            if self._is_below(path, kwargs.get("dir_fd")):
+                self.operation()
+            return function(path, *args, **kwargs)
+
+        return call
+
+    def _is_below(self, path, directory=None):
+        if isinstance(path, int):
+            path = os.readlink(f"/proc/self/fd/{path}")
+        if directory is not None:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), path)
+        return os.path.abspath(path).startswith(f"{self.folder}/")
+
+    def _note_saves(self):
+        mkdir, rename, write = os.mkdir, os.rename, builtins.open
+
+        def note(file, path):
+            with write(file, "a") as opened:
+                opened.write(f"{Path(path).name}\n")
+
+        def noting_mkdir(path, *args, **kwargs):
+            mkdir(path, *args, **kwargs)
+            if self._is_below(path) and ".tmp-" in Path(path).name:
+                note("saves", path)
+
+        def noting_rename(source, target, **kwargs):
+            rename(source, target, **kwargs)
+            if self._is_below(target) and ".tmp-" in str(source) and ".tmp-" not in str(target):
+                note("commits", target)
+
+        os.mkdir, os.rename = noting_mkdir, noting_rename
