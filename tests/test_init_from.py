@@ -543,7 +543,7 @@ def test_mistakes_in_a_config_are_one_paragraph(tmp_path, monkeypatch, capsys):
 # ---------------------------------------------------------------------- memory
 
 MEMORY = """
-import resource, sys, torch, lumen
+import resource, sys, torch, torch._dynamo, lumen  # the compiler comes with the first optimizer
 from pathlib import Path
 from fsspec.implementations import http
 from tests.tasks import loader, quiet_trainer

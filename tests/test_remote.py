@@ -274,6 +274,7 @@ print(written - start, peak() - start)
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_streamed_both_ways(bucket):
     done = subprocess.run([sys.executable, "-c", MEMORY, str(bucket)], check=True, capture_output=True, text=True)
     written, both = map(float, done.stdout.split())  # MiB; the tensors have 80, a part of an upload 16
@@ -320,6 +321,7 @@ def save_until(place, last):
     small(place / "step-2", value=2.0)
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_object_of_a_save_leaves_all_of_it_or_nothing_that_is_seen(bucket, server):
     small(bucket / "step-1")
     for last in count(1):
@@ -360,7 +362,10 @@ def state_of(trainer):
     return [torch.as_tensor(getattr(part, "full_tensor", lambda part=part: part)()).tolist() for part in parts]
 
 
-@pytest.mark.parametrize(("asynchronous", "workers"), [(False, 0), (True, 2)], ids=["at once", "later, with workers"])
+@pytest.mark.parametrize(
+    ("asynchronous", "workers"),
+    [pytest.param(False, 0, id="at once"), pytest.param(True, 2, id="later, with workers", marks=pytest.mark.slow)],
+)
 def test_a_run_goes_on_there_bit_by_bit_although_its_machine_is_gone(tmp_path, bucket, asynchronous, workers):
     straight = fit(tmp_path / "straight", bucket / "a", 10)
     saver = saving(bucket / "b", asynchronous=asynchronous)
@@ -376,6 +381,7 @@ def test_a_run_goes_on_there_bit_by_bit_although_its_machine_is_gone(tmp_path, b
     assert sorted((bucket / "b").names()) == ["step-00000008", "step-00000010"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_there_can_be_named_in_every_way(tmp_path, bucket):
     saver = saving(bucket / "run/checkpoints", monitor="val_loss", every_n_epochs=1, keep_last=-1)
     trained = fit(tmp_path, None, 14, saver=saver, max_epochs=2)
@@ -521,6 +527,7 @@ fit(Path(sys.argv[1]), as_place(sys.argv[2]), 8)
 """
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_an_upload_goes_on_from_the_checkpoint_before(tmp_path, bucket):
     wanted = state_of(fit(tmp_path / "straight", bucket / "straight", 8))
     place = bucket / "run"
@@ -554,8 +561,8 @@ def on_ranks(tmp_path, place, server, strategy, asynchronous):
     return went_on
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "later"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "later"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_every_rank_writes_its_share_there(group, tmp_path, bucket, server, strategy, asynchronous):
     first, second = group(2).run(on_ranks, tmp_path, bucket, server, strategy, asynchronous)
     assert first == second

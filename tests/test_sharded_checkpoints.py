@@ -377,6 +377,20 @@ def save_other_tensors(path, kind, rank):
     return str(caught.value)
 
 
+def test_ranks_that_fail_differently_say_the_same(group, tmp_path):
+    messages = group(2).run(save_different_ones, tmp_path / "step-1")
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("model/a: a Tensor")
+
+
+def save_different_ones(path):
+    processes = connected()
+    tensors = {"a": torch.ones(3), "b": torch.ones(4)} | {"ab"[processes.rank]: torch.eye(2).to_sparse()}
+    with pytest.raises(CheckpointError) as caught:
+        save(path, tensors, processes)
+    return str(caught.value)
+
+
 def test_parts_that_leave_a_gap_are_never_committed(group, tmp_path):
     messages = group(2).run(save_with_a_gap, tmp_path / "step-1")
     assert messages[0] == messages[1]

@@ -141,11 +141,7 @@ class Hunter:
         options = self.draw.choice([{"strategy": "single", "devices": 1}, DDP_2, DDP_3, FSDP_2])
         options = options | {"workers": self.draw.choice([0, 2]), "asynchronous": self.draw.choice([False, True])}
         if self.draw.random() < 0.25:  # ends inside an epoch
-            return options | {
-                "precision": "bf16",
-                "max_epochs": 12,
-                "max_steps": {1: 47, 2: 29, 3: 19}[options["devices"]],
-            }
+            options |= {"precision": "bf16", "max_steps": {1: 38, 2: 23, 3: 15}[options["devices"]]}
         return options | {"max_epochs": 8}
 
     def kill(self, kills):
@@ -184,19 +180,21 @@ class Hunter:
     def shoot_as_user(self):
         """At no particular moment of a job that was started as users do, its start included."""
         start = self.draw.choice([script, torchrun] if self.options["devices"] > 1 else [script])
-        rank = self.draw.choice([None, *range(self.options["devices"])]) if start is script else 0
-        in_start, delay_s = self.draw.random() < 0.3, self.draw.uniform(0, 10)
+        # torchrun's ranks outlive it
+        rank = self.draw.choice([*range(self.options["devices"]), *([None] if start is script else [])])
+        in_start, delay_s = self.draw.random() < 0.3, self.draw.uniform(0, 2)
 
         def kill(job):
             if in_start:
+                while rank not in job.pids and is_alive(job.pids[None]):
+                    time.sleep(0.005)
                 time.sleep(delay_s)
             else:
-                self.wait(job, delay_s / 10)
-            shoot([job.pids.get(rank, job.pids[None])])
+                self.wait(job, delay_s)
+            shoot([job.pids[rank]] if rank in job.pids else [])
 
-        return f"{'the launcher' if rank is None else 'a rank'} of a {start.__name__}", self.lives.live(
-            start=start, kill=kill
-        )
+        kind = f"{'the launcher' if rank is None else 'a rank'} of a {start.__name__}"
+        return kind, self.lives.live(start=start, kill=kill)
 
     def wait(self, job, delay_s):
         """Until training has begun on all ranks, if there is anything left to do, and a while longer."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.promises.lives import final_state
 from tests.promises.loader_run import KINDS
-from tests.promises.test_exact_resume import final_state
 
 ROOT = Path(__file__).parents[2]
 
