@@ -71,15 +71,15 @@ class _Agent(LocalElasticAgent):
             _send(running, self._requests[self._passed_on] if self._passed_on < 2 else signal.SIGKILL)
             self._passed_on += 1
             self._patient_until_s = time.monotonic() + _GRACE_S
+        for pid in failed:
+            with suppress(ProcessLookupError):  # data workers of one that was killed would keep its connections open
+                os.killpg(pid, signal.SIGKILL)
         if failed and self._patient_until_s is None:
             self._patient_until_s = time.monotonic() + _PEERS_NOTICE_S
         if running and self._patient_until_s is not None:
             if time.monotonic() < self._patient_until_s:
                 return RunResult(state=WorkerState.HEALTHY)
             self._end(running)
-        for pid in failed:
-            with suppress(ProcessLookupError):  # what one that was killed has left behind
-                os.killpg(pid, signal.SIGKILL)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 

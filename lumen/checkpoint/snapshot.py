@@ -34,7 +34,7 @@ class Snapshot:
                 np.asarray(bytes_of(buffer))[:: mmap.PAGESIZE] = 0
 
     def take(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-        """Copy whole tensors of any device and strides. The copies are there after `wait`, until the next `take`."""
+        """Copy tensors of any device and strides. The copies are there after `wait`, until the next `take`."""
         kept, self._buffers, self._copied = self._buffers, {}, None
         copies: dict[str, dict[str, torch.Tensor]] = {section: {} for section in sections}
         for (section, name), tensor in _flat(sections).items():
