@@ -26,6 +26,7 @@ from lumen.checkpoint.disk import new_file, opened
 from lumen.checkpoint.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath
+from lumen.checkpoint.writer import write_checkpoint
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointError, ConfigError
 from tests.checkpoints import FILES, assert_small, small
@@ -108,6 +109,11 @@ def put(path, data=b"x"):
 # ---------------------------------------------------------------------- places
 
 
+def files_of(checkpoint):
+    """The objects of a checkpoint, by their names without what sets them apart from those of another save."""
+    return {re.sub(r"-[0-9a-f]{8}\b", "", str(each.relative_to(checkpoint))): each for each in checkpoint.below()}
+
+
 def test_a_url_is_joined_and_compared_as_a_path_and_no_file_function_takes_it():
     folder = as_place("s3://bucket/run/checkpoints/")
     path = folder / "step-1"
@@ -138,7 +144,7 @@ def test_checkpoints_are_written_found_and_read_there(place):
         assert_small(small(folder / f"step-{step}", value=float(step)), value=float(step))
     assert [path.name for path in find_checkpoints(folder)] == ["step-1", "step-9", "step-10", "step-100"]
     assert newest_valid(folder, print).path == folder / "step-100"
-    assert sorted(str(path.relative_to(folder / "step-1")) for path in (folder / "step-1").below()) == sorted(FILES)
+    assert sorted(files_of(folder / "step-1")) == sorted(FILES)
     remove_checkpoint(folder / "step-1")
     assert [path.name for path in find_checkpoints(folder)] == ["step-9", "step-10", "step-100"]
     assert sorted(folder.names()) == ["step-10", "step-100", "step-9"]
@@ -156,8 +162,9 @@ def test_a_committed_checkpoint_is_never_overwritten(place):
 def test_every_damaged_file_is_found_and_named_and_the_checkpoint_before_it_is_used(memory, name):
     for damage in (flip, lambda path: put(path, path.call("cat_file")[:-1]), RemotePath.unlink):
         small(memory / "step-1")
-        damage(small(memory / "step-2") / name)
-        with pytest.raises(CheckpointDamaged, match=name):
+        file = files_of(small(memory / "step-2"))[name]
+        damage(file)
+        with pytest.raises(CheckpointDamaged, match=file.name):
             Checkpoint.open(memory / "step-2")
         reports = []
         assert newest_valid(memory, reports.append).path == memory / "step-1"
@@ -195,14 +202,35 @@ def test_what_is_left_over_is_cleaned_and_nothing_else(place):
     for path in kept[0].below():
         path.copy_to(kept[1] / path.relative_to(kept[0]))
     flip(small(place / "step-4") / "manifest.json")
-    for name in ("step-3/model/00000-00000.safetensors", "step-3-validating/state.json", "probe.tmp-0123", "notes.txt"):
+    for name in ("step-3/model/00000-00000.safetensors", "step-3-validating/state.json", "probe.tmp-01234567"):
         put(place / name)
+    for name in ("notes.txt", "probe.tmp-0123", "step-5/model.safetensors", "step-6/model/x.safetensors"):
+        put(place / name)  # of others
     put(place / "exception-step-00000009/state.json")
     put(place / "step-100/state.json")
     clean_leftovers(place)
-    assert sorted(place.names()) == ["exception-step-00000002", "notes.txt", "step-1", "step-4"]
+    of_others = ["notes.txt", "probe.tmp-0123", "step-5", "step-6"]
+    assert sorted(place.names()) == sorted(["exception-step-00000002", "step-1", "step-4", *of_others])
     for path in kept:
         assert_small(path)
+
+
+@pytest.mark.parametrize(
+    ("at", "name"), [("", "notes.txt"), ("app", "manifest.json"), ("step-1", "model.safetensors"), ("step-1", "a/b")]
+)
+def test_what_was_never_a_checkpoint_is_left_alone(place, at, name):
+    folder = place / at if at else place
+    put(folder / name)
+    with pytest.raises(CheckpointError, match="is there already and is no checkpoint"):
+        write_checkpoint(folder, {"model": {"w": torch.ones(2)}}, {}, info={})
+    assert folder.below() == [folder / name]
+
+
+def test_no_name_of_an_object_comes_again_although_the_checkpoint_does(place):
+    before = set(files_of(small(place / "step-1")).values())
+    remove_checkpoint(place / "step-1")
+    again = set(files_of(small(place / "step-1")).values())
+    assert before & again == {place / "step-1/manifest.json", place / "step-1/state.json"}
 
 
 def test_what_another_process_does_is_seen_at_once(bucket):
@@ -409,7 +437,7 @@ def test_a_checkpoint_there_can_be_named_in_every_way(tmp_path, bucket):
 def test_a_run_passes_over_a_damaged_checkpoint_and_cleans_up(tmp_path, place, caplog):
     wanted = state_of(fit(tmp_path / "straight", place / "straight", 8))
     fit(tmp_path, place / "run", 6)
-    flip(place / "run/step-00000006/model/00000-00000.safetensors")
+    flip(files_of(place / "run/step-00000006")["model/00000-00000.safetensors"])
     put(place / "run/step-00000008/model/00000-00000.safetensors", b"of a killed save")
     trainer = fit(tmp_path, place / "run", 8, resume="auto", seed=None, log_level="WARNING")
     assert "step-00000006 is damaged and is not used" in caplog.text
@@ -567,8 +595,8 @@ def test_every_rank_writes_its_share_there(group, tmp_path, bucket, server, stra
     first, second = group(2).run(on_ranks, tmp_path, bucket, server, strategy, asynchronous)
     assert first == second
     assert [path.name for path in find_checkpoints(bucket / "run")] == ["step-00000004", "step-00000006"]
-    written = {path.name for path in (bucket / "run/step-00000006/model").below()}
-    assert written == {"00000-00000.safetensors", "00001-00000.safetensors"}
+    written = {name for name in files_of(bucket / "run/step-00000006") if name.startswith("model/")}
+    assert written == {"model/00000-00000.safetensors", "model/00001-00000.safetensors"}
     alone = fit(tmp_path / "alone", bucket / "alone", 6, resume=f"{bucket}/run/step-00000006", seed=None)
     assert alone.global_step == 6
 

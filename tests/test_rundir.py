@@ -208,15 +208,15 @@ def test_a_lock_that_is_just_being_freed_is_waited_for(tmp_path):
 def test_a_claim_removes_the_leftovers_of_killed_saves_and_nothing_else(tmp_path):
     folder = tmp_path / "gpt" / "checkpoints"
     write_checkpoint(folder / "step-1", {"model": {"w": torch.ones(2)}}, {}, info={})
-    (folder / "step-2.tmp-0123" / "model").mkdir(parents=True)
-    (folder / "step-2.tmp-0123" / "model" / "00000-00000.safetensors").touch()
+    (folder / "step-2.tmp-01234567" / "model").mkdir(parents=True)
+    (folder / "step-2.tmp-01234567" / "model" / "00000-00000.safetensors").touch()
     (folder / "step-3.damaged-1").mkdir()
     with Job(hold, tmp_path, "gpt", True) as job:
         job.hear()
-        (folder / "step-4.tmp-4567").mkdir()  # the living job's save
+        (folder / "step-4.tmp-456789ab").mkdir()  # the living job's save
         with pytest.raises(RunDirectoryError):
             RunDirectory.claim(tmp_path, "gpt", reuse=True)
-        assert sorted(os.listdir(folder)) == ["step-1", "step-3.damaged-1", "step-4.tmp-4567"]
+        assert sorted(os.listdir(folder)) == ["step-1", "step-3.damaged-1", "step-4.tmp-456789ab"]
     RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
     assert sorted(os.listdir(folder)) == ["step-1", "step-3.damaged-1"]
     assert find_checkpoints(folder) == [folder / "step-1"]

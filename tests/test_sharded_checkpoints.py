@@ -20,7 +20,7 @@ from torchmetrics import CatMetric
 import lumen
 from lumen.checkpoint import Checkpoint
 from lumen.checkpoint.writer import write_checkpoint
-from lumen.errors import CheckpointError, NonFiniteLoss, ProcessLost
+from lumen.errors import CheckpointDamaged, CheckpointError, NonFiniteLoss, ProcessLost
 from lumen.strategies.processes import Processes
 from tests.checkpoints import DTYPES, raw, small, tensor_of
 from tests.tasks import FEATURES, Regression, Saving, bare_trainer, loader
@@ -348,9 +348,9 @@ OTHERS = {
     "sparse": ({"b": torch.eye(2).to_sparse()}, r"model/b: a Tensor of torch.float32, torch.sparse_coo"),
     "shape": (
         {"b": torch.ones(5)},
-        r"model/b is .*\([45],\)\) on rank 0 and .*\([45],\)\) on rank 1\. Every",
+        r"model/b is torch\.float32 \[[45]\] on rank 0 and torch\.float32 \[[45]\] on rank 1\. Every",
     ),
-    "dtype": ({"b": torch.ones(4).half()}, r"model/b is \(torch.float.*on rank 0 and \(torch.float.* on rank 1"),
+    "dtype": ({"b": torch.ones(4).half()}, r"model/b is torch.float.* on rank 0 and torch.float.* on rank 1"),
     "one more": (
         {"more": torch.ones(2)},
         r"model/more is (not there on rank 0 and|.* on rank 0 and not there on rank 1)",
@@ -391,10 +391,10 @@ def save_different_ones(path):
     return str(caught.value)
 
 
-def test_parts_that_leave_a_gap_are_never_committed(group, tmp_path):
+def test_a_tensor_that_is_not_cut_up_alike_everywhere_is_one_error_before_any_work(group, tmp_path):
     messages = group(2).run(save_with_a_gap, tmp_path / "step-1")
     assert messages[0] == messages[1]
-    assert "the chunks of model/w have 4 of its 8 elements" in messages[0]
+    assert re.search(r"model/w is .*Shard\(dim=0\).* on rank 0 and .*Replicate.* on rank 1", messages[0])
     assert os.listdir(tmp_path) == []
 
 
@@ -472,3 +472,123 @@ def save_nan(tmp_path, strategy):
     options = {"strategy": STRATEGIES[strategy](), "max_steps": 2}
     bare_trainer(tmp_path, callbacks=lumen.LambdaCallback(on_boundary=harm), **options).fit(Regression(), loader())
     return messages[0]
+
+
+# ---------------------------------------------------------------------- what is not the same on all
+
+
+class Counting(lumen.TaskModule):
+    """Every process writes something else into what no optimizer moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(FEATURES, 1)
+        for name in ("codes", "counts", "more"):
+            setattr(self, name, nn.Parameter(torch.zeros(8), requires_grad=False))
+
+    def training_step(self, batch):
+        with torch.no_grad():
+            for parameter in (self.codes, self.counts, self.more):
+                parameter.fill_(10 + self.trainer.global_rank)
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+
+def test_what_is_not_trained_is_that_of_one_process(group, tmp_path):
+    group(2).run(train_counting, tmp_path)
+    checkpoint = Checkpoint.open(tmp_path / "step-2")
+    for name in ("codes", "counts", "more"):
+        assert checkpoint.tensor("model", name).tolist() == [10.0] * 8
+
+
+def train_counting(folder):
+    bare_trainer(folder, strategy="ddp", max_steps=2, callbacks=Saving(2, folder / "step-2")).fit(Counting(), loader())
+
+
+class Keeping(torch.optim.Optimizer):
+    """SGD that keeps something beside each parameter, made by `make` of it."""
+
+    def __init__(self, parameters, make):
+        super().__init__(parameters, {"lr": 0.01})
+        self.make = make
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["kept"] = self.make(parameter)
+            state["kept"] += self.make(parameter.grad)
+            parameter -= 0.01 * (parameter.grad + self.reach(state["kept"], parameter))
+
+    def reach(self, kept, parameter):
+        return 1e-3 * kept.unsqueeze(-1) if kept.ndim < parameter.ndim else 0.0
+
+
+class Kept(Regression):
+    make = None
+
+    def configure_optimizers(self):
+        return Keeping([parameter for parameter in self.parameters() if parameter.ndim == 2], self.make)
+
+
+def keeping(make):
+    task = Kept()
+    task.make = make
+    return task
+
+
+def own_part_of(tensor):
+    return tensor.detach().to_local().clone()
+
+
+def mean_of_rows(tensor):
+    return tensor.detach().square().mean(-1)
+
+
+def test_an_optimizer_that_keeps_bare_parts_is_refused(group, tmp_path):
+    messages = group(2).run(train_keeping, tmp_path, own_part_of)
+    assert messages[0] == messages[1]
+    assert "Keeping keeps 'kept' of net.0.weight as this process's part alone" in messages[0]
+    assert not list(tmp_path.rglob("step-*"))
+
+
+def train_keeping(folder, make):
+    options = {"strategy": "fsdp", "max_steps": 2, "callbacks": Saving(2, folder / "step-2")}
+    with pytest.raises(CheckpointError) as caught:
+        bare_trainer(folder, **options).fit(keeping(make), loader())
+    return str(caught.value)
+
+
+def test_what_an_optimizer_keeps_of_rows_is_cut_up_again_on_resume(group, tmp_path):
+    for straight, resumed in group(2).run(resume_keeping, tmp_path):
+        assert straight == resumed
+
+
+def resume_keeping(folder):
+    ends = []
+    for resume in (None, folder / "step-2"):
+        task = keeping(mean_of_rows)
+        options = {} if resume else {"callbacks": Saving(2, folder / "step-2")}
+        bare_trainer(folder, strategy="fsdp", max_steps=4, resume=resume, **options).fit(task, loader())
+        ends.append([raw(whole(parameter.detach())) for parameter in task.parameters()])
+    return ends
+
+
+def test_damage_that_one_rank_finds_is_no_damage_where_another_failed_otherwise(group):
+    first, second = group(2).run(fail_differently)
+    assert first == "RuntimeError"
+    assert second == "ProcessLost"
+
+
+def fail_differently():
+    processes = connected()
+
+    def fail():
+        raise [RuntimeError("of torch"), CheckpointDamaged("a file")][processes.rank]
+
+    with pytest.raises(Exception, match="of torch") as caught:
+        processes.together(fail)
+    return caught.type.__name__

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -71,11 +72,31 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
             remove_checkpoint(path)
     assert find_checkpoints(tmp_path) == []
     assert not path.exists()
-    (tmp_path / "step-2.tmp-beef").symlink_to("/nowhere")
-    (tmp_path / "step-3.tmp-cafe").touch()
     small(tmp_path / "step-4")
     clean_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["step-4"]
+
+
+def test_what_no_save_has_left_behind_is_not_cleaned(tmp_path):
+    (tmp_path / "step-2.tmp-0123beef").symlink_to("/nowhere")
+    (tmp_path / "step-3.tmp-0123cafe").touch()
+    (tmp_path / "results.tmp-bar").mkdir()
+    for name in ("mine.tmp-0123abcd", "step-1.tmp-0123abcd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").touch()
+    (tmp_path / "step-9.tmp-0123abcd/model").mkdir(parents=True)
+    (tmp_path / "step-9.tmp-0123abcd/model/00001-00000.safetensors").touch()
+    before = set(os.listdir(tmp_path))
+    clean_leftovers(tmp_path)
+    assert before - set(os.listdir(tmp_path)) == {"step-9.tmp-0123abcd"}
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_what_was_never_a_checkpoint_keeps_its_name(tmp_path, make):
+    make(tmp_path / "outputs")
+    with pytest.raises(CheckpointError, match="outputs is there already and is no checkpoint"):
+        write_checkpoint(tmp_path / "outputs", {}, {}, info={})
+    assert os.listdir(tmp_path) == ["outputs"]
 
 
 def test_what_is_no_checkpoint_is_not_removed(tmp_path):

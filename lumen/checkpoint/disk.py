@@ -21,6 +21,8 @@ from lumen.errors import CheckpointDamaged, CheckpointError
 
 _PIECE_BYTES = 4 << 20  # hashed and then written while it is still in the processor's cache
 
+PROBE = "probe"
+
 _ADVICE = {
     errno.ENOSPC: "Free space on that disk or choose another directory.",
     errno.EDQUOT: "The disk quota is used up: free space or choose another directory.",
@@ -88,6 +90,8 @@ class HashingWriter:
 def new_file(path: Path) -> Iterator[HashingWriter]:
     """Create a file, which must not exist; at the end of the `with` block it is on the disk.
 
+    Far away nobody can see to it that it does not exist, so names there must never come again.
+
     Raises:
         CheckpointError: The file exists, or the disk refuses.
     """
@@ -144,6 +148,8 @@ def remove_tree(path: Path, *, first: str | None = None) -> None:
     if first is not None and path / first in found:
         (path / first).unlink()
     path.remove_all([each for each in found if each.name != first or each.parent != path])
+    if left := path.below():  # what one of many could not be removed for, s3fs does not tell
+        raise OSError(errno.EREMOTE, "the store did not remove it", str(left[0]))
 
 
 def check_writable(folder: Path) -> None:
@@ -155,7 +161,7 @@ def check_writable(folder: Path) -> None:
     """
     if not isinstance(folder, RemotePath):
         return
-    probe = folder / f"probe.tmp-{secrets.token_hex(4)}"
+    probe = folder / f"{PROBE}.tmp-{secrets.token_hex(4)}"
     try:
         with uploaded(probe) as write:
             write(b"?")

@@ -21,7 +21,16 @@ from lumen.checkpoint.manifest import MANIFEST, STATE
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import as_place
 from lumen.checkpoint.safetensors_files import is_known, write_safetensors
-from lumen.checkpoint.sources import INDEX, PICKLES, SINGLE, find_checkpoint, is_weights, open_weights, refuse_pickle
+from lumen.checkpoint.sources import (
+    INDEX,
+    PICKLES,
+    SINGLE,
+    find_checkpoint,
+    find_named,
+    is_weights,
+    open_weights,
+    refuse_pickle,
+)
 from lumen.console import logger as _log
 from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 from lumen.strategies.processes import Processes
@@ -129,7 +138,7 @@ def _opened(source: str, which: str, sections: tuple[str, ...] | None) -> Iterat
     if is_checkpoint:
         yield _opened_checkpoint(path, sections)
     elif is_run:
-        checkpoint = find_checkpoint("best", folder) if which == "best" else find_checkpoint(source, folder)
+        checkpoint = find_checkpoint("best", folder) if which == "best" else find_named(path)
         assert checkpoint is not None  # only "auto" may find none
         yield checkpoint
     elif sections is None:

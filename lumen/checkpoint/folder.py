@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lumen.checkpoint.disk import explained, fsync_directory, readable, remove_tree
+from lumen.checkpoint.disk import PROBE, explained, fsync_directory, readable, remove_tree
 from lumen.checkpoint.manifest import MANIFEST, is_committed, read_manifest
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath
@@ -21,6 +21,9 @@ from lumen.strategies.processes import Processes
 
 # -validating: saved before that step's validation was done; -1, -2: the samples went on while updates were skipped
 _STEP_NAME = re.compile(r"step-([0-9]+)(?:-(validating|[0-9]+))?")
+_SAVED_NAME = re.compile(f"(?:exception-)?(?:{_STEP_NAME.pattern})")
+_TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{8}")
+_OWN_FILE = re.compile(r"(?:state|manifest)\.json|[a-z_]+/[0-9]{5}-[0-9]{5}(?:-[0-9a-f]{8})?\.safetensors", re.ASCII)
 
 
 def read_info(path: Path) -> dict[str, Any]:
@@ -64,7 +67,7 @@ def newest_valid(folder: Path, report: Callable[[str], None], processes: Process
 
 
 def _not_left_over(folder: Path) -> list[Path]:
-    return [path for path in _step_directories(folder) if not is_leftover(path)]
+    return [path for path in _step_directories(folder) if not is_unseen(path)]
 
 
 def _step_directories(folder: Path) -> list[Path]:
@@ -80,10 +83,22 @@ def _names(folder: Path) -> list[str]:
         return os.listdir(folder) if folder.is_dir() else []
 
 
-def is_leftover(path: Path) -> bool:
-    """Whether this is what a killed save or removal left of a checkpoint where none can be renamed."""
+def is_unseen(path: Path) -> bool:
+    """Whether this is no checkpoint, or not yet, or no longer, where none can be renamed."""
     with readable(path):
         return isinstance(path, RemotePath) and not (path / MANIFEST).is_file()
+
+
+def is_ours(path: Path) -> bool:
+    """Whether nothing is in a directory but what checkpoints consist of, so that it may be moved or removed."""
+    files: list[Path]
+    if isinstance(path, RemotePath):
+        files = [*path.below()]
+    elif path.is_symlink() or not path.is_dir():
+        return False
+    else:
+        files = [each for each in path.rglob("*") if each.is_symlink() or not each.is_dir()]
+    return all(_OWN_FILE.fullmatch(str(each.relative_to(path))) for each in files)
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -108,19 +123,34 @@ def remove_checkpoints(paths: Iterable[Path]) -> None:
         remove_checkpoint(path)
 
 
+def refuse_foreign(path: Path) -> None:
+    """Refuse to touch what has a checkpoint's place and was never one.
+
+    Raises:
+        CheckpointError: It is something else.
+    """
+    with readable(path):
+        was_one = _SAVED_NAME.fullmatch(path.name) and (not is_unseen(path) or is_ours(path))
+    if not was_one:
+        raise CheckpointError(
+            f"{path} is there already and is no checkpoint, so it is left alone. Choose another name."
+        )
+
+
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint to `<name>.damaged-<k>`, so that its name is free and its bytes are kept.
 
     What a killed save left under that name, where none can be renamed, is removed.
 
     Raises:
-        CheckpointError: It cannot be renamed.
+        CheckpointError: It is something else, or it cannot be renamed.
     """
+    refuse_foreign(path)
     taken = _names(path.parent)
     aside = next(path.with_name(name) for k in count(1) if (name := f"{path.name}.damaged-{k}") not in taken)
     with explained("rename", path):
         if isinstance(path, RemotePath) and isinstance(aside, RemotePath):
-            for each in [] if is_leftover(path) else path.below():
+            for each in [] if is_unseen(path) else path.below():
                 each.copy_to(aside / each.relative_to(path))
             remove_tree(path, first=MANIFEST)
         else:
@@ -150,15 +180,12 @@ def commit(temporary: Path, directory: Path) -> None:
 
 def clean_leftovers(folder: Path) -> None:
     """Remove what killed saves left behind. Only for the holder of the run's lock: a living save looks the same."""
-    steps = re.compile(f"(?:exception-)?(?:{_STEP_NAME.pattern})")
     for name in sorted(_names(folder)):
-        leftover = folder / name
-        if ".tmp-" not in name and not (steps.fullmatch(name) and is_leftover(leftover)):
-            continue
+        leftover, temporary = folder / name, _TEMPORARY.fullmatch(name)
         try:
-            if leftover.is_dir() and not leftover.is_symlink():
-                remove_tree(leftover)
-            else:
+            if temporary and temporary[1] == PROBE:
                 leftover.unlink()
+            elif (temporary or (_SAVED_NAME.fullmatch(name) and is_unseen(leftover))) and is_ours(leftover):
+                remove_tree(leftover)
         except OSError as error:
             warnings.warn(f"The leftover {leftover} of a killed save cannot be removed: {error}.", stacklevel=2)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lumen.checkpoint.disk import check_file, readable
-from lumen.checkpoint.folder import is_leftover
+from lumen.checkpoint.folder import is_unseen
 from lumen.checkpoint.manifest import MANIFEST, read_manifest
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath
@@ -79,7 +79,7 @@ def _look(path: Path, kind: str, *, verify: bool) -> Listed:
     if kind == "tmp":
         return listed
     try:
-        if is_leftover(path):
+        if is_unseen(path):
             listed.kind = "tmp"
             return listed
         manifest = read_manifest(path)

@@ -17,7 +17,7 @@ from lumen.checkpoint.codec import JSON, decode, named_dtype
 from lumen.checkpoint.disk import check_inside, read_json, readable
 from lumen.errors import CheckpointDamaged, CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _FILE_NAME = re.compile(r"state\.json|[a-z_]+/[\w-]+\.safetensors", re.ASCII)

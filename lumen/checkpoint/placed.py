@@ -12,10 +12,15 @@ from lumen.checkpoint.sharded import from_part, is_sharded, own_box
 
 
 def state_of(parameter: nn.Parameter, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
-    """The section "optimizer", to be looked up for one parameter: on its device, and what has its shape as it lies."""
+    """The section "optimizer", to be looked up for one parameter: on its device, and cut up as that lies.
+
+    That is what has the parameter's shape, and what was cut up when it was saved.
+    """
+    were_sharded = (checkpoint.state["sharded"] or {}).get("optimizer", ())
 
     def read(name: str) -> torch.Tensor:
-        if is_sharded(parameter) and checkpoint.spec("optimizer", name)[1] == parameter.shape:
+        fits = name in were_sharded or checkpoint.spec("optimizer", name)[1] == parameter.shape
+        if is_sharded(parameter) and fits:
             return _read_like(checkpoint, "optimizer", name, parameter)
         return checkpoint.tensor("optimizer", name).to(parameter.device)
 
@@ -39,7 +44,7 @@ def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tens
     """
     named = task.named_parameters(remove_duplicate=False)
     parameters = {name: parameter for name, parameter in named if is_sharded(parameter)}
-    were_sharded: list[str] | None = checkpoint.state["sharded"]
+    sharded: dict[str, list[str]] | None = checkpoint.state["sharded"]
 
     def namesake(name: str) -> torch.Tensor | None:
         ends = (name[dot + 1 :] for dot, letter in enumerate(name) if letter == ".")
@@ -48,10 +53,10 @@ def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tens
         return parameter if fits else None
 
     def read(name: str) -> torch.Tensor:
-        if were_sharded is None:
+        if sharded is None:
             like = namesake(name)
         else:
-            like = next(iter(parameters.values()), None) if name in were_sharded else None
+            like = next(iter(parameters.values()), None) if name in sharded["extra"] else None
         return checkpoint.tensor("extra", name) if like is None else _read_like(checkpoint, "extra", name, like)
 
     return checkpoint.tensors("extra", read)

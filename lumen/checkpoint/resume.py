@@ -18,7 +18,7 @@ from lumen.checkpoint.codec import decode
 from lumen.checkpoint.placed import extra_of, state_of
 from lumen.checkpoint.ranks import load_values
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.sources import find_checkpoint
+from lumen.checkpoint.sources import find_named
 from lumen.checkpoint.state import keyed, kind_of, parameter_names
 from lumen.checkpoint.weights import load_model
 from lumen.console import logger as _log
@@ -287,8 +287,7 @@ def _short(value: Any) -> str:
 
 def load_task(kind: type[Task], path: Path, *, strict: bool, overrides: Mapping[str, Any]) -> Task:
     """Build a task from a checkpoint's hyperparameters and load its parameters; see `load_from_checkpoint`."""
-    checkpoint = find_checkpoint(str(path), path)
-    assert checkpoint is not None
+    checkpoint = find_named(path)
     hyperparameters = decode(checkpoint.state["hyperparameters"], checkpoint.tensors("extra")) | dict(overrides)
     try:
         task = kind(**hyperparameters)

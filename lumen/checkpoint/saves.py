@@ -105,7 +105,7 @@ class Saves:
         """Returns whether the save is under way. Collective."""
         processes = self._processes
         processes.together(self.wait)
-        share = share_of(collected.sections, processes)
+        share = share_of(collected.sections, processes, collected.trained)
         at_least = 0 if isinstance(path, RemotePath) else _WORTHWHILE_BYTES  # each object far away takes its time
         copies = self._copied(path, share, asynchronous) if self._pays(share, asynchronous, at_least) else None
         if copies is None:
@@ -154,21 +154,21 @@ class Saves:
         if not missing:
             return copies
         _log.warning("%s: there is no memory for a copy, so training waits until it is written", path.name)
-        self._snapshot = Snapshot()
+        self._snapshot, self._is_reserved = Snapshot(), False
         return None
 
     def reserve(self, asynchronous: bool | None) -> None:
         """Let the threads take the memory for copies, which on first use costs more time than these. Collective."""
-        sections = self._processes.together(partial(moving_tensors, self._run))
-        share = share_of(sections, self._processes)
+        sections, trained = self._processes.together(partial(moving_tensors, self._run))
+        share = share_of(sections, self._processes, trained)
         if self._pays(share, asynchronous):
-            self._is_reserved = True
             self._processes.beside()
             self._chores.append(self._thread.submit(self._reserve, share.parts()))
 
     def _reserve(self, parts: Mapping[str, Tensors]) -> None:
         with suppress(RuntimeError, MemoryError):  # taking the copies will find out again, and know what to do
             self._snapshot.reserve(parts)
+            self._is_reserved = True
 
     def _submit(self, work: Callable[[], None]) -> Future[None]:
         def watched() -> None:

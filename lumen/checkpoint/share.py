@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from heapq import heapreplace
@@ -65,20 +65,38 @@ class Share:
         return sum(box.nbytes for boxes in self.boxes.values() for box in boxes.values())
 
 
-def share_of(sections: Sections, processes: Processes) -> Share:
+def share_of(sections: Sections, processes: Processes, trained: Container[str] | None = None) -> Share:
     """Divide tensors among processes. Collective: every rank must call this.
 
-    A part is written by one of those that hold a copy of it, so that each of them writes about as much. In sections
+    A part is written by one of those that hold a copy of it, so that each of them writes about as much. What is not
+    known to be equal on all, as trained parameters are, is rank 0's: one process's buffers go together. In sections
     other than "model" and "optimizer" a plain tensor is its process's own: nobody else may have one of that name.
 
     Args:
         sections: Tensors by section and name, whole or sharded.
         processes: Among whom.
+        trained: Names in "model" of what is equal on all where it is whole; default: everything there.
 
     Raises:
         CheckpointError: A tensor cannot be saved, or the processes hold different ones; the message names it.
     """
     processes.together(partial(check_tensors, sections))
+    _check_same(_specs_of_all(sections), processes)
+    return processes.together(partial(_own_share, sections, processes, trained))
+
+
+def _specs_of_all(sections: Sections) -> dict[str, str]:
+    """What must be the same on all processes: dtype, shape and cut of each tensor that all of them hold."""
+    return {
+        f"{section}/{name}": f"{tensor.dtype} {list(tensor.shape)}"
+        + (f" cut up by {getattr(tensor, 'placements', ())}" if is_sharded(tensor) else "")
+        for section, tensors in sections.items()
+        for name, tensor in tensors.items()
+        if section in _ON_ALL or is_sharded(tensor)
+    }
+
+
+def _own_share(sections: Sections, processes: Processes, trained: Container[str] | None) -> Share:
     specs = {
         section: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         for section, tensors in sections.items()
@@ -87,13 +105,21 @@ def share_of(sections: Sections, processes: Processes) -> Share:
         section: {name: tensor for name, tensor in tensors.items() if section in _ON_ALL or is_sharded(tensor)}
         for section, tensors in sections.items()
     }
-    _check_same({f"{section}/{name}": specs[section][name] for section in specs for name in common[section]}, processes)
     loads: dict[int, list[tuple[int, int]]] = {}
     boxes: dict[str, dict[str, Box]] = {}
     for section, tensors in common.items():
         sizes = {name: _nbytes(specs[section][name]) for name in tensors}
         largest_first = sorted(sorted(tensors), key=sizes.__getitem__, reverse=True)
-        left_out = {name for name in largest_first if not _is_written_here(tensors[name], loads, processes)}
+        of_zero = {
+            name
+            for name, tensor in tensors.items()
+            if section == "model" and trained is not None and name not in trained and not is_sharded(tensor)
+        }
+        left_out = {
+            name
+            for name in largest_first
+            if (processes.rank > 0 if name in of_zero else not _is_written_here(tensors[name], loads, processes))
+        }
         boxes[section] = {
             name: Box(tensor.dtype, *own_box(tensor))
             for name, tensor in sections[section].items()
@@ -121,11 +147,11 @@ def _is_written_here(tensor: torch.Tensor, loads: dict[int, list[tuple[int, int]
     return writer == index and (own_part(tensor).numel() > 0 or (tensor.numel() == 0 and is_first(tensor)))
 
 
-def _check_same(specs: Mapping[str, Spec], processes: Processes) -> None:
+def _check_same(specs: Mapping[str, str], processes: Processes) -> None:
     """Compare what all hold. Collective."""
     if processes.world_size == 1:
         return
-    ordered = {name: str(specs[name]) for name in sorted(specs)}
+    ordered = {name: specs[name] for name in sorted(specs)}
     digests = processes.gather(hashlib.sha256(repr(ordered).encode()).digest())
     if len(set(digests)) == 1:
         return
@@ -134,7 +160,7 @@ def _check_same(specs: Mapping[str, Spec], processes: Processes) -> None:
     name = next(name for name in sorted({*held[0], *other}) if held[0].get(name) != other.get(name))
     raise CheckpointError(
         f"{name} is {held[0].get(name, 'not there')} on rank 0 and {other.get(name, 'not there')} on rank {rank}. "
-        "Every process must have the same model and optimizer."
+        "Every process must have the same model and optimizer, and average the same."
     )
 
 

@@ -141,6 +141,14 @@ def find_checkpoint(where: str, folder: Path, processes: Processes | None = None
     return newest
 
 
+def find_named(path: Path, processes: Processes | None = None) -> Checkpoint:
+    """As `find_checkpoint`, but a path is a path, also that of a run with the name "last"."""
+    where = f"./{path}" if str(path) in _WORDS else str(path)
+    checkpoint = find_checkpoint(where, path, processes)
+    assert checkpoint is not None  # only "auto" may find none
+    return checkpoint
+
+
 def _place(where: str, folder: Path) -> tuple[bool, Path]:
     """Whether a setting names one checkpoint, and which; else the folder of those it chooses among."""
     if where in _WORDS:
@@ -220,9 +228,7 @@ def _opened_by_all(path: Path, processes: Processes) -> Checkpoint:
         return Checkpoint.open(path, sections=("model",), processes=processes)
     if kind == "files":
         return processes.together(partial(_open, path))
-    checkpoint = find_checkpoint(str(path), path, processes)
-    assert checkpoint is not None  # only "auto" may find none
-    return checkpoint
+    return find_named(path, processes)
 
 
 def _kind(path: Path) -> Literal["checkpoint", "files", "run"]:

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from lumen.checkpoint.codec import JSON, encode
 from lumen.checkpoint.ranks import own_values
-from lumen.checkpoint.sharded import is_sharded
+from lumen.checkpoint.sharded import is_sharded, own_part
 from lumen.checkpoint.share import check_tensors
 from lumen.checkpoint.weights import Tensors, model_tensors
-from lumen.errors import NonFiniteLoss
+from lumen.errors import CheckpointError, NonFiniteLoss
 from lumen.hyperparameters import HasHyperparameters
 from lumen.run import Run
 from lumen.strategies.processes import Processes
@@ -90,10 +90,14 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
         "task": added,
     }
     state = {name: encode(part, extra, name) for name, part in parts.items()}
-    is_cut_up = any(is_sharded(tensor) for tensor in model.values())
-    state["sharded"] = [name for name, tensor in extra.items() if is_sharded(tensor)] if is_cut_up else None
     state["optimizer"] = _capture_optimizer(run, optimizer)
+    is_cut_up = any(is_sharded(tensor) for tensor in model.values())
+    state["sharded"] = {"optimizer": _sharded(optimizer), "extra": _sharded(extra)} if is_cut_up else None
     return {"model": model, "optimizer": optimizer, "extra": extra}, aliases, state
+
+
+def _sharded(tensors: Tensors) -> list[str]:
+    return [name for name, tensor in tensors.items() if is_sharded(tensor)]
 
 
 def _capture_optimizer(run: Run, tensors: Tensors) -> dict[str, Any]:
@@ -110,7 +114,22 @@ def _capture_optimizer(run: Run, tensors: Tensors) -> dict[str, Any]:
         }
         for parameter, entries in run.optimizer.state.items()
     }
+    for parameter, entries in run.optimizer.state.items():
+        for key, value in entries.items():
+            if _is_part(value, parameter):
+                raise CheckpointError(
+                    f"{type(run.optimizer).__name__} keeps {key!r} of {names[id(parameter)]} as this process's part "
+                    "alone, so that nobody knows what it is a part of. Make it with torch.zeros_like(parameter), or as "
+                    "another DTensor."
+                )
     return {"class": kind_of(run.optimizer), "groups": groups, "state": state}
+
+
+def _is_part(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether this is a plain tensor beside a parameter that is cut up, as large as what this process holds of it."""
+    if not (is_sharded(parameter) and isinstance(value, torch.Tensor)) or is_sharded(value) or value.numel() <= 1:
+        return False
+    return value.shape == own_part(parameter).shape != parameter.shape
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -175,22 +194,28 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
     # callbacks of other ranks may hold something else, or nothing
     shared = {name: tensor for name, tensor in sections["extra"].items() if processes.rank == 0 or is_sharded(tensor)}
     sections["extra"] = shared | tensors
-    progress, names = run.progress, parameter_names(run.task)
+    progress = run.progress
     counts = {"step": progress.step, "epoch": progress.epoch, "micro_batches": progress.micro_batches}
     return Collected(
         sections,
         aliases,
         state,
         info={**counts, "metrics": dict(run.metrics), **info},
-        trained=[names[id(parameter)] for parameter in run.parameters],
+        trained=_trained(run),
     )
 
 
-def moving_tensors(run: Run) -> dict[str, Tensors]:
-    """The tensors of the model and the optimizer, which are nearly all of a checkpoint."""
+def moving_tensors(run: Run) -> tuple[dict[str, Tensors], list[str]]:
+    """The tensors of the model and the optimizer, which are nearly all of a checkpoint; and what of them is trained."""
     optimizer = Tensors()
     _capture_optimizer(run, optimizer)
-    return {"model": model_tensors(run.task)[0], "optimizer": optimizer}
+    return {"model": model_tensors(run.task)[0], "optimizer": optimizer}, _trained(run)
+
+
+def _trained(run: Run) -> list[str]:
+    """Names of the parameters that the optimizer moves, alike on all processes."""
+    names = parameter_names(run.task)
+    return [names[id(parameter)] for parameter in run.parameters]
 
 
 def refuse_non_finite(collected: Collected, parts: Mapping[str, torch.Tensor], processes: Processes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -14,9 +15,10 @@ import torch
 import lumen
 from lumen.checkpoint.codec import JSON, encode
 from lumen.checkpoint.disk import explained, fsync_directory, make_directory, new_file, readable, remove_tree
-from lumen.checkpoint.folder import commit, set_aside, temporary_name
+from lumen.checkpoint.folder import commit, refuse_foreign, set_aside, temporary_name
 from lumen.checkpoint.manifest import FORMAT_VERSION, MANIFEST, STATE, digest
 from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.remote import RemotePath
 from lumen.checkpoint.safetensors_files import write_safetensors
 from lumen.checkpoint.sharded import own_part
 from lumen.checkpoint.share import Box, Sections, Share, Spec, share_of
@@ -76,9 +78,9 @@ def write_share(
 ) -> None:
     """Write this process's share, and commit when all have; else as `write_checkpoint`. Collective."""
     save = _Save(directory, share.specs, state, aliases, info)
-    temporary = processes.on_rank_zero(save.begin)
+    temporary, mark = processes.on_rank_zero(save.begin)
     processes.conclude(
-        partial(_write_files, temporary, share, max_file_bytes, processes), partial(save.commit, temporary)
+        partial(_write_files, temporary, mark, share, max_file_bytes, processes), partial(save.commit, temporary)
     )
 
 
@@ -102,8 +104,13 @@ class _Save:
         self._state_bytes = b""
         self._manifest: dict[str, JSON] = {}
 
-    def begin(self) -> Path:
-        """Find out before any work what cannot be saved or committed. Returns where all are to write."""
+    def begin(self) -> tuple[Path, str]:
+        """Find out before any work what cannot be saved or committed.
+
+        Returns:
+            Where all are to write; and where that is no name of its own, what sets this save's files apart: a process
+            of a job that was killed may still be uploading.
+        """
         self._manifest = {
             "format": FORMAT_VERSION,
             "lumen": lumen.__version__,
@@ -111,13 +118,14 @@ class _Save:
             "aliases": _checked_aliases(self._aliases, self._specs),
         }
         self._state_bytes = _json_bytes("state", self._state)
-        holds_damaged = _holds_damaged(self._directory)
+        if holds_damaged := _holds_damaged(self._directory):
+            refuse_foreign(self._directory)
         temporary = temporary_name(self._directory)
         with explained("write", self._directory):
             if holds_damaged and temporary == self._directory:
                 set_aside(self._directory)
             make_directory(temporary)
-        return temporary
+        return temporary, f"-{secrets.token_hex(4)}" if temporary == self._directory else ""
 
     def commit(self, temporary: Path, written: Callable[[], list[Written]]) -> None:
         """Commit what all processes have written, or remove it; then nobody writes there any more."""
@@ -198,11 +206,11 @@ def _holds_damaged(directory: Path) -> bool:
     )
 
 
-def _write_files(root: Path, share: Share, max_file_bytes: int, processes: Processes) -> Written:
+def _write_files(root: Path, mark: str, share: Share, max_file_bytes: int, processes: Processes) -> Written:
     """Write this process's files. Returns their sizes and checksums, and where its parts of tensors lie in them."""
     files: dict[str, JSON] = {}
     described: dict[str, dict[str, JSON]] = {section: {} for section in share.boxes}
-    if processes.rank > 0 and temporary_name(root) != root and not root.is_dir():
+    if processes.rank > 0 and not isinstance(root, RemotePath) and not root.is_dir():
         raise CheckpointError(
             f"rank {processes.rank} does not find {root}, which rank 0 has made: it was removed, or these processes do "
             "not share that disk. Choose a directory that all of them see."
@@ -211,7 +219,7 @@ def _write_files(root: Path, share: Share, max_file_bytes: int, processes: Proce
         for section, boxes in share.boxes.items():
             for index, names in enumerate(_bounded(boxes, max_file_bytes)):
                 make_directory(root / section, inside=True)
-                file = f"{section}/{processes.rank:05d}-{index:05d}.safetensors"
+                file = f"{section}/{processes.rank:05d}-{index:05d}{mark}.safetensors"
                 tensors = {name: own_part(share.sections[section][name]) for name in names}
                 files[file] = write_safetensors(root / file, tensors)
                 for name in names:

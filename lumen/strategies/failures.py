@@ -34,9 +34,14 @@ def raise_first(failures: Sequence[Failure | None], caught: Exception | None) ->
     """
     for rank, failed in enumerate(failures):
         if failed is not None:
-            if caught is not None and (failed == failure_of(caught) or not hasattr(errors, failed[0])):
+            mine = failure_of(caught)
+            if caught is not None and (failed == mine or not (_is_ours(failed) or _is_ours(mine))):
                 raise caught
             raise told(rank, failed) from caught
+
+
+def _is_ours(failure: Failure | None) -> bool:
+    return failure is not None and hasattr(errors, failure[0])
 
 
 def told(rank: int, failed: Failure) -> Exception:

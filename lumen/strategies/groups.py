@@ -27,7 +27,8 @@ class Groups:
     def __init__(self, processes: Processes, device: torch.device) -> None:
         self.is_ours = not dist.is_initialized()
         self._failed = False
-        self._timeout = timeout = timedelta(seconds=processes.startup_timeout_s)
+        timeout = timedelta(seconds=processes.startup_timeout_s)
+        self._timeout_beside = timedelta(seconds=max(processes.startup_timeout_s, processes.timeout_s))
         if self.is_ours:
             import_module("torch._dynamo")  # later it would keep the default group for ever, and so gloo's threads
             where: dict[str, Any] = {"store": dist.HashStore()}  # type: ignore[attr-defined]
@@ -50,15 +51,14 @@ class Groups:
 
     def set_timeout(self, timeout_s: float) -> None:
         """How long the next collectives wait; a default group of the user's own keeps its time."""
-        self._timeout = timedelta(seconds=timeout_s)
-        for group in (self.control, self.beside, self.default if self.is_ours else None):
+        for group in (self.control, self.default if self.is_ours else None):
             if group is not None:
-                c10d._set_pg_timeout(self._timeout, group)
+                c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
     def open_beside(self) -> None:
-        """Open the group for a thread, unless that is done. Collective."""
+        """Open the group for a thread, unless that is done; it has time, for training goes on. Collective."""
         if self.beside is None:
-            self.beside = dist.new_group(backend="gloo", timeout=self._timeout)
+            self.beside = dist.new_group(backend="gloo", timeout=self._timeout_beside)
 
     def failed(self) -> None:
         """The others are somewhere else: leave without waiting for them."""
