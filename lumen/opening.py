@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from lumen.checkpoint.folder import find_checkpoints
 from lumen.checkpoint.state import keyed
 from lumen.console import logger as _log
 from lumen.datamodule import DataModule
-from lumen.errors import ConfigError
+from lumen.errors import ConfigError, LumenError
 from lumen.garbage import collected_every
 from lumen.launch import relaunch
 from lumen.loop import StopRequested
@@ -184,7 +184,9 @@ def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
     interruption = session.interruption(run.pulse.stop_signal)
     for hook in run.hooks.on_exception:
         hook(interruption)
-    saved = directory is not None and find_checkpoints(checkpoints_of(trainer, directory))
+    saved = False
+    with suppress(LumenError):  # a store that does not answer shall not hide why the run ends
+        saved = directory is not None and bool(find_checkpoints(checkpoints_of(trainer, directory)))
     if saved and directory is not None:
         _log.info("stopped at step %d. Go on with:\n  %s", run.progress.step, session.resume_command(directory))
     else:

@@ -384,7 +384,8 @@ def test_checkpoints_in_an_object_store_are_exported(refused):
         export(source, "--output", "x.safetensors")
         assert torch.equal(load_file("x.safetensors")["a"], torch.full((4, 4), 2.0))
         Path("x.safetensors").unlink()
-    fsspec.filesystem("memory").rm_file(f"/exported/run/step-2/{FILES[2]}")
+    memory = fsspec.filesystem("memory")
+    memory.rm_file(memory.glob("/exported/run/step-2/model/00000-00000-*")[0])
     said = refused("memory://exported/run/step-2", "--output", "x.safetensors", code=1)
     assert "memory://exported/run/step-1 is whole." in said
 

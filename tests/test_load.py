@@ -12,7 +12,7 @@ from torch import nn
 import lumen
 from lumen.checkpoint import Checkpoint
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
-from tests.tasks import FEATURES, Regression, loader, quiet_trainer
+from tests.tasks import FEATURES, Regression, Saving, bare_trainer, loader, quiet_trainer
 
 
 class Rich(lumen.TaskModule):
@@ -283,3 +283,14 @@ def test_a_hyperparameter_that_is_no_plain_data_is_named_before_training(tmp_pat
 
     with pytest.raises(CheckpointError, match=r"hyperparameters\.encoder"):
         trained(tmp_path, Holding(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("name", ["auto", "last", "best"])
+def test_a_path_is_a_path_also_with_the_name_of_a_setting(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"no valid checkpoint found in {name}"):
+        Regression.load_from_checkpoint(name)
+    bare_trainer(tmp_path, max_steps=1, callbacks=Saving(1, tmp_path / name / "step-00000001")).fit(
+        Regression(), loader()
+    )
+    Regression.load_from_checkpoint(name)

@@ -2,7 +2,7 @@
 
     runs/gpt/checkpoints/
         step-00000200/
-            model/00000-00000.safetensors    one folder for each section with tensors; files of bounded size
+            model/00000-00000.safetensors    a folder for each section; numbers of the writing process and of the file
             optimizer/
             extra/                           tensors of metrics, callbacks and averages
             state.json                       everything that is no tensor
@@ -11,8 +11,11 @@
 
 The commit is one rename. All files are written and synced in a directory beside the final one, the manifest last, and
 checked as a reader would check them; then that directory gets its name. So a checkpoint is there completely or not at
-all, whenever the process or the machine dies. For readers a directory without a valid manifest does not exist.
-Nothing is ever overwritten or unpickled.
+all, whenever the process or the machine dies. For readers a directory without a valid manifest does not exist. In an
+object store (`remote`), which cannot rename, the files lie in their place at once, under names that never come again,
+and the manifest, uploaded last, is the commit. Nothing is ever overwritten or unpickled.
+
+Each process writes its share: the part that it holds of what is cut up, and some of what all hold alike.
 
 The modules, each using only those before it: `codec`, `remote`, `disk`, `manifest`, `safetensors_files`, `sharded`,
 `reader`, `placed`, `folder`, `sources`, `weights`, `share`, `writer`, `changes`, `ranks`, `state`, `snapshot`, `saves`,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
@@ -57,7 +58,8 @@ class Checkpoint:
             path: Its directory, the same on every process.
             verify: "checksums" reads every byte, on one of the processes; "sizes" checks that every file is there with
                 its size, and its header.
-            sections: Only these are verified and can be read, and nothing but tensors; default: everything.
+            sections: Only these are verified and can be read, the state only where `STATE` is among them; default:
+                everything.
             processes: Those that open it together; default: this one alone.
 
         Raises:
@@ -193,6 +195,9 @@ def _open(path: Path, verify: str, sections: Sequence[str] | None, processes: Pr
     for name, (size, sha256) in files.items():
         check_file(path, name, size, sha256 if name in hashed else None)
     contents = {file: held for file, held in manifest.contents.items() if file in files}
+    if sections is not None:
+        known = {section: specs for section, specs in manifest.sections.items() if section in sections}
+        manifest = replace(manifest, sections=known)
     begins = {file: check_header(path / file, held) for file, held in contents.items()}
     return Checkpoint(path, manifest, read_json(path / STATE) if STATE in files else {}, begins)
 
