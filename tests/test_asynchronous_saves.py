@@ -595,6 +595,29 @@ def train_until_a_disk_is_full(tmp_path, strategy):
     return str(caught.value)
 
 
+def test_a_slow_disk_of_one_rank_is_waited_for_longer_than_a_rank_in_training(group, tmp_path):
+    group(2).run(train_beside_a_slow_disk, tmp_path)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def train_beside_a_slow_disk(tmp_path):
+    """It needs twice the time after which a process that does not come to a collective counts as stuck."""
+    fsync, slept = os.fsync, []
+
+    def slow(descriptor):
+        if threading.current_thread() is not threading.main_thread() and not slept:
+            slept.append(time.sleep(2.0))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(os, "fsync", slow)
+        for part in ("before", "."):  # the group of the threads stays open from one run to the next
+            slept.clear()
+            fit(tmp_path / part, saving(), max_steps=6, strategy=lumen.DDP(timeout_s=1.0), logger=False)
+    assert bool(slept) == (os.environ["RANK"] == "1")
+
+
 def test_a_part_that_is_not_finite_is_an_error_on_all_ranks(group, tmp_path):
     messages = group(2).run(train_until_a_part_breaks, tmp_path)
     assert messages[0] == messages[1]
