@@ -19,7 +19,10 @@ from benchmarks.cases import CASES, SYSTEMS, Case
 from benchmarks.problem import Problem
 
 MARKER = "BENCHMARK "
-_MODULES = {"again": "hand", "hand-fused": "hand", "hand-sliced": "hand", "lightning-async": "lightning"}
+_MODULES = {
+    "again": "hand", "hand-fused": "hand", "hand-sliced": "hand", "lumen-at-once": "lumen",
+    "lightning-async": "lightning",
+}  # fmt: skip
 
 
 def measure(

@@ -105,7 +105,8 @@ def evaluate(problem: Problem) -> None:
 
 
 def checkpoint(problem: Problem) -> None:
-    """Train and save."""
-    saving = ModelCheckpoint(every_n_train_steps=problem.case.save_every, at_end=False)
+    """Train and save, beside the run or at once."""
+    later = False if problem.system == "lumen-at-once" else None
+    saving = ModelCheckpoint(every_n_train_steps=problem.case.save_every, at_end=False, asynchronous=later)
     trainer = make_trainer(problem, max_steps=problem.steps, enable_checkpointing=True, callbacks=[saving])
     trainer.fit(Training(problem), problem.loader())
