@@ -52,8 +52,8 @@ def train(run: Run) -> None:
     for hook in run.hooks.on_train_start:
         hook()
     run.start_weighing()
+    run.agree()
     run.start_clock()
-    run.agree_to_stop()
     run.finished = run.limit_reached is not None
     if run.finished and run.progress.in_epoch:  # killed between the last checkpoint and the end of its open epoch
         end_epoch(run, complete=False)
@@ -135,8 +135,8 @@ def reach_boundary(run: Run) -> bool:
     Raises:
         StopRequested: The run was asked to leave, and callbacks have saved what they save.
     """
-    if run.fresh or not run.progress.in_epoch:
-        run.agree_to_stop()
+    if run.fresh or (run.has_epoch_ends and not run.progress.in_epoch):
+        run.agree()
     run.tick()
     if run.progress.should_stop:
         run.leave()  # before callbacks save what they save at the end
@@ -161,7 +161,8 @@ def end_epoch(run: Run, *, complete: bool) -> None:
     progress = run.progress
     run.seed_hooks(1)
     run.batch_samples = 1
-    values = run.train_metrics.epoch_values(run.task, run.gather)
+    (has_values,) = run.agree(run.train_metrics.has_values)
+    values = run.train_metrics.epoch_values(run.task, run.gather if has_values else None)
     run.publish(values)
     if run.has_epoch_ends:
         for hook in run.hooks.on_train_epoch_end:

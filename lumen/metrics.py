@@ -197,6 +197,11 @@ class StageMetrics:
                 )
         return values
 
+    @property
+    def has_values(self) -> bool:
+        """Whether this process has logged what has a value over the epoch."""
+        return any(entry.options.on_epoch for entry in self._entries.values())
+
     def epoch_names(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> list[str]:
         """The names that `epoch_values` gives, or gave for all ranks, without computing a value."""
         return [

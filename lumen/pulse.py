@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import final
 
 from lumen.strategies import Strategy
@@ -16,7 +17,8 @@ class Pulse:
 
     Clocks differ and signals arrive on one process before another, but what is decided by them must be decided alike:
     so every process takes rank 0's clock and the first rank's signal, at moments that all of them reach. Several
-    processes look about twice a second, one alone at every moment.
+    processes ask about twice a second, and read the answer a step later, when it has long arrived; one alone looks at
+    every moment.
 
     Args:
         strategy: Whose processes agree.
@@ -32,9 +34,10 @@ class Pulse:
     def __init__(self, strategy: Strategy) -> None:
         self._processes = strategy.processes
         self._every = self._left = 1
+        self._answer: Callable[[], list[float]] | None = None  # under way
         self.requested: int | None = None
         self.stop_signal: int | None = None
-        self.announces = self.announced = False
+        self.announces = self.announced = self._is_stale = False
         self.now_s = self._processes.broadcast(time.monotonic())  # how often to look is told by agreed times alone
 
     def beat(self) -> None:
@@ -42,20 +45,44 @@ class Pulse:
         if self._processes.world_size == 1:
             self.stop_signal, self.announced, self.now_s = self.requested, self.announces, time.monotonic()
             return
+        self._read()
         self._left -= 1
         if self._left == 0:
-            self.agree()
+            self._ask()
 
-    def agree(self) -> None:
-        """Look now. Collective: every rank must call this."""
-        before, beats = self.now_s, self._every - self._left
-        answers = self._processes.gather((time.monotonic(), self.requested, self.announces))
-        self.now_s = answers[0][0]
-        self.stop_signal = next((signal for _, signal, _ in answers if signal is not None), None)
-        self.announced = any(announces for _, _, announces in answers)
-        took_s = max(self.now_s - before, 1e-6) / max(beats, 1)
+    def agree(self, *wishes: bool) -> list[bool]:
+        """Look now. Collective: every rank must call this.
+
+        Args:
+            wishes: Of this process.
+
+        Returns:
+            Of each whether some process has it.
+        """
+        self._read()
+        self._ask(*wishes)
+        return self._read()
+
+    def _ask(self, *wishes: bool) -> None:
+        clock_s = time.monotonic() if self._processes.rank == 0 else 0.0
+        self._is_stale = False
+        told = clock_s, self.requested is not None, self.announces, *wishes
+        self._answer = self._processes.begin_sum(list(map(float, told)))
+
+    def _read(self) -> list[bool]:
+        if self._answer is None:
+            return []
+        (clock_s, requests, announces, *wishes), self._answer = self._answer(), None
+        before_s, self.now_s = self.now_s, clock_s
+        if requests and self.stop_signal is None:
+            signals = self._processes.gather(self.requested)
+            self.stop_signal = next(signal for signal in signals if signal is not None)
+        self.announced = announces > 0 and not self._is_stale
+        took_s = max(self.now_s - before_s, 1e-6) / max(self._every - self._left, 1)
         self._every = self._left = max(1, min(2 * self._every, int(_INTERVAL_S / took_s)))
+        return [wish > 0 for wish in wishes]
 
     def dismiss(self) -> None:
-        """All have looked at what was announced."""
+        """All have looked at what was announced; what is under way says it once more. To be called on every rank."""
         self.announces = self.announced = False
+        self._is_stale = True

@@ -335,7 +335,6 @@ class Run:
 
     def start_clock(self) -> None:
         """Training begins now; what came before does not count."""
-        self.pulse.agree()
         self._clock_s = self._validated_at_s = self.pulse.now_s
         self.tick()
 
@@ -348,12 +347,21 @@ class Run:
         if self.plan.max_time_s is not None:
             self.time_is_up = self.progress.elapsed_s >= self.plan.max_time_s
 
-    def agree_to_stop(self) -> None:
-        """End where a callback of any rank wants to. Collective: after a validation or an epoch, and at the start."""
+    def agree(self, *wishes: bool) -> list[bool]:
+        """Look at the clocks, for signals, and whether a callback wants to end the run, now; of any rank.
+
+        Collective: at the start and after a validation or an epoch.
+
+        Args:
+            wishes: Of this process.
+
+        Returns:
+            Of each whether some process has it.
+        """
+        wants_to_stop, *others = self.pulse.agree(self.progress.should_stop, *wishes)
         if self.strategy.world_size > 1:
-            (ranks,) = self.strategy.processes.sum([float(self.progress.should_stop)])
-            self.progress.should_stop = ranks > 0
-            self._stop_agreed = self.progress.should_stop
+            self.progress.should_stop = self._stop_agreed = wants_to_stop
+        return others
 
     def leave(self) -> None:
         """A stop was asked for: where it ends the run here, find out whether it does on every rank.

@@ -11,6 +11,7 @@ from tests.tasks import Regression, bare_trainer, loader
 
 PARAMETERS = sum(parameter.numel() for parameter in Regression().parameters())
 SMALL = 16
+PULSE = 3  # numbers: a clock, how many ranks are asked to stop, how many announce something
 
 
 class Saying(Regression):
@@ -61,7 +62,8 @@ def added(folder, make, *args, **options):
     """Sums that 10 more steps need, and how many numbers are summed: {5: 10}."""
     few, many = (collectives(folder, make(*args), steps, **options) for steps in (2, 12))
     assert many.pop("broadcast") <= few.pop("broadcast")
-    assert many.pop("all_gather") <= few.pop("all_gather") + 2 * 3  # the pulse's
+    assert many.pop("all_gather") <= few.pop("all_gather")
+    assert many.pop(PULSE) <= few.pop(PULSE, 0) + 3
     return dict(many - few)
 
 
@@ -116,14 +118,21 @@ class Ending(Saying):
         pass
 
 
-@pytest.mark.parametrize(("make", "gathers"), [(Saying, 1), (Ending, 2)])
-def test_an_epoch_costs_a_gather_of_what_was_logged_another_where_it_has_hooks_and_a_number(
-    group, tmp_path, make, gathers
+class Averaging(Regression):
+    def training_step(self, batch):
+        self.log("mean_loss", loss := super().training_step(batch), on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize(("make", "gathers", "sums"), [(Saying, 0, 1), (Averaging, 1, 2), (Ending, 1, 2)])
+def test_an_epoch_costs_a_small_sum_and_where_it_gives_values_or_has_hooks_a_gather_and_another(
+    group, tmp_path, make, gathers, sums
 ):
     for few, many in group(2).run(make_epochs, tmp_path, make):
         more = many - few
-        assert 0 <= more["all_gather"] - 20 * 2 * gathers <= 2 * 3  # each tells first how long it is; and the pulse's
-        assert more[1] == 20
+        assert more["all_gather"] == 20 * 2 * gathers  # each tells first how long it is
+        assert more[PULSE + 2] == 20
+        assert more[PULSE + 1] == 20 * (sums - 1)
 
 
 def make_epochs(folder, make):
@@ -138,4 +147,4 @@ def test_clocks_and_signals_are_compared_about_twice_a_second(group, tmp_path):
 def look_at_clocks(folder):
     task = Slow()
     few, many = collectives(folder, Slow(), 1), collectives(folder, task, 80, log_every_n_steps=1000)
-    return task.took_s, (many["all_gather"] - few["all_gather"]) / 2  # each tells first how long it is
+    return task.took_s, many[PULSE] - few[PULSE]
