@@ -20,6 +20,7 @@ from torchmetrics import MeanMetric
 import lumen
 from lumen.checkpoint import Checkpoint, sources
 from lumen.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
+from lumen.pulse import Pulse
 from lumen.rundir import RunDirectory
 from tests.tasks import FEATURES, Regression, Saving, bare_trainer, loader, quiet_trainer
 
@@ -321,6 +322,29 @@ def stop_rank_one(tmp_path):
         trainer.fit(Regression(), loader(400, 4))
     assert caught.value.code == 128 + signal.SIGTERM
     return trainer.global_step
+
+
+class Announcing(lumen.Callback):
+    """Rank 1 announces something. All hear of it, and look at it when it has been said once more."""
+
+    def on_train_start(self, trainer, task):
+        pulse, self.heard = Pulse(trainer.strategy), []
+        pulse.announces = trainer.global_rank == 1
+        for beat in range(1, 7):
+            pulse.beat()
+            self.heard.append(pulse.announced)
+            if beat == 3:  # it asks at every second one
+                pulse.dismiss()
+
+
+def test_what_one_rank_announces_is_heard_by_all_until_they_have_looked(group, tmp_path):
+    assert group(2).run(announce, tmp_path) == [[False, True, True, False, False, False]] * 2
+
+
+def announce(tmp_path):
+    trainer = quiet_trainer(tmp_path, strategy="ddp", max_steps=1, callbacks=(announcing := Announcing()))
+    trainer.fit(Regression(), loader(400, 4))
+    return announcing.heard
 
 
 # ---------------------------------------------------------------------- checkpoints
