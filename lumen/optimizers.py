@@ -99,8 +99,9 @@ def build_optimizers(
     optimizers, schedulers = _unpack(returned)
     if len(optimizers) != 1:
         raise ConfigError(
-            f"configure_optimizers returned {len(optimizers)} optimizers; this version trains with exactly one. "
-            "Put several learning rates into parameter groups of one optimizer."
+            f"configure_optimizers returned {len(optimizers)} optimizers; a training has exactly one. If several shall "
+            "step together, return lumen.optim.MultiOptimizer([...]) of them; several learning rates are parameter "
+            "groups of one optimizer."
         )
     optimizer = optimizers[0]
     if not isinstance(optimizer, Optimizer):
@@ -117,7 +118,7 @@ def build_optimizers(
     configs = _paired([config for given in schedulers for config in _configs(given)])
     for config in configs:
         moved = getattr(config.scheduler, "optimizer", optimizer)
-        if moved is not optimizer and moved.param_groups is not optimizer.param_groups:
+        if not {*map(id, moved.param_groups)} <= {*map(id, optimizer.param_groups)}:
             raise ConfigError(
                 f"lr_scheduler: the {type(config.scheduler).__name__} moves the learning rates of another optimizer "
                 f"than the {type(optimizer).__name__} that trains. Build it with that one."

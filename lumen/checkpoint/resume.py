@@ -169,12 +169,13 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
     optimizer.state.clear()
     if run.progress.step:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch misses its step before the schedulers'
-    moves_with_it = any(group.get(key) is True for group in optimizer.param_groups for key in ("fused", "capturable"))
+    moving = [group for group in optimizer.param_groups if True in (group.get("fused"), group.get("capturable"))]
+    moves_with_it = {parameter for group in moving for parameter in group["params"]}
     for name, entries in saved["state"].items():
         parameter = parameters[name]
         tensors = state_of(parameter, checkpoint)
         optimizer.state[parameter] = {key: decode(value, tensors) for key, value in entries.items()}
-        if "step" in entries and not moves_with_it:  # it counts on the host
+        if "step" in entries and parameter not in moves_with_it:  # it counts on the host
             optimizer.state[parameter]["step"] = decode(entries["step"], checkpoint.tensors("optimizer"))
 
 

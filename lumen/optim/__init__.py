@@ -1,12 +1,14 @@
-"""Parameter groups, learning-rate schedules and Lookahead, for every torch optimizer."""
+"""Parameter groups, learning-rate schedules, Lookahead and several optimizers as one, for every torch optimizer."""
 
 from lumen.optim.fused import adamw
 from lumen.optim.groups import check_groups, decay_groups, layer_decay_groups
 from lumen.optim.lookahead import Lookahead, needs_closure
+from lumen.optim.multi import MultiOptimizer
 from lumen.optim.schedules import Schedule, Warmup, constant, cosine, inverse_sqrt, linear, wsd
 
 __all__ = [
     "Lookahead",
+    "MultiOptimizer",
     "Schedule",
     "Warmup",
     "adamw",

@@ -1,0 +1,159 @@
+"""Several optimizers as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import chain, combinations, islice
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+
+from lumen.errors import ConfigError
+from lumen.optim.lookahead import needs_closure
+
+
+@final
+class MultiOptimizer(Optimizer):
+    """Several optimizers that step together, such as Muon for matrices and AdamW for the rest.
+
+    Groups are those of the optimizers inside, in order and as the same objects, and `state` shows and takes what they
+    hold, so that schedulers, gradient clipping, gradient scalers and checkpoints need know nothing of it. A schedule
+    for some of the groups alone is one for the optimizer that they are of. Options that all optimizers have, whatever
+    their values, are its `defaults`: `OneCycleLR` cycles momentum only where each of them has it by the same name.
+
+    Args:
+        optimizers: Each over parameters of its own.
+
+    Raises:
+        ConfigError: There is none, one is no optimizer or needs a closure, or two hold the same parameter.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        _check(self.optimizers)
+        common = set.intersection(*(set(each.defaults) for each in self.optimizers))
+        defaults = {key: value for key, value in self.optimizers[0].defaults.items() if key in common}
+        super().__init__(_groups(self.optimizers), defaults)
+        self.state = _States(self.optimizers)  # type: ignore[assignment]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused.
+
+        Raises:
+            ConfigError: Nobody could say which optimizer is to have the group.
+        """
+        if not any(param_group is each for each in _groups(self.optimizers)):
+            raise ConfigError(
+                "MultiOptimizer: which optimizer is to have the new parameter group? Add it to that one, before "
+                "MultiOptimizer is built of them."
+            )
+        self.param_groups.append(param_group)  # as torch does for each when it is built
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of each optimizer.
+
+        Args:
+            closure: Computes loss and gradients anew, once for all, and returns the loss.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ConfigError: The groups are not those that it was built of.
+        """
+        if [*map(id, self.param_groups)] != [*map(id, _groups(self.optimizers))]:
+            raise ConfigError(
+                "MultiOptimizer: parameter groups were added or replaced since it was built. Add them to the "
+                "optimizers before it is built of them, and load states with its own load_state_dict."
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            ConfigError: It is of other numbers of groups or of parameters in them; nothing was loaded.
+        """
+        saved, own = (
+            [len(group["params"]) for group in each] for each in (state_dict["param_groups"], self.param_groups)
+        )
+        if saved != own:
+            raise ConfigError(
+                f"MultiOptimizer: the state is of {saved} parameters per group, the optimizers have {own}. "
+                "Build them as they were when it was saved."
+            )
+        groups = iter(state_dict["param_groups"])
+        for optimizer in self.optimizers:
+            mine = list(islice(groups, len(optimizer.param_groups)))
+            numbers = set(chain(*(group["params"] for group in mine)))
+            state = {number: each for number, each in state_dict["state"].items() if number in numbers}
+            optimizer.load_state_dict({"state": state, "param_groups": mine})
+        self.param_groups[:] = _groups(self.optimizers)
+
+
+@final
+class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """What several optimizers hold of their parameters, as if it were one optimizer's `state`."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._owners = {
+            parameter: optimizer
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """An entry; a new one where there is none, as with each optimizer."""
+        return self._owners[parameter].state[parameter]  # type: ignore[no-any-return]
+
+    def __setitem__(self, parameter: torch.Tensor, entries: dict[str, Any]) -> None:
+        self._owners[parameter].state[parameter] = entries
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        del self._owners[parameter].state[parameter]
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter in optimizer.state for optimizer in self._optimizers)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return chain(*(optimizer.state for optimizer in self._optimizers))
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+    def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        """An entry, or what is given for one that is absent."""
+        return super().get(parameter, default) if parameter in self else default
+
+
+def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def _check(optimizers: Sequence[Optimizer]) -> None:
+    if not optimizers:
+        raise ConfigError("MultiOptimizer: there is no optimizer. Give it at least one.")
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise ConfigError(f"MultiOptimizer: expected optimizers, found {type(each).__name__}.")
+        if needs_closure(each):
+            raise ConfigError(
+                f"MultiOptimizer: {type(each).__name__} makes several evaluations of a closure in one step; "
+                "use optimizers that make one step per gradient."
+            )
+    held = [{parameter for group in each.param_groups for parameter in group["params"]} for each in optimizers]
+    for (first, ours), (second, theirs) in combinations(zip(optimizers, held, strict=True), 2):
+        if both := len(ours & theirs):
+            raise ConfigError(
+                f"MultiOptimizer: {type(first).__name__} and {type(second).__name__} hold the same parameters, {both} "
+                "of them, which would move twice in each step. Give each parameter to one of them."
+            )
