@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lumen import session
-from lumen.callbacks import ModelCheckpoint
+from lumen.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lumen.checkpoint import Checkpoint, Saves, check_writable
 from lumen.checkpoint.folder import find_checkpoints
 from lumen.checkpoint.state import keyed
@@ -131,9 +131,11 @@ def checkpoints_of(trainer: Trainer, run_directory: Path) -> Path:
 
 def _check_places(trainer: Trainer) -> None:
     """Every process writes its share of a checkpoint itself."""
-    for saver in trainer.callbacks:
-        if isinstance(saver, ModelCheckpoint) and saver.given_dirpath is not None:
-            check_writable(saver.given_dirpath)
+    given = [each.given_dirpath for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
+    given += [each.dirpath for each in trainer.callbacks if isinstance(each, OnExceptionCheckpoint)]
+    for place in given:
+        if place is not None:
+            check_writable(place)
 
 
 def _claim(trainer: Trainer, closing: ExitStack) -> Path | None:

@@ -28,7 +28,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def stop_signals(run: Run) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM lets the step finish and the run save; a second one takes effect at once."""
+    """The first Ctrl-C or SIGTERM lets the step finish and the run save; a second one waits for no more than a save."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -41,6 +41,8 @@ def stop_signals(run: Run) -> Iterator[None]:
         if run.pulse.requested is not None:
             for known, handler in before.items():
                 signal.signal(known, handler)
+            if run.saves.is_writing:
+                logger.warning("%s: leaving when the checkpoint under way is written", signal.Signals(number).name)
             raise interruption(number)
         run.pulse.requested = number
         logger.info("%s: finishing this step; once more leaves at once", signal.Signals(number).name)

@@ -26,7 +26,7 @@ import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.checkpoint.folder import read_info
 from lumen.checkpoint.snapshot import Snapshot
-from lumen.errors import CheckpointError, NonFiniteLoss
+from lumen.errors import CheckpointError, NonFiniteLoss, ProcessLost
 from tests.checkpoints import DTYPES, SHAPES, same, tensor_of
 from tests.tasks import FEATURES, Regression, loader, quiet_trainer
 from tests.test_callbacks import fit as fit_scripted
@@ -476,7 +476,7 @@ class Slow(Moving):
         time.sleep(0.05)
         return super().training_step(batch)
 
-fit(Path(sys.argv[1]), saving(every_n_train_steps=2), Slow(), max_epochs=1000, log_level="ERROR")
+fit(Path(sys.argv[1]), saving(every_n_train_steps=2), Slow(), max_epochs=1000, log_level="WARNING")
 """
 
 
@@ -492,6 +492,7 @@ def test_python_waits_for_the_save_even_if_it_is_interrupted_again_and_again(tmp
         errors = child.communicate(timeout=60)[1]
     assert child.returncode in (130, -signal.SIGINT), errors
     assert names(tmp_path) == ["step-00000002"], errors
+    assert errors.count("SIGINT: leaving when the checkpoint under way is written") == 1, errors
     Checkpoint.open(folder(tmp_path) / "step-00000002")
 
 
@@ -644,7 +645,7 @@ import torch
 from tests.test_asynchronous_saves import Moving, fit, saving
 
 torch.set_num_threads(1)
-directory, strategy, held = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+directory, strategy, held, step_s = Path(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
 fsync = os.fsync
 def slow(descriptor):
     if threading.current_thread() is not threading.main_thread() and os.environ["RANK"] == held:
@@ -655,7 +656,7 @@ os.fsync = slow
 
 class Slow(Moving):
     def training_step(self, batch):
-        time.sleep(0.02)
+        time.sleep(step_s)
         return super().training_step(batch)
 
 options = {"max_epochs": 100_000} if held != "none" else {"max_steps": 9}
@@ -683,13 +684,24 @@ def test_ranks_whose_threads_wait_for_one_that_is_killed_end_at_once(tmp_path, s
     assert names(tmp_path) == ["step-00000004", "step-00000008"]
 
 
-def start_ranks(tmp_path, strategy, held):
+def test_a_save_that_lost_a_process_while_the_run_did_says_so_in_a_sentence(tmp_path):
+    job = start_ranks(tmp_path, "ddp", "1", step_s="0.4")
+    assert job[1].stdout.readline().strip() == "saving"
+    time.sleep(0.5)  # rank 0 trains, and does not wait for its thread
+    job[1].kill()
+    errors = job[0].communicate(timeout=60)[1]
+    job[1].communicate()
+    (said,) = [line for line in errors.splitlines() if "the save under way failed" in line]
+    assert said.endswith(": rank 0 lost another process of the run: see why that one ended."), errors
+
+
+def start_ranks(tmp_path, strategy, held, step_s="0.02"):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     return [
         subprocess.Popen(
-            [sys.executable, "-c", KILLED, tmp_path, strategy, held], cwd=ROOT, stdout=subprocess.PIPE,
+            [sys.executable, "-c", KILLED, tmp_path, strategy, held, step_s], cwd=ROOT, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True,
             env=os.environ | {
                 "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
@@ -815,14 +827,74 @@ def test_what_a_failed_save_leaves_is_the_checkpoint_before_it(tmp_path, monkeyp
     assert "step-00000004" in [path.name for path in find_checkpoints(tmp_path / "b")]
 
 
-def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path, monkeypatch):
-    def take(self, sections):
-        raise RuntimeError("can't allocate memory")
+CRAMPED = """
+import re, resource, sys
+from pathlib import Path
+import torch
+from tests.test_asynchronous_saves import At, Moving, fit, saving
 
-    monkeypatch.setattr(Snapshot, "take", take)
-    monkeypatch.setattr("lumen.checkpoint.saves._WORTHWHILE_BYTES", 0)
-    fit(tmp_path, saving(asynchronous=None), max_steps=5, log_level="WARNING")
-    assert names(tmp_path) == ["step-00000004"]
-    assert "no memory for a copy" in (tmp_path / "runs/run/run.log").read_text()
-    with pytest.raises(CheckpointError, match="asynchronous=False"):
-        fit(tmp_path / "asked", saving(), max_steps=5)
+class Growing(Moving):
+    grown = None
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["grown"] = self.grown
+
+def cramp(trainer):
+    task.grown = torch.ones(24 << 20)
+    taken = int(re.search(r"VmSize:\\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) << 10
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), -1))
+
+task = Growing()
+saver = saving(asynchronous=True if sys.argv[2] == "True" else None)
+fit(Path(sys.argv[1]), [At(step4=cramp), saver], task, max_steps=5, log_level="WARNING")
+"""
+
+
+@pytest.mark.parametrize("asynchronous", [None, True])
+def test_without_memory_for_a_copy_training_waits_for_the_save_unless_it_was_told_not_to(tmp_path, asynchronous):
+    done = subprocess.run(
+        [sys.executable, "-c", CRAMPED, tmp_path, str(asynchronous)], cwd=ROOT, capture_output=True, text=True
+    )
+    if asynchronous:
+        assert done.returncode == 1
+        assert "CheckpointError: step-00000004: there is no memory for the copy" in done.stderr
+        assert "can't allocate memory" in done.stderr
+        assert "Set asynchronous=False in ModelCheckpoint." in done.stderr
+        assert names(tmp_path) == []
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "step-00000004: there is no memory for a copy, so training waits" in done.stderr
+        checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
+        assert (checkpoint.tensor("extra", "task.grown") == 1).all()
+
+
+def free_the_parameters(trainer):
+    for parameter in trainer.run.task.parameters():
+        parameter.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("asynchronous", [None, True])
+def test_what_else_fails_while_copying_is_not_taken_for_want_of_memory(tmp_path, asynchronous):
+    callbacks = [At(step4=free_the_parameters), saving(asynchronous=asynchronous)]
+    with pytest.raises(RuntimeError, match="out of bounds for storage of size 0") as caught:
+        fit(tmp_path, callbacks, Large())
+    assert "_copied" in [entry.name for entry in caught.traceback]
+    assert names(tmp_path) == []
+    assert "memory" not in (tmp_path / "runs/run/run.log").read_text()
+
+
+def test_what_fails_while_one_rank_copies_is_known_to_all(group, tmp_path):
+    first, second = group(2).run(copy_freed_memory, tmp_path)
+    assert second.startswith("RuntimeError: setStorage")
+    assert first == f"ProcessLost: rank 1 failed: {second}"
+    assert names(tmp_path) == []
+
+
+def copy_freed_memory(tmp_path):
+    def harm(trainer):
+        if trainer.global_rank == 1:
+            free_the_parameters(trainer)
+
+    with pytest.raises((RuntimeError, ProcessLost)) as caught:
+        fit(tmp_path, [At(step4=harm), saving()], strategy="ddp", logger=False)
+    return f"{caught.type.__name__}: {caught.value}"

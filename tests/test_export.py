@@ -1,6 +1,7 @@
 """`lumen export`: what it writes, anyone can load; what it refuses, it refuses before anything is written."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -221,6 +222,63 @@ def test_every_dtype_that_safetensors_has_arrives(refused):
     assert (found["empty"].shape, found["scalar"].item()) == ((0, 2), 3.0)
     save(Path("step-2"), model={"a.wide": torch.ones(2, dtype=torch.complex128), "b": torch.ones(1)})
     assert "a.wide is torch.complex128, which safetensors" in refused("step-2", "--output", "x.safetensors", code=1)
+
+
+# bits of the mantissa, and what is subtracted from the exponent
+FLOAT8 = {
+    torch.float8_e4m3fn: (3, 7), torch.float8_e4m3fnuz: (3, 8),
+    torch.float8_e5m2: (2, 15), torch.float8_e5m2fnuz: (2, 16),
+}  # fmt: skip
+
+
+def value_of(byte, kind):
+    """What a byte means, by the definition of the format."""
+    if kind == torch.float8_e8m0fnu:
+        return math.nan if byte == 255 else 2.0 ** (byte - 127)
+    mantissa_bits, bias = FLOAT8[kind]
+    sign, rest = (-1.0 if byte & 128 else 1.0), byte & 127
+    exponent, mantissa = divmod(rest, 2**mantissa_bits)
+    if "fnuz" in str(kind) and byte == 128:
+        return math.nan
+    if kind == torch.float8_e4m3fn and rest == 127:
+        return math.nan
+    if kind == torch.float8_e5m2 and exponent == 31:
+        return math.nan if mantissa else sign * math.inf
+    fraction = mantissa / 2**mantissa_bits
+    return sign * (2.0 ** (1 - bias) * fraction if exponent == 0 else 2.0 ** (exponent - bias) * (1 + fraction))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [*FLOAT8, torch.float8_e8m0fnu])
+def test_every_number_of_eight_bits_is_cast_rightly(kind, dtype, capsys):
+    save(Path("step-1"), model={"w": torch.arange(256).to(torch.uint8).view(kind)})
+    export("step-1", "--output", "cast.safetensors", "--dtype", str(dtype).removeprefix("torch."))
+    exact = torch.tensor([value_of(byte, kind) for byte in range(256)], dtype=torch.float64)
+    found = load_file("cast.safetensors")["w"]
+    torch.testing.assert_close(found, exact.to(dtype), rtol=0, atol=0, equal_nan=True)
+    lost = int((exact.isfinite() & ~exact.to(dtype).isfinite()).sum())
+    assert bool(lost) == (kind == torch.float8_e8m0fnu and dtype == torch.float16)
+    said = capsys.readouterr().err
+    assert said == (f"warning: w: {lost} numbers are too large for {dtype} and became infinite\n" if lost else "")
+
+
+def test_what_no_cast_concerns_is_as_saved():
+    kinds = [torch.complex64, torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.uint64]
+    values = {str(kind): tensor_of(kind, (2, 3)) for kind in kinds}
+    save(Path("step-1"), model={**values, "w": torch.tensor([math.pi, math.nan])})
+    export("step-1", "--output", "cast.safetensors", "--dtype", "bfloat16")
+    found = load_file("cast.safetensors")
+    assert found.pop("w").dtype == torch.bfloat16
+    assert found.keys() == values.keys()
+    assert all(same(found[name], tensor) for name, tensor in values.items())
+
+
+def test_packed_numbers_are_refused_since_nobody_can_read_or_cast_them(refused):
+    save(Path("step-1"), model={"a.packed": tensor_of(torch.float4_e2m1fn_x2, (2, 3)), "b.w": torch.ones(2)})
+    for words in ([], ["--dtype", "bfloat16"]):
+        said = refused("step-1", "--output", "x.safetensors", *words, code=1)
+        assert "a.packed is torch.float4_e2m1fn_x2, which safetensors files do not have. Leave it out" in said
+    export("step-1", "--output", "x.safetensors", "--module", "b")
 
 
 # ---------------------------------------------------------------------- averages
@@ -536,16 +594,61 @@ def test_a_full_disk_is_said_and_leaves_nothing(large):
     assert os.listdir() == []
 
 
-def test_a_killed_export_leaves_nothing_under_its_name(large):
-    process = subprocess.Popen([*LUMEN, str(large), "--output", "x.safetensors"], env=ENVIRONMENT)
-    while not list(Path().glob("x.safetensors.tmp-*/*")):
+def stop_in_the_middle(number, output, *words):
+    """Start an export and send it a signal while it writes. Returns it, and where it does."""
+    process = subprocess.Popen([*LUMEN, *map(str, words), "--output", output], env=ENVIRONMENT)
+    while not (found := list(Path().glob(f"{output}.tmp-*/*"))):
         assert process.poll() is None
         time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
+    process.send_signal(number)
+    return process, found[0].parent
+
+
+@pytest.mark.parametrize(("output", "words"), [("x.safetensors", []), ("x", ["--max_shard_size=20MB"]), ("x", [])])
+def test_a_killed_export_leaves_nothing_under_its_name_and_the_next_one_nothing_at_all(large, output, words):
+    process, left = stop_in_the_middle(signal.SIGKILL, output, large, *words)
     process.wait()
-    assert not Path("x.safetensors").exists()
-    export(large, "--output", "x.safetensors")
-    assert len(load_file("x.safetensors")) == 50
+    assert left.is_dir()
+    assert not Path(output).exists()
+    export(large, "--output", output, *words)
+    files = [Path(output)] if output.endswith(".safetensors") else Path(output).glob("*.safetensors")
+    assert sum(len(load_file(file)) for file in files) == 50
+    assert os.listdir() == [output]
+
+
+def test_an_export_that_is_still_writing_is_no_left_over(large):
+    small(Path("step-1"))
+    process, left = stop_in_the_middle(signal.SIGSTOP, "x.safetensors", large)
+    export("step-1", "--output", "x.safetensors")
+    before = Path("x.safetensors").read_bytes()
+    assert list(left.iterdir())
+    process.send_signal(signal.SIGCONT)
+    assert process.wait() == 2  # somebody else was faster
+    assert sorted(os.listdir()) == ["step-1", "x.safetensors"]
+    assert Path("x.safetensors").read_bytes() == before
+
+
+def test_nothing_but_left_overs_of_that_name_is_removed():
+    small(Path("step-1"))
+    Path("elsewhere").mkdir()
+    Path("elsewhere/x.safetensors").write_text("theirs")
+    Path("x.safetensors.tmp-00000001").write_text("a file")
+    Path("x.safetensors.tmp-00000002").symlink_to("elsewhere")
+    kept = [  # of another name; with a file, a directory or a link that no export makes
+        *("y.safetensors.tmp-0123abcd/y.safetensors", "x.safetensors.tmp-0123abcdef/x.safetensors"),
+        *("ax.safetensors.tmp-0123abcd/x.safetensors", "x.safetensors.tmp-0123ABCD/x.safetensors"),
+        *("x.safetensors.tmp-00000003/notes.txt", "x.safetensors.tmp-00000004/model.safetensors/notes.txt"),
+    ]
+    for name in kept:
+        Path(name).parent.mkdir(parents=True)
+        Path(name).write_text("theirs")
+    Path("x.safetensors.tmp-00000005").mkdir()
+    Path("x.safetensors.tmp-00000005/x.safetensors").symlink_to(Path("elsewhere/x.safetensors").absolute())
+    before = sorted(Path().rglob("*"))
+    Path("x.safetensors.tmp-00000006").mkdir()
+    Path("x.safetensors.tmp-00000006/x.safetensors").write_text("half of one")
+    export("step-1", "--output", "x.safetensors")
+    assert sorted(Path().rglob("*")) == sorted([*before, Path("x.safetensors")])
 
 
 PEAK = """

@@ -7,10 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from lumen.checkpoint.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
+import lumen
+from lumen.checkpoint import manifest
+from lumen.checkpoint.folder import (
+    clean_leftovers,
+    find_checkpoints,
+    find_unread,
+    newest_valid,
+    remove_checkpoint,
+    set_aside,
+)
+from lumen.checkpoint.manifest import STATE
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.errors import CheckpointError
 from tests.checkpoints import FILES, assert_small, small
+from tests.tasks import Regression, loader, quiet_trainer
+
+
+def fit(tmp_path, steps, **options):
+    saver = lumen.ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=1, **options)
+    trainer = quiet_trainer(tmp_path, max_steps=steps, callbacks=saver, resume="auto", seed=None)
+    trainer.fit(Regression(), loader(50, 8))
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
 
 
 def test_checkpoints_are_found_by_number_and_only_when_committed(tmp_path):
@@ -52,6 +73,78 @@ def test_a_checkpoint_of_a_step_to_be_validated_is_older_than_the_one_after_it(t
         write_checkpoint(tmp_path / name, {}, {}, info={})
     names = [path.name for path in find_checkpoints(tmp_path)]
     assert names == ["step-2", "step-10-validating", "step-10", "step-11-validating"]
+
+
+def test_only_the_sections_asked_for_must_be_intact(tmp_path):
+    for step in (1, 2, 3):
+        small(tmp_path / f"step-{step}", value=float(step))
+    (tmp_path / "step-2" / FILES[2]).write_bytes(b"")
+    (tmp_path / "step-3" / "state.json").write_bytes(b"")
+    assert newest_valid(tmp_path, lambda _: None).path == tmp_path / "step-1"
+    found = newest_valid(tmp_path, lambda _: None, sections=(STATE,))
+    assert (found.path, found.state["value"]) == (tmp_path / "step-2", 2.0)
+
+
+def test_what_has_a_manifest_is_found_without_reading_it(tmp_path):
+    assert find_unread(tmp_path / "none") == []
+    for name in ("step-9", "step-10", "step-11"):
+        small(tmp_path / name)
+    for name in ("step-10-validating", "step-9.tmp-0123abcd"):
+        shutil.copytree(tmp_path / "step-9", tmp_path / name)
+    (tmp_path / "step-11/manifest.json").write_bytes(b"cut o")
+    (tmp_path / "step-12").mkdir()
+    (tmp_path / "step-13").touch()
+    assert [path.name for path in find_unread(tmp_path)] == ["step-9", "step-10-validating", "step-10", "step-11"]
+
+
+def test_a_save_reads_no_manifest_of_another_checkpoint(tmp_path, monkeypatch):
+    reads, digest = [], manifest.digest
+    monkeypatch.setattr(manifest, "digest", lambda found: reads.append(found["info"]) or digest(found))
+    fit(tmp_path / "a", 3, keep_last=-1)
+    few = len(reads)
+    fit(tmp_path / "b", 9, keep_last=4)
+    assert len(reads) - few == few + 6 + 5  # a save reads its own, a removal that of what it removes
+    assert len(names(tmp_path / "b/kept")) == 4
+
+
+def test_what_was_never_a_checkpoint_outlives_those_that_nobody_keeps(tmp_path):
+    for step, name in ((1, "manifest.json"), (1, "notes.txt"), (2, "model.safetensors"), (3, "manifest.json")):
+        (tmp_path / f"kept/step-{step}/x").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"kept/step-{step}" / name).write_text("mine")
+    (tmp_path / "kept/step-3/x/notes.txt").touch()
+    fit(tmp_path, 5, keep_last=1)
+    assert names(tmp_path / "kept") == ["step-00000005", "step-1", "step-2", "step-3"]
+    assert names(tmp_path / "kept/step-1") == ["manifest.json", "notes.txt", "x"]
+
+
+@pytest.mark.parametrize("keep_last", [0, 1, 2])
+def test_a_damaged_manifest_costs_no_run_its_last_checkpoint(tmp_path, keep_last):
+    fit(tmp_path, 4, keep_last=2)
+    (tmp_path / "kept/step-00000004/manifest.json").write_bytes(b"cut o")
+    fit(tmp_path, 4, keep_last=keep_last)
+    assert newest_valid(tmp_path / "kept", pytest.fail).path.name == "step-00000004"
+    assert "step-00000004.damaged-1" in names(tmp_path / "kept")
+    (tmp_path / "kept/step-00000004/manifest.json").write_bytes(b"cut o")
+    shutil.copytree(tmp_path / "kept/step-00000004", tmp_path / "kept/step-00000099")
+    fit(tmp_path, 6, keep_last=keep_last)
+    assert newest_valid(tmp_path / "kept", lambda _: None).path.name == "step-00000006"
+    assert {"step-00000004.damaged-1", "step-00000004.damaged-2", "step-00000099"} <= set(names(tmp_path / "kept"))
+
+
+def test_directories_made_for_a_checkpoint_are_synced_before_it_is_committed(tmp_path, monkeypatch):
+    events, fsync, rename = [], os.fsync, os.rename
+
+    def noting(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(os, "rename", lambda old, new: events.append("commit") or rename(old, new))
+    small(tmp_path / "a/b/step-1")
+    before = events[: events.index("commit")]
+    assert {tmp_path, tmp_path / "a"} <= set(before)
+    assert tmp_path.parent not in before
+    assert events[-1] == tmp_path / "a/b"
 
 
 def test_setting_aside_frees_the_name_and_keeps_the_bytes(tmp_path):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lumen.checkpoint.folder import find_checkpoints, read_info
+from lumen.checkpoint.folder import find_unread, read_info
+from lumen.checkpoint.manifest import is_committed
 from lumen.checkpoint.remote import RemotePath
+from lumen.errors import CheckpointDamaged
 
 if TYPE_CHECKING:
     from lumen.trainer import Trainer
@@ -32,14 +35,16 @@ def place(trainer: Trainer, folder: Path) -> tuple[Path, bool]:
     if saves.path is not None and is_same(saves.path.parent, folder) and saves.moment == moment:
         return saves.path, True
     saves.wait_for_removals()
-    committed, name = find_checkpoints(folder), f"step-{trainer.global_step:08d}"
+    name = f"step-{trainer.global_step:08d}"
     if trainer.validation_due:
         path = folder / f"{name}-validating"
-        return path, path in committed
+        return path, is_committed(path)
     later = -1  # the numbers of this step's moments never come again, even when a checkpoint of one is removed
-    for path in committed:
+    for path in find_unread(folder):
         found = re.fullmatch(f"{name}(?:-([0-9]+))?", path.name)
-        if found is not None:
+        if found is None:
+            continue
+        with suppress(CheckpointDamaged):  # a save under its name sets it aside
             info = read_info(path)
             if (info["micro_batches"], info["epoch"]) == moment[1:3]:
                 return path, True
@@ -55,7 +60,12 @@ def is_same(folder: Path, other: Path) -> bool:
 
 
 def unkept(rules: Iterable[Rule], newest: Path) -> list[Path]:
-    """The checkpoints beside the newest that no rule keeps."""
-    found = find_checkpoints(newest.parent)
+    """What no rule keeps of all that has the name and the manifest of a checkpoint, which is not read.
+
+    Args:
+        rules: Each is told of all, oldest first, and returns what it keeps.
+        newest: It was committed or verified by this process, so it is kept whatever the others are worth.
+    """
+    found = find_unread(newest.parent)
     kept = {newest}.union(*(rule(found) for rule in rules))
     return [path for path in found if path not in kept]

@@ -21,6 +21,8 @@ from lumen.errors import CheckpointDamaged, CheckpointError
 
 JSON: TypeAlias = Any
 """What `json.dumps` writes and `json.loads` reads."""
+Tensors: TypeAlias = dict[str, torch.Tensor]
+"""Tensors by name."""
 
 _MAX_DEPTH = 100  # far below Python's recursion limit, so that whatever could be saved can also be loaded
 
@@ -36,7 +38,7 @@ _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtyp
 _KEYS = (str, int, float, bool, type(None), tuple)
 
 
-def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> JSON:
+def encode(value: Any, tensors: Tensors, where: str) -> JSON:
     """Turn plain data into JSON, and collect its tensors.
 
     Plain data: None, bool, int, float, str, bytes, list, tuple, dict (keys: str, int, float, bool, None, tuple), set,
@@ -54,7 +56,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> JSON:
     return _encode(value, tensors, where, ())
 
 
-def _encode(value: Any, tensors: dict[str, torch.Tensor], where: str, above: tuple[int, ...]) -> JSON:
+def _encode(value: Any, tensors: Tensors, where: str, above: tuple[int, ...]) -> JSON:
     if id(value) in above:
         raise CheckpointError(f"{where}: this {type(value).__name__} contains itself. Remove the cycle.")
     if len(above) > _MAX_DEPTH:
@@ -85,7 +87,7 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor], where: str, above: tup
     raise _refusal(value, where)
 
 
-def _encode_dict(value: Any, tensors: dict[str, torch.Tensor], where: str, inside: tuple[int, ...]) -> JSON:
+def _encode_dict(value: Any, tensors: Tensors, where: str, inside: tuple[int, ...]) -> JSON:
     pairs = [(_python_scalar(key), item, _entry(where, key)) for key, item in value.items()]
     for key, _, path in pairs:
         if type(key) not in _KEYS:
@@ -98,7 +100,7 @@ def _encode_dict(value: Any, tensors: dict[str, torch.Tensor], where: str, insid
 
 
 def _encode_key(key: Any, path: str, inside: tuple[int, ...]) -> JSON:
-    found: dict[str, torch.Tensor] = {}
+    found: Tensors = {}
     encoded = _encode(key, found, f"{path} (a key)", inside)
     if found:
         raise CheckpointError(f"{path} (a key): a tensor cannot be saved as part of a key. Use a name or a number.")
@@ -126,7 +128,7 @@ def _array_as_tensor(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
         ) from error
 
 
-def _collect(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> str:
+def _collect(tensor: torch.Tensor, tensors: Tensors, where: str) -> str:
     name = where
     while name in tensors:  # {"a.b": x, "a": {"b": y}} gives one path twice
         name += "'"

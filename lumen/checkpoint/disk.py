@@ -115,8 +115,17 @@ def opened(path: Path, *, whole: bool = False) -> BufferedReader:
     return opened_remotely(path, whole=whole) if isinstance(path, RemotePath) else open(path, "rb")
 
 
+def names_in(folder: Path) -> list[str]:
+    """Names of what is directly in a directory; far away there are none where nothing is.
+
+    Raises:
+        OSError: It is not there, or cannot be read; `readable` explains that.
+    """
+    return folder.names() if isinstance(folder, RemotePath) else os.listdir(folder)
+
+
 def make_directory(path: Path, *, inside: bool = False) -> None:
-    """Make a directory; far away there are none to be made.
+    """Make a directory; far away there are none to be made. Those made above it survive a power loss.
 
     Args:
         path: The directory.
@@ -126,7 +135,10 @@ def make_directory(path: Path, *, inside: bool = False) -> None:
         OSError: It cannot be made; `explained` explains that.
     """
     if not isinstance(path, RemotePath):
+        above = [] if inside else [each for each in path.parents if not each.exists()]
         path.mkdir(parents=not inside, exist_ok=inside)
+        for each in above:
+            fsync_directory(each.parent)
     elif not inside and path.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 

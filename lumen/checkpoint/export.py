@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
@@ -36,6 +38,8 @@ from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 from lumen.strategies.processes import Processes
 
 _ONE_FILE = ".safetensors"
+_FILES = re.compile(rf"model(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors|{re.escape(INDEX)}")
+_PACKED = torch.float4_e2m1fn_x2  # two numbers in a byte, which torch does not cast
 Place = tuple[str, str]
 """Section and name of a tensor in a checkpoint."""
 
@@ -112,7 +116,7 @@ def export(
             str(checkpoint.path) if checkpoint.state else source,
             files,
             Counter(tensor.dtype for tensor in tensors.values()),
-            sum(map(_bytes, tensors.values())),
+            sum(tensor.nbytes for tensor in tensors.values()),
             tied,
             sum(section != "model" for section, _ in places.values()),
         )
@@ -154,7 +158,8 @@ def _opened_checkpoint(path: Path, sections: tuple[str, ...] | None) -> Checkpoi
     except CheckpointDamaged as error:
         good = newest_valid(path.parent, lambda _: None)
         instead = f"{good.path} is whole." if good else "No other one beside it is whole."
-        raise CheckpointDamaged(f"{path} is damaged, and nothing was written: {error} {instead}") from error
+        what = f"{path} is damaged, and nothing was written: " if path.exists() else ""
+        raise CheckpointDamaged(f"{what}{error} {instead}") from error
 
 
 def _report_extra_state(checkpoint: Checkpoint, module: str | None) -> None:
@@ -234,18 +239,46 @@ def _check_output(output: Path, max_shard_bytes: int | None) -> None:
 
 @contextmanager
 def _beside(output: Path) -> Iterator[Path]:
-    """A directory to write in, which is gone afterwards."""
+    """A directory to write in, which is gone afterwards; it is locked, so that others can tell it from a left-over."""
+    _remove_left_overs(output)
     temporary = temporary_name(output)
     try:
         temporary.mkdir()
+        descriptor = os.open(temporary, os.O_DIRECTORY)
     except OSError as error:
         raise ConfigError(
             f"--output {output}: {output.parent} cannot be written: {error.strerror}. Choose another directory."
         ) from error
     try:
+        with suppress(OSError):  # a file system without locks: then left-overs stay
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_left_overs(output: Path) -> None:
+    """Remove what killed exports of this name have left; what cannot be told from anything else stays."""
+    left_over = re.compile(rf"{re.escape(output.name)}\.tmp-[0-9a-f]{{8}}")
+    with suppress(OSError):
+        for path in [path for path in output.parent.iterdir() if left_over.fullmatch(path.name)]:
+            with suppress(OSError):
+                _remove_left_over(path, output.name)
+
+
+def _remove_left_over(path: Path, name: str) -> None:
+    descriptor = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while it is being written
+        files = [*path.iterdir()]
+        known = (file.name == name or _FILES.fullmatch(file.name) for file in files)
+        if all(known) and all(file.is_file() and not file.is_symlink() for file in files):
+            for file in files:
+                file.unlink()
+            path.rmdir()
+    finally:
+        os.close(descriptor)
 
 
 def _write(
@@ -264,7 +297,7 @@ def _write(
         write_safetensors(temporary / file, group, value)
     if len(groups) > 1:
         placed = {name: file for file, group in zip(files, groups, strict=True) for name in group}
-        index = {"metadata": {"total_size": sum(map(_bytes, tensors.values()))}, "weight_map": placed}
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": placed}
         with new_file(temporary / INDEX) as writer:
             writer.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
     with explained("write", output):
@@ -280,26 +313,23 @@ def _groups(tensors: Mapping[str, torch.Tensor], max_bytes: float) -> list[dict[
     groups: list[dict[str, torch.Tensor]] = [{}]
     left = max_bytes
     for name, tensor in tensors.items():
-        if groups[-1] and _bytes(tensor) > left:
+        if groups[-1] and tensor.nbytes > left:
             groups.append({})
             left = max_bytes
         groups[-1][name] = tensor
-        left -= _bytes(tensor)
+        left -= tensor.nbytes
     return groups
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
 
 
 def _described(checkpoint: Checkpoint, place: Place, dtype: torch.dtype | None) -> torch.Tensor:
     """A tensor of the dtype and shape that will be written, without memory."""
     saved, shape = checkpoint.spec(*place)
-    written = dtype if dtype is not None and saved.is_floating_point else saved
+    castable = saved.is_floating_point and saved != _PACKED
+    written = dtype if dtype is not None and castable else saved
     if not is_known(written):
         raise CheckpointMismatch(
             f"{checkpoint.path}: {place[1]} is {written}, which safetensors files do not have"
-            + (". Give a --dtype." if written.is_floating_point else ". Leave it out with --module.")
+            + (". Give a --dtype." if castable else ". Leave it out with --module.")
         )
     return torch.empty(shape, dtype=written, device="meta")
 
@@ -310,7 +340,8 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor
     cast = tensor.to(dtype)
     if cast.numel() and not torch.stack(cast.aminmax()).isfinite().all():
-        lost = int((tensor.isfinite() & ~cast.isfinite()).sum())
+        exact = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch knows little of float8
+        lost = int((exact.isfinite() & ~cast.isfinite()).sum())
         if lost:
             _log.warning("%s: %d numbers are too large for %s and became infinite", name, lost, dtype)
     return cast

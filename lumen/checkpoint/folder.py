@@ -6,13 +6,14 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lumen.checkpoint.disk import PROBE, explained, fsync_directory, readable, remove_tree
+from lumen.checkpoint.disk import PROBE, explained, fsync_directory, names_in, readable, remove_tree
 from lumen.checkpoint.manifest import MANIFEST, is_committed, read_manifest
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath
@@ -21,7 +22,7 @@ from lumen.strategies.processes import Processes
 
 # -validating: saved before that step's validation was done; -1, -2: the samples went on while updates were skipped
 _STEP_NAME = re.compile(r"step-([0-9]+)(?:-(validating|[0-9]+))?")
-_SAVED_NAME = re.compile(f"(?:exception-)?(?:{_STEP_NAME.pattern})")
+SAVED_NAME = re.compile(f"(?:exception-)?{_STEP_NAME.pattern}")
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{8}")
 _OWN_FILE = re.compile(r"(?:state|manifest)\.json|[a-z_]+/[0-9]{5}-[0-9]{5}(?:-[0-9a-f]{8})?\.safetensors", re.ASCII)
 
@@ -41,7 +42,26 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return [path for path in _step_directories(folder) if is_committed(path)]
 
 
-def newest_valid(folder: Path, report: Callable[[str], None], processes: Processes | None = None) -> Checkpoint | None:
+def find_unread(folder: Path) -> list[Path]:
+    """Return what has the name and the manifest of a checkpoint in a folder, oldest first; no file is read.
+
+    A manifest of many shards and tensors takes about a second.
+    """
+    found = []
+    for path in _step_directories(folder):
+        with readable(path):
+            if (path / MANIFEST).is_file():
+                found.append(path)
+    return found
+
+
+def newest_valid(
+    folder: Path,
+    report: Callable[[str], None],
+    processes: Processes | None = None,
+    *,
+    sections: Sequence[str] | None = None,
+) -> Checkpoint | None:
     """Open the newest checkpoint of a folder whose every byte is right, or return None if there is none.
 
     Collective: every one of `processes` must call this; they read each byte once together.
@@ -50,6 +70,7 @@ def newest_valid(folder: Path, report: Callable[[str], None], processes: Process
         folder: Where the checkpoints are.
         report: Told of every damaged one: its name, what is wrong with it, and what is used instead.
         processes: Those that open it together; default: this one alone.
+        sections: Only these are verified and can be read, as in `Checkpoint.open`.
 
     Raises:
         CheckpointError: One cannot be judged: it has another format version, or this user may not read it.
@@ -59,8 +80,11 @@ def newest_valid(folder: Path, report: Callable[[str], None], processes: Process
     while candidates:
         path = candidates.pop()
         try:
-            return Checkpoint.open(path, processes=processes)
+            return Checkpoint.open(path, sections=sections, processes=processes)
         except CheckpointDamaged as error:
+            if not processes.on_rank_zero(path.exists):  # its run removed it, and so has newer ones
+                candidates = processes.on_rank_zero(partial(_not_left_over, folder))
+                continue
             instead = f"Trying {candidates[-1].name} instead." if candidates else "There is no older one."
             report(f"{path.name} is damaged and is not used: {error} {instead}")
     return None
@@ -77,10 +101,9 @@ def _step_directories(folder: Path) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    with readable(folder):
-        if isinstance(folder, RemotePath):
-            return folder.names()
-        return os.listdir(folder) if folder.is_dir() else []
+    with readable(folder), suppress(FileNotFoundError, NotADirectoryError):
+        return names_in(folder)
+    return []
 
 
 def is_unseen(path: Path) -> bool:
@@ -118,8 +141,8 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def remove_checkpoints(paths: Iterable[Path]) -> None:
-    """Remove several, one after the other; see `remove_checkpoint`."""
-    for path in paths:
+    """Remove several, one after the other; what is damaged or was never one is left alone. See `remove_checkpoint`."""
+    for path in filter(is_committed, paths):
         remove_checkpoint(path)
 
 
@@ -130,7 +153,7 @@ def refuse_foreign(path: Path) -> None:
         CheckpointError: It is something else.
     """
     with readable(path):
-        was_one = _SAVED_NAME.fullmatch(path.name) and (not is_unseen(path) or is_ours(path))
+        was_one = SAVED_NAME.fullmatch(path.name) and (not is_unseen(path) or is_ours(path))
     if not was_one:
         raise CheckpointError(
             f"{path} is there already and is no checkpoint, so it is left alone. Choose another name."
@@ -185,7 +208,7 @@ def clean_leftovers(folder: Path) -> None:
         try:
             if temporary and temporary[1] == PROBE:
                 leftover.unlink()
-            elif (temporary or (_SAVED_NAME.fullmatch(name) and is_unseen(leftover))) and is_ours(leftover):
+            elif (temporary or (SAVED_NAME.fullmatch(name) and is_unseen(leftover))) and is_ours(leftover):
                 remove_tree(leftover)
         except OSError as error:
             warnings.warn(f"The leftover {leftover} of a killed save cannot be removed: {error}.", stacklevel=2)

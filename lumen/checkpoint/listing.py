@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from lumen.checkpoint.disk import check_file, readable
-from lumen.checkpoint.folder import is_unseen
+from lumen.checkpoint.disk import check_file, names_in, readable
+from lumen.checkpoint.folder import SAVED_NAME, is_unseen
 from lumen.checkpoint.manifest import MANIFEST, read_manifest
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath
 from lumen.errors import CheckpointError
 
-_NAME = re.compile(r"(?:exception-)?step-([0-9]+)(?:-(validating|[0-9]+))?(?:\.(tmp|damaged)-\w+)?")
+_NAME = re.compile(SAVED_NAME.pattern + r"(?:\.(tmp|damaged)-\w+)?")
 
 
 @final
@@ -52,7 +52,7 @@ def list_checkpoints(folder: Path, *, verify: bool = False) -> list[Listed]:
         CheckpointError: This user may not read it.
     """
     with readable(folder):
-        names = folder.names() if isinstance(folder, RemotePath) else os.listdir(folder)
+        names = names_in(folder)
     matches = [match for name in names if (match := _NAME.fullmatch(name))]
     matches.sort(key=lambda match: (int(match[1]), match[2] != "validating", match[0]))
     found = [_look(folder / match[0], match[3] or "", verify=verify) for match in matches]
@@ -63,7 +63,7 @@ def list_checkpoints(folder: Path, *, verify: bool = False) -> list[Listed]:
 def has_checkpoints(folder: Path) -> bool:
     """Whether something in a folder has the name and the manifest of a checkpoint."""
     with readable(folder):
-        names = folder.names() if isinstance(folder, RemotePath) else os.listdir(folder)
+        names = names_in(folder)
     return any(_NAME.fullmatch(name) and _has_manifest(folder / name) for name in names)
 
 

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from lumen.accumulator import Accumulator
-from lumen.checkpoint.codec import JSON, decode, encode
+from lumen.checkpoint.codec import JSON, Tensors, decode, encode
 from lumen.checkpoint.reader import Checkpoint
 from lumen.metric_objects import load_metric_state, merged_state, metric_state, metrics_of
 from lumen.run import Run
-
-Tensors = dict[str, torch.Tensor]
 
 
 def own_values(run: Run) -> tuple[JSON, Tensors]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from io import BufferedReader
 from pathlib import Path
 from typing import Literal, final
 
@@ -15,6 +15,7 @@ import torch
 from lumen.checkpoint.codec import JSON
 from lumen.checkpoint.disk import check_file, opened, read_json, readable
 from lumen.checkpoint.manifest import STATE, Chunk, Manifest, Spec, read_manifest
+from lumen.checkpoint.remote import Pieces, RemotePath
 from lumen.checkpoint.safetensors_files import check_header
 from lumen.checkpoint.sharded import own_box, own_part
 from lumen.errors import CheckpointDamaged, CheckpointMismatch
@@ -43,6 +44,8 @@ class Checkpoint:
         self.aliases = manifest.aliases
         self._sections = manifest.sections
         self._begins = begins
+        sizes = {name: size for name, (size, _) in manifest.files.items()}
+        self._far = Pieces(path, sizes) if isinstance(path, RemotePath) else None
 
     @staticmethod
     def open(
@@ -168,44 +171,67 @@ class Checkpoint:
 
     def _read_rows(self, name: str, chunk: Chunk, box: Sequence[slice], data: torch.Tensor) -> None:
         """Read a box of a chunk: rows of the first dimension, which follow each other in the file."""
-        path, row_shape = self.path / chunk.file, chunk.shape[1:]
+        row_shape = chunk.shape[1:]
         row_bytes = math.prod(row_shape) * data.shape[-1]
         rows = box[0] if box else slice(0, 1)
-        with readable(path), opened(path) as file:
-            file.seek(self._begins[chunk.file][name] + rows.start * row_bytes)
-            if data.is_contiguous() and data.numel() == (rows.stop - rows.start) * row_bytes:
-                _read_into(file, data, path)
-                return
-            several = max(1, _PIECE_BYTES // row_bytes)
-            for start in range(0, len(data), several):
-                target = data[start : start + several]
-                piece = torch.empty((len(target), *row_shape, data.shape[-1]), dtype=torch.uint8, device="cpu")
-                _read_into(file, piece, path)
-                target.copy_(piece[(slice(None), *box[1:])])
+        begin = self._begins[chunk.file][name] + rows.start * row_bytes
+        if data.is_contiguous() and data.numel() == (rows.stop - rows.start) * row_bytes:
+            self._read_bytes(chunk.file, begin, data)
+            return
+        several = max(1, _PIECE_BYTES // row_bytes)
+        for row in range(0, len(data), several):
+            target = data[row : row + several]
+            piece = torch.empty((len(target), *row_shape, data.shape[-1]), dtype=torch.uint8, device="cpu")
+            self._read_bytes(chunk.file, begin + row * row_bytes, piece)
+            target.copy_(piece[(slice(None), *box[1:])])
+
+    def _read_bytes(self, file: str, begin: int, data: torch.Tensor) -> None:
+        """Fill a contiguous uint8 tensor with the bytes of a file that begin there."""
+        path, view = self.path / file, data.reshape(-1).numpy().data
+        with _present(self.path), readable(path):
+            if self._far is not None:
+                count = self._far.read_into(file, begin, view)
+            else:
+                with opened(path) as local:
+                    local.seek(begin)
+                    count = local.readinto(view)
+        if count != len(view):
+            raise CheckpointDamaged(f"{path} became shorter while it was read.")
 
 
 def _open(path: Path, verify: str, sections: Sequence[str] | None, processes: Processes) -> Checkpoint:
     """Check sizes and headers of all files, and the checksums of this process's share of them."""
-    manifest = read_manifest(path)
-    files = {
-        name: manifest.files[name] for name in manifest.files if sections is None or name.partition("/")[0] in sections
-    }
-    largest_first = sorted(files, key=lambda name: -files[name][0])
-    hashed = largest_first[processes.rank :: processes.world_size] if verify == "checksums" else []
-    for name, (size, sha256) in files.items():
-        check_file(path, name, size, sha256 if name in hashed else None)
-    contents = {file: held for file, held in manifest.contents.items() if file in files}
-    if sections is not None:
-        known = {section: specs for section, specs in manifest.sections.items() if section in sections}
-        manifest = replace(manifest, sections=known)
-    begins = {file: check_header(path / file, held) for file, held in contents.items()}
-    return Checkpoint(path, manifest, read_json(path / STATE) if STATE in files else {}, begins)
+    with _present(path):
+        manifest = read_manifest(path)
+        files = {
+            name: manifest.files[name]
+            for name in manifest.files
+            if sections is None or name.partition("/")[0] in sections
+        }
+        largest_first = sorted(files, key=lambda name: -files[name][0])
+        hashed = largest_first[processes.rank :: processes.world_size] if verify == "checksums" else []
+        for name, (size, sha256) in files.items():
+            check_file(path, name, size, sha256 if name in hashed else None)
+        contents = {file: held for file, held in manifest.contents.items() if file in files}
+        if sections is not None:
+            known = {section: specs for section, specs in manifest.sections.items() if section in sections}
+            manifest = replace(manifest, sections=known)
+        begins = {file: check_header(path / file, held) for file, held in contents.items()}
+        return Checkpoint(path, manifest, read_json(path / STATE) if STATE in files else {}, begins)
 
 
-def _read_into(file: BufferedReader, data: torch.Tensor, path: Path) -> None:
-    """Fill a uint8 tensor from where a file stands."""
-    if file.readinto(data.reshape(-1).numpy().data) != data.numel():
-        raise CheckpointDamaged(f"{path} became shorter while it was read.")
+@contextmanager
+def _present(path: Path) -> Iterator[None]:
+    """Say of a checkpoint that is gone that it is."""
+    try:
+        yield
+    except CheckpointDamaged as error:
+        if path.exists():
+            raise
+        raise CheckpointDamaged(
+            f"{path} is not there, or was removed while it was read, perhaps by its run, which keeps the newest ones "
+            "(keep_last of ModelCheckpoint). Read a newer one."
+        ) from error
 
 
 @final

@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path, PosixPath
 from typing import Any, final
 
@@ -18,6 +19,7 @@ from lumen.errors import ConfigError
 
 _PART_BYTES = 16 << 20  # of an upload or a download: what a store takes well, and what memory it needs beside a tensor
 _AHEAD_BYTES = 1 << 20  # read at once where less is asked for: headers, small tensors
+_MOST_BLOCKS = 64  # of so many bytes that are kept: tensors are read in turn from the files of so many processes
 
 _INSTALL = "{place} cannot be opened: {error}. For s3:// and gs:// `pip install 'lumen[remote]'` brings s3fs and gcsfs."
 
@@ -179,9 +181,7 @@ class _Object(io.RawIOBase):
         end = min(self._at + min(len(view), _PART_BYTES), self._size)
         if end <= self._at:
             return 0
-        data = self._place.call("cat_file", start=self._at, end=end)
-        if len(data) > end - self._at:
-            raise OSError(errno.EREMOTE, "the server sends whole files only", str(self._place))
+        data = _fetched(self._place, self._at, end)
         view[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -193,6 +193,55 @@ class _Object(io.RawIOBase):
         while count := self.readinto(view[done:]):
             done += count
         return bytes(view[:done])
+
+
+@final
+class Pieces:
+    """Reads pieces of objects of known sizes; what is small together with what lies around it. For several threads.
+
+    Args:
+        place: What they are below.
+        sizes: Their sizes in bytes, by their names there.
+    """
+
+    def __init__(self, place: RemotePath, sizes: Mapping[str, int]) -> None:
+        def fetch(name: str, number: int) -> bytes:
+            start = number * _AHEAD_BYTES
+            return _fetched(place / name, start, min(start + _AHEAD_BYTES, sizes[name]))
+
+        self._place = place
+        self._block = lru_cache(_MOST_BLOCKS)(fetch)
+
+    def read_into(self, name: str, start: int, view: memoryview) -> int:
+        """Fill memory with the bytes of an object from `start` on, which must be inside its size.
+
+        Returns:
+            How many bytes there were.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        done = 0
+        while done < len(view):
+            at, missing = start + done, len(view) - done
+            if missing < _AHEAD_BYTES:
+                number, begin = divmod(at, _AHEAD_BYTES)
+                data = self._block(name, number)[begin : begin + missing]
+            else:
+                data = _fetched(self._place / name, at, at + min(missing, _PART_BYTES))
+            if not data:
+                break
+            view[done : done + len(data)] = data
+            done += len(data)
+        return done
+
+
+def _fetched(place: RemotePath, start: int, end: int) -> bytes:
+    """Bytes of an object, by one request."""
+    data: bytes = place.call("cat_file", start=start, end=end)
+    if len(data) > end - start:
+        raise OSError(errno.EREMOTE, "the server sends whole files only", str(place))
+    return data
 
 
 def opened_remotely(place: RemotePath, *, whole: bool) -> io.BufferedReader:

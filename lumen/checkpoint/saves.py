@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 
+from lumen.checkpoint.codec import Tensors
 from lumen.checkpoint.folder import remove_checkpoints
 from lumen.checkpoint.remote import RemotePath
 from lumen.checkpoint.share import Share, share_of
@@ -27,9 +28,9 @@ from lumen.run import Run
 from lumen.strategies.processes import Processes
 
 _CGROUP = "/sys/fs/cgroup"  # of this process, in a container
+_NO_MEMORY = re.compile("can't allocate memory|out of memory", re.I)  # torch's, of the host and of CUDA
 _WORTHWHILE_BYTES = 16 << 20  # what is smaller is on the disk after some tens of milliseconds
 
-Tensors = dict[str, torch.Tensor]
 Account = Callable[[bool], Iterable[Path]]
 
 
@@ -60,7 +61,7 @@ class Saves:
         self._account: Account = _keep_all
         self._run = run
         self._processes = run.strategy.processes
-        self._thread = ThreadPoolExecutor(1, "lumen-save")
+        self._thread = ThreadPoolExecutor(1, "lumen-save", torch.cuda.set_device, (_cuda_index(run.strategy.device),))
         self._writing: Future[None] | None = None
         self._chores: list[Future[None]] = []  # of the thread beside writing
         self._snapshot = Snapshot()
@@ -142,6 +143,8 @@ class Saves:
             try:
                 return self._snapshot.take(share.parts())
             except (RuntimeError, MemoryError) as error:
+                if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+                    raise
                 if asynchronous:
                     raise CheckpointError(
                         f"{path.name}: there is no memory for the copy that is written while training goes on: {error} "
@@ -179,6 +182,11 @@ class Saves:
                 raise
 
         return self._thread.submit(watched)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this process's thread is at work on a save."""
+        return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
         """Wait for this process's thread.
@@ -229,7 +237,8 @@ class Saves:
     def close(self) -> None:
         """Wait for what is under way, whose end nobody can notice any more, and free the memory of the copies."""
         try:
-            self.wait()
+            with self._processes.explained():
+                self.wait()
         except Exception as error:  # the run has ended already, by a failure that is to be seen
             _log.error("the save under way failed: %s", error)
         self._thread.shutdown()
@@ -238,6 +247,13 @@ class Saves:
 
 def _write(path: Path, collected: Collected, share: Share, processes: Processes) -> None:
     write_share(path, share, collected.state, aliases=collected.aliases, info=collected.info, processes=processes)
+
+
+def _cuda_index(device: torch.device) -> int:
+    """The number of a CUDA device, with the first of which a thread begins; -1, which changes nothing, of any other."""
+    if device.type != "cuda":
+        return -1
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _available_bytes() -> int:

@@ -97,54 +97,49 @@ def _specs_of_all(sections: Sections) -> dict[str, str]:
 
 
 def _own_share(sections: Sections, processes: Processes, trained: Container[str] | None) -> Share:
+    division, boxes = _Division(processes, trained), {}
+    for section, tensors in sections.items():
+        largest_first = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))
+        ours = {name for name, tensor in largest_first if division.is_ours(section, name, tensor)}
+        boxes[section] = {name: Box(each.dtype, *own_box(each)) for name, each in tensors.items() if name in ours}
     specs = {
         section: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         for section, tensors in sections.items()
     }
-    common = {
-        section: {name: tensor for name, tensor in tensors.items() if section in _ON_ALL or is_sharded(tensor)}
-        for section, tensors in sections.items()
-    }
-    loads: dict[int, list[tuple[int, int]]] = {}
-    boxes: dict[str, dict[str, Box]] = {}
-    for section, tensors in common.items():
-        sizes = {name: _nbytes(specs[section][name]) for name in tensors}
-        largest_first = sorted(sorted(tensors), key=sizes.__getitem__, reverse=True)
-        of_zero = {
-            name
-            for name, tensor in tensors.items()
-            if section == "model" and trained is not None and name not in trained and not is_sharded(tensor)
-        }
-        left_out = {
-            name
-            for name in largest_first
-            if (processes.rank > 0 if name in of_zero else not _is_written_here(tensors[name], loads, processes))
-        }
-        boxes[section] = {
-            name: Box(tensor.dtype, *own_box(tensor))
-            for name, tensor in sections[section].items()
-            if name not in left_out
-        }
     return Share(sections, boxes, specs)
 
 
-def _nbytes(spec: Spec) -> int:
-    return math.prod(spec[1]) * spec[0].itemsize
+@final
+class _Division:
+    """Who writes which tensor. All processes find the same, if they ask for what they have in common in one order."""
+
+    def __init__(self, processes: Processes, trained: Container[str] | None) -> None:
+        self._processes = processes
+        self._trained = trained
+        self._loads: dict[int, list[tuple[int, int]]] = {}  # bytes that each copy has got, by the number of copies
+
+    def is_ours(self, section: str, name: str, tensor: torch.Tensor) -> bool:
+        """Whether this process writes a tensor, or its part of one."""
+        if is_sharded(tensor):  # of the copies of each part one is written
+            return self._has_turn(tensor) and _has_part(tensor)
+        if section not in _ON_ALL:  # nobody else has it
+            return True
+        if section == "optimizer" or self._trained is None or name in self._trained:  # equal on all
+            return self._has_turn(tensor)
+        return self._processes.rank == 0
+
+    def _has_turn(self, tensor: torch.Tensor) -> bool:
+        """Give a tensor to the copy that has got the fewest bytes so far. Returns whether that is this process's."""
+        index, count = copies(tensor, self._processes)
+        heap = self._loads.setdefault(count, [(0, each) for each in range(count)])
+        load, writer = heap[0]
+        heapreplace(heap, (load + tensor.nbytes, writer))
+        return writer == index
 
 
-def _is_written_here(tensor: torch.Tensor, loads: dict[int, list[tuple[int, int]]], processes: Processes) -> bool:
-    """Whether this process writes its part.
-
-    Args:
-        tensor: A tensor that all hold, or hold parts of.
-        loads: Bytes that each copy has been given so far, as a heap, by the number of copies; brought up to date.
-        processes: Among whom.
-    """
-    index, count = copies(tensor, processes)
-    heap = loads.setdefault(count, [(0, each) for each in range(count)])
-    load, writer = heap[0]
-    heapreplace(heap, (load + _nbytes((tensor.dtype, tuple(tensor.shape))), writer))
-    return writer == index and (own_part(tensor).numel() > 0 or (tensor.numel() == 0 and is_first(tensor)))
+def _has_part(tensor: torch.Tensor) -> bool:
+    """Whether something of a sharded tensor is here; one without elements is with the first process."""
+    return own_part(tensor).numel() > 0 or (tensor.numel() == 0 and is_first(tensor))
 
 
 def _check_same(specs: Mapping[str, str], processes: Processes) -> None:

@@ -18,13 +18,13 @@ Key = tuple[str, str]
 class Snapshot:
     """Copies of tensors, in memory that is kept from one copy to the next: to touch new pages costs several times more.
 
-    CUDA tensors are copied to pinned memory in the order of the current stream, so that no later kernel changes them
-    before, and without making the host wait.
+    CUDA tensors are copied to pinned memory in the order of their device's current stream, so that no later kernel
+    changes them before, and without making the host wait.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[Key, torch.Tensor] = {}
-        self._copied: torch.cuda.Event | None = None
+        self._copied: list[torch.cuda.Event] = []
 
     def reserve(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take the memory for tensors like these, and touch all of it."""
@@ -35,7 +35,7 @@ class Snapshot:
 
     def take(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
         """Copy tensors of any device and strides. The copies are there after `wait`, until the next `take`."""
-        kept, self._buffers, self._copied = self._buffers, {}, None
+        kept, self._buffers = self._buffers, {}
         copies: dict[str, dict[str, torch.Tensor]] = {section: {} for section in sections}
         for (section, name), tensor in _flat(sections).items():
             buffer = kept.pop((section, name), None)
@@ -43,16 +43,14 @@ class Snapshot:
                 buffer = _buffer_for(tensor)
             _copy(tensor, buffer)
             self._buffers[section, name] = copies[section][name] = buffer
-            if tensor.is_cuda and self._copied is None:
-                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        if self._copied is not None:
-            self._copied.record()
+        devices = {tensor.device for tensor in _flat(sections).values() if tensor.is_cuda}
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
         return copies
 
     def wait(self) -> None:
-        """Wait until the device has made the copies; in any thread."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """Wait until the devices have made the copies; in any thread."""
+        for event in self._copied:
+            event.synchronize()
 
 
 def _flat(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[Key, torch.Tensor]:

@@ -127,7 +127,7 @@ def find_checkpoint(where: str, folder: Path, processes: Processes | None = None
     is_named, folder = processes.on_rank_zero(partial(_place, where, folder))
     if is_named:
         return Checkpoint.open(folder, processes=processes)
-    newest = newest_valid(folder, _log.warning, processes)
+    newest = newest_valid(folder, _log.warning, processes, sections=() if where == "best" else None)
     if where == "best" and newest is not None:
         best = newest.info.get("best")
         if not best:

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lumen.checkpoint.codec import JSON, encode
+from lumen.checkpoint.codec import JSON, Tensors, encode
 from lumen.checkpoint.ranks import own_values
 from lumen.checkpoint.sharded import is_sharded, own_part
 from lumen.checkpoint.share import check_tensors
-from lumen.checkpoint.weights import Tensors, model_tensors
+from lumen.checkpoint.weights import model_tensors
 from lumen.errors import CheckpointError, NonFiniteLoss
 from lumen.hyperparameters import HasHyperparameters
+from lumen.optim import MultiOptimizer
 from lumen.run import Run
 from lumen.strategies.processes import Processes
 
@@ -133,9 +134,10 @@ def _is_part(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The class of an optimizer, with that of the one inside it."""
-    name, inner = type(optimizer).__qualname__, getattr(optimizer, "optimizer", None)
-    return f"{name}({kind_of(inner)})" if isinstance(inner, Optimizer) else name
+    """The class of an optimizer, with those of the ones inside it."""
+    inside = optimizer.optimizers if isinstance(optimizer, MultiOptimizer) else [getattr(optimizer, "optimizer", None)]
+    kinds = ", ".join(kind_of(each) for each in inside if isinstance(each, Optimizer))
+    return type(optimizer).__qualname__ + (f"({kinds})" if kinds else "")
 
 
 def check_savable(run: Run) -> None:

@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lumen.checkpoint.codec import Tensors
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.sharded import own_box, own_part
 from lumen.checkpoint.sources import Weights, open_weights
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch
 from lumen.strategies.processes import Processes
-
-Tensors = dict[str, torch.Tensor]
 
 
 def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lumen.checkpoint.disk import readable
+from lumen.checkpoint.disk import names_in, readable
 from lumen.checkpoint.listing import Listed, has_checkpoints, list_checkpoints
 from lumen.checkpoint.manifest import MANIFEST
 from lumen.checkpoint.remote import RemotePath, as_place
@@ -128,8 +128,8 @@ def _find(directory: Path) -> Iterator[Path]:
         if _is_run(directory):
             yield directory
             return
-        names = directory.names() if isinstance(directory, RemotePath) else os.listdir(directory)
-        below = [directory / name for name in sorted(names) if not name.startswith(".") and (directory / name).is_dir()]
+        names = sorted(names_in(directory))
+        below = [directory / name for name in names if not name.startswith(".") and (directory / name).is_dir()]
     except (OSError, LumenError) as error:
         print(f"warning: cannot look into {directory}: {getattr(error, 'strerror', error)}", file=stderr)
         return
