@@ -107,7 +107,7 @@ class Case:
         return replace(self, epoch=4 * self.accumulate, epochs=1, turns=1, batch_size=4, model=model, **saves)
 
 
-_GPT = {"model": "gpt", "batch_size": 8, "epoch": 10, "epochs": 4, "turns": 2}
+_GPT = {"model": "gpt", "batch_size": 8, "epoch": 40, "epochs": 3, "turns": 4}
 _EVALUATION = {"kind": "evaluate", "epoch": 1000, "epochs": 4}
 
 _CASES = [
