@@ -117,7 +117,8 @@ def log_step(run: Run) -> None:
 
 def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
     """Validate if it is due, then reach the boundary, unless the epoch's end comes first. Returns whether to end."""
-    if run.progress.validation_due:
+    validates = run.progress.validation_due
+    if validates:
         if evaluate(run, "validate", run.eval_feeds):
             run.validation_done()
         run.stage_metrics = run.train_metrics
@@ -126,16 +127,20 @@ def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
     for scheduler in run.schedulers if updated else ():
         if scheduler.monitor is not None and scheduler.moves_at(run.progress.step):
             scheduler.step(run.newest_values())
-    return False if last else reach_boundary(run)
+    return False if last else reach_boundary(run, after_hooks=validates)
 
 
-def reach_boundary(run: Run) -> bool:
+def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
     """Let callbacks act on a complete step. Returns whether the run is over.
+
+    Args:
+        run: The run.
+        after_hooks: Hooks in which one rank is enough to stop the run may have been called since all have agreed.
 
     Raises:
         StopRequested: The run was asked to leave, and callbacks have saved what they save.
     """
-    if run.fresh or (run.has_epoch_ends and not run.progress.in_epoch):
+    if after_hooks:
         run.agree()
     run.tick()
     if run.progress.should_stop:
@@ -177,7 +182,7 @@ def end_epoch(run: Run, *, complete: bool) -> None:
             if scheduler.interval == "epoch" and (progress.epoch + 1) % scheduler.frequency == 0:
                 scheduler.step(run.metrics)
         progress.next_epoch()
-        reach_boundary(run)
+        reach_boundary(run, after_hooks=run.has_epoch_ends)
 
 
 def sanity_check(run: Run) -> None:

@@ -124,8 +124,8 @@ class Averaging(Regression):
         return loss
 
 
-@pytest.mark.parametrize(("make", "gathers", "sums"), [(Saying, 0, 1), (Averaging, 1, 2), (Ending, 1, 2)])
-def test_an_epoch_costs_a_small_sum_and_where_it_gives_values_or_has_hooks_a_gather_and_another(
+@pytest.mark.parametrize(("make", "gathers", "sums"), [(Saying, 0, 1), (Averaging, 1, 1), (Ending, 1, 2)])
+def test_an_epoch_costs_a_small_sum_a_gather_where_it_gives_values_and_another_of_both_for_hooks(
     group, tmp_path, make, gathers, sums
 ):
     for few, many in group(2).run(make_epochs, tmp_path, make):

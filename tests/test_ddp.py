@@ -382,17 +382,29 @@ class StoppingAlone(Regression):
             self.trainer.should_stop = True
 
 
+class StoppingSilently(StoppingAlone):
+    def validation_step(self, batch):
+        """Logs nothing."""
+
+
+@pytest.mark.parametrize("task", [StoppingAlone, StoppingSilently])
 @pytest.mark.parametrize(
-    ("hook", "steps"), [("on_train_start", 0), ("on_validation_end", 4), ("on_train_epoch_end", 4)]
+    ("hook", "steps", "interval"),
+    [
+        ("on_train_start", 0, 1.0),
+        ("on_validation_end", 4, 1.0),
+        ("on_validation_end", 2, 2),
+        ("on_train_epoch_end", 4, 2),
+    ],
 )
-def test_one_rank_can_stop_the_run_where_all_listen(group, tmp_path, hook, steps):
-    assert group(2).run(stop_in_hook, tmp_path, hook, steps) == [steps, steps]
+def test_one_rank_can_stop_the_run_where_all_listen(group, tmp_path, task, hook, steps, interval):
+    assert group(2).run(stop_in_hook, tmp_path, task, hook, steps, interval) == [steps, steps]
 
 
-def stop_in_hook(folder, hook, steps):
-    trainer = bare_trainer(folder, max_epochs=5, strategy="ddp")
+def stop_in_hook(folder, task, hook, steps, interval):
+    trainer = bare_trainer(folder, max_epochs=5, strategy="ddp", val_check_interval=interval)
     data = [loader(samples, dtype=torch.float64) for samples in (64, 8)]
-    trainer.fit(StoppingAlone(hook, steps), data[0], val_dataloaders=data[1] if hook == "on_validation_end" else None)
+    trainer.fit(task(hook, steps), data[0], val_dataloaders=data[1])
     return trainer.global_step
 
 
