@@ -77,6 +77,7 @@ class DDP(Strategy):
         self._ddp: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
+        self._buffers: list[dict[str, torch.Tensor | None]] = []
         self._flag: nn.Parameter | None = None
         self._had_news = False
         self._news = 0
@@ -96,6 +97,7 @@ class DDP(Strategy):
         assert self._task is not None
         self._parameters = list(self._task.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._buffers = [module._buffers for module in self._task.modules()]
         self._unwrap()
         self._flag = self._make_flag()
         if any(self._trained):
@@ -145,7 +147,7 @@ class DDP(Strategy):
     def begin_step(self) -> None:
         """Wrap the task anew where parameters have been frozen or unfrozen since: torch's wrapper would not notice."""
         assert self._task is not None
-        if self._broadcast_buffers:
+        if self._broadcast_buffers and any(self._buffers):
             self.sync_buffers(self._task)
         if self._trained != [parameter.requires_grad for parameter in self._parameters]:
             self._wrap()
@@ -272,7 +274,7 @@ class DDP(Strategy):
         """Leave the task as it is, without the wrapper."""
         self._unwrap()
         self._task = None
-        self._parameters = []
+        self._parameters, self._buffers = [], []
 
 
 def _to_bf16(state: Any, bucket: Any) -> Any:
