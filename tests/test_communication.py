@@ -10,6 +10,7 @@ import lumen
 from tests.tasks import Regression, bare_trainer, loader
 
 PARAMETERS = sum(parameter.numel() for parameter in Regression().parameters())
+CPU = [torch.profiler.ProfilerActivity.CPU]
 SMALL = 16
 PULSE = 3  # numbers: a clock, how many ranks are asked to stop, how many announce something
 
@@ -48,7 +49,7 @@ class Slow(Regression):
 def collectives(folder, task, steps, options=None, **trainer):
     """How often each kind of collective ran in a fit, and a sum of how many numbers: {"all_gather": 8, 5: 20}."""
     trainer = bare_trainer(folder, max_steps=steps, strategy=lumen.DDP(**options or {}), **trainer)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as record:
+    with torch.profiler.profile(activities=CPU, record_shapes=True, acc_events=True) as record:
         trainer.fit(task, loader(2400, 4))
     assert trainer.global_step == steps
     events = [event for event in record.events() if event.name.startswith("gloo:")]

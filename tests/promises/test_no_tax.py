@@ -316,7 +316,7 @@ def test_step_hooks_of_an_optimizer_are_called(tmp_path, kind, for_all):
 
 
 def test_a_profiler_sees_the_optimizers_steps(tmp_path):
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         fit_three_steps(tmp_path, Stepping())
     assert [event.count for event in profile.key_averages() if event.key == "Optimizer.step#Sgd.step"] == [3]
 
