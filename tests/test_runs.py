@@ -17,7 +17,7 @@ import fsspec
 import pytest
 import yaml
 
-from lumen.checkpoint.folder import remove_checkpoint
+from lumen.checkpoint.folder import find_checkpoints, remove_checkpoint
 from lumen.checkpoint.listing import list_checkpoints
 from lumen.checkpoint.remote import as_place
 from lumen.cli import main
@@ -143,16 +143,21 @@ def test_how_a_run_stands_is_told_by_its_lock_and_by_what_it_said_last(listed):
     assert listed()["line-2"]["status"] == "unknown"
 
 
+def newer(name):
+    return any(path.name > name for path in find_checkpoints(Path("runs/line/checkpoints")))
+
+
 def test_going_on_with_a_run_changes_how_it_stands(listed):
     fit("--trainer.max_epochs=1")
     assert listed()["line"]["status"] == "finished"
     words = [*LUMEN, "fit", "--config=line.yaml", "--trainer.max_epochs=10000000", "--trainer.resume=auto"]
-    process = subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
-    while not Path("runs/line/checkpoints/step-00000012").exists():
-        time.sleep(0.02)
-    assert listed()["line"]["status"] == "running"
-    process.kill()
-    process.wait()
+    with subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.DEVNULL) as process:
+        try:
+            while not newer("step-00000009"):
+                time.sleep(0.02)
+            assert listed()["line"]["status"] == "running"
+        finally:
+            process.kill()
     assert listed()["line"]["status"] == "failed"
     fit("--trainer.max_steps=4", "--trainer.max_epochs=null", "--trainer.resume=auto")  # nothing to do
     assert listed()["line"]["status"] == "finished"
