@@ -226,6 +226,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     no_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference_mode else torch.no_grad()
     run.share_metrics()
     run.strategy.sync_buffers(task)
+    run.pulse.change_pace()
     try:
         with preserved_generators(), no_gradients:
             task.eval()
@@ -240,6 +241,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
             for hook in getattr(hooks, f"on_{name}_end"):
                 hook()
     finally:
+        run.pulse.change_pace()
         metrics.reset_metrics()
         if not complete:
             restore_metrics(accumulated)

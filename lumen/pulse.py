@@ -17,8 +17,8 @@ class Pulse:
 
     Clocks differ and signals arrive on one process before another, but what is decided by them must be decided alike:
     so every process takes rank 0's clock and the first rank's signal, at moments that all of them reach. Several
-    processes ask about twice a second, and read the answer a step later, when it has long arrived; one alone looks at
-    every moment.
+    processes ask about twice a second, and read the answer a step later, when it has long arrived, or at once where
+    steps are that slow; one alone looks at every moment.
 
     Args:
         strategy: Whose processes agree.
@@ -49,6 +49,8 @@ class Pulse:
         self._left -= 1
         if self._left == 0:
             self._ask()
+            if self._every == 1:  # the next step may take so long that it has to know before
+                self._read()
 
     def agree(self, *wishes: bool) -> list[bool]:
         """Look now. Collective: every rank must call this.
@@ -62,6 +64,10 @@ class Pulse:
         self._read()
         self._ask(*wishes)
         return self._read()
+
+    def change_pace(self) -> None:
+        """What is done between two looks takes another time from here on. To be called on every rank."""
+        self._every = self._left = 1
 
     def _ask(self, *wishes: bool) -> None:
         clock_s = time.monotonic() if self._processes.rank == 0 else 0.0

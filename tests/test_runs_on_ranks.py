@@ -338,13 +338,35 @@ class Announcing(lumen.Callback):
 
 
 def test_what_one_rank_announces_is_heard_by_all_until_they_have_looked(group, tmp_path):
-    assert group(2).run(announce, tmp_path) == [[False, True, True, False, False, False]] * 2
+    assert group(2).run(announce, tmp_path) == [[True, True, True, False, False, False]] * 2
 
 
-def announce(tmp_path):
-    trainer = quiet_trainer(tmp_path, strategy="ddp", max_steps=1, callbacks=(announcing := Announcing()))
+def announce(tmp_path, kind=Announcing):
+    trainer = quiet_trainer(tmp_path, strategy="ddp", max_steps=1, callbacks=(listening := kind()))
     trainer.fit(Regression(), loader(400, 4))
-    return announcing.heard
+    return listening.heard
+
+
+class Signalled(lumen.Callback):
+    """Rank 1 gets a signal in a step that takes longer than the time between two looks, or in the first of others."""
+
+    def on_train_start(self, trainer, task):
+        slow, changing = Pulse(trainer.strategy), Pulse(trainer.strategy)
+        for _ in range(2):
+            time.sleep(0.6)
+            slow.beat()
+        for _ in range(1000):
+            changing.beat()
+        changing.change_pace()
+        time.sleep(0.6)
+        for pulse in (slow, changing):
+            pulse.requested = signal.SIGTERM if trainer.global_rank == 1 else None
+            pulse.beat()
+        self.heard = slow.stop_signal, changing.stop_signal
+
+
+def test_a_signal_is_heard_at_the_end_of_a_slow_step_and_of_the_first_of_other_steps(group, tmp_path):
+    assert group(2).run(announce, tmp_path, Signalled) == [(signal.SIGTERM, signal.SIGTERM)] * 2
 
 
 # ---------------------------------------------------------------------- checkpoints

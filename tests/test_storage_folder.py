@@ -117,6 +117,24 @@ def test_what_was_never_a_checkpoint_outlives_those_that_nobody_keeps(tmp_path):
     assert names(tmp_path / "kept/step-1") == ["manifest.json", "notes.txt", "x"]
 
 
+def test_damaged_manifests_take_no_place_of_those_that_are_kept(tmp_path):
+    fit(tmp_path, 6, keep_last=-1)
+    for step in (4, 5, 6):
+        (tmp_path / f"kept/step-{step:08d}/manifest.json").write_bytes(b"cut o")
+    fit(tmp_path, 4, keep_last=2)
+    assert [path.name for path in find_checkpoints(tmp_path / "kept")] == ["step-00000003", "step-00000004"]
+
+
+def test_a_link_that_leads_nowhere_is_damage_like_any_other(tmp_path):
+    fit(tmp_path, 2, keep_last=2)
+    (tmp_path / "kept/step-00000009").symlink_to(tmp_path / "not mounted")
+    (tmp_path / "kept/step-00000002").rename(tmp_path / "elsewhere")
+    (tmp_path / "kept/step-00000002").symlink_to(tmp_path / "elsewhere")
+    assert newest_valid(tmp_path / "kept", print).path.name == "step-00000002"
+    (tmp_path / "elsewhere").rename(tmp_path / "gone")
+    assert newest_valid(tmp_path / "kept", print).path.name == "step-00000001"
+
+
 @pytest.mark.parametrize("keep_last", [0, 1, 2])
 def test_a_damaged_manifest_costs_no_run_its_last_checkpoint(tmp_path, keep_last):
     fit(tmp_path, 4, keep_last=2)

@@ -67,5 +67,6 @@ def unkept(rules: Iterable[Rule], newest: Path) -> list[Path]:
         newest: It was committed or verified by this process, so it is kept whatever the others are worth.
     """
     found = find_unread(newest.parent)
+    found = found[: found.index(newest) + 1] if newest in found else []  # what lies behind it is damaged: no rule's
     kept = {newest}.union(*(rule(found) for rule in rules))
     return [path for path in found if path not in kept]

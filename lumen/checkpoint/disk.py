@@ -10,7 +10,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import final
@@ -138,7 +138,8 @@ def make_directory(path: Path, *, inside: bool = False) -> None:
         above = [] if inside else [each for each in path.parents if not each.exists()]
         path.mkdir(parents=not inside, exist_ok=inside)
         for each in above:
-            fsync_directory(each.parent)
+            with suppress(PermissionError):  # what may not be read cannot be synced
+                fsync_directory(each.parent)
     elif not inside and path.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 

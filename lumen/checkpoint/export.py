@@ -273,7 +273,7 @@ def _remove_left_over(path: Path, name: str) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while it is being written
         files = [*path.iterdir()]
         known = (file.name == name or _FILES.fullmatch(file.name) for file in files)
-        if all(known) and all(file.is_file() and not file.is_symlink() for file in files):
+        if files and all(known) and all(file.is_file() and not file.is_symlink() for file in files):
             for file in files:
                 file.unlink()
             path.rmdir()

@@ -82,8 +82,9 @@ def newest_valid(
         try:
             return Checkpoint.open(path, sections=sections, processes=processes)
         except CheckpointDamaged as error:
-            if not processes.on_rank_zero(path.exists):  # its run removed it, and so has newer ones
-                candidates = processes.on_rank_zero(partial(_not_left_over, folder))
+            there = processes.on_rank_zero(partial(_not_left_over, folder))
+            if path not in there:  # its run removed it, and so has newer ones
+                candidates = there
                 continue
             instead = f"Trying {candidates[-1].name} instead." if candidates else "There is no older one."
             report(f"{path.name} is damaged and is not used: {error} {instead}")

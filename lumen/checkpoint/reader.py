@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -226,12 +226,13 @@ def _present(path: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointDamaged as error:
-        if path.exists():
-            raise
-        raise CheckpointDamaged(
-            f"{path} is not there, or was removed while it was read, perhaps by its run, which keeps the newest ones "
-            "(keep_last of ModelCheckpoint). Read a newer one."
-        ) from error
+        with suppress(OSError):
+            if not path.exists():
+                raise CheckpointDamaged(
+                    f"{path} is not there, or was removed while it was read, perhaps by its run, which keeps the "
+                    "newest ones (keep_last of ModelCheckpoint). Read a newer one."
+                ) from error
+        raise
 
 
 @final

@@ -23,6 +23,7 @@ from lumen.checkpoint.state import keyed, kind_of, parameter_names
 from lumen.checkpoint.weights import load_model
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch, ConfigError
+from lumen.optim import MultiOptimizer
 from lumen.precision import make_precision
 from lumen.run import Progress, Run
 from lumen.task import TaskModule
@@ -168,7 +169,8 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
     _check_parameters(parameters, checkpoint)
     optimizer.state.clear()
     if run.progress.step:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch misses its step before the schedulers'
+        for each in (optimizer, *(optimizer.optimizers if isinstance(optimizer, MultiOptimizer) else ())):
+            each._opt_called = True  # else torch misses its step before the schedulers'
     moving = [group for group in optimizer.param_groups if True in (group.get("fused"), group.get("capturable"))]
     moves_with_it = {parameter for group in moving for parameter in group["params"]}
     for name, entries in saved["state"].items():

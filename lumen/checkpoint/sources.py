@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,7 +107,9 @@ def is_weights(path: Weights | str | Path) -> bool:
         return place.suffix == ".safetensors" or place.is_file() or any((place / name).exists() for name in _OF_HUBS)
 
 
-def find_checkpoint(where: str, folder: Path, processes: Processes | None = None) -> Checkpoint | None:
+def find_checkpoint(
+    where: str, folder: Path, processes: Processes | None = None, *, sections: Sequence[str] | None = None
+) -> Checkpoint | None:
     """The checkpoint that a `resume` or `ckpt_path` setting means. Collective: every one of `processes` must call this.
 
     Args:
@@ -115,6 +117,7 @@ def find_checkpoint(where: str, folder: Path, processes: Processes | None = None
             the path of a checkpoint or of a run directory.
         folder: The checkpoints among which "auto", "last" and "best" choose.
         processes: Those that open it together, and read each byte once to verify it; default: this one alone.
+        sections: Only these are verified and can be read, as in `Checkpoint.open`.
 
     Returns:
         None only for "auto" without any checkpoint.
@@ -126,8 +129,8 @@ def find_checkpoint(where: str, folder: Path, processes: Processes | None = None
     processes = Processes() if processes is None else processes
     is_named, folder = processes.on_rank_zero(partial(_place, where, folder))
     if is_named:
-        return Checkpoint.open(folder, processes=processes)
-    newest = newest_valid(folder, _log.warning, processes, sections=() if where == "best" else None)
+        return Checkpoint.open(folder, sections=sections, processes=processes)
+    newest = newest_valid(folder, _log.warning, processes, sections=() if where == "best" else sections)
     if where == "best" and newest is not None:
         best = newest.info.get("best")
         if not best:
@@ -135,7 +138,7 @@ def find_checkpoint(where: str, folder: Path, processes: Processes | None = None
                 f"{folder}: no checkpoint is known as best, because no monitor was set or it was never logged. "
                 "Set `monitor` of ModelCheckpoint, or use last or a path."
             )
-        return Checkpoint.open(folder / Path(best).name, processes=processes)
+        return Checkpoint.open(folder / Path(best).name, sections=sections, processes=processes)
     if newest is None:
         processes.on_rank_zero(partial(_check_none_needed, where, folder))
     return newest

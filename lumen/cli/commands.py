@@ -19,9 +19,8 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace  # type: ignore[attr-defined]
 
 from lumen import session
-from lumen.checkpoint import PARTS, Checkpoint, Weights, as_place, find_checkpoint, is_weights, newest_valid
-from lumen.checkpoint.disk import readable
-from lumen.checkpoint.manifest import MANIFEST, STATE
+from lumen.checkpoint import PARTS, Weights, as_place, find_checkpoint, is_weights
+from lumen.checkpoint.manifest import STATE
 from lumen.cli import COMMANDS
 from lumen.cli.checks import BASES, SUPPLIED, check, find_class
 from lumen.cli.layers import Settings, parse_words
@@ -237,19 +236,10 @@ def _seed(config: Namespace, checkpoint: Any) -> int:
     name = config.trainer.name or config.model.class_path.rpartition(".")[2].lower()
     folder = _dirpath(config.trainer.callbacks) or Path(config.trainer.default_root_dir) / name / "checkpoints"
     goes_on = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
-    found = _with_state(str(checkpoint), folder) if goes_on and not is_weights(checkpoint) else None
+    if not goes_on or is_weights(checkpoint):
+        return secrets.randbits(31)
+    found = find_checkpoint(str(checkpoint), folder, sections=(STATE,))  # the run verifies the rest
     return int(found.state["seed"]) if found else secrets.randbits(31)
-
-
-def _with_state(where: str, folder: Path) -> Checkpoint | None:
-    """A checkpoint of the run that a setting means, verified as far as its state goes; the run verifies the rest."""
-    path = folder if where in ("auto", "last", "best") else as_place(where)
-    with readable(path):
-        is_one, is_run = (path / MANIFEST).exists(), (path / "checkpoints").is_dir()
-    if is_one:
-        return Checkpoint.open(path, sections=(STATE,))
-    found = newest_valid(path / "checkpoints" if is_run else path, lambda _: None, sections=(STATE,))
-    return found or find_checkpoint(where, folder)  # which says what is wrong
 
 
 def _dirpath(callbacks: Any) -> Path | None:

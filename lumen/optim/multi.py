@@ -37,6 +37,10 @@ class MultiOptimizer(Optimizer):
         super().__init__(_groups(self.optimizers), defaults)
         self.state = _States(self.optimizers)  # type: ignore[assignment]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything, for copies: torch's leaves out what it does not know."""
+        return self.__dict__
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused.
 
