@@ -419,8 +419,9 @@ processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["lumen.checkpoint.writer", "s3fs"])
 
 
-def save_until(place, last):
+def save_until(place, last, environment):
     """Save a second checkpoint, and die by kill -9 in the middle of its `last`-th object."""
+    os.environ.update(environment)  # the server of processes may be older than that of objects
     uploads, upload = count(1), disk.uploaded
 
     @contextmanager
@@ -438,7 +439,7 @@ def save_until(place, last):
 def test_kill_9_at_any_object_of_a_save_leaves_all_of_it_or_nothing_that_is_seen(bucket, server):
     small(bucket / "step-1")
     for last in count(1):
-        process = processes.Process(target=save_until, args=(bucket, last))
+        process = processes.Process(target=save_until, args=(bucket, last, server))
         process.start()
         process.join()
         found = find_checkpoints(bucket)
