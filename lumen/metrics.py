@@ -199,8 +199,8 @@ class StageMetrics:
 
     @property
     def has_values(self) -> bool:
-        """Whether this process has logged what has a value over the epoch."""
-        return any(entry.options.on_epoch for entry in self._entries.values())
+        """Whether this process has logged anything."""
+        return bool(self._entries)
 
     def epoch_names(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> list[str]:
         """The names that `epoch_values` gives, or gave for all ranks, without computing a value."""

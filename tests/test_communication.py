@@ -119,14 +119,13 @@ class Ending(Saying):
         pass
 
 
-class Averaging(Regression):
+class Quiet(Regression):
     def training_step(self, batch):
-        self.log("mean_loss", loss := super().training_step(batch), on_epoch=True)
-        return loss
+        return torch.nn.functional.mse_loss(self(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize(("make", "gathers", "sums"), [(Saying, 0, 1), (Averaging, 1, 1), (Ending, 1, 2)])
-def test_an_epoch_costs_a_small_sum_a_gather_where_it_gives_values_and_another_of_both_for_hooks(
+@pytest.mark.parametrize(("make", "gathers", "sums"), [(Quiet, 0, 1), (Saying, 1, 1), (Ending, 2, 2)])
+def test_an_epoch_costs_a_small_sum_a_gather_of_what_was_logged_and_another_of_both_for_hooks(
     group, tmp_path, make, gathers, sums
 ):
     for few, many in group(2).run(make_epochs, tmp_path, make):
