@@ -5,6 +5,7 @@
     ├── DataError                a loader, a data set or a download that cannot be used
     ├── CheckpointError          a checkpoint cannot be written or read
     │   ├── CheckpointDamaged    bytes are missing or changed, or the commit never happened
+    │   │   └── CheckpointGone   nothing is there, or it was removed while it was read
     │   └── CheckpointMismatch   it is intact, but belongs to another model, optimizer or run
     ├── RunDirectoryError        a run directory cannot be claimed, locked or written
     └── TrainingError            training cannot go on
@@ -34,6 +35,10 @@ class CheckpointError(LumenError):
 
 class CheckpointDamaged(CheckpointError):
     """A checkpoint whose bytes are missing or changed, or that was never committed."""
+
+
+class CheckpointGone(CheckpointDamaged):
+    """A checkpoint that is not there, perhaps because its run removed it while it was read."""
 
 
 class CheckpointMismatch(CheckpointError):

@@ -63,7 +63,7 @@ def launch(workers: int, command: Sequence[str]) -> int:
 
     Rank 0 has the terminal; the output of the others goes to files, which are kept if the job fails. The first error
     of all workers is printed, as the last thing. The first SIGINT or SIGTERM lets the workers finish their step and
-    save; a second one takes effect at once, a third one kills.
+    save; a second one ends each where it is, but for a save under way; a third one kills.
 
     Args:
         workers: How many.

@@ -524,7 +524,9 @@ class Keeping(torch.optim.Optimizer):
             parameter -= 0.01 * (parameter.grad + self.reach(state["kept"], parameter))
 
     def reach(self, kept, parameter):
-        return 1e-3 * kept.unsqueeze(-1) if kept.ndim < parameter.ndim else 0.0
+        if isinstance(parameter, DTensor) != isinstance(kept, DTensor):
+            return 0.0  # a bare part
+        return 1e-3 * (kept if kept.ndim == parameter.ndim else kept.unsqueeze(-1))
 
 
 class Kept(Regression):
@@ -548,6 +550,11 @@ def mean_of_rows(tensor):
     return tensor.detach().square().mean(-1)
 
 
+def mean_of_columns(tensor):
+    kept = tensor.detach().new_zeros(1, tensor.shape[1])
+    return kept.add_(tensor.detach().square().mean(0))
+
+
 def test_an_optimizer_that_keeps_bare_parts_is_refused(group, tmp_path):
     messages = group(2).run(train_keeping, tmp_path, own_part_of)
     assert messages[0] == messages[1]
@@ -562,19 +569,31 @@ def train_keeping(folder, make):
     return str(caught.value)
 
 
-def test_what_an_optimizer_keeps_of_rows_is_cut_up_again_on_resume(group, tmp_path):
-    for straight, resumed in group(2).run(resume_keeping, tmp_path):
-        assert straight == resumed
+@pytest.mark.parametrize("make", [mean_of_rows, mean_of_columns])
+@pytest.mark.parametrize("written_by", ["single", "fsdp"])
+def test_what_an_optimizer_keeps_of_rows_or_columns_lies_as_its_parameter_again(group, tmp_path, written_by, make):
+    if written_by == "single":
+        train_keeping_on("single", make, 2, save=tmp_path)
+    for (straight, lies), (resumed, lies_again) in group(2).run(resume_keeping, tmp_path, written_by, make):
+        torch.testing.assert_close(resumed, straight, rtol=0.0 if written_by == "fsdp" else 1e-12, atol=0.0)
+        assert lies_again == lies
 
 
-def resume_keeping(folder):
-    ends = []
-    for resume in (None, folder / "step-2"):
-        task = keeping(mean_of_rows)
-        options = {} if resume else {"callbacks": Saving(2, folder / "step-2")}
-        bare_trainer(folder, strategy="fsdp", max_steps=4, resume=resume, **options).fit(task, loader())
-        ends.append([raw(whole(parameter.detach())) for parameter in task.parameters()])
-    return ends
+def train_keeping_on(strategy, make, max_steps, *, save=None, resume=None):
+    task, folder = keeping(make).double(), save or resume.parent
+    trainer = bare_trainer(
+        folder, strategy=strategy, max_steps=max_steps, resume=resume, global_batch_size=8,
+        callbacks=Saving(2, save / "step-2") if save else [],
+    )  # fmt: skip
+    trainer.fit(task, loader(dtype=torch.float64))
+    values = [whole(parameter.detach()) for parameter in task.parameters()]
+    return values, [getattr(entry["kept"], "placements", None) for entry in trainer.run.optimizer.state.values()]
+
+
+def resume_keeping(folder, written_by, make):
+    save = folder if written_by == "fsdp" else folder / "another"
+    straight = train_keeping_on("fsdp", make, 4, save=save)
+    return straight, train_keeping_on("fsdp", make, 4, resume=folder / "step-2")
 
 
 def test_damage_that_one_rank_finds_is_no_damage_where_another_failed_otherwise(group):

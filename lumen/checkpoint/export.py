@@ -34,7 +34,7 @@ from lumen.checkpoint.sources import (
     refuse_pickle,
 )
 from lumen.console import logger as _log
-from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
+from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch, ConfigError
 from lumen.strategies.processes import Processes
 
 _ONE_FILE = ".safetensors"
@@ -158,7 +158,7 @@ def _opened_checkpoint(path: Path, sections: tuple[str, ...] | None) -> Checkpoi
     except CheckpointDamaged as error:
         good = newest_valid(path.parent, lambda _: None)
         instead = f"{good.path} is whole." if good else "No other one beside it is whole."
-        what = f"{path} is damaged, and nothing was written: " if path.exists() else ""
+        what = "" if isinstance(error, CheckpointGone) else f"{path} is damaged, and nothing was written: "
         raise CheckpointDamaged(f"{what}{error} {instead}") from error
 
 
@@ -246,6 +246,8 @@ def _beside(output: Path) -> Iterator[Path]:
         temporary.mkdir()
         descriptor = os.open(temporary, os.O_DIRECTORY)
     except OSError as error:
+        with suppress(OSError):
+            temporary.rmdir()
         raise ConfigError(
             f"--output {output}: {output.parent} cannot be written: {error.strerror}. Choose another directory."
         ) from error

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from lumen.checkpoint.disk import PROBE, explained, fsync_directory, names_in, readable, remove_tree
-from lumen.checkpoint.manifest import MANIFEST, is_committed, read_manifest
+from lumen.checkpoint.manifest import MANIFEST, is_committed, is_unseen, read_manifest
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath
-from lumen.errors import CheckpointDamaged, CheckpointError
+from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone
 from lumen.strategies.processes import Processes
 
 # -validating: saved before that step's validation was done; -1, -2: the samples went on while updates were skipped
@@ -76,16 +76,15 @@ def newest_valid(
         CheckpointError: One cannot be judged: it has another format version, or this user may not read it.
     """
     processes = Processes() if processes is None else processes
-    candidates = processes.on_rank_zero(partial(_not_left_over, folder))
+    candidates, tried = processes.on_rank_zero(partial(_not_left_over, folder)), set[Path]()
     while candidates:
-        path = candidates.pop()
+        tried.add(path := candidates.pop())
         try:
             return Checkpoint.open(path, sections=sections, processes=processes)
+        except CheckpointGone:  # its run has newer ones
+            found = processes.on_rank_zero(partial(_not_left_over, folder))
+            candidates = [each for each in found if each not in tried]
         except CheckpointDamaged as error:
-            there = processes.on_rank_zero(partial(_not_left_over, folder))
-            if path not in there:  # its run removed it, and so has newer ones
-                candidates = there
-                continue
             instead = f"Trying {candidates[-1].name} instead." if candidates else "There is no older one."
             report(f"{path.name} is damaged and is not used: {error} {instead}")
     return None
@@ -105,12 +104,6 @@ def _names(folder: Path) -> list[str]:
     with readable(folder), suppress(FileNotFoundError, NotADirectoryError):
         return names_in(folder)
     return []
-
-
-def is_unseen(path: Path) -> bool:
-    """Whether this is no checkpoint, or not yet, or no longer, where none can be renamed."""
-    with readable(path):
-        return isinstance(path, RemotePath) and not (path / MANIFEST).is_file()
 
 
 def is_ours(path: Path) -> bool:

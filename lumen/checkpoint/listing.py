@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, final
 
 from lumen.checkpoint.disk import check_file, names_in, readable
-from lumen.checkpoint.folder import SAVED_NAME, is_unseen
-from lumen.checkpoint.manifest import MANIFEST, read_manifest
+from lumen.checkpoint.folder import SAVED_NAME
+from lumen.checkpoint.manifest import MANIFEST, is_unseen, read_manifest
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath
 from lumen.errors import CheckpointError

@@ -15,6 +15,7 @@ import torch
 
 from lumen.checkpoint.codec import JSON, decode, named_dtype
 from lumen.checkpoint.disk import check_inside, read_json, readable
+from lumen.checkpoint.remote import RemotePath
 from lumen.errors import CheckpointDamaged, CheckpointError
 
 FORMAT_VERSION = 2
@@ -67,6 +68,12 @@ def digest(manifest: Mapping[str, JSON]) -> str:
     """Return the digest of a manifest's JSON, which its entry "digest" must be."""
     rest = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def is_unseen(path: Path) -> bool:
+    """Whether this is no checkpoint, or not yet, or no longer, where none can be renamed."""
+    with readable(path):
+        return isinstance(path, RemotePath) and not (path / MANIFEST).is_file()
 
 
 def is_committed(directory: Path) -> bool:

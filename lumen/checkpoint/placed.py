@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.sharded import from_part, is_sharded, own_box
+from lumen.checkpoint.sharded import from_part, is_cut, is_sharded, own_box
 
 
 def state_of(parameter: nn.Parameter, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
-    """The section "optimizer", to be looked up for one parameter: on its device, and cut up as that lies.
+    """The section "optimizer", to be looked up for one parameter: on its device, and as optimizers make it from that.
 
-    That is what has the parameter's shape, and what was cut up when it was saved.
+    Beside a parameter that is cut up lies what did when it was saved, cut up or copied as it was then; and what has
+    the parameter's shape. Of a run that cut up nothing it is everything but single numbers: cut up where the parameter
+    is cut in a dimension that it has too.
     """
-    were_sharded = (checkpoint.state["sharded"] or {}).get("optimizer", ())
 
     def read(name: str) -> torch.Tensor:
-        fits = name in were_sharded or checkpoint.spec("optimizer", name)[1] == parameter.shape
-        if is_sharded(parameter) and fits:
-            return _read_like(checkpoint, "optimizer", name, parameter)
+        _, shape = checkpoint.spec("optimizer", name)
+        if is_sharded(parameter):
+            were_sharded = _sharded(checkpoint, "optimizer")
+            if (were_sharded is None and len(shape) > 0) or shape == parameter.shape:
+                return _read_like(checkpoint, "optimizer", name, parameter, copied=not is_cut(parameter, shape))
+            if were_sharded and name in were_sharded:
+                return _read_like(checkpoint, "optimizer", name, parameter, copied=not were_sharded[name])
         return checkpoint.tensor("optimizer", name).to(parameter.device)
 
     return checkpoint.tensors("optimizer", read)
@@ -30,11 +37,12 @@ def state_of(parameter: nn.Parameter, checkpoint: Checkpoint) -> Mapping[str, to
 def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
     """The section "extra": tensors in the states of callbacks, modules, the task and the data module.
 
-    Where the run cuts up its parameters, these come cut up as they are, beside them:
+    Where the run cuts up its parameters, these come beside them:
 
-    * what was cut up when it was saved;
-    * of a run that did not cut up parameters, what lies under the name of one (`average.net.0.weight` for
-      `net.0.weight`) and has its shape, as averages do.
+    * what did when it was saved, cut up or copied as it was then;
+    * of a run that cut up nothing, averages and the like: what lies under the name of a parameter
+      (`average.net.0.weight` for `net.0.weight`) and has its shape, and what lies in a list with the shapes of all
+      parameters of a module, or of all its trained ones, in their order (`shadow[0]`, or `state[0].mean`).
 
     Everything else comes whole, on the host of every process; where the run cuts up nothing, that is everything.
 
@@ -42,27 +50,61 @@ def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tens
         task: That of the run, placed.
         checkpoint: What is read.
     """
-    named = task.named_parameters(remove_duplicate=False)
-    parameters = {name: parameter for name, parameter in named if is_sharded(parameter)}
-    sharded: dict[str, list[str]] | None = checkpoint.state["sharded"]
-
-    def namesake(name: str) -> torch.Tensor | None:
-        ends = (name[dot + 1 :] for dot, letter in enumerate(name) if letter == ".")
-        parameter = next((parameters[end] for end in ends if end in parameters), None)
-        fits = parameter is not None and parameter.shape == checkpoint.spec("extra", name)[1]
-        return parameter if fits else None
+    were_sharded = _sharded(checkpoint, "extra")
+    likes: dict[str, torch.Tensor] = {}
+    if any(map(is_sharded, task.parameters())):
+        if were_sharded is None:
+            likes = _of_parameters_in_order(task, checkpoint) | _of_parameters_by_name(task, checkpoint)
+        else:
+            likes = dict.fromkeys(were_sharded, next(filter(is_sharded, task.parameters())))
 
     def read(name: str) -> torch.Tensor:
-        if sharded is None:
-            like = namesake(name)
-        else:
-            like = next(iter(parameters.values()), None) if name in sharded["extra"] else None
-        return checkpoint.tensor("extra", name) if like is None else _read_like(checkpoint, "extra", name, like)
+        like = likes.get(name)
+        if like is None or not is_sharded(like):
+            return checkpoint.tensor("extra", name)
+        return _read_like(checkpoint, "extra", name, like, copied=not (were_sharded or {}).get(name, True))
 
     return checkpoint.tensors("extra", read)
 
 
-def _read_like(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor that is to lie as another one does."""
+def _sharded(checkpoint: Checkpoint, section: str) -> dict[str, bool] | None:
+    """What lay on several processes, and whether it was cut up; None: no parameter of the run did."""
+    sharded: dict[str, dict[str, bool]] | None = checkpoint.state["sharded"]
+    return None if sharded is None else sharded[section]
+
+
+def _of_parameters_by_name(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    parameters = dict(task.named_parameters(remove_duplicate=False))
+    found: dict[str, torch.Tensor] = {}
+    for name in checkpoint.names("extra"):
+        ends = (name[dot + 1 :] for dot, letter in enumerate(name) if letter == ".")
+        parameter = next((parameters[end] for end in ends if end in parameters), None)
+        if parameter is not None and parameter.shape == checkpoint.spec("extra", name)[1]:
+            found[name] = parameter
+    return found
+
+
+def _of_parameters_in_order(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    lists: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for name in checkpoint.names("extra"):
+        if place := re.fullmatch(r"(.*)\[(\d+)\](.*?)", name):
+            lists[place[1], place[3]][int(place[2])] = name
+    orders: dict[tuple[torch.Size, ...], list[nn.Parameter]] = {}
+    for module in task.modules():
+        every = list(module.parameters())
+        for order in (every, [parameter for parameter in every if parameter.requires_grad]):
+            orders[tuple(parameter.shape for parameter in order)] = order
+    found: dict[str, torch.Tensor] = {}
+    for entries in lists.values():
+        names = [entries[place] for place in sorted(entries)]
+        shapes = tuple(checkpoint.spec("extra", name)[1] for name in names)
+        if len(names) > 1 and shapes in orders:  # a single tensor may have the shape of a parameter by chance
+            found |= zip(names, orders[shapes], strict=True)
+    return found
+
+
+def _read_like(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor, *, copied: bool) -> torch.Tensor:
+    """This process's part of a tensor that is to lie beside another one."""
     _, shape = checkpoint.spec(section, name)
-    return from_part(checkpoint.part(section, name, *own_box(like, shape)).to(like.device), like, shape)
+    part = checkpoint.part(section, name, *own_box(like, shape, copied=copied))
+    return from_part(part.to(like.device), like, shape, copied=copied)

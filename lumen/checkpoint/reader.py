@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,11 @@ import torch
 
 from lumen.checkpoint.codec import JSON
 from lumen.checkpoint.disk import check_file, opened, read_json, readable
-from lumen.checkpoint.manifest import STATE, Chunk, Manifest, Spec, read_manifest
+from lumen.checkpoint.manifest import STATE, Chunk, Manifest, Spec, is_unseen, read_manifest
 from lumen.checkpoint.remote import Pieces, RemotePath
 from lumen.checkpoint.safetensors_files import check_header
 from lumen.checkpoint.sharded import own_box, own_part
-from lumen.errors import CheckpointDamaged, CheckpointMismatch
+from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch
 from lumen.strategies.processes import Processes
 
 _PIECE_BYTES = 4 << 20  # read at once where only a part of every row is kept
@@ -140,6 +141,11 @@ class Checkpoint:
             flat = own.as_strided((own.numel(),), (1,)).view(torch.uint8)
             self._read(name, spec, offsets, flat.reshape(*shape, spec.dtype.itemsize))
 
+    def free(self) -> None:
+        """Give back the memory of what was read ahead from far away; everything can still be read."""
+        if self._far is not None:
+            self._far.free()
+
     def _section(self, section: str) -> Mapping[str, Spec]:
         if section not in self._sections:
             raise CheckpointMismatch(f"{self.path} has no section {section!r}, only {sorted(self._sections)}.")
@@ -222,16 +228,19 @@ def _open(path: Path, verify: str, sections: Sequence[str] | None, processes: Pr
 
 @contextmanager
 def _present(path: Path) -> Iterator[None]:
-    """Say of a checkpoint that is gone that it is."""
+    """Say of a checkpoint that is gone that it is.
+
+    Raises:
+        CheckpointGone: It is.
+    """
     try:
         yield
     except CheckpointDamaged as error:
-        with suppress(OSError):
-            if not path.exists():
-                raise CheckpointDamaged(
-                    f"{path} is not there, or was removed while it was read, perhaps by its run, which keeps the "
-                    "newest ones (keep_last of ModelCheckpoint). Read a newer one."
-                ) from error
+        if is_unseen(path) if isinstance(path, RemotePath) else not os.path.lexists(path):
+            raise CheckpointGone(
+                f"{path} is not there, or was removed while it was read, perhaps by its run, which keeps the "
+                "newest ones (keep_last of ModelCheckpoint). Read a newer one."
+            ) from error
         raise
 
 

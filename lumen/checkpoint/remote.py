@@ -211,6 +211,7 @@ class Pieces:
 
         self._place = place
         self._block = lru_cache(_MOST_BLOCKS)(fetch)
+        self.free = self._block.cache_clear
 
     def read_into(self, name: str, start: int, view: memoryview) -> int:
         """Fill memory with the bytes of an object from `start` on, which must be inside its size.

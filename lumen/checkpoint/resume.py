@@ -104,6 +104,7 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
         ConfigError: A schedule ends before the step that the run goes on from.
     """
     run.strategy.processes.together(partial(_load_run, run, checkpoint, parts, continue_records))
+    checkpoint.free()  # the run holds it until its end, for its path
 
 
 def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue_records: bool) -> None:

@@ -22,12 +22,15 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     return sharded.to_local() if is_sharded(tensor) else tensor
 
 
-def own_box(tensor: torch.Tensor, whole: torch.Size | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def own_box(
+    tensor: torch.Tensor, whole: torch.Size | None = None, *, copied: bool = False
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where `own_part` begins in each dimension of the tensor, and its shape; nothing is communicated.
 
     Args:
         tensor: Cut up or not.
-        whole: The same of a tensor of this shape that is cut up as that one is.
+        whole: The same of a tensor of this shape that lies beside that one.
+        copied: Every process has all of that.
     """
     whole = tensor.shape if whole is None else whole
     if not is_sharded(tensor):
@@ -35,26 +38,46 @@ def own_box(tensor: torch.Tensor, whole: torch.Size | None = None) -> tuple[tupl
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sharded: Any = tensor
-    shape, offsets = compute_local_shape_and_global_offset(whole, sharded.device_mesh, _cuts(tensor, whole))
+    shape, offsets = compute_local_shape_and_global_offset(whole, sharded.device_mesh, _cuts(tensor, whole, copied))
     return tuple(offsets), tuple(shape)
 
 
-def from_part(own: torch.Tensor, like: torch.Tensor, whole: torch.Size) -> torch.Tensor:
-    """The tensor of a shape, cut up as another one is, of which this process holds `own`; nothing is communicated."""
+def from_part(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copied: bool = False) -> torch.Tensor:
+    """The tensor that lies beside another one, of which this process holds `own`; nothing is communicated.
+
+    Args:
+        own: What `own_box` says.
+        like: The other one, which is cut up.
+        whole: The shape of the tensor.
+        copied: Every process has all of it.
+    """
     sharded: Any = like
     stride = torch.empty(whole, device="meta").stride()
     tensor: torch.Tensor = type(sharded).from_local(
-        own, sharded.device_mesh, _cuts(like, whole), run_check=False, shape=whole, stride=stride
+        own, sharded.device_mesh, _cuts(like, whole, copied), run_check=False, shape=whole, stride=stride
     )
     return tensor
 
 
-def _cuts(like: torch.Tensor, whole: torch.Size) -> list[Any]:
+def _cuts(like: torch.Tensor, whole: torch.Size, copied: bool) -> list[Any]:
     """How a tensor of a shape is placed as another one is; one that lacks the dimension is copied."""
     from torch.distributed.tensor import Replicate
 
     sharded: Any = like
-    return [Replicate() if each.is_shard() and each.dim >= len(whole) else each for each in sharded.placements]
+    return [
+        Replicate() if each.is_shard() and (copied or each.dim >= len(whole)) else each for each in sharded.placements
+    ]
+
+
+def is_cut(tensor: torch.Tensor, whole: torch.Size | None = None) -> bool:
+    """Whether a process holds less than all of a tensor, or would of one of this shape, which lies beside it.
+
+    Beside another one lies what was made from it: it is cut in a dimension that is left as it was.
+    """
+    sharded: Any = tensor
+    whole = tensor.shape if whole is None else whole
+    cut = [placement.dim for placement in sharded.placements if placement.is_shard()] if is_sharded(tensor) else []
+    return any(whole[dim : dim + 1] == tensor.shape[dim : dim + 1] for dim in cut)
 
 
 def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lumen.checkpoint.codec import JSON, Tensors, encode
 from lumen.checkpoint.ranks import own_values
-from lumen.checkpoint.sharded import is_sharded, own_part
+from lumen.checkpoint.sharded import is_cut, is_sharded, own_part
 from lumen.checkpoint.share import check_tensors
 from lumen.checkpoint.weights import model_tensors
 from lumen.errors import CheckpointError, NonFiniteLoss
@@ -97,8 +97,9 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
     return {"model": model, "optimizer": optimizer, "extra": extra}, aliases, state
 
 
-def _sharded(tensors: Tensors) -> list[str]:
-    return [name for name, tensor in tensors.items() if is_sharded(tensor)]
+def _sharded(tensors: Tensors) -> dict[str, bool]:
+    """Names of tensors that lie on several processes, and whether they are cut up, not copied."""
+    return {name: is_cut(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
 
 
 def _capture_optimizer(run: Run, tensors: Tensors) -> dict[str, Any]:
