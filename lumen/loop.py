@@ -143,18 +143,18 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
     if after_hooks:
         run.agree()
     run.tick()
-    if run.progress.should_stop:
-        run.leave()  # before callbacks save what they save at the end
     metrics, run.stage_metrics = run.stage_metrics, None  # what is logged here would belong to no step
     for hook in run.hooks.on_boundary:
+        hook()
+    if run.progress.should_stop:
+        run.leave()  # before callbacks save what they save at the end
+    run.finished = run.limit_reached is not None
+    for hook in run.hooks.on_boundary_end:
         hook()
     run.stage_metrics = metrics
     run.fresh.clear()
     if run.pulse.stop_signal is not None:
         raise StopRequested
-    if run.progress.should_stop:
-        run.leave()
-    run.finished = run.limit_reached is not None
     return run.finished
 
 

@@ -397,8 +397,8 @@ class Run:
 
     @property
     def is_ending(self) -> bool:
-        """This boundary is the last one: the run is over, or was asked to leave."""
-        return self.limit_reached is not None or self.pulse.stop_signal is not None
+        """This boundary is the last one, as all know in `on_boundary_end`: the run is over, or was asked to leave."""
+        return self.finished or self.pulse.stop_signal is not None
 
     def close(self) -> None:
         """End the loaders' workers; the task is again one without a run, whose `log` does nothing."""

@@ -310,6 +310,9 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
     def on_boundary(self) -> None:
         """A step is complete: after its validation, and after the epoch's end if it was the epoch's last."""
 
+    def on_boundary_end(self) -> None:
+        """Callbacks have saved what they save of a complete step."""
+
     def on_train_epoch_start(self) -> None:
         """An epoch begins."""
 

@@ -371,7 +371,7 @@ class Trainer(RunView):
             return run.predictions[0] if len(run.predictions) == 1 else run.predictions
 
     def save_checkpoint(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint of the run in progress; exact inside `on_boundary`. Collective: every rank must call this.
+        """Write a checkpoint of the run in progress, exact in `on_boundary_end`. Collective: every rank must call this.
 
         Args:
             path: The directory to commit; an existing checkpoint is never overwritten.

@@ -103,7 +103,7 @@ class RunView(ABC):
 
     @property
     def is_ending(self) -> bool:
-        """The boundary in progress is the run's last one."""
+        """The boundary in progress is the run's last one; decided when `on_boundary_end` begins."""
         return self.run.is_ending
 
     @property

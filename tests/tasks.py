@@ -34,6 +34,20 @@ def network(dropout=0.0, dtype=torch.float32, seed=0):
     return layers.to(dtype)
 
 
+def backward(net):
+    """Gradients of a `network` in float64 over all of `regression_data`. Returns the loss."""
+    inputs, targets = regression_data(dtype=torch.float64)
+    net.zero_grad(set_to_none=True)
+    loss = nn.functional.mse_loss(net(inputs), targets)
+    loss.backward()
+    return loss
+
+
+def weights(module):
+    """A copy of all parameters as one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
 class Regression(lumen.TaskModule):
     """Least squares with everything a typical task logs."""
 
@@ -130,7 +144,7 @@ class Saving(lumen.Callback):
     def __init__(self, step, path):
         self.step, self.path = step, path
 
-    def on_boundary(self, trainer, task):
+    def on_boundary_end(self, trainer, task):
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
 

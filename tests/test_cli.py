@@ -455,6 +455,31 @@ def test_resuming_goes_on_in_place_with_the_checkpoints_seed_and_the_same_number
     assert saved()["seed_everything"] == seed
 
 
+@pytest.mark.parametrize(
+    ("words", "seed"),
+    [
+        (["fit", "--trainer.resume=auto"], 5),
+        (["fit", "--trainer.resume=last"], 5),
+        (["fit", "--trainer.resume=kept/step-00000003", "--trainer.callbacks.saver.dirpath=new"], 5),
+        (["fit", "--trainer.resume=kept", "--trainer.callbacks.saver.dirpath=new"], 11),  # a run's folder, as it looks
+        (["validate", "--ckpt_path=last"], 5),
+        (["test", "--ckpt_path=best"], 5),
+    ],
+)
+def test_the_seed_is_that_of_the_checkpoint_that_is_read_and_not_of_another_run(words, seed):
+    saver = ["--trainer.callbacks.saver=ModelCheckpoint", "--trainer.callbacks.saver.dirpath=kept"]
+    saver.append("--trainer.callbacks.saver.monitor=val_loss")
+    fit(*saver, "--trainer.callbacks.saver.dirpath=kept/checkpoints", "--trainer.name=other", "--seed_everything=11")
+    fit(*saver, "--trainer.max_epochs=1", "--seed_everything=5")
+    command, *words = words
+    words += ["--seed_everything=null", "--trainer.max_epochs=3"]
+    assert main([command, "--config=line.yaml", *saver, *words]) == 0
+    assert Spy.trainer.seed == seed
+    if command == "fit":
+        assert (Spy.trainer.run.seed, Spy.trainer.global_step) == (seed, 9)
+        assert saved(Spy.trainer.run_directory)["seed_everything"] == seed
+
+
 def test_a_resume_with_changed_options_keeps_the_old_config():
     fit()
     first = saved()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
+from lumen.checkpoint import find_checkpoints
 from lumen.errors import ConfigError, TrainingError
 from tests.group import assert_equal, on_ranks
 from tests.tasks import Regression, bare_trainer, loader, numbers, quiet_trainer, regression_data
@@ -408,16 +409,20 @@ def stop_in_hook(folder, task, hook, steps, interval):
     return trainer.global_step
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_boundary"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_boundary", "on_boundary_end"])
+@pytest.mark.parametrize("who", ["task", "callback"])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-def test_one_rank_that_stops_between_two_steps_is_an_error_on_all(group, tmp_path, hook, options):
-    assert group(2).run(stop_anywhere, tmp_path, hook, options) == [True, True]
+def test_one_rank_that_stops_between_two_steps_is_an_error_on_all(group, tmp_path, hook, who, options):
+    assert group(2).run(stop_anywhere, tmp_path, hook, who, options) == [True, True]
+    assert not find_checkpoints(tmp_path / "runs/run/checkpoints")
 
 
-def stop_anywhere(folder, hook, options):
-    task = StoppingAlone(hook, at=2)
-    saver = lumen.ModelCheckpoint(every_n_train_steps=3)
-    trainer = quiet_trainer(folder, max_epochs=5, strategy=lumen.DDP(**options), callbacks=saver, logger=False)
+def stop_anywhere(folder, hook, who, options):
+    task = StoppingAlone(hook if who == "task" else "stop", at=2)
+    callbacks = [lumen.ModelCheckpoint(every_n_train_steps=4)]  # and at the end
+    if who == "callback":
+        callbacks.append(lumen.LambdaCallback(**{hook: task.stop}))
+    trainer = quiet_trainer(folder, max_epochs=5, strategy=lumen.DDP(**options), callbacks=callbacks, logger=False)
     with pytest.raises(TrainingError, match="1 processes end the run here, but others go on"):
         trainer.fit(task, loader(64, dtype=torch.float64))
     return True

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -594,6 +595,22 @@ def test_a_full_disk_is_said_and_leaves_nothing(large):
     assert os.listdir() == []
 
 
+def test_an_export_that_cannot_begin_leaves_not_even_an_empty_directory(capsys):
+    small(Path("step-1"))
+    export("step-1", "--output", "hub")  # what is imported once
+    capsys.readouterr()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))  # no file more
+    try:
+        code = main(["export", "step-1", "--output", "again"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert code == 2
+    assert "--output again: . cannot be written: Too many open files" in capsys.readouterr().err
+    assert sorted(os.listdir()) == ["hub", "step-1"]
+
+
 def stop_in_the_middle(number, output, *words):
     """Start an export and send it a signal while it writes. Returns it, and where it does."""
     process = subprocess.Popen([*LUMEN, *map(str, words), "--output", output], env=ENVIRONMENT)
@@ -644,6 +661,7 @@ def test_nothing_but_left_overs_of_that_name_is_removed():
         Path(name).write_text("theirs")
     Path("x.safetensors.tmp-00000005").mkdir()
     Path("x.safetensors.tmp-00000005/x.safetensors").symlink_to(Path("elsewhere/x.safetensors").absolute())
+    Path("x.safetensors.tmp-00000007").mkdir()  # of an export that has just begun
     before = sorted(Path().rglob("*"))
     Path("x.safetensors.tmp-00000006").mkdir()
     Path("x.safetensors.tmp-00000006/x.safetensors").write_text("half of one")

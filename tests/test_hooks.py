@@ -125,14 +125,15 @@ def micro_batch(*, first, last):
 
 FULL_STEP = [*micro_batch(first=True, last=False), *micro_batch(first=False, last=True)]
 SHORT_STEP = micro_batch(first=True, last=True)
-END_OF_EPOCH = ["on_train_epoch_end", "on_boundary"]
+BOUNDARY = ["on_boundary", "on_boundary_end"]
+END_OF_EPOCH = ["on_train_epoch_end", *BOUNDARY]
 EPOCH = [  # five micro-batches in steps of two, a validation after the second step and after the last
     "on_train_epoch_start",
     *FULL_STEP,
-    "on_boundary",
+    *BOUNDARY,
     *FULL_STEP,
     *evaluation("validation"),
-    "on_boundary",
+    *BOUNDARY,
     *SHORT_STEP,
     *evaluation("validation"),
     *END_OF_EPOCH,
@@ -178,7 +179,7 @@ def test_a_resumed_fit_goes_on_inside_the_epoch_it_left(tmp_path):
         "on_train_start",
         *FULL_STEP,
         *evaluation("validation"),
-        "on_boundary",
+        *BOUNDARY,
         *SHORT_STEP,
         *evaluation("validation"),
         *END_OF_EPOCH,
@@ -195,7 +196,7 @@ def test_a_run_that_ends_inside_an_epoch_still_ends_the_epoch(tmp_path):
         "on_train_start",
         "on_train_epoch_start",
         *FULL_STEP,
-        "on_boundary",
+        *BOUNDARY,
         "on_train_epoch_end",
         *CLOSING,
     ]

@@ -14,7 +14,7 @@ import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.checkpoint.folder import read_info
 from lumen.errors import ConfigError
-from tests.tasks import quiet_trainer
+from tests.tasks import Regression, loader, quiet_trainer
 from tests.test_callbacks import Scripted, fit
 
 
@@ -61,6 +61,29 @@ def steps(tmp_path, name="run"):
 def test_exactly_the_expected_checkpoints_are_kept(tmp_path, options, kept):
     fit(tmp_path, [9, 5, 1, 2, 8, 7], [lumen.ModelCheckpoint(**options)])
     assert steps(tmp_path) == kept
+
+
+class Counting(Regression):
+    """Counts boundaries, and asks to stop at one of them."""
+
+    def __init__(self, stops_at):
+        super().__init__()
+        self.stops_at = stops_at
+        self.register_buffer("boundaries", torch.tensor(0))
+
+    def on_boundary(self):
+        self.boundaries += 1
+        self.trainer.should_stop = self.global_step == self.stops_at
+
+
+def test_what_the_task_does_at_a_boundary_is_in_the_checkpoint_of_it(tmp_path):
+    resume = None
+    for name, stops_at in (("run", 3), ("run-2", 5)):
+        task = Counting(stops_at)
+        quiet_trainer(tmp_path, max_epochs=1, resume=resume).fit(task, loader())
+        assert task.boundaries == stops_at
+        assert steps(tmp_path, name) == [stops_at]  # where it stopped, the end is
+        resume = tmp_path / "runs" / name
 
 
 def test_the_interval_counts_from_the_last_save(tmp_path):

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from lumen.errors import ConfigError
 from lumen.optim import Lookahead
-from tests.tasks import Regression, loader, network, quiet_trainer, regression_data
+from tests.tasks import Regression, backward, loader, network, quiet_trainer, weights
 
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -26,18 +26,6 @@ OPTIMIZERS = {
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True),
     "Rprop": lambda parameters: torch.optim.Rprop(parameters),
 }
-
-
-def backward(net):
-    inputs, targets = regression_data(dtype=torch.float64)
-    net.zero_grad(set_to_none=True)
-    loss = nn.functional.mse_loss(net(inputs), targets)
-    loss.backward()
-    return loss
-
-
-def weights(module):
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 # ---------------------------------------------------------------------- the algorithm

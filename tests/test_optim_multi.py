@@ -1,6 +1,7 @@
 """Several optimizers as one train like a loop that steps each of them, and nothing that holds an optimizer notices."""
 
 import re
+import signal
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -13,16 +14,23 @@ from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import lumen
-from lumen.checkpoint import Checkpoint
+from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.optim import Lookahead, MultiOptimizer
 from tests.checkpoints import same
-from tests.tasks import Regression, Saving, bare_trainer, loader, network, quiet_trainer, regression_data
+from tests.tasks import Regression, Saving, backward, bare_trainer, loader, network, quiet_trainer, weights
 
 PAIRS = {
     "SGD, AdamW": (lambda held: SGD(held, lr=0.05, momentum=0.9), lambda held: AdamW(held, lr=0.01, amsgrad=True)),
     "Muon, fused AdamW": (lambda held: Muon(held, lr=0.02), lambda held: AdamW(held, lr=0.01, fused=True)),
     "foreach AdamW, SGD": (lambda held: AdamW(held, lr=0.01, foreach=True), lambda held: SGD(held, lr=0.05)),
+}
+
+WRAPS = {
+    "alone": MultiOptimizer,
+    "Lookahead around": lambda each: Lookahead(MultiOptimizer(each), k=3),
+    "Lookahead inside": lambda each: MultiOptimizer([Lookahead(each[0], k=3), each[1]]),
+    "nested": lambda each: MultiOptimizer([MultiOptimizer(each[:1]), each[1]]),
 }
 
 
@@ -34,18 +42,6 @@ def inner(module, kinds="SGD, AdamW"):
         [each for each in module.parameters() if each.ndim < 2],
     )
     return [first(held[0]), second(held[1])]
-
-
-def backward(net):
-    inputs, targets = regression_data(dtype=torch.float64)
-    net.zero_grad(set_to_none=True)
-    loss = nn.functional.mse_loss(net(inputs), targets)
-    loss.backward()
-    return loss
-
-
-def weights(module):
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 def bits(optimizer, module):
@@ -153,6 +149,39 @@ def test_a_run_in_three_parts_has_every_bit_of_one_part(tmp_path, task, precisio
     assert all(same(state[name], whole_state[name]) for name in state)
     assert groups == whole_groups
     assert groups[0].keys() != groups[1].keys()
+
+
+class ByEpochs(Both):
+    """A schedule by epochs of the second optimizer; somebody may press Ctrl-C in a validation."""
+
+    interrupted = False
+
+    def validation_step(self, batch):
+        super().validation_step(batch)
+        if self.interrupted:
+            signal.raise_signal(signal.SIGINT)
+
+    def configure_optimizers(self):
+        optimizer = self.wrap(inner(self, self.kinds))
+        return [optimizer], [StepLR(optimizer.optimizers[1], 1, 0.5)]
+
+
+def test_a_schedule_that_is_due_at_once_on_resume_is_not_taken_for_early(tmp_path):
+    """Interrupted after an epoch's last step, before the first move of the schedule: torch warns of none."""
+
+    def train(folder, **options):
+        task = made(ByEpochs, **options)
+        trainer = quiet_trainer(folder, max_epochs=2, num_sanity_val_steps=0, resume="auto")
+        trainer.fit(task, loader(40), val_dataloaders=loader(8))
+        return trainer, task
+
+    _, whole = train(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, interrupted=True)
+    assert find_checkpoints(tmp_path / "runs/run/checkpoints")[-1].name == "step-00000005-validating"
+    trainer, resumed = train(tmp_path)
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.05, 0.01 / 4]
+    assert torch.equal(weights(resumed), weights(whole))
 
 
 def test_an_overflow_skips_both(tmp_path):
@@ -314,6 +343,28 @@ def test_torchs_own_state_dict_restores_every_bit(wrap):
         other.step()
     assert torch.equal(weights(net), weights(copy))
     assert same(*(bits(each, module)[0] for each, module in ((optimizer, net), (other, copy))))
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["", "scheduled"])
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_a_copy_steps_its_own_parameters_alone_and_as_the_original_does(wrap, scheduled):
+    def step(net, optimizer, times):
+        for _ in range(times):
+            backward(net)
+            optimizer.step()
+        return weights(net)
+
+    net = network(dtype=torch.float64)
+    optimizer = wrap(inner(net))
+    if scheduled:
+        StepLR(optimizer, 2, 0.5)
+    before = step(net, optimizer, 2)
+    copy, other = deepcopy((net, optimizer))
+    after = step(copy, other, 3)
+    assert not (after == before).any()
+    assert torch.equal(weights(net), before)
+    assert torch.equal(step(net, optimizer, 3), after)
+    assert same(*(bits(each, module) for each, module in ((optimizer, net), (other, copy))))
 
 
 def test_a_state_of_other_groups_is_refused_whole():

@@ -150,7 +150,7 @@ def test_the_calls_of_each_part_are_counted(tmp_path):
         "data wait": 14, "transfer": 14, "training_step": 14, "backward": 14,
         "clip_grad_norm": 8, "optimizer.step": 8, "optimizer.zero_grad": 8, "StepLR.step": 8,
         "data wait (validation)": 7, "transfer (validation)": 7, "validation_step": 7,
-        "ModelCheckpoint.on_boundary": 8, "save_checkpoint": 2, "CSVLogger.flush": 2, "CSVLogger.log_system": 2,
+        "ModelCheckpoint.on_boundary_end": 8, "save_checkpoint": 2, "CSVLogger.flush": 2, "CSVLogger.log_system": 2,
         "loop": 0, "loop (validation)": 0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected

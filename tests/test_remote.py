@@ -31,7 +31,7 @@ from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.cli import main
-from lumen.errors import CheckpointDamaged, CheckpointError, ConfigError
+from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone, ConfigError
 from tests.checkpoints import FILES, assert_small, small
 from tests.tasks import Regression, Saving, loader, quiet_trainer
 
@@ -167,11 +167,12 @@ def test_every_damaged_file_is_found_and_named_and_the_checkpoint_before_it_is_u
         small(memory / "step-1")
         file = files_of(small(memory / "step-2"))[name]
         damage(file)
-        with pytest.raises(CheckpointDamaged, match=file.name):
+        is_gone = name == "manifest.json" and damage is RemotePath.unlink
+        with pytest.raises(CheckpointDamaged, match="/step-2 is not there" if is_gone else file.name):
             Checkpoint.open(memory / "step-2")
         reports = []
         assert newest_valid(memory, reports.append).path == memory / "step-1"
-        assert len(reports) == (not (name == "manifest.json" and damage is RemotePath.unlink))  # then there is nothing
+        assert len(reports) == (not is_gone)
         MemoryFileSystem.store.clear()
 
 
@@ -198,6 +199,56 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(place, monkeypatch):
     assert find_checkpoints(place) == []
     assert newest_valid(place, pytest.fail) is None
     assert_small(small(path, value=2.0), value=2.0)  # what is left is in nobody's way
+
+
+@pytest.mark.parametrize("how", ["removed", "being removed"])
+def test_what_is_removed_before_its_turn_is_no_damage_and_the_place_is_looked_at_again(place, how):
+    for step in (1, 2, 3):
+        small(place / f"step-{step}", value=float(step))
+    flip(files_of(place / "step-3")["state.json"])
+    reports = []
+
+    def report(said):
+        reports.append(said)
+        small(place / "step-4", value=4.0)
+        if how == "removed":
+            remove_checkpoint(place / "step-2")
+        else:  # the manifest goes first
+            (place / "step-2/manifest.json").unlink()
+
+    assert newest_valid(place, report).path == place / "step-4"
+    assert [said[:17] for said in reports] == ["step-3 is damaged"]
+    flip(place / "step-4/manifest.json")
+    assert newest_valid(place, reports.append).path == place / "step-1"
+    assert [said[:17] for said in reports[1:]] == ["step-4 is damaged", "step-3 is damaged"]
+
+
+@pytest.mark.parametrize("how", ["removed", "being removed"])
+def test_what_is_removed_while_it_is_verified_is_no_damage(place, how, monkeypatch):
+    small(place / "step-1")
+    last = files_of(small(place / "step-2"))["optimizer/00000-00000.safetensors"]
+    digest = hashlib.file_digest
+
+    def removing(file, algorithm):
+        patch.undo()
+        if how == "removed":
+            remove_checkpoint(place / "step-2")
+        else:
+            (place / "step-2/manifest.json").unlink()
+            last.unlink()
+        return digest(file, algorithm)
+
+    with monkeypatch.context() as patch:  # the place needs its environment
+        patch.setattr(hashlib, "file_digest", removing)
+        assert newest_valid(place, pytest.fail).path == place / "step-1"
+
+
+def test_what_is_removed_after_it_was_opened_is_said_to_be_gone(place):
+    checkpoint = Checkpoint.open(small(place / "step-1"))
+    remove_checkpoint(place / "step-1")
+    for read in (partial(checkpoint.tensor, "model", "a"), partial(Checkpoint.open, checkpoint.path)):
+        with pytest.raises(CheckpointGone, match=r"/step-1 is not there, or was removed while it was read"):
+            read()
 
 
 def test_what_is_left_over_is_cleaned_and_nothing_else(place):

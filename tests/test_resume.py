@@ -17,7 +17,7 @@ import torch
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.errors import CheckpointError, CheckpointMismatch, ConfigError, RunDirectoryError
-from tests.tasks import Regression, loader, quiet_trainer
+from tests.tasks import Regression, loader, quiet_trainer, weights
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,10 +29,6 @@ def fit(tmp_path, task=None, *, validate=True, **options):
     trainer = quiet_trainer(tmp_path, **options)
     trainer.fit(task, loader(), val_dataloaders=loader(20, shuffle=False) if validate else None)
     return trainer, task
-
-
-def weights(task):
-    return torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
 
 
 def newest(tmp_path, name="run"):
@@ -239,7 +235,7 @@ def test_states_of_callbacks_task_and_data_survive(tmp_path):
 
 STOPPED = """
 import sys, torch, lumen
-from tests.tasks import Regression, loader, quiet_trainer
+from tests.tasks import Regression, loader, quiet_trainer, weights
 from pathlib import Path
 where = sys.argv[1]
 class Slow(Regression):

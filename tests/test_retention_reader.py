@@ -1,5 +1,6 @@
 """Checkpoints that one process reads while the run that made them removes them: whole, or one clear error."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lumen
-from lumen.checkpoint import Checkpoint, find_checkpoints
+from lumen.checkpoint import Checkpoint, find_checkpoints, newest_valid
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged
 from tests.tasks import Regression, loader, quiet_trainer
@@ -108,6 +109,23 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_whole_or_an_error_that
 
 def wait_until_removed(path):
     wait_until(lambda: not path.exists())
+
+
+def test_the_newest_one_of_a_run_that_goes_on_is_found_although_it_was_removed_meanwhile(tmp_path, monkeypatch):
+    digest, looked_at = hashlib.file_digest, set()
+
+    def waiting(file, algorithm):
+        monkeypatch.undo()
+        looked_at.add(path := Path(file.name).parent)
+        wait_until_removed(path)
+        return digest(file, algorithm)
+
+    with running(tmp_path) as checkpoints:
+        wait_until(lambda: read(found_in(checkpoints)[-1], lambda path: None) is None)
+        for _ in range(3):
+            monkeypatch.setattr(hashlib, "file_digest", waiting)
+            assert newest_valid(checkpoints, pytest.fail).path > max(looked_at)
+    assert len(looked_at) == 3
 
 
 def test_an_export_from_a_run_that_goes_on_is_whole_or_leaves_nothing(tmp_path, monkeypatch, capsys):

@@ -1,11 +1,14 @@
 """Finding, setting aside and removing checkpoints in their folder."""
 
 import errno
+import hashlib
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import lumen
 from lumen.checkpoint import manifest
@@ -19,9 +22,12 @@ from lumen.checkpoint.folder import (
 )
 from lumen.checkpoint.manifest import STATE
 from lumen.checkpoint.writer import write_checkpoint
-from lumen.errors import CheckpointError
+from lumen.errors import CheckpointDamaged, CheckpointError
+from lumen.strategies.processes import Processes
 from tests.checkpoints import FILES, assert_small, small
 from tests.tasks import Regression, loader, quiet_trainer
+
+NOBODY = 65534
 
 
 def fit(tmp_path, steps, **options):
@@ -130,9 +136,61 @@ def test_a_link_that_leads_nowhere_is_damage_like_any_other(tmp_path):
     (tmp_path / "kept/step-00000009").symlink_to(tmp_path / "not mounted")
     (tmp_path / "kept/step-00000002").rename(tmp_path / "elsewhere")
     (tmp_path / "kept/step-00000002").symlink_to(tmp_path / "elsewhere")
-    assert newest_valid(tmp_path / "kept", print).path.name == "step-00000002"
+    reports = []
+    assert newest_valid(tmp_path / "kept", reports.append).path.name == "step-00000002"
     (tmp_path / "elsewhere").rename(tmp_path / "gone")
-    assert newest_valid(tmp_path / "kept", print).path.name == "step-00000001"
+    assert newest_valid(tmp_path / "kept", reports.append).path.name == "step-00000001"
+    assert [said.partition(" is damaged")[0][-1] for said in reports] == ["9", "9", "2"]
+
+
+def test_what_is_removed_before_its_turn_is_no_damage_and_the_folder_is_looked_at_again(tmp_path):
+    for step in (1, 2, 3):
+        small(tmp_path / f"step-{step}")
+    (tmp_path / "step-3/state.json").write_bytes(b"cut o")
+    reports = []
+
+    def report(said):
+        reports.append(said[:17])
+        remove_checkpoint(tmp_path / "step-2")
+
+    assert newest_valid(tmp_path, report).path == tmp_path / "step-1"
+    small(tmp_path / "step-2")
+    assert newest_valid(tmp_path, lambda said: report(said) or small(tmp_path / "step-4")).path == tmp_path / "step-4"
+    assert reports == ["step-3 is damaged"] * 2
+
+
+def verify(folder, processes=None, *, removes=True):
+    """Find the newest checkpoint of two; it may be removed, and another one saved, in the middle of verifying it."""
+    digest = hashlib.file_digest
+
+    def removing(file, algorithm):
+        patch.undo()
+        remove_checkpoint(folder / "step-2")
+        small(folder / "step-3")
+        return digest(file, algorithm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if removes:
+            patch.setattr(hashlib, "file_digest", removing)
+        return newest_valid(folder, pytest.fail, processes).path.name
+
+
+def verify_together(folder, removing):
+    (processes := Processes.found()).connect(torch.device("cpu"))
+    return verify(folder, processes, removes=processes.rank == removing)
+
+
+def test_what_is_removed_while_it_is_verified_is_no_damage(tmp_path):
+    for step in (1, 2):
+        small(tmp_path / f"step-{step}")
+    assert verify(tmp_path) == "step-3"
+
+
+@pytest.mark.parametrize("removing", [0, 1])
+def test_what_is_removed_while_several_processes_verify_it_is_no_damage_for_any(group, tmp_path, removing):
+    for step in (1, 2):
+        small(tmp_path / f"step-{step}")
+    assert group(2).run(verify_together, tmp_path, removing) == ["step-3"] * 2
 
 
 @pytest.mark.parametrize("keep_last", [0, 1, 2])
@@ -163,6 +221,49 @@ def test_directories_made_for_a_checkpoint_are_synced_before_it_is_committed(tmp
     assert {tmp_path, tmp_path / "a"} <= set(before)
     assert tmp_path.parent not in before
     assert events[-1] == tmp_path / "a/b"
+
+
+@pytest.fixture
+def bound(tmp_path):
+    """A directory of somebody whom permissions bind, as whom the test runs: they do not bind root."""
+    path = Path(tempfile.mkdtemp(prefix="lumen-bound-"))  # nobody else may enter pytest's
+    is_root = os.geteuid() == 0
+    if is_root:
+        fit_into(tmp_path, tmp_path / "kept")  # what is imported meanwhile may be root's alone
+        os.chown(path, NOBODY, -1)
+        os.seteuid(NOBODY)
+    yield path
+    if is_root:
+        os.seteuid(0)
+    (path / "box").chmod(0o700)
+    shutil.rmtree(path)
+
+
+def fit_into(home, dirpath):
+    saver = lumen.ModelCheckpoint(dirpath=dirpath, every_n_train_steps=1)
+    quiet_trainer(home, max_steps=2, callbacks=saver, resume="auto").fit(Regression(), loader(50, 8))
+
+
+def test_below_a_directory_that_may_be_written_but_not_read_checkpoints_are_kept(bound):
+    (bound / "box").mkdir(0o300)
+    fit_into(bound, bound / "box/runs/kept")
+    assert newest_valid(bound / "box/runs/kept", pytest.fail).path.name == "step-00000002"
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        (0o500, r"cannot write .*/box/runs: Permission denied. Give this user the right to write there or choose"),
+        (0o600, r"/box/runs/kept cannot be read: Permission denied"),
+        (0o000, r"/box/runs/kept cannot be read: Permission denied"),
+    ],
+    ids=["not written", "not entered", "nothing"],
+)
+def test_a_directory_above_that_may_not_be_used_is_one_error_that_names_it(bound, mode, message):
+    (bound / "box").mkdir(mode)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        fit_into(bound, bound / "box/runs/kept")
+    assert not isinstance(caught.value, CheckpointDamaged)
 
 
 def test_setting_aside_frees_the_name_and_keeps_the_bytes(tmp_path):

@@ -194,7 +194,7 @@ class ModelCheckpoint(Callback):
             trainer.strategy.processes.on_rank_zero(partial(clean_leftovers, self.given_dirpath))
         self.scores = {name: score for name, score in self.scores.items() if name in names}
 
-    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_boundary_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Save if one of the rules says so."""
         if self.dirpath is None:
             return

@@ -101,7 +101,7 @@ class ProgressBar(Callback):
         self._display.draw(self._board)
         self._due_at_s = self._began_at_s + self._display.interval_s
 
-    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_boundary_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Show the step if it is time to."""
         if perf_counter() < self._due_at_s or trainer.is_ending:  # the end has a line of its own
             return

@@ -23,7 +23,6 @@ from lumen.checkpoint.state import keyed, kind_of, parameter_names
 from lumen.checkpoint.weights import load_model
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch, ConfigError
-from lumen.optim import MultiOptimizer
 from lumen.precision import make_precision
 from lumen.run import Progress, Run
 from lumen.task import TaskModule
@@ -169,9 +168,6 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
         )
     _check_parameters(parameters, checkpoint)
     optimizer.state.clear()
-    if run.progress.step:
-        for each in (optimizer, *(optimizer.optimizers if isinstance(optimizer, MultiOptimizer) else ())):
-            each._opt_called = True  # else torch misses its step before the schedulers'
     moving = [group for group in optimizer.param_groups if True in (group.get("fused"), group.get("capturable"))]
     moves_with_it = {parameter for group in moving for parameter in group["params"]}
     for name, entries in saved["state"].items():
@@ -236,6 +232,9 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
         )
     for config, scheduler_state in zip(run.schedulers, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(scheduler_state)
+        optimizer = getattr(config.scheduler, "optimizer", None)
+        if run.progress.step and optimizer is not None:
+            optimizer._opt_called = True  # else torch misses its step before the schedule's
     goes_on = {
         where: value
         for where, value in configuration.items()

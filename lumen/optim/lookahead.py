@@ -49,6 +49,10 @@ class Lookahead(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults | {"lookahead_step": 0})
         self._share()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: torch's leaves out what it does not know."""
+        return super().__getstate__() | {"optimizer": self.optimizer, "k": self.k, "alpha": self.alpha}
+
     def _share(self) -> None:
         self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
 

@@ -38,8 +38,8 @@ class MultiOptimizer(Optimizer):
         self.state = _States(self.optimizers)  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything, for copies: torch's leaves out what it does not know."""
-        return self.__dict__
+        """For copies: torch's leaves out what it does not know."""
+        return super().__getstate__() | {"optimizers": self.optimizers}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused.
