@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 import benchmarks
+from benchmarks import nothing
 from benchmarks.cases import CASES
 from benchmarks.ratios import refusal, rows_of
 from benchmarks.report import BEGIN, END, print_case, write_readme
@@ -43,6 +44,13 @@ def test_lumen_ends_with_the_bits_of_the_loop_by_hand(name, tmp_path):
     figures = own[case.measure]
     assert len(figures) == (case.turns * case.epochs if case.takes_turns else 1)
     assert case.measure == "blocked_s" or min(figures) > 0
+
+
+def test_a_step_of_nothing_is_measured_by_hand_and_by_lumen(capsys):
+    found = nothing.main(steps=50, epochs=2)
+    assert list(found) == ["by hand", "Lumen, generators not keyed", "Lumen"]
+    assert min(found.values()) > 0
+    assert capsys.readouterr().out.count("µs CPU / step") == 3
 
 
 @pytest.mark.slow
