@@ -9,13 +9,13 @@ import socket
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from lumen.checkpoint.disk import fsync_directory
+from lumen.checkpoint.disk import fsync_directory, make_directory
 from lumen.checkpoint.folder import clean_leftovers
 from lumen.errors import ConfigError, RunDirectoryError
 
@@ -67,7 +67,8 @@ class RunDirectory:
                 f"{name!r} cannot name a run: use a name without '/' or '\\' that does not begin with '.'."
             )
         with _explained(root / name):
-            root.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                make_directory(root)
             path = root / name
             if reuse:
                 path.mkdir(exist_ok=True)

@@ -276,6 +276,18 @@ def test_a_directory_that_cannot_be_written_is_an_error_and_stays_free(tmp_path,
     RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
 
 
+def test_what_is_made_for_a_run_survives_a_power_loss(tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+
+    def noting(descriptor):
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    with RunDirectory.claim(tmp_path / "new/runs", "gpt", reuse=False) as run:
+        assert {tmp_path, tmp_path / "new", tmp_path / "new/runs", run.path} <= synced
+
+
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_warned_about_and_used(tmp_path, monkeypatch, code):
     def refuse(*_):
