@@ -69,6 +69,8 @@ class RunDirectory:
         with _explained(root / name):
             with suppress(FileExistsError):
                 make_directory(root)
+                with suppress(PermissionError):  # what may not be read cannot be synced
+                    fsync_directory(root.parent)
             path = root / name
             if reuse:
                 path.mkdir(exist_ok=True)
