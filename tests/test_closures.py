@@ -11,7 +11,7 @@ import lumen
 from lumen.checkpoint import find_checkpoints
 from lumen.data.order import epoch_order
 from lumen.errors import CheckpointMismatch, ConfigError, TrainingError
-from tests.tasks import Regression, network, quiet_trainer, regression_data
+from tests.tasks import Regression, network, quiet_trainer, regression_data, weights
 
 SEED = 3
 UNRECORDED = {"logger": False, "enable_checkpointing": False}
@@ -34,10 +34,6 @@ def with_optimizer(build, task=None):
     task = task or Evaluated()
     task.build = build
     return task
-
-
-def weights(module):
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 def data(samples=53, batch_size=8, dtype=torch.float32):

@@ -6,13 +6,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lumen.optim import adamw, decay_groups
-from tests.tasks import Regression, loader, network, quiet_trainer, regression_data
+from tests.tasks import Regression, loader, network, quiet_trainer, regression_data, weights
 
 UNRECORDED = {"logger": False, "enable_checkpointing": False}
-
-
-def weights(module):
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 @pytest.mark.parametrize("form", ["parameters", "names", "groups", "a group of one"])

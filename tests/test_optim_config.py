@@ -11,6 +11,7 @@ from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.cli import main
 from lumen.optim import Lookahead, layer_decay_groups
 from tests.cli_tasks import Line, Spy
+from tests.tasks import weights
 
 FULL = """
 seed_everything: 7
@@ -70,10 +71,6 @@ def fit(*words, config="full.yaml"):
 def refused(capsys, *words):
     assert main(["fit", "--config", "full.yaml", *words]) != 0
     return capsys.readouterr().err
-
-
-def weights(task):
-    return torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
 
 
 def rates(path):
