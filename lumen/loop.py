@@ -144,14 +144,16 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
         run.agree()
     run.tick()
     metrics, run.stage_metrics = run.stage_metrics, None  # what is logged here would belong to no step
-    for hook in run.hooks.on_boundary:
+    for hook in run.hooks.on_boundary if not run.progress.validation_due else ():  # the step goes on when resumed
         hook()
-    if run.progress.should_stop:
-        run.leave()  # before callbacks save what they save at the end
-    run.finished = run.limit_reached is not None
+    if run.is_saving:
+        run.agree()
+    elif run.progress.should_stop:
+        run.leave()
+    run.finished, run.is_saving, run.is_decided = run.limit_reached is not None, False, True
     for hook in run.hooks.on_boundary_end:
         hook()
-    run.stage_metrics = metrics
+    run.is_decided, run.stage_metrics = False, metrics
     run.fresh.clear()
     if run.pulse.stop_signal is not None:
         raise StopRequested

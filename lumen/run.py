@@ -163,6 +163,8 @@ class Run:
         self.pulse = Pulse(strategy)
         self.time_is_up = False
         self.finished = self._stop_agreed = False
+        self.is_saving = False  # a callback will save this boundary, on all ranks
+        self.is_decided = False  # whether the run ends here, as callbacks that save have to know
         # what the bar shows
         self.last_loss: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lumen.datamodule import DataModule
-from lumen.errors import ConfigError
+from lumen.errors import ConfigError, TrainingError
 from lumen.loggers import Logger
 from lumen.plan import Plan
 from lumen.run import Run
@@ -99,6 +99,11 @@ class RunView(ABC):
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
+        if value and self.run.is_decided and not self.should_stop:
+            raise TrainingError(
+                "should_stop was set in on_boundary_end, where it is decided whether the run ends here. "
+                "Set it in on_boundary."
+            )
         self.run.progress.should_stop = value
 
     @property

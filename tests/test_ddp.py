@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
-from lumen.checkpoint import find_checkpoints
+from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.errors import ConfigError, TrainingError
 from tests.group import assert_equal, on_ranks
 from tests.tasks import Regression, bare_trainer, loader, numbers, quiet_trainer, regression_data
@@ -409,7 +409,7 @@ def stop_in_hook(folder, task, hook, steps, interval):
     return trainer.global_step
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_boundary", "on_boundary_end"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_boundary"])
 @pytest.mark.parametrize("who", ["task", "callback"])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
 def test_one_rank_that_stops_between_two_steps_is_an_error_on_all(group, tmp_path, hook, who, options):
@@ -426,6 +426,24 @@ def stop_anywhere(folder, hook, who, options):
     with pytest.raises(TrainingError, match="1 processes end the run here, but others go on"):
         trainer.fit(task, loader(64, dtype=torch.float64))
     return True
+
+
+@pytest.mark.parametrize("who", ["task", "callback"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_boundary"])
+def test_one_rank_is_enough_to_stop_the_run_where_it_is_saved(group, tmp_path, hook, who):
+    assert group(2).run(stop_where_saved, tmp_path, hook, who) == [2, 2]
+    (path,) = find_checkpoints(tmp_path / "runs/run/checkpoints")
+    assert Checkpoint.open(path).state["progress"]["should_stop"]
+
+
+def stop_where_saved(folder, hook, who):
+    task = StoppingAlone(hook if who == "task" else "stop", at=2)
+    callbacks = [lumen.ModelCheckpoint(every_n_train_steps=2)]
+    if who == "callback":
+        callbacks.append(lumen.LambdaCallback(**{hook: task.stop}))
+    trainer = quiet_trainer(folder, max_epochs=5, strategy="ddp", callbacks=callbacks, logger=False)
+    trainer.fit(task, loader(64, dtype=torch.float64))
+    return trainer.global_step
 
 
 class Stopping(Regression):

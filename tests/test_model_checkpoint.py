@@ -3,6 +3,8 @@
 import logging
 import math
 import shutil
+import signal
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import pairwise
 
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.checkpoint.folder import read_info
-from lumen.errors import ConfigError
+from lumen.errors import ConfigError, TrainingError
 from tests.tasks import Regression, loader, quiet_trainer
 from tests.test_callbacks import Scripted, fit
 
@@ -84,6 +86,33 @@ def test_what_the_task_does_at_a_boundary_is_in_the_checkpoint_of_it(tmp_path):
         assert task.boundaries == stops_at
         assert steps(tmp_path, name) == [stops_at]  # where it stopped, the end is
         resume = tmp_path / "runs" / name
+
+
+class Interrupted(Counting):
+    """Is asked to leave in the middle of the validation after an epoch."""
+
+    def validation_step(self, batch):
+        super().validation_step(batch)
+        if self.stops_at is None:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_stop_in_the_middle_of_a_validation_leaves_the_boundary_to_the_resumed_run(tmp_path):
+    counts = []
+    for stops_at in (None, 8):
+        task = Interrupted(stops_at)
+        trainer = quiet_trainer(tmp_path, max_epochs=2, resume="auto", num_sanity_val_steps=0)
+        with pytest.raises(KeyboardInterrupt) if stops_at is None else nullcontext():
+            trainer.fit(task, loader(32), val_dataloaders=loader(16))
+        counts.append(int(task.boundaries))
+    assert counts == [3, 8]
+
+
+def test_stopping_where_it_is_decided_already_is_an_error(tmp_path):
+    stop = lumen.LambdaCallback(on_boundary_end=lambda trainer, task: setattr(trainer, "should_stop", True))
+    with pytest.raises(TrainingError, match="Set it in on_boundary"):
+        quiet_trainer(tmp_path, max_epochs=1, callbacks=[stop]).fit(Regression(), loader())
+    assert not names(tmp_path)
 
 
 def test_the_interval_counts_from_the_last_save(tmp_path):

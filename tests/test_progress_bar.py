@@ -117,7 +117,7 @@ def test_plain_lines_hold_everything_in_one_order(monkeypatch: pytest.MonkeyPatc
     lines = [line for line in written().splitlines() if re.match(r"step \d+/12 · epoch 2/2 · ", line)]
     assert re.fullmatch(
         r"step 8/12 · epoch 2/2 · number 8\.000 · val_number 1006 · [\d,.]+ steps/s · [\d,.]+ samples/s · "
-        r"data \d+ % · \d+ MB · 0:00:0\d left",
+        r"data \d+ % · [\d.]+ [MG]B · 0:00:0\d left",
         lines[1],
     )
     assert "\x1b" not in written()
@@ -289,7 +289,7 @@ def test_a_terminal_shows_everything_within_its_width(
     rest = re.sub(r"\s+", " ", training[-2])
     assert re.search(
         r"(━|2/2) \d+ % · 0:00:0\d left number \d\d.00 · val_number 1020 (· )?[\d.,]+ steps/s · "
-        r"[\d.,]+ samples/s (· )?data \d+ % · \d+ MB",
+        r"[\d.,]+ samples/s (· )?data \d+ % · [\d.]+ [MG]B",
         rest,
     ), rest
     assert any("━" in frame and "validation " in frame for frame in seen)

@@ -60,7 +60,7 @@ class Callback:
     `test` and `predict` follow the same pattern with their own names. A **boundary** is the one moment of each step at
     which nothing is half done: after its update and its validation, and for an epoch's last step after that epoch's
     end. What acts there does so in `on_boundary`; whether the run ends here is decided then, and checkpoints are made
-    in `on_boundary_end`.
+    in `on_boundary_end`, which is also called where a run is asked to leave in the middle of a step's validation.
     """
 
     @property
@@ -76,8 +76,8 @@ class Callback:
         """Get back what `state_dict` gave, with any strategy and number of processes.
 
         Where FSDP cuts up the parameters, a tensor that was cut up when it was saved comes cut up over the processes of
-        now; so does, of a run that cut up nothing, one that lies under the name of a parameter and has its shape, such
-        as an average. Every other tensor comes whole, and on the host.
+        now; so does, of a run that cut up nothing, an average: a tensor that lies under the name of a parameter and has
+        its shape, or in a list that has the shapes of a model's parameters. Every other one comes whole, on the host.
         """
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
@@ -142,7 +142,7 @@ class Callback:
         """An epoch ends, after its validation."""
 
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
-        """A step is complete, and what is changed here is a part of it."""
+        """A step is complete, and what is changed here is a part of it; the place to set `trainer.should_stop`."""
 
     def on_boundary_end(self, trainer: Trainer, task: TaskModule) -> None:
         """All have acted on a complete step: `trainer.save_checkpoint` is exact here."""

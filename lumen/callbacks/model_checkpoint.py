@@ -194,6 +194,10 @@ class ModelCheckpoint(Callback):
             trainer.strategy.processes.on_rank_zero(partial(clean_leftovers, self.given_dirpath))
         self.scores = {name: score for name, score in self.scores.items() if name in names}
 
+    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+        """Say whether one of the rules wants this boundary saved: then all ranks agree before on whether they end."""
+        trainer.run.is_saving |= self.dirpath is not None and self._is_due(trainer)
+
     def on_boundary_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Save if one of the rules says so."""
         if self.dirpath is None:
@@ -202,25 +206,31 @@ class ModelCheckpoint(Callback):
         pulse, ending = run.pulse, run.is_ending
         if pulse.announced or ending:
             run.saves.settle()
-        step, epoch = run.progress.step, run.progress.epoch
-        fresh = self.monitor is not None and self.monitor in run.fresh
-        value = float(trainer.callback_metrics[str(self.monitor)]) if fresh else None
+        due, value = self._is_due(trainer) or (self.at_end and ending), self._new_value(trainer)
         self.current_score = self.current_score if value is None else value
-        epoch_ended, self._epoch = epoch != self._epoch, epoch
-        due = (
-            (self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0)
-            or (epoch_ended and self.every_n_epochs > 0 and epoch % self.every_n_epochs == 0)
-            or pulse.now_s - self._saved_at_s >= self.train_time_interval_s
-            or (self.on_best and value is not None and self._is_among_best(value))
-            or (self.at_end and ending)
-        )
         if due:
             self.save(trainer, value, at_once=ending)
         elif pulse.now_s >= self._reserves_at_s and not ending:
             self._reserves_at_s = math.inf
             run.saves.reserve(self.asynchronous)
+        epoch_ended, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
         if epoch_ended and self.monitor is not None:
             trainer.require_logged("ModelCheckpoint", self.monitor)
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        """Whether one of the rules wants this boundary, be it the last one or not; alike on all ranks."""
+        progress, value = trainer.run.progress, self._new_value(trainer)
+        return (
+            (self.every_n_train_steps > 0 and progress.step % self.every_n_train_steps == 0)
+            or (progress.epoch != self._epoch and self.every_n_epochs > 0 and progress.epoch % self.every_n_epochs == 0)
+            or trainer.run.pulse.now_s - self._saved_at_s >= self.train_time_interval_s
+            or (self.on_best and value is not None and self._is_among_best(value))
+        )
+
+    def _new_value(self, trainer: Trainer) -> float | None:
+        """The monitor's value, if it has a new one."""
+        fresh = self.monitor is not None and self.monitor in trainer.run.fresh
+        return float(trainer.callback_metrics[str(self.monitor)]) if fresh else None
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Wait for a save under way, and complain of a monitor that never had a value, now that all is saved."""

@@ -80,7 +80,7 @@ class ThroughputMonitor(Callback):
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Start the clock."""
         self._throughput.start(trainer.run)
-        # a step that was saved while its validation was due is recorded again: its record is cut back to before
+        # a step that was saved while its validation was due has no record yet
         self._recorded_step = trainer.global_step - trainer.validation_due
         self._flop_per_sample = None
         self._is_asked = self.measure_flops and trainer.is_global_zero and not _is_compiled(task)

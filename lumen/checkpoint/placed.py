@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -13,25 +13,44 @@ from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.sharded import from_part, is_cut, is_sharded, own_box
 
 
-def state_of(parameter: nn.Parameter, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
-    """The section "optimizer", to be looked up for one parameter: on its device, and as optimizers make it from that.
+def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[str, torch.Tensor]]:
+    """The section "optimizer", to be looked up for a parameter and its name: as optimizers make it from that.
 
-    Beside a parameter that is cut up lies what did when it was saved, cut up or copied as it was then; and what has
-    the parameter's shape. Of a run that cut up nothing it is everything but single numbers: cut up where the parameter
-    is cut in a dimension that it has too.
+    It is on the parameter's device. Beside one that is cut up lies what did when it was saved, cut up or copied as it
+    was then. Of a run that cut up nothing it is what optimizers make from the parameter or its gradient: not single
+    numbers, nor what is of one shape beside parameters of several. It is cut up where the parameter is cut in a
+    dimension that it has too.
     """
+    were_sharded = _sharded(checkpoint, "optimizer")
+    plain = _of_one_shape(checkpoint) if were_sharded is None else set()
 
-    def read(name: str) -> torch.Tensor:
-        _, shape = checkpoint.spec("optimizer", name)
-        if is_sharded(parameter):
-            were_sharded = _sharded(checkpoint, "optimizer")
-            if (were_sharded is None and len(shape) > 0) or shape == parameter.shape:
-                return _read_like(checkpoint, "optimizer", name, parameter, copied=not is_cut(parameter, shape))
-            if were_sharded and name in were_sharded:
-                return _read_like(checkpoint, "optimizer", name, parameter, copied=not were_sharded[name])
-        return checkpoint.tensor("optimizer", name).to(parameter.device)
+    def state_of(owner: str, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        def read(name: str) -> torch.Tensor:
+            _, shape = checkpoint.spec("optimizer", name)
+            if were_sharded is None:
+                lies_beside = bool(shape) and name.removeprefix(owner) not in plain
+                copied = not is_cut(parameter, shape)
+            else:
+                lies_beside, copied = name in were_sharded, not were_sharded.get(name)
+            if is_sharded(parameter) and lies_beside:
+                return _read_like(checkpoint, "optimizer", name, parameter, copied=copied)
+            return checkpoint.tensor("optimizer", name).to(parameter.device)
 
-    return checkpoint.tensors("optimizer", read)
+        return checkpoint.tensors("optimizer", read)
+
+    return state_of
+
+
+def _of_one_shape(checkpoint: Checkpoint) -> set[str]:
+    """What optimizers keep of one shape beside parameters of several, such as `.norms`."""
+    shapes, owners = defaultdict(set), defaultdict(set)
+    for name in checkpoint.names("optimizer"):
+        begins = [name[:dot] for dot, letter in enumerate(name) if letter == "."]
+        owner = next((each for each in reversed(begins) if each in checkpoint.state["optimizer"]["state"]), None)
+        if owner is not None:
+            shapes[name.removeprefix(owner)].add(checkpoint.spec("optimizer", name)[1])
+            owners[name.removeprefix(owner)].add(checkpoint.spec("model", owner)[1])
+    return {key for key in shapes if len(shapes[key]) == 1 < len(owners[key])}
 
 
 def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
@@ -42,7 +61,7 @@ def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tens
     * what did when it was saved, cut up or copied as it was then;
     * of a run that cut up nothing, averages and the like: what lies under the name of a parameter
       (`average.net.0.weight` for `net.0.weight`) and has its shape, and what lies in a list with the shapes of all
-      parameters of a module, or of all its trained ones, in their order (`shadow[0]`, or `state[0].mean`).
+      parameters of a model or a part of it, or of all trained ones, in their order (`shadow[0]`, or `state[0].mean`).
 
     Everything else comes whole, on the host of every process; where the run cuts up nothing, that is everything.
 
@@ -91,6 +110,8 @@ def _of_parameters_in_order(task: nn.Module, checkpoint: Checkpoint) -> dict[str
             lists[place[1], place[3]][int(place[2])] = name
     orders: dict[tuple[torch.Size, ...], list[nn.Parameter]] = {}
     for module in task.modules():
+        if not module._modules:
+            continue  # the mean and the variance of features have the shapes of a norm's parameters
         every = list(module.parameters())
         for order in (every, [parameter for parameter in every if parameter.requires_grad]):
             orders[tuple(parameter.shape for parameter in order)] = order

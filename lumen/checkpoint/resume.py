@@ -15,7 +15,7 @@ from torch import nn
 
 from lumen.checkpoint.changes import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
 from lumen.checkpoint.codec import decode
-from lumen.checkpoint.placed import extra_of, state_of
+from lumen.checkpoint.placed import extra_of, states_of
 from lumen.checkpoint.ranks import load_values
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.sources import find_named
@@ -170,9 +170,10 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
     optimizer.state.clear()
     moving = [group for group in optimizer.param_groups if True in (group.get("fused"), group.get("capturable"))]
     moves_with_it = {parameter for group in moving for parameter in group["params"]}
+    state_of = states_of(checkpoint)
     for name, entries in saved["state"].items():
         parameter = parameters[name]
-        tensors = state_of(parameter, checkpoint)
+        tensors = state_of(name, parameter)
         optimizer.state[parameter] = {key: decode(value, tensors) for key, value in entries.items()}
         if "step" in entries and parameter not in moves_with_it:  # it counts on the host
             optimizer.state[parameter]["step"] = decode(entries["step"], checkpoint.tensors("optimizer"))

@@ -152,6 +152,6 @@ class TorchProfiler(Profiler):
     def _operators(self, done: profile) -> list[Any]:
         """Operators and parts, without kernels of the device and the Python functions of `with_stack`."""
         events: Iterable[Any] = done.events() if self.with_stack else ()  # type: ignore[no-untyped-call]
-        python = {event.name for event in events if event.is_python_function}
+        python = {event.name for event in events if getattr(event, "is_python_function", False)}  # torch 2.11 has none
         averages = done.key_averages(group_by_input_shape=self.record_shapes)
         return [each for each in averages if each.device_type.name == "CPU" and each.key not in python]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lumen.batches import convert, tensors
 from lumen.errors import ConfigError, TrainingError
 from lumen.metric_objects import metrics_of
+from lumen.strategies.older_torch import forget_iteration, sum_unused
 from lumen.strategies.steps import Steps
 
 
@@ -93,8 +94,8 @@ class ShardedTask:
         for metric in metrics_of(task).values():
             metric.to(device)
         if self.is_watched:
-            for unit in self.units if hasattr(self.root, "set_reduce_scatter_unused_params") else ():  # torch >= 2.13
-                unit.set_reduce_scatter_unused_params(True, recurse=False)
+            for unit in self.units:
+                sum_unused(unit)
         if policy.param_dtype is not None or output_dtype is not None:
             _cast(task, policy.param_dtype, output_dtype)
 
@@ -227,8 +228,8 @@ class ShardedTask:
 
     def reset(self) -> None:
         """Make a new beginning, whatever was interrupted."""
-        if self._has_run and hasattr(self.root, "reset_iter_state"):  # torch >= 2.13
-            self.root.reset_iter_state()
+        if self._has_run:
+            forget_iteration(self.root)
         self.reshard()
 
 
