@@ -63,9 +63,9 @@ def train_step(run: Run, window: Window) -> bool:
 
 
 def skip(run: Run, micro: MicroBatch, weights: StepWeights) -> None:
-    """End the epoch here; among several processes, once all of them have heard of it at the end of the step."""
+    """End the epoch here; where gradients are still under way, at the end of the step, once all ranks know of it."""
     weights.skipped = True
-    if run.strategy.world_size == 1:
+    if not run.strategy.communicates:
         raise EpochSkipped
     micro.idle = True
 

@@ -489,6 +489,22 @@ def test_a_rank_may_leave_out_its_micro_batches(group, tmp_path, options):
     assert_equal(on_ranks(group, 2, train_choosy, tmp_path, cases, 2, options), alone)
 
 
+class Skipping(Deep):
+    """Ends its first epoch in the middle of a step."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if (self.current_epoch, batch_idx) == (0, 5) else None
+
+
+@pytest.mark.parametrize("strategy", [lumen.FSDP, lumen.DDP])
+def test_an_epoch_that_ends_in_the_middle_of_a_step_leaves_nothing_of_it_behind(group, tmp_path, strategy):
+    assert_equal(on_ranks(group, 1, skip_alone, tmp_path, strategy), skip_alone(tmp_path, None))
+
+
+def skip_alone(folder, strategy):
+    return fit(folder, Skipping(), strategy=strategy() if strategy else "single", accumulate_grad_batches=4)
+
+
 def test_a_forward_without_a_backward_keeps_no_parameters_beyond_the_update(group, tmp_path):
     cases = [((3,), True), ((2, 3), True)]
     alone = train_choosy(tmp_path, cases, 4, None)
