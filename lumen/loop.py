@@ -147,7 +147,7 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
     for hook in run.hooks.on_boundary if not run.progress.validation_due else ():  # the step goes on when resumed
         hook()
     if run.is_saving:
-        run.agree()
+        run.agree()  # nobody waits in vain for the others' share
     elif run.progress.should_stop:
         run.leave()
     run.finished, run.is_saving, run.is_decided = run.limit_reached is not None, False, True

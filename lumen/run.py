@@ -352,7 +352,7 @@ class Run:
     def agree(self, *wishes: bool) -> list[bool]:
         """Look at the clocks, for signals, and whether a callback wants to end the run, now; of any rank.
 
-        Collective: at the start and after a validation or an epoch.
+        Collective: at the start, after a validation or an epoch, and where a checkpoint is due.
 
         Args:
             wishes: Of this process.
