@@ -70,7 +70,9 @@ def removed(pattern):
             if ".tmp-" in os.readlink(f"/proc/self/fd/{descriptor}"):
                 os.fsync = real
                 for path in list(directory.glob(pattern)) if pattern else [directory]:
-                    shutil.rmtree(path)
+                    gone = path.with_name("gone")
+                    path.rename(gone)  # at once: others write there meanwhile, by its name
+                    shutil.rmtree(gone)
             real(descriptor)
 
         os.fsync = fsync
