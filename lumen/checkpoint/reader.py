@@ -236,7 +236,7 @@ def _present(path: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointDamaged as error:
-        if is_unseen(path) if isinstance(path, RemotePath) else not os.path.exists(path):
+        if is_unseen(path) if isinstance(path, RemotePath) else not os.path.lexists(path):
             raise CheckpointGone(
                 f"{path} is not there, or was removed while it was read, perhaps by its run, which keeps the "
                 "newest ones (keep_last of ModelCheckpoint). Read a newer one."
