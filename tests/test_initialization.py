@@ -365,7 +365,7 @@ class Large(lumen.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_process_holds_more_than_its_share_and_one_module(group, tmp_path, world):
     module = 4 * (Large.WIDTH**2 + Large.WIDTH)
     for peak in group(world).run(build_large, tmp_path):

@@ -190,6 +190,7 @@ def test_help_and_print_config_start_nothing():
 # ---------------------------------------------------------------------- scripts
 
 
+@pytest.mark.slow
 def test_a_script_runs_anew_in_its_workers_and_what_follows_fit_never_in_an_untrained_process():
     code, output = run("train.py", "fine", "4", "2")
     assert code == 0, output
@@ -240,6 +241,7 @@ def fails_with_its_own_error_last():
     assert not Path("after").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_with_its_own_traceback_last():
     fails_with_its_own_error_last()
 
@@ -251,6 +253,7 @@ def test_a_rank_that_raises_ends_the_job_20_times_of_20(time):
     fails_with_its_own_error_last()
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_an_error_with_the_stacks_of_all_ranks():
     code, output = run("train.py", "hang", "9", "2")
     assert code == 1, output
@@ -277,6 +280,7 @@ def test_a_rank_that_says_nothing_is_named(mode, code, said):
     assert "ProcessLost" not in output
 
 
+@pytest.mark.slow
 def test_no_thread_of_gloo_outlives_the_run_of_a_process():
     code, output = run("train.py", "threads", "4", "2")
     assert (code, output.splitlines()[-1]) == (0, "gloo's threads: []")
@@ -306,7 +310,8 @@ def wait_until_trained(process):
     time.sleep(0.5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_job_saves_and_goes_on_where_it_was(number):
     process = start("train.py", "slow", "100000", "2")
     wait_until_trained(process)

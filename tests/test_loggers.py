@@ -452,7 +452,9 @@ quiet_trainer(
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_what_a_validation_records_is_there_once_although_a_signal_cut_it(tmp_path, number, code):
     def part(directory, signal_number):
         command = [sys.executable, "-c", STOPPED, str(directory), str(int(signal_number))]
@@ -514,6 +516,7 @@ def run(directory, kill_at=None):
     return steps
 
 
+@pytest.mark.slow
 def test_kills_leave_a_record_without_gap_or_repetition(tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     assert run(whole)[0] == 0

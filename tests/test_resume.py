@@ -276,7 +276,10 @@ def stop_at(directory, event, occurrence, signal_number):
 
 @pytest.mark.parametrize(
     ("event", "occurrence", "signal_number", "code"),
-    [("train", 9, signal.SIGINT, -signal.SIGINT), ("validate", 7, signal.SIGTERM, 143)],
+    [
+        pytest.param("train", 9, signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
+        ("validate", 7, signal.SIGTERM, 143),
+    ],
 )
 def test_a_stopped_run_saves_says_how_to_go_on_and_loses_nothing(tmp_path, event, occurrence, signal_number, code):
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"

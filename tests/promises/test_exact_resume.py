@@ -80,7 +80,7 @@ def test_three_kills_leave_no_trace(tmp_path, nursery, undisturbed, which):
 @pytest.mark.parametrize(
     ("options", "start", "strike"),
     [
-        (DDP_2, script, (1, "train", 7)),
+        pytest.param(DDP_2, script, (1, "train", 7), marks=pytest.mark.slow),
         (FSDP_2, torchrun, (0, "operation", 40)),
         pytest.param(DDP_2, torchrun, (0, "validate", 3), marks=pytest.mark.slow),
         pytest.param(FSDP_2, script, (1, "operation", 3), marks=pytest.mark.slow),

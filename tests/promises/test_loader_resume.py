@@ -33,7 +33,7 @@ def run(directory, *kinds, strike=None):
 
 
 #: Those that `make test` tries; the others are slow together.
-QUICK = {"weighted-workers", "batch-sampler", "stream", "max_size_cycle"}
+QUICK = {"batch-sampler", "stream"}
 
 
 @pytest.mark.time_limit(240)
