@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import itemgetter
 from typing import Any, final
 
 from lumen.errors import ConfigError
@@ -67,8 +68,8 @@ def overrides(thing: Any, method: str) -> bool:
     )
 
 
-def step_arguments(step: Callable[..., Any]) -> tuple[int, ...]:
-    """Which of (batch, batch_idx, dataloader_idx) a step's signature asks for, as positions.
+def step_arguments(step: Callable[..., Any]) -> Callable[[tuple[Any, int, int]], tuple[Any, ...]]:
+    """What takes from (batch, batch_idx, dataloader_idx) those that a step's signature asks for.
 
     Raises:
         ConfigError: It asks for something else.
@@ -76,7 +77,7 @@ def step_arguments(step: Callable[..., Any]) -> tuple[int, ...]:
     names = ("batch", "batch_idx", "dataloader_idx")
     parameters = list(inspect.signature(step).parameters.values())
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return (0, 1, 2)
+        return itemgetter(slice(3))
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     chosen = [names.index(p.name) if p.name in names[1:] else place for place, p in enumerate(positional)]
     if not positional or max(chosen) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
@@ -84,7 +85,9 @@ def step_arguments(step: Callable[..., Any]) -> tuple[int, ...]:
             f"{getattr(step, '__qualname__', step)}{inspect.signature(step)}: a step takes (batch), (batch, batch_idx) "
             "or (batch, batch_idx, dataloader_idx)."
         )
-    return tuple(chosen)
+    first = chosen[0]
+    follow_each_other = chosen == list(range(first, first + len(chosen)))
+    return itemgetter(slice(first, first + len(chosen))) if follow_each_other else itemgetter(*chosen)
 
 
 def check_training(task: Any, *, optimizer_given: bool) -> None:

@@ -58,8 +58,9 @@ def _mixed(seed: int, *words: int) -> int:
 
 def make_key(seed: int, domain: Domain, *words: int) -> int:
     """Mix a seed, a domain and any number of non-negative integers into a 32-bit key."""
-    *first, last = domain, *words
-    state = _scramble(_mixed(seed, *first) ^ last)
+    state = _mixed(seed, domain, *words[:-1])
+    if words:
+        state = _scramble(state ^ words[-1])
     return (state ^ (state >> 32)) & 0xFFFFFFFF
 
 

@@ -187,8 +187,7 @@ class Run:
 
     def call_step(self, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Run a step of the task with the arguments its signature has."""
-        given = (batch, batch_idx, dataloader_idx)
-        return self.strategy.call(step, *map(given.__getitem__, self.step_arguments[step]))
+        return self.strategy.call(step, *self.step_arguments[step]((batch, batch_idx, dataloader_idx)))
 
     def _find_transfer_hooks(self) -> list[Callable[[Any, int], Any]]:
         device, dtype = self.strategy.device, self.precision.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, final
 
@@ -11,6 +12,8 @@ from lumen.batches import count_samples
 from lumen.console import logger as _log
 from lumen.data.windows import Dealt, Item, Shard, Window
 from lumen.errors import DataError
+
+_FETCHED = attrgetter("batch", "loader")
 
 
 class Position(NamedTuple):
@@ -126,7 +129,7 @@ def read_ahead(
         waited_s = perf_counter() - start
         last = ahead is None
         state = at_end(state) if last else state
-        yield Window(iter(items).__next__, sizes, index, last, state, waited_s, shard, dealt)
+        yield Window(map(_FETCHED, items).__next__, sizes, index, last, state, waited_s, shard, dealt)
         index += len(sizes)
 
 

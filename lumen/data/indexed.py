@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, tee
+from itertools import chain, repeat, tee
 from typing import Any, final
 
 import torch
@@ -19,6 +19,7 @@ from lumen.data.windows import Dealt, Item, Shard, Window, in_blocks
 from lumen.data.workers import end_workers, init_worker
 from lumen.random import Domain, make_key
 
+Load = Callable[[Draw], Any]
 Draws = tuple[list[Draw], dict[str, Any]]
 Plan = Iterator[tuple[list[Draw], Dealt, dict[str, Any]]]
 
@@ -93,11 +94,12 @@ class IndexedFeed(Feed):
             own = 1 + (self._shard.rank << 32)  # workers' seeds, for what a user draws from no generator that is keyed
             self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), own))
             self._iterator = iter(self._loader)
+        load = self._load()
         if self._makes_batches:
-            windows = self._follow(plan, position.batches)
+            windows = self._follow(plan, load, position.batches)
             yield from in_blocks(windows) if self._order.is_known else windows
         else:
-            yield from read_ahead(self._read(plan), position.batches, self._shard)
+            yield from read_ahead(self._read(plan, load), position.batches, self._shard)
         self._iterator = None  # ends workers that are not persistent
 
     def _agreed(self, steps: Iterator[Draws]) -> Iterator[Draws]:
@@ -118,33 +120,31 @@ class IndexedFeed(Feed):
         )  # fmt: skip
         return steps if first is None else chain([first], steps)
 
-    def _follow(self, plan: Plan, index: int) -> Iterator[Window]:
+    def _load(self) -> Load:
+        """What loads the batches of a pass, one after the other."""
+        if (iterator := self._iterator) is not None:
+            return lambda draw: next(iterator)  # the workers were given the same draws
+        load = self._batches.__getitems__ if self._makes_batches else self._batches.__getitem__
+        return (lambda draw: pin_memory(load(draw))) if self._pins else load  # type: ignore[no-untyped-call]
+
+    def _follow(self, plan: Plan, load: Load, index: int) -> Iterator[Window]:
         shard, ahead = self._shard, next(plan, None)
         while ahead:
             (draws, dealt, state), ahead = ahead, next(plan, None)
             sizes = [len(draw.indices) for draw in draws]
-            fetch = map(self._item, shard.share(draws, dealt)).__next__
+            fetch = zip(map(load, shard.share(draws, dealt)), repeat(0)).__next__
             yield Window(fetch, sizes, index, ahead is None, state, 0.0, shard, dealt)
             index += len(sizes)
 
-    def _read(self, plan: Plan) -> Iterator[Step]:
+    def _read(self, plan: Plan, load: Load) -> Iterator[Step]:
         """Without batching only a batch itself tells how many samples it holds."""
         shard = self._shard
         for draws, dealt, state in plan:
-            batches = [self._load(draw) for draw in shard.share(draws, dealt)]
+            batches = [load(draw) for draw in shard.share(draws, dealt)]
             items = [Item(batch, self._count(batch)) for batch in batches]
             own = {number: item.samples for number, item in zip(dealt, items, strict=False)}
             sizes = {number: size for told in shard.gather(own) for number, size in told.items()}
             yield Step(items, [sizes[number] for number in range(len(draws))], dealt, state)
-
-    def _item(self, draw: Draw) -> Item:
-        return Item(self._load(draw), len(draw.indices))
-
-    def _load(self, draw: Draw) -> Any:
-        if self._iterator is not None:
-            return next(self._iterator)  # the workers were given the same draws
-        batch = self._batches.__getitems__(draw) if self._makes_batches else self._batches[draw]
-        return pin_memory(batch) if self._pins else batch  # type: ignore[no-untyped-call]
 
     def steps(self, limit: int | None) -> int | None:
         """See `Feed.steps`."""

@@ -29,6 +29,17 @@ class Draw(NamedTuple):
     indices: Sequence[Any] | np.ndarray[Any, Any]
     by_place: bool
 
+    def __reduce__(self) -> tuple[Callable[..., Draw], tuple[Any, ...]]:
+        """How it travels to a worker: numpy's own way takes three times as long."""
+        epoch, start, indices, by_place = self
+        if isinstance(indices, np.ndarray) and indices.dtype == np.int64 and indices.ndim == 1:
+            return _arrived, (epoch, start, indices.tobytes(), by_place)
+        return Draw, (epoch, start, indices, by_place)
+
+
+def _arrived(epoch: int, start: int, indices: bytes, by_place: bool) -> Draw:
+    return Draw(epoch, start, np.frombuffer(indices, np.int64).copy(), by_place)  # torch wants to be able to write
+
 
 def can_draw(dataset: Any) -> bool:
     """Whether fetching from a data set may use random numbers; `draws_randomness = False` on it says no."""

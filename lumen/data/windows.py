@@ -109,7 +109,7 @@ class Window:
     """The micro-batches of one optimizer step; iterate it once for those of this process.
 
     Args:
-        fetch: Returns the next of them; those that stand in, too.
+        fetch: Returns the next one's batch, and which of several loaders it came from; also of those that stand in.
         sizes: Samples of each micro-batch, of all processes.
         first_index: Number of the first one in the epoch.
         last: It is the epoch's last step.
@@ -119,7 +119,7 @@ class Window:
         dealt: Their numbers, where they are not dealt in turn.
 
     Attributes:
-        fetch: Returns the next micro-batch's batch and size.
+        fetch: Returns the next micro-batch's batch and loader.
         sizes: Samples of each micro-batch, of all processes.
         samples: Samples of the whole step.
         last: It is the epoch's last step.
@@ -131,7 +131,7 @@ class Window:
 
     def __init__(
         self,
-        fetch: Callable[[], Item],
+        fetch: Callable[[], tuple[Any, int]],
         sizes: list[int],
         first_index: int,
         last: bool,
@@ -163,6 +163,6 @@ class Window:
             micro = micro_batches.pop()  # its batch must not outlive its use
             if not micro.idle or self._stands_in:
                 start = perf_counter()
-                micro.batch, _, micro.loader = self.fetch()
+                micro.batch, micro.loader = self.fetch()
                 self.waited_s += perf_counter() - start
             yield micro
