@@ -20,7 +20,7 @@ SYSTEMS = {
 PEERS = ("lightning", "accelerate", "ignite")
 ALL = ("hand", "again", "lumen", *PEERS)
 
-Measure = Literal["cpu_s", "wall_s", "first_s", "peak_mb", "calls", "blocked_s", "lost_s"]
+Measure = Literal["cpu_s", "wall_s", "first_s", "peak_mb", "calls", "gap_s", "blocked_s", "lost_s"]
 
 
 @final
@@ -52,9 +52,9 @@ class Case:
         compiled: By torch.compile.
         save_every: Optimizer steps between two saves.
         measure: What is compared: `cpu_s` or `wall_s` per batch, `first_s` (CPU seconds from the start of the process
-            to the end of the first step), `peak_mb`, `calls`, of Python and C functions per batch, or
-            `blocked_s`, seconds that a save keeps the loop waiting, or `lost_s`, these and what it slows down the
-            steps after it.
+            to the end of the first step), `peak_mb`, `calls`, of Python and C functions per batch, `gap_s`, seconds of
+            a batch in which the device ran nothing, by a trace, `blocked_s`, seconds that a save keeps the loop
+            waiting, or `lost_s`, these and what it slows down the steps after it.
         also: What else.
         tolerance: Relative difference of the final loss from the one by hand that is let pass, where the kernels are
             others; 0: not one bit, of the loss and of all parameters.
@@ -147,5 +147,8 @@ _CASES = [
     Case("gpt2-cuda", "nanoGPT's 124 M GPT, bf16, compiled, 12 x 1024 tokens a step", model="gpt2", precision="bf16",
          systems=("hand", "again", "lumen", "lightning"), device="cuda", compiled=True, measure="wall_s",
          batch_size=12, epoch=20, epochs=4, turns=1, fused="yes", tolerance=1e-3, goal=1.01),
+    Case("gpt2-gaps", "gpt2-cuda: how long the device runs no kernel, by a trace", model="gpt2", precision="bf16",
+         systems=("hand", "again", "lumen", "lightning"), device="cuda", compiled=True, measure="gap_s",
+         batch_size=12, epoch=20, epochs=1, turns=1, fused="yes", tolerance=1e-3),
 ]  # fmt: skip
 CASES = {case.name: case for case in _CASES}

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from benchmarks.cases import Case
+from benchmarks.gaps import Gaps
 from benchmarks.models import make_model, make_tensors
 
 
@@ -57,7 +58,7 @@ class Problem:
         first_s: CPU seconds of the process when the first step was done.
         final_loss: Of the last batch.
         result: Of an evaluation.
-        profile: Switched on for the epoch, if calls are counted.
+        profile: Switched on for the epoch, where it is looked into.
     """
 
     def __init__(self, case: Case, system: str, directory: Path):
@@ -71,7 +72,9 @@ class Problem:
         self.first_s = 0.0
         self.final_loss: Tensor | None = None
         self.result: float | None = None
-        self.profile = cProfile.Profile() if case.measure == "calls" else None
+        self.profile: cProfile.Profile | Gaps | None = (
+            cProfile.Profile() if case.measure == "calls" else Gaps(case.device) if case.measure == "gap_s" else None
+        )
         self._begin: tuple[float, float] | None = None
         self._fused = case.fused == "yes" or (case.fused == "not by hand" and system not in ("hand", "again"))
         self._turn = case.epoch // case.turns

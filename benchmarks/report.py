@@ -15,7 +15,7 @@ from benchmarks.ratios import Row, rows_of
 BEGIN, END = "<!-- figures: written by `python -m benchmarks` -->", "<!-- end of figures -->"
 _UNITS = {  # of a measure: its unit, and how many of it make one of what is measured
     "cpu_s": ("µs CPU / batch", 1e6), "wall_s": ("µs / batch", 1e6), "first_s": ("s CPU", 1), "peak_mb": ("MB", 1),
-    "blocked_s": ("s", 1), "calls": ("calls / batch", 1), "lost_s": ("s", 1),
+    "blocked_s": ("s", 1), "calls": ("calls / batch", 1), "gap_s": ("µs / batch", 1e6), "lost_s": ("s", 1),
 }  # fmt: skip
 
 

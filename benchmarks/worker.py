@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import pstats
 import resource
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import CASES, SYSTEMS, Case
+from benchmarks.gaps import Gaps
 from benchmarks.problem import Problem
 
 MARKER = "BENCHMARK "
@@ -41,8 +43,8 @@ def measure(
 
     Returns:
         Lists of figures: of each turn `cpu_s` and `wall_s`, seconds per batch; one of `first_s` and `peak_mb`; where
-        measured one of `calls`, `blocked_s` and `lost_s`. And what must be equal: `loss`, the last one, exactly;
-        `digest` of the parameters; `result` of an evaluation.
+        measured one of `calls`, `gap_s`, `blocked_s` and `lost_s`. And what must be equal: `loss`, the last one,
+        exactly; `digest` of the parameters; `result` of an evaluation.
     """
     torch.set_num_threads(1)
     problem = Problem(case, system, directory)
@@ -52,6 +54,7 @@ def measure(
     if problem.final_loss is None or len(problem.cpu_s) != case.epochs * case.turns:
         raise RuntimeError(f"{system} made {problem.calls} batches of {case.name}, not {case.batches}")
     blocked, lost = problem.save_costs()
+    profile = problem.profile
     return {
         "cpu_s": problem.cpu_s,
         "wall_s": problem.wall_s,
@@ -59,7 +62,8 @@ def measure(
         "peak_mb": [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024],
         "blocked_s": blocked,
         "lost_s": lost,
-        "calls": [pstats.Stats(problem.profile).total_calls / case.epoch] if problem.profile else [],
+        "calls": [pstats.Stats(profile).total_calls / case.epoch] if isinstance(profile, cProfile.Profile) else [],
+        "gap_s": [profile.seconds / case.epoch] if isinstance(profile, Gaps) else [],
         "loss": float(problem.final_loss).hex(),
         "digest": problem.digest(),
         "result": problem.result,

@@ -1,6 +1,8 @@
 """The benchmarks compute what they say, at sizes where their figures mean nothing."""
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from rich.console import Console
 import benchmarks
 from benchmarks import nothing
 from benchmarks.cases import CASES
+from benchmarks.gaps import Gaps
 from benchmarks.ratios import refusal, rows_of
 from benchmarks.report import BEGIN, END, print_case, write_readme
 from benchmarks.rounds import run_round
@@ -51,6 +54,30 @@ def test_a_step_of_nothing_is_measured_by_hand_and_by_lumen(capsys):
     assert list(found) == ["by hand", "Lumen's own Python", "Lumen"]
     assert min(found.values()) > 0
     assert capsys.readouterr().out.count("µs CPU / step") == 3
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.measure == "gap_s"])
+def test_gaps_are_traced_on_the_device_of_the_case(name, tmp_path):
+    case = replace(CASES[name].small(), device="cpu", compiled=False, tolerance=0.0)
+    samples = {}
+    for system in ("hand", "lumen"):
+        (tmp_path / system).mkdir()
+        samples[system] = measure(case, system, tmp_path / system)
+        (gap_s,) = samples[system]["gap_s"]
+        assert 0 < gap_s < samples[system]["wall_s"][0]
+    assert refusal(case, "lumen", samples) is None
+
+
+def test_a_gap_is_the_time_between_two_operations_however_they_are_nested():
+    gaps, matrix = Gaps("cpu"), torch.randn(64, 64)
+    gaps.enable()
+    begin_s = time.perf_counter()
+    torch.linalg.norm(matrix @ matrix)  # made of operators that run inside of others
+    time.sleep(0.2)
+    torch.linalg.norm(matrix @ matrix)
+    whole_s = time.perf_counter() - begin_s
+    gaps.disable()
+    assert 0.2 <= gaps.seconds < whole_s
 
 
 @pytest.mark.slow
