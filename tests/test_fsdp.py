@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
@@ -730,28 +730,41 @@ def train_twice(folder):
 
 
 class Breaking(Deep):
-    """Its first backward is interrupted when it begins."""
+    """One of its backwards is interrupted when the first of two blocks has its gradients."""
 
-    def forward(self, x):
-        output = super().forward(x)
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+        self.net.blocks[1].register_forward_hook(self.watch)
+
+    def watch(self, module, inputs, output):
         output.register_hook(self.break_off)
-        return output
+
+    def on_train_start(self):
+        for ours, fresh in zip(self.parameters(), Deep().parameters(), strict=True):
+            values = distribute_tensor(fresh.detach(), ours.device_mesh, ours.placements)
+            ours.detach().to_local().copy_(values.to_local())
 
     def break_off(self, gradient):
-        self.break_off = lambda gradient: None
-        raise InterruptedError
+        self.left -= 1
+        if self.left == 0:
+            raise InterruptedError
 
 
-def test_a_run_after_one_that_was_interrupted_trains_the_same(group, tmp_path):
-    alone = fit(tmp_path, Deep(), accumulate_grad_batches=2)
-    assert_equal(on_ranks(group, 2, train_once_more, tmp_path), alone)
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"param_dtype": "fp32", "reduce_dtype": "fp32"}], ids=["", "other dtype"])
+def test_a_run_after_one_that_was_interrupted_trains_the_same(group, tmp_path, number, options):
+    undisturbed = on_ranks(group, 2, train_again, tmp_path, 0, options)
+    assert_equal(on_ranks(group, 2, train_again, tmp_path, number, options), undisturbed, 0.0)
 
 
-def train_once_more(folder):
-    task = Breaking()
-    with pytest.raises(InterruptedError):
-        fit(folder, task, strategy=lumen.FSDP())
-    return fit(folder, task, strategy=lumen.FSDP())
+def train_again(folder, number, options):
+    """Train with two micro-batches a step and rank, after a run of which the n-th backward was interrupted."""
+    task = Breaking(number)
+    if number:
+        with pytest.raises(InterruptedError):
+            fit(folder, task, strategy=lumen.FSDP(**options), accumulate_grad_batches=2)
+    return fit(folder, task, strategy=lumen.FSDP(**options), accumulate_grad_batches=2)
 
 
 def test_the_grid_of_processes_is_there_when_the_model_is_built(group, tmp_path):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lumen.batches import convert, tensors
 from lumen.errors import ConfigError, TrainingError
 from lumen.metric_objects import metrics_of
-from lumen.strategies.older_torch import forget_iteration, sum_unused
+from lumen.strategies.internals import forget_iteration, sum_unused
 from lumen.strategies.steps import Steps
 
 

@@ -1,4 +1,4 @@
-"""What `fully_shard` cannot do before torch 2.13, done through its internals, which in old versions are settled."""
+"""What `fully_shard` has no call for, or not before torch 2.13, done through its internals."""
 
 from __future__ import annotations
 
@@ -30,16 +30,20 @@ def sum_unused(unit: Any) -> None:
 
 
 def forget_iteration(root: Any) -> None:
-    """Forget forwards that had no backward, and what was interrupted."""
+    """Forget forwards that had no backward, and what was interrupted, with the gradients that nobody has summed."""
+    state = root._get_fsdp_state()
+    groups = [group for each in state._state_ctx.all_states if (group := each._fsdp_param_group) is not None]
+    for parameter in (each for group in groups for each in group.fsdp_params):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):  # it has been gathered before
+            parameter._unsharded_param.grad = None
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-    state = root._get_fsdp_state()
-    for each in state._state_ctx.all_states:
-        if (group := each._fsdp_param_group) is not None:
-            group._training_state = TrainingState.POST_BACKWARD  # nothing is left to sum
-            group._partial_reduce_output = None
+    for group in groups:
+        group._training_state = TrainingState.POST_BACKWARD  # nothing is left to sum
+        group._partial_reduce_output = None
     state._root_post_backward_final_callback()
     state._state_ctx.iter_forward_root = None
