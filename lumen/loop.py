@@ -20,7 +20,7 @@ from lumen.data.feed import Feed, Position
 from lumen.errors import TrainingError
 from lumen.feeds import open_feeds
 from lumen.metric_objects import metric_states, restore_metrics
-from lumen.metrics import LogOptions, StageMetrics
+from lumen.metrics import StageMetrics, for_loggers
 from lumen.random import Domain, make_key, preserved_generators, seed_generators
 from lumen.run import Run
 from lumen.step import EpochSkipped, train_step, unnoticed
@@ -36,10 +36,6 @@ _DOMAINS = {
 
 T = TypeVar("T")
 Numbered = tuple[Any, T]
-
-
-def _for_loggers(options: LogOptions) -> bool:
-    return options.logger
 
 
 class StopRequested(Exception):
@@ -89,8 +85,9 @@ def train_epoch(run: Run) -> None:
         except EpochSkipped:
             run.in_train_step = False
             break
+        run.write_row()  # of a step before, whose values have arrived meanwhile
         if updated and progress.step % plan.log_every_n_steps == 0:
-            log_step(run)
+            run.log_step()
         progress.validation_due = run.validation_due(window, updated=updated)
         over = finish_step(run, updated=updated, last=window.last)
         window = None if over else next(windows, None)
@@ -103,16 +100,6 @@ def train_epoch(run: Run) -> None:
                 "was skipped, or the loader is empty. Look at the loader and at what training_step returns."
             )
         _log.warning("epoch %d made no optimizer step", progress.epoch - 1)
-
-
-def log_step(run: Run) -> None:
-    """Write the step's values. Collective."""
-    if not run.is_logged:
-        return
-    values = run.train_metrics.step_values(_for_loggers, run.gather)
-    if run.grad_norm is not None:
-        values["grad_norm"] = run.grad_norm
-    run.write(values)
 
 
 def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
@@ -156,6 +143,7 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
     run.is_decided, run.stage_metrics = False, metrics
     run.fresh.clear()
     if run.pulse.stop_signal is not None:
+        run.write_row()
         raise StopRequested
     return run.finished
 
@@ -166,6 +154,7 @@ def end_epoch(run: Run, *, complete: bool) -> None:
     Where it is not complete, because the run ends in its middle, progress keeps its place for a longer run to go on.
     """
     progress = run.progress
+    run.write_row()
     run.seed_hooks(1)
     run.batch_samples = 1
     (has_values,) = run.agree(run.train_metrics.has_values)
@@ -176,7 +165,7 @@ def end_epoch(run: Run, *, complete: bool) -> None:
             hook()
         values = run.train_metrics.epoch_values(run.task, run.gather)  # once more: with what the hooks logged
         run.publish(values)
-    run.write({name: values[name] for name in run.train_metrics.epoch_names(_for_loggers)})
+    run.write({name: values[name] for name in run.train_metrics.epoch_names(for_loggers)})
     run.train_metrics.reset_metrics()
     run.stage_metrics = None
     if complete:
@@ -218,6 +207,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     """
     name = "validation" if stage in ("validate", "sanity") else stage
     task, hooks = run.task, run.hooks
+    run.write_row()
     before = run.stage, run.stage_metrics, [(module, module.training) for module in task.modules()]
     accumulated, run.records = metric_states(task), logger_states(run)
     complete = False
@@ -284,7 +274,7 @@ def evaluate_feeds(
     if stage != "sanity" and run.is_logged:
         for row in in_order(run, rows):
             run.write(row)
-        run.write({name: values[name] for name in metrics.epoch_names(_for_loggers)})
+        run.write({name: values[name] for name in metrics.epoch_names(for_loggers)})
     return True
 
 
@@ -341,7 +331,7 @@ def evaluate_feed(
                 hook(output, batch, micro.index, dataloader_idx)
             if stage == "predict":
                 outputs.append((micro.index, output))
-            if row := metrics.step_values(_for_loggers):
+            if row := metrics.step_values(for_loggers):
                 rows.append(((dataloader_idx, micro.index), row))
         run.pulse.beat()
         if run.pulse.stop_signal is not None:

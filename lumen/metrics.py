@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lumen.accumulator import Accumulator, Reduction
+from lumen.arrival import Arrival
 from lumen.errors import ConfigError
 from lumen.metric_objects import Gather, compute_over_ranks, metrics_of
 
@@ -37,6 +38,8 @@ class LogOptions(NamedTuple):
 
 #: The arguments of `log_options`.
 How = tuple[bool, bool | None, bool | None, bool, bool, Reduction, str]
+#: What was logged in a window under each name: how, and the values with their weights.
+Latest = dict[str, tuple[LogOptions, list[tuple[float | torch.Tensor, float]]]]
 
 
 def log_options(
@@ -173,29 +176,21 @@ class StageMetrics:
         Raises:
             ConfigError: A name is logged with other options on another rank.
         """
-        if not self._has_steps and gather is None:
+        latest = self.latest()
+        if gather is not None:
+            latest = {name: (options, _floats(values)) for name, (options, values) in latest.items()}
+            latest = _of_ranks(gather(latest))
+        return _means(latest, keep)
+
+    def latest(self) -> Latest:
+        """What this process has logged in the window in progress, of single steps."""
+        if not self._has_steps:
             return {}
-        latest: dict[str, Any] = {
+        return {
             name: (entry.options, entry.latest)
             for name, entry in self._entries.items()
             if entry.window == self.window and entry.options.on_step
         }
-        if gather is not None:
-            latest = {name: (options, _floats(values)) for name, (options, values) in latest.items()}
-            latest = {
-                name: (_agreed(name, [options for options, _ in ranks]), _in_turn([values for _, values in ranks]))
-                for name, ranks in _by_name(gather(latest)).items()
-            }
-        values: dict[str, float | torch.Tensor] = {}
-        for name, (options, pairs) in latest.items():
-            if keep(options):
-                window = Accumulator(options.reduce_fx)
-                for value, weight in pairs:
-                    window.add(value, weight)
-                values[_variant(name, "step", options) if options.on_epoch else name] = (
-                    pairs[0][0] if len(pairs) == 1 else window.compute()
-                )
-        return values
 
     @property
     def has_values(self) -> bool:
@@ -308,6 +303,63 @@ class StageMetrics:
             entry.epoch = Accumulator.from_state(saved["epoch"], device)
 
 
+@final
+class StepRow:
+    """The values of one step on their way to the loggers: they may arrive while the next one is computed.
+
+    Args:
+        metrics: Of the step, which has just been made.
+        grad_norm: The same on every rank; None without one.
+        step: Its number.
+        epoch: Its epoch.
+    """
+
+    def __init__(self, metrics: StageMetrics, grad_norm: torch.Tensor | None, step: int, epoch: int) -> None:
+        self.step, self.epoch = step, epoch
+        self._latest = metrics.latest()
+        values: dict[tuple[str, int], float | torch.Tensor] = {
+            (name, place): value for name, (_, pairs) in self._latest.items() for place, (value, _) in enumerate(pairs)
+        }
+        self._arrival = Arrival(values)
+        self._norm = Arrival({} if grad_norm is None else {"grad_norm": grad_norm})
+
+    def values(self, gather: Gather | None) -> dict[str, float]:
+        """What the loggers get; see `StageMetrics.step_values`. Waits for the device. Collective, with a `gather`."""
+        read = self._arrival.read()
+        latest: Latest = {
+            name: (options, [(read[name, place], weight) for place, (_, weight) in enumerate(pairs)])
+            for name, (options, pairs) in self._latest.items()
+        }
+        means = _means(latest if gather is None else _of_ranks(gather(latest)), for_loggers)
+        return {name: float(value) for name, value in means.items()} | self._norm.read()
+
+
+def for_loggers(options: LogOptions) -> bool:
+    """Whether loggers get a name."""
+    return options.logger
+
+
+def _of_ranks(ranks: Sequence[Latest]) -> Latest:
+    """What all ranks have logged in a window, as one process would have."""
+    return {
+        name: (_agreed(name, [options for options, _ in each]), _in_turn([values for _, values in each]))
+        for name, each in _by_name(ranks).items()
+    }
+
+
+def _means(latest: Latest, keep: Callable[[LogOptions], bool]) -> dict[str, float | torch.Tensor]:
+    values: dict[str, float | torch.Tensor] = {}
+    for name, (options, pairs) in latest.items():
+        if keep(options):
+            window = Accumulator(options.reduce_fx)
+            for value, weight in pairs:
+                window.add(value, weight)
+            values[_variant(name, "step", options) if options.on_epoch else name] = (
+                pairs[0][0] if len(pairs) == 1 else window.compute()
+            )
+    return values
+
+
 def _report(entry: _Entry, modules: Mapping[str, Metric]) -> _Report:
     place = next((place for place, module in modules.items() if module is entry.metric), None)
     kind = None if entry.metric is None else type(entry.metric).__name__
@@ -334,7 +386,7 @@ def _agreed(name: str, ranks: Sequence[T]) -> T:
     return ranks[0]
 
 
-def _floats(pairs: Iterable[tuple[Any, float]]) -> list[tuple[float, float]]:
+def _floats(pairs: Iterable[tuple[Any, float]]) -> list[tuple[float | torch.Tensor, float]]:
     return [(float(value), weight) for value, weight in pairs]
 
 
@@ -381,5 +433,4 @@ def _read(name: str, value: Any) -> float | torch.Tensor:
         )
     if value.device.type in ("cpu", "mps"):  # MPS has no float64 to sum in
         return value.item()
-    fresh = value.grad_fn is not None  # a buffer could be changed in place later; a computed value could not
-    return value.detach().reshape(()) if fresh else value.detach().reshape(()).clone()
+    return value.detach().reshape(()).clone()  # a buffer may change in place, and a CUDA graph uses its memory again

@@ -115,6 +115,9 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         except StopRequested:
             _leave(trainer, run, directory)
         except BaseException as error:
+            if run.strategy.world_size == 1:
+                with suppress(Exception):  # a device that has failed gives no values
+                    run.write_row()
             for hook in run.hooks.on_exception:
                 try:
                     hook(error)

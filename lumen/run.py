@@ -17,7 +17,7 @@ from lumen.datamodule import DataModule
 from lumen.hooks import Hooks, overrides, step_arguments
 from lumen.losses import LossCheck
 from lumen.metric_objects import Gather, share_metrics, unshare_metrics
-from lumen.metrics import StageMetrics
+from lumen.metrics import StageMetrics, StepRow
 from lumen.optimizers import SchedulerConfig
 from lumen.plan import Plan
 from lumen.precision import Precision
@@ -142,6 +142,7 @@ class Run:
         self.absent_records: dict[str, Any] = {}  # states of the loggers that it had in an earlier part only
         self.records: dict[str, Any] | None = None  # states of its loggers before an evaluation that is not complete
         self.train_metrics = StageMetrics()
+        self._row: StepRow | None = None  # on its way to the loggers
         self.metrics: dict[str, float] = {}
         self.fresh: set[str] = set()
         self.predictions: list[list[Any]] = []
@@ -290,12 +291,28 @@ class Run:
         step_values = self.train_metrics.step_values(gather=self.gather)
         return self.metrics | {name: float(value) for name, value in step_values.items()}
 
+    def log_step(self) -> None:
+        """Let the loggers have the values of this step: now, or once a device has computed them. Collective."""
+        if self.is_logged:
+            progress = self.progress
+            self._row = StepRow(self.train_metrics, self.grad_norm, progress.step, progress.epoch)
+            if not self.strategy.is_asynchronous:
+                self.write_row()
+
+    def write_row(self) -> None:
+        """Write what `log_step` has left, before anything else is written or saved. Collective."""
+        if self._row is not None:
+            row, self._row = self._row, None
+            self._write(row.values(self.gather), row.step, row.epoch)
+
     def write(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Give values to every logger at the current step."""
+        self._write({name: float(value) for name, value in values.items()}, self.progress.step, self.progress.epoch)
+
+    def _write(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         if values:
-            numbers = {name: float(value) for name, value in values.items()}
             for logger in self.loggers:
-                logger.log_metrics(numbers, self.progress.step, self.progress.epoch)
+                logger.log_metrics(values, step, epoch)
 
     # ------------------------------------------------------------------ what is due
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 
+from lumen.arrival import Arrival
 from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
 from lumen.callbacks.display import Board, Display, Line, NoDisplay, choose_display, duration, number, size, speed
@@ -70,7 +71,7 @@ class ProgressBar(Callback):
         self._bar_is_epoch = False
         self._began_at_s = 0.0
         self._rated_from, self._is_rated = (0.0, 0), False
-        self._look: tuple[Line, _Arrival] | None = None
+        self._look: tuple[Line, Arrival[str]] | None = None
         self._step_values: dict[str, float] = {}
         self._epoch_names: dict[str, None] = {}  # a set that keeps its order
         self._evaluation = _Pass("", None)
@@ -129,7 +130,7 @@ class ProgressBar(Callback):
         if not values and run.last_loss is not None:
             values = {"loss": run.last_loss}
         self._epoch_names |= dict.fromkeys(run.train_metrics.epoch_names(_asked_for))
-        self._look = self._position(trainer), _Arrival(values)
+        self._look = self._position(trainer), Arrival(values)
 
     def _take_in_look(self, *, wait: bool = False) -> bool:
         """Put what was looked at last on the board, if its values are here."""
@@ -312,34 +313,6 @@ class _Pass:
             left_s = (self.total - self.done) * seconds / self.done if self.done else None
             tail = "" if left_s is None else f"{duration(math.ceil(left_s))} left"
         return Line(f"{self.name} {_of(self.done, self.total)}", fraction, tail, values or {}, [])
-
-
-@final
-class _Arrival:
-    """Numbers on their way to the host; nobody waits for a CUDA device that is still computing them."""
-
-    def __init__(self, values: Mapping[str, float | torch.Tensor]) -> None:
-        tensors = {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
-        on_device = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
-        self._values = {**values, **tensors}
-        self._names = list(on_device)
-        self._event: torch.cuda.Event | None = None
-        if on_device:
-            stacked = torch.stack([tensor.reshape(()).double() for tensor in on_device.values()])
-            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-            self._host.copy_(stacked, non_blocking=True)
-            self._event = torch.cuda.current_stream(stacked.device).record_event()
-
-    def is_here(self) -> bool:
-        """Whether `read` returns at once."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def read(self) -> dict[str, float]:
-        """The numbers, waited for if necessary."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._values |= zip(self._names, self._host.tolist(), strict=True)
-        return {name: float(value) for name, value in self._values.items()}
 
 
 def _asked_for(options: LogOptions) -> bool:

@@ -92,6 +92,7 @@ class Saves:
         """
         try:
             self.settle()
+            self._run.write_row()  # records end with this step
             collected = collect(self._run, info)
             under_way = self._write_or_begin(path, collected, asynchronous)
         except BaseException:

@@ -69,6 +69,11 @@ class Strategy(ABC):
         return self.rank == 0
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether the device computes what is queued later: reading a value waits for all that was queued before."""
+        return self.device.type == "cuda"
+
+    @property
     def communicates(self) -> bool:
         """Whether a backward needs its counterparts on the other ranks, so that none may leave one out."""
         return self.world_size > 1
