@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from importlib import metadata
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.cases import CASES, SYSTEMS, Case
-from benchmarks.commands import run_command
+from benchmarks.cases import CASES, PEERS, SYSTEMS, Case
+from benchmarks.commands import run_commands
 from benchmarks.plot import draw
 from benchmarks.report import print_case, write_readme
 from benchmarks.rounds import installed, run_round
 
 HOME = Path(__file__).parent
+_PACKAGES = {"ignite": "pytorch-ignite"}
 
 
 def main() -> None:
@@ -78,15 +80,25 @@ def measure(case: Case, wanted: list[str] | None, rounds: int) -> dict[str, Any]
     systems = [system for system in case.systems if system in (wanted or case.systems) or system == "hand"]
     skipped = {system: "not installed" for system in systems if not installed(system)}
     able = [system for system in systems if system not in skipped]
+    measured = {
+        "date": time.strftime("%F"),
+        "definition": case.definition,
+        "peers": {
+            peer: metadata.version(_PACKAGES.get(peer, peer))
+            for peer in PEERS
+            if any(system.startswith(peer) for system in able)
+        },
+    }
+    if commit := library_commit():
+        measured["commit"] = commit
     samples = []
     for number in range(min(rounds, case.rounds)):
         if case.kind in ("import", "help"):
             order = able[number % len(able) :] + able[: number % len(able)]
-            samples.append({system: run_command(case, system) for system in order})
+            samples.append(run_commands(case, order))
         else:
             samples.append(run_round(case, able, start=number))
-    return {
-        "date": time.strftime("%F"),
+    return measured | {
         "turns": case.turns if case.takes_turns else 1,
         "systems": systems,
         "skipped": skipped,
@@ -98,16 +110,25 @@ def machine() -> dict[str, Any]:
     """Where this runs."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
-    packages = ("lightning", "accelerate", "pytorch-ignite")
-    installed = {found.name: found.version for found in metadata.distributions()}
     return {
-        "date": time.strftime("%F"),
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "peers": {name: installed[name] for name in packages if name in installed},
     }
+
+
+def library_commit() -> str | None:
+    """What is measured: the commit that is checked out, with `+` where files differ from it; None: no checkout."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=HOME.parent, capture_output=True, text=True, check=True).stdout
+
+    try:
+        changed = git("status", "--porcelain", "--", "lumen", "benchmarks/*.py")
+        return git("rev-parse", "--short", "HEAD").strip() + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 if __name__ == "__main__":

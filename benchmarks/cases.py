@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, final
 
 SYSTEMS = {
     "hand": "by hand",
@@ -11,6 +11,7 @@ SYSTEMS = {
     "hand-fused": "by hand, fused AdamW",
     "hand-sliced": "by hand, fused AdamW, batches cut by slicing",
     "lumen": "Lumen",
+    "lumen-own": "Lumen's own Python",
     "lumen-at-once": "Lumen, asynchronous=False",
     "lightning": "Lightning",
     "lightning-async": "Lightning, AsyncCheckpointIO",
@@ -35,6 +36,7 @@ class Case:
         systems: Which ones can do it.
         model: `mlp` (16-64-64-4), `gpt` (0.8 M parameters), `gpt-wide` (14 M), `linears` (100 M) or `gpt2` (124 M).
         tensors: The data are a `TensorDataset`, else a data set that a user would write.
+        declared: It says `draws_randomness = False`.
         epoch: Batches of an epoch.
         epochs: How many are measured, after one that warms up.
         turns: Of an epoch; the systems run in turns.
@@ -58,16 +60,17 @@ class Case:
         also: What else.
         tolerance: Relative difference of the final loss from the one by hand that is let pass, where the kernels are
             others; 0: not one bit, of the loss and of all parameters.
-        goal: Of Lumen's ratio.
+        goal: Of Lumen's ratio; a text: of another figure.
         rounds: How often at most.
     """
 
     name: str
     about: str
-    kind: Literal["train", "evaluate", "import", "help", "checkpoint"] = "train"
+    kind: Literal["train", "evaluate", "import", "help", "checkpoint", "nothing"] = "train"
     systems: tuple[str, ...] = ALL
     model: str = "mlp"
     tensors: bool = False
+    declared: bool = True
     epoch: int = 250
     epochs: int = 8
     turns: int = 2
@@ -87,18 +90,24 @@ class Case:
     measure: Measure = "cpu_s"
     also: tuple[Measure, ...] = ()
     tolerance: float = 0.0
-    goal: float | None = None
+    goal: float | str | None = None
     rounds: int = 1000
 
     @property
     def takes_turns(self) -> bool:
         """Whether the systems' processes live side by side and take turns, an epoch each; else one after another."""
-        return self.measure in ("cpu_s", "wall_s") and self.kind in ("train", "evaluate")
+        return self.measure in ("cpu_s", "wall_s") and self.kind in ("train", "evaluate", "nothing")
 
     @property
     def batches(self) -> int:
         """All batches of one process; the last mark is at the beginning of the last one."""
         return self.epoch * (self.epochs + 1)
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """All that figures depend on, as plain data: what `results.json` keeps with them."""
+        fields = asdict(self) | {"also": list(self.also)}
+        return {name: fields[name] for name in fields if name not in ("about", "systems", "goal", "rounds")}
 
     def small(self) -> Case:
         """The same in a moment, for tests: everything but the figures."""
@@ -112,6 +121,8 @@ _EVALUATION = {"kind": "evaluate", "epoch": 1000, "epochs": 4}
 
 _CASES = [
     Case("tiny", "MLP 16-64-64-4, 32 samples a step, AdamW", goal=1.03),
+    Case("tiny-keyed", "tiny, the data set does not say that it draws no random numbers", declared=False,
+         systems=("hand", "again", "lumen")),
     Case("tiny-log1", "tiny, the loss logged in every step", logs=1, goal=1.06),
     Case("tiny-log10", "tiny, the loss logged under ten names", logs=10, goal=1.20),
     Case("tiny-full", "tiny-log1 with progress bar and TensorBoard", logs=1, full=True, goal=1.10),
@@ -120,6 +131,9 @@ _CASES = [
         "train", ("hand", "again", "hand-fused", "hand-sliced", "lumen", *PEERS), tensors=True,
         fused="not by hand", tolerance=0.02, goal=0.60,
     ),
+    Case("nothing", "a step in which nothing is computed; Lumen's own Python: without the C calls that seed",
+         kind="nothing", systems=("hand", "again", "lumen", "lumen-own"), epoch=20_000, epochs=5, turns=1,
+         goal="15 µs of its own Python"),
     Case("calls", "function calls of a step of tiny, by cProfile", measure="calls", epochs=1, turns=1, rounds=1),
     Case("calls-log1", "function calls of a step of tiny-log1", logs=1, measure="calls", epochs=1, turns=1, rounds=1),
     Case("accumulate", "tiny, 8 batches a step", accumulate=8, epoch=256, goal=1.03),
@@ -127,13 +141,13 @@ _CASES = [
     Case("tiny-fp16", "tiny in fp16 with a gradient scaler", precision="fp16", goal=1.03),
     Case("workers2", "tiny, 2 worker processes (their CPU time counts)", workers=2, goal=1.03),
     Case("evaluation", "the MLP evaluated", goal=1.03, **_EVALUATION),
-    Case("evaluation-loss", "and its mean loss", metric="loss", goal=1.06, **_EVALUATION),
+    Case("evaluation-loss", "and its mean loss", metric="loss", goal=1.03, **_EVALUATION),
     Case("evaluation-metric", "and a torchmetrics accuracy", metric="accuracy", goal=1.03, **_EVALUATION),
     Case("gpt", "GPT, 4 layers of 128, 8 x 64 tokens a step", goal=1.01, **_GPT),
     Case("gpt-bf16", "gpt in bf16", precision="bf16", goal=1.01, **_GPT),
     Case("ddp2-tiny", "tiny in 2 processes, gloo", ranks=2, goal=1.02),
     Case("ddp2-gpt", "gpt in 2 processes, gloo", ranks=2, goal=1.02, **_GPT),
-    Case("import", "CPU time of `import torch`, and of the library after it", kind="import"),
+    Case("import", "CPU time of `import torch`, and of the library after it", kind="import", goal="60 ms added"),
     Case("help", "CPU time of `fit --help`; by hand: of `import torch`", kind="help",
          systems=("hand", "again", "lumen", "lightning")),
     Case("first-step", "CPU time from the start of the process to the end of the first step", measure="first_s",

@@ -25,7 +25,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-    cases = [(case, rows) for case, measure, rows in all_rows(results) if measure in _SHOWN]
+    found = [(case, rows) for case, measure, rows in all_rows(results) if measure in _SHOWN]
+    cases = [(case, rows) for case, rows in found if not all(row.trouble for row in rows)]
     if not cases:
         return
     figure, axes = plt.subplots(figsize=(10, 1.6 + 0.48 * len(cases)), layout="constrained")

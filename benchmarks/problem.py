@@ -21,11 +21,8 @@ from benchmarks.gaps import Gaps
 from benchmarks.models import make_model, make_tensors
 
 
-@final
 class Samples(Dataset[tuple[Tensor, Tensor]]):
     """A data set as users write them, one sample at a time."""
-
-    draws_randomness = False  # what Lumen's users say of data that is only read; nothing to the other systems
 
     def __init__(self, inputs: Tensor, targets: Tensor):
         self.inputs, self.targets = inputs, targets
@@ -35,6 +32,13 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index], self.targets[index]
+
+
+@final
+class FixedSamples(Samples):
+    """One that says what Lumen's users say of data that is only read; nothing to the other systems."""
+
+    draws_randomness = False
 
 
 @final
@@ -117,7 +121,7 @@ class Problem:
         case = self.case
         epochs = case.epochs + 1 if case.kind == "evaluate" else 1
         tensors = make_tensors(case.model, case.batch_size * case.epoch * case.ranks * epochs)
-        data: Any = TensorDataset(*tensors) if case.tensors else Samples(*tensors)
+        data: Any = (TensorDataset if case.tensors else FixedSamples if case.declared else Samples)(*tensors)
         options: dict[str, Any] = {"num_workers": case.workers, "persistent_workers": case.workers > 0}
         if case.device == "cuda":
             options["pin_memory"] = True
@@ -125,6 +129,11 @@ class Problem:
             batches = list(BatchSampler(SequentialSampler(data), case.batch_size, drop_last=False))
             return DataLoader(data, batch_sampler=batches[int(os.environ["RANK"]) :: case.ranks], **options)
         return DataLoader(data, case.batch_size, shuffle=False, **options)
+
+    def end_epoch(self) -> None:
+        """Read the clocks where no loss is computed: after each epoch."""
+        self.calls += self.case.epoch
+        self._mark()
 
     def save_costs(self) -> tuple[list[float], list[float]]:
         """What the first save cost the loop, if there was one, in seconds.

@@ -23,7 +23,7 @@ class Row:
         added: Median of what it takes more than the loop by hand of the same epoch, in the same unit.
         best: The value divided by the one by hand.
         quartiles: Of the ratios to the loop by hand of the same epoch, lowest first; the second is their median.
-        trouble: Why there are no figures: it computed something else, failed or is not installed.
+        trouble: Why there are no figures: it computed something else, failed, is not installed, or the case is stale.
     """
 
     case: str
@@ -33,6 +33,11 @@ class Row:
     best: float = float("nan")
     quartiles: tuple[float, float, float] = (float("nan"),) * 3
     trouble: str | None = None
+
+
+def stale(name: str, found: dict[str, Any]) -> bool:
+    """Whether what was measured is not what the case is today."""
+    return found.get("definition") != CASES[name].definition
 
 
 def rows_of(name: str, found: dict[str, Any], measure: Measure | None = None) -> Iterator[Row]:
@@ -46,6 +51,9 @@ def rows_of(name: str, found: dict[str, Any], measure: Measure | None = None) ->
     case = CASES[name]
     measure = measure or case.measure
     for system in sorted(found["systems"], key=list(SYSTEMS).index):
+        if stale(name, found):
+            yield Row(name, system, trouble="stale")
+            continue
         pairs = [(samples[system], samples["hand"]) for samples in found["rounds"] if system in samples]
         reasons = (refusal(case, system, samples) for samples in found["rounds"] if system in samples)
         trouble = found["skipped"].get(system) or next(filter(None, reasons), None)

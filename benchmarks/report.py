@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cases import CASES, SYSTEMS, Case, Measure
-from benchmarks.ratios import Row, rows_of
+from benchmarks.models import GPT_SHAPES
+from benchmarks.ratios import Row, rows_of, stale
 
 BEGIN, END = "<!-- figures: written by `python -m benchmarks` -->", "<!-- end of figures -->"
 _UNITS = {  # of a measure: its unit, and how many of it make one of what is measured
@@ -21,7 +22,7 @@ _UNITS = {  # of a measure: its unit, and how many of it make one of what is mea
 
 def unit_of(case: Case, measure: Measure) -> tuple[str, float]:
     """The unit to print figures in, and its factor."""
-    return ("s CPU", 1) if case.kind in ("import", "help") else _UNITS[measure]
+    return ("ms CPU", 1e3) if case.kind in ("import", "help") else _UNITS[measure]
 
 
 def all_rows(results: dict[str, Any]) -> Iterator[tuple[Case, Measure, list[Row]]]:
@@ -45,6 +46,14 @@ def cells(case: Case, measure: Measure, row: Row) -> list[str]:
     ]  # fmt: skip
 
 
+def speed(case: Case, measure: Measure, row: Row) -> str:
+    """What a row's value says of tokens, in parentheses, where it is a GPT's wall time."""
+    if row.trouble or measure != "wall_s" or case.model not in GPT_SHAPES:
+        return ""
+    *_, positions, _ = GPT_SHAPES[case.model]
+    return f" ({case.batch_size * positions / row.value:,.0f} tokens/s)"
+
+
 def print_case(name: str, results: dict[str, Any], console: Console) -> None:
     """Print the tables of one case."""
     for case, measure, rows in all_rows({"cases": {name: results["cases"][name]}}):
@@ -53,7 +62,8 @@ def print_case(name: str, results: dict[str, Any], console: Console) -> None:
         for heading in ("system", unit_of(case, measure)[0], "added", "best ratio", "median ratio", "quartiles"):
             table.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
         for row in rows:
-            table.add_row(SYSTEMS[row.system], *(["-"] if row.trouble else cells(case, measure, row)))
+            value, *rest = ["-"] if row.trouble else cells(case, measure, row)
+            table.add_row(SYSTEMS[row.system], value + speed(case, measure, row), *rest)
         console.print(table)
         for row in rows:
             if row.trouble:
@@ -75,10 +85,10 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     for case, measure, rows in all_rows(results):
         name = f"**{case.name}**" + ("" if measure == case.measure else f" {measure}")
-        name += f", goal {case.goal:g}" if case.goal else ""
+        name += f", goal {case.goal}" if case.goal else ""
         for number, row in enumerate(rows):
             value, *rest = cells(case, measure, row)
-            unit = "" if row.trouble else f" {unit_of(case, measure)[0]}"
+            unit = "" if row.trouble else f" {unit_of(case, measure)[0]}{speed(case, measure, row)}"
             lines.append(
                 " | ".join([f"| {name}" if number == 0 else "| ", SYSTEMS[row.system], value + unit, *rest]) + " |"
             )
@@ -86,12 +96,16 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def machine_line(results: dict[str, Any]) -> str:
-    """Where and when."""
+    """When, where and with what the cases were measured that are not stale."""
     machine = results["machine"]
-    return (
-        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, "
-        f"torch {machine['torch']}"
-    )
+    shown = [found for name, found in results["cases"].items() if name in CASES and not stale(name, found)]
+    dates = sorted({found["date"] for found in shown})
+    peers = sorted({f"{name} {version}" for found in shown for name, version in found["peers"].items()})
+    parts = [
+        " to ".join(dates[:1] + dates[1:][-1:]), machine["cpu"], f"{machine['cores']} cores",
+        f"Python {machine['python']}", f"torch {machine['torch']}", *peers,
+    ]  # fmt: skip
+    return ", ".join(filter(None, parts))
 
 
 def write_readme(results: dict[str, Any], path: Path) -> None:

@@ -67,8 +67,8 @@ def run_round(case: Case, systems: Sequence[str], *options: str, start: int = 0)
 def _turns(case: Case, system: str, options: Sequence[str]) -> Iterator[Any]:
     """Start the processes of a system; yield None after each turn, at last what they measured."""
     words = ["-m", "benchmarks.worker", case.name, system, *options, *(["--turns"] if case.takes_turns else [])]
-    environments = _environments(case.ranks)
-    ranks = [Process([sys.executable, *words], environment, terminal=case.full) for environment in environments]
+    command = [sys.executable, *words]
+    ranks = [Process(command, environment, terminal=case.full) for environment in environments(case.ranks)]
     try:
         while True:
             messages = [rank.read() for rank in ranks]
@@ -83,7 +83,7 @@ def _turns(case: Case, system: str, options: Sequence[str]) -> Iterator[Any]:
             rank.close()
 
 
-def _environments(ranks: int) -> list[dict[str, str]]:
+def environments(ranks: int) -> list[dict[str, str]]:
     """As `torchrun` sets them, with one thread each."""
     bytecode = "PYTHONDONTWRITEBYTECODE"  # where it is set, a library is compiled again in every process
     common = {name: value for name, value in os.environ.items() if name != bytecode} | {

@@ -1,6 +1,7 @@
 """The benchmarks compute what they say, at sizes where their figures mean nothing."""
 
 import json
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +11,21 @@ import torch
 from rich.console import Console
 
 import benchmarks
-from benchmarks import nothing
-from benchmarks.cases import CASES
+from benchmarks.__main__ import library_commit, machine
+from benchmarks.__main__ import measure as measure_case
+from benchmarks.cases import CASES, PEERS
+from benchmarks.commands import run_commands
 from benchmarks.gaps import Gaps
-from benchmarks.ratios import refusal, rows_of
-from benchmarks.report import BEGIN, END, print_case, write_readme
-from benchmarks.rounds import run_round
+from benchmarks.problem import Problem
+from benchmarks.ratios import Row, refusal, rows_of
+from benchmarks.report import BEGIN, END, markdown, print_case, speed, write_readme
+from benchmarks.rounds import installed, run_round
 from benchmarks.worker import measure
 
 HERE = [
     case.name
     for case in CASES.values()
-    if case.kind in ("train", "evaluate", "checkpoint") and case.ranks == 1 and case.device == "cpu"
+    if case.kind in ("train", "evaluate", "checkpoint", "nothing") and case.ranks == 1 and case.device == "cpu"
 ]
 SAMPLE = {"loss": (0.5).hex(), "digest": "a", "result": None}
 
@@ -49,11 +53,47 @@ def test_lumen_ends_with_the_bits_of_the_loop_by_hand(name, tmp_path):
     assert case.measure == "blocked_s" or min(figures) > 0
 
 
-def test_a_step_of_nothing_is_measured_by_hand_and_by_lumen(capsys):
-    found = nothing.main(steps=50, epochs=2)
-    assert list(found) == ["by hand", "Lumen's own Python", "Lumen"]
-    assert min(found.values()) > 0
-    assert capsys.readouterr().out.count("µs CPU / step") == 3
+@pytest.mark.parametrize(("system", "seeds"), [("lumen", True), ("lumen-own", False)])
+def test_lumens_own_python_is_measured_without_the_calls_that_seed(system, seeds, tmp_path, monkeypatch):
+    keys = []
+    monkeypatch.setattr("lumen.random._seed_torch", keys.append)
+    case = CASES["nothing"].small()
+    (cpu_s,) = measure(case, system, tmp_path)["cpu_s"]
+    assert cpu_s > 0
+    assert len(set(keys)) >= case.batches if seeds else not keys
+
+
+@pytest.mark.parametrize(("name", "draws"), [("tiny", False), ("tiny-keyed", True)])
+def test_only_the_keyed_case_has_data_that_may_draw_random_numbers(name, draws, tmp_path):
+    data = Problem(CASES[name].small(), "lumen", tmp_path).loader().dataset
+    assert getattr(data, "draws_randomness", True) is draws
+
+
+@pytest.mark.filterwarnings("ignore")  # of the other libraries
+@pytest.mark.parametrize("name", ["evaluation-loss", "evaluation-metric"])
+@pytest.mark.parametrize("system", [each for each in ("hand", "lumen", *PEERS) if installed(each)])
+def test_every_system_evaluates_a_batch_once_and_all_of_it_in_inference_mode(system, name, tmp_path, monkeypatch):
+    compute, modes = torch.nn.functional.cross_entropy, []
+
+    def count(*inputs):
+        modes.append(torch.is_inference_mode_enabled())
+        return compute(*inputs)
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", count)
+    case, samples = CASES[name].small(), {}
+    for each in ("hand", system):
+        modes.clear()
+        (tmp_path / each).mkdir(exist_ok=True)
+        samples[each] = measure(case, each, tmp_path / each)
+    assert modes == [True] * case.batches
+    assert refusal(case, system, samples) is None
+
+
+@pytest.mark.slow
+def test_an_import_is_measured_above_that_of_torch():
+    found = run_commands(CASES["import"], ["hand", "lumen"], starts=1)
+    (torch_s,), (both_s,) = found["hand"]["cpu_s"], found["lumen"]["cpu_s"]
+    assert 0 < both_s - torch_s < torch_s / 2
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.measure == "gap_s"])
@@ -119,9 +159,12 @@ def results(lumen_loss=0.5):
     lumen = SAMPLE | {"loss": lumen_loss.hex(), "cpu_s": [1.1 * each for each in turns] * 4}
     disturbed = lumen | {"cpu_s": [5 * each for each in lumen["cpu_s"]]}
     return {
-        "machine": {"date": "2026-01-01", "cpu": "Abacus", "cores": 2, "python": "3.11", "torch": "2.13"},
+        "machine": {"cpu": "Abacus", "cores": 2, "python": "3.11", "torch": "2.13"},
         "cases": {
             "tiny": {
+                "date": "2026-01-01",
+                "definition": CASES["tiny"].definition,
+                "peers": {},
                 "turns": 10,
                 "systems": ["hand", "lumen", "ignite"],
                 "skipped": {"ignite": "not installed"},
@@ -162,3 +205,73 @@ def test_figures_of_the_readme_are_written_between_its_markers(tmp_path):
     assert "1.100" in figures
     assert "Abacus" in figures
     assert "not installed" in figures
+
+
+@pytest.mark.parametrize("definition", [None, replace(CASES["tiny"], batch_size=64).definition])
+def test_figures_of_a_case_that_was_another_are_not_shown(definition, tmp_path):
+    old = results()
+    old["cases"]["tiny"]["definition"] = definition
+    assert "| **tiny**, goal 1.03 | by hand | stale |  |  |  |  |" in markdown(old)
+    assert "1.100" not in markdown(old)
+    with (tmp_path / "table.txt").open("w") as file:
+        console = Console(width=120, record=True, file=file)
+        print_case("tiny", old, console)
+        text = console.export_text()
+    assert "Lumen: stale" in text
+    assert "1.100" not in text
+
+
+def test_words_about_a_case_and_its_goal_may_change_while_its_figures_stay():
+    case = CASES["tiny"]
+    assert replace(case, about="?", goal=2.0, rounds=1, systems=("hand",)).definition == case.definition
+    assert json.loads(json.dumps(CASES["checkpoint"].definition)) == CASES["checkpoint"].definition
+
+
+def test_the_heading_has_the_dates_and_the_peers_of_the_figures_below_it():
+    found = results()
+    again = found["cases"]["tiny"] | {"date": "2026-02-03", "definition": CASES["clip"].definition}
+    stale = found["cases"]["tiny"] | {"date": "2025-01-01", "peers": {"accelerate": "1.0"}}
+    found["cases"] |= {"clip": again | {"peers": {"ignite": "0.5"}}, "tiny-log1": stale}
+    heading = markdown(found).splitlines()[0]
+    assert heading == "2026-01-01 to 2026-02-03, Abacus, 2 cores, Python 3.11, torch 2.13, ignite 0.5."
+
+
+def test_wall_time_of_a_gpt_is_told_in_tokens_too():
+    case, sample = CASES["gpt2-cuda"], SAMPLE | {"wall_s": [0.1]}
+    found = {
+        "date": "2026-01-01", "definition": case.definition, "peers": {}, "turns": 1, "systems": ["hand"],
+        "skipped": {}, "rounds": [{"hand": sample}],
+    }  # fmt: skip
+    text = markdown({"machine": results()["machine"], "cases": {case.name: found}})
+    assert "100,000.0 µs / batch (122,880 tokens/s)" in text
+    row = Row(case.name, "hand", value=0.1)
+    assert speed(CASES["gpt"], "cpu_s", row) == speed(CASES["tiny"], "wall_s", row) == ""
+
+
+@pytest.mark.slow
+def test_a_case_is_stored_with_its_definition_and_the_commit():
+    found = json.loads(json.dumps(measure_case(CASES["nothing"], ["hand"], 1)))
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
+    assert head.startswith(found["commit"].rstrip("+")) if head else "commit" not in found
+    text = markdown({"machine": machine(), "cases": {"nothing": found}})
+    assert text.startswith(found["date"])
+    assert "by hand" in text
+    assert "stale" not in text
+
+
+def test_the_commit_has_a_mark_where_the_library_differs_from_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.__main__.HOME", tmp_path / "benchmarks")
+    assert library_commit() is None
+    for folder in ("lumen", "benchmarks/results"):
+        (tmp_path / folder).mkdir(parents=True)
+    library, figures = tmp_path / "lumen" / "loop.py", tmp_path / "benchmarks" / "results" / "results.json"
+    for file in (library, figures):
+        file.write_text("1")
+    for words in (["init"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "one"]):
+        subprocess.run(["git", *words], cwd=tmp_path, capture_output=True, check=True)
+    commit = library_commit()
+    assert commit.isalnum()
+    figures.write_text("2")
+    assert library_commit() == commit
+    library.write_text("2")
+    assert library_commit() == f"{commit}+"

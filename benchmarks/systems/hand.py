@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.nothing import LOSS, NoOptimizer, no_backward, no_loader
 from benchmarks.problem import Problem
 
 
@@ -126,6 +127,24 @@ def _evaluate_accuracy(problem: Problem, model: nn.Module, loader: Iterable[Any]
             _, logits = problem.loss_and_logits(model, batch)
             accuracy.update(logits, batch[1])
     problem.result = float(accuracy.compute())
+
+
+def nothing(problem: Problem) -> None:
+    """Make steps in which nothing is computed."""
+    optimizer, loader = NoOptimizer([nn.Parameter(torch.zeros(()))]), no_loader(problem.case.epoch)
+    with no_backward():
+        for _ in range(problem.case.epochs + 1):
+            for batch in loader:
+                optimizer.zero_grad()
+                loss = _no_forward(batch)
+                loss.backward()
+                optimizer.step()
+            problem.end_epoch()
+    problem.final_loss = LOSS.detach()
+
+
+def _no_forward(batch: Any) -> Tensor:
+    return LOSS
 
 
 def checkpoint(problem: Problem) -> None:

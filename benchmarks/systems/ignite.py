@@ -8,7 +8,6 @@ import torch
 from ignite.engine import Engine, Events
 from ignite.metrics import Loss, RunningAverage
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.problem import Problem
@@ -110,11 +109,10 @@ def evaluate(problem: Problem) -> None:
     model.eval()
 
     def step(engine: Engine, batch: Any) -> Any:
-        with torch.inference_mode():
-            _, logits = problem.loss_and_logits(model, batch)
+        loss, logits = problem.loss_and_logits(model, batch)
         if metric == "accuracy":
             accuracy.update(logits, batch[1])
-        return logits, batch[1]
+        return loss, len(batch[0])
 
     engine = Engine(step)
     if metric == "accuracy":
@@ -122,8 +120,10 @@ def evaluate(problem: Problem) -> None:
 
         accuracy = MulticlassAccuracy(4)
     elif metric == "loss":
-        Loss(F.cross_entropy).attach(engine, "result")
-    engine.run(problem.loader())
+        Loss(lambda loss, _: loss, batch_size=int).attach(engine, "result")
+    loader = problem.loader()
+    with torch.inference_mode():
+        engine.run(loader)
     if metric == "accuracy":
         problem.result = float(accuracy.compute())
     elif metric == "loss":

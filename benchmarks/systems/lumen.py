@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from benchmarks.nothing import LOSS, NoOptimizer, no_backward, no_loader, no_seeding
 from benchmarks.problem import Problem
-from lumen import ModelCheckpoint, TaskModule, TensorBoardLogger, Trainer
+from lumen import LambdaCallback, ModelCheckpoint, TaskModule, TensorBoardLogger, Trainer
 
 
 class Task(TaskModule):
@@ -76,6 +79,22 @@ class AccuracyEvaluation(Task):
         self.log("result", self.accuracy)
 
 
+class Nothing(TaskModule):
+    """Its loss is there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))  # an optimizer wants one
+
+    def training_step(self, batch: Any) -> Tensor:
+        """One batch."""
+        return LOSS
+
+    def configure_optimizers(self) -> NoOptimizer:
+        """No optimizer."""
+        return NoOptimizer(self.parameters())
+
+
 def make_trainer(problem: Problem, **options: Any) -> Trainer:
     """A trainer for a case."""
     case = problem.case
@@ -102,6 +121,15 @@ def evaluate(problem: Problem) -> None:
     task.load_state_dict(task.state_dict())  # else Lumen warns that nobody has trained it
     (values,) = make_trainer(problem).validate(task, problem.loader())
     problem.result = values.get("result")
+
+
+def nothing(problem: Problem) -> None:
+    """Make steps in which nothing is computed."""
+    clock = LambdaCallback(on_train_epoch_end=lambda *_: problem.end_epoch())
+    trainer = make_trainer(problem, max_epochs=problem.case.epochs + 1, callbacks=[clock])
+    with no_backward(), no_seeding() if problem.system == "lumen-own" else nullcontext():
+        trainer.fit(Nothing(), no_loader(problem.case.epoch))
+    problem.final_loss = LOSS.detach()
 
 
 def checkpoint(problem: Problem) -> None:
