@@ -64,7 +64,8 @@ class Accumulator:
         if self.reduction == "sum":
             return total + value
         if isinstance(value, torch.Tensor):
-            total = torch.as_tensor(total, dtype=value.dtype, device=value.device)
+            if not isinstance(total, torch.Tensor):
+                total = torch.full((), total, dtype=value.dtype, device=value.device)  # a copy would be waited for
             return getattr(torch, f"{self.reduction}imum")(total, value)
         return (min if self.reduction == "min" else max)(total, value)
 

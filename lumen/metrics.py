@@ -176,6 +176,8 @@ class StageMetrics:
         Raises:
             ConfigError: A name is logged with other options on another rank.
         """
+        if not self._has_steps and gather is None:
+            return {}
         latest = self.latest()
         if gather is not None:
             latest = {name: (options, _floats(values)) for name, (options, values) in latest.items()}
@@ -184,8 +186,6 @@ class StageMetrics:
 
     def latest(self) -> Latest:
         """What this process has logged in the window in progress, of single steps."""
-        if not self._has_steps:
-            return {}
         return {
             name: (entry.options, entry.latest)
             for name, entry in self._entries.items()
@@ -254,7 +254,7 @@ class StageMetrics:
                 self._entries[name] = _Entry(ranks[0].options, None if place is None else modules[place])
         self._entries = {name: self._entries[name] for name in reports}  # the same order everywhere
         objects = [entry.metric for entry in self._entries.values() if entry.options.on_epoch and entry.metric]
-        seen = [counts for _, counts in answers], len(self._entries)
+        seen = [counts for _, counts in answers], len(objects)
         if self._computed is None or self._computed[0] != seen:
             self._computed = seen, compute_over_ranks(objects, gather) if objects else []
         values = iter(self._computed[1])

@@ -1,10 +1,12 @@
 """What processes say to each other in a run under DDP, counted in torch's own record of its collectives."""
 
+import functools
 import time
 from collections import Counter
 
 import pytest
 import torch
+from torchmetrics import MeanSquaredError
 
 import lumen
 from tests.tasks import Regression, bare_trainer, loader
@@ -13,6 +15,7 @@ PARAMETERS = sum(parameter.numel() for parameter in Regression().parameters())
 CPU = [torch.profiler.ProfilerActivity.CPU]
 SMALL = 16
 PULSE = 3  # numbers: a clock, how many ranks are asked to stop, how many announce something
+GATHER = 2  # collectives: each rank tells first how long its value is
 
 
 class Saying(Regression):
@@ -46,11 +49,18 @@ class Slow(Regression):
         return super().training_step(batch)
 
 
-def collectives(folder, task, steps, options=None, **trainer):
+@functools.cache
+def meet(folder):
+    """The first run of a process opens its groups, which the others find."""
+    bare_trainer(folder, max_steps=1, strategy=lumen.DDP()).fit(Regression(), loader(8, 4))
+
+
+def collectives(folder, task, steps, options=None, val_dataloaders=None, **trainer):
     """How often each kind of collective ran in a fit, and a sum of how many numbers: {"all_gather": 8, 5: 20}."""
+    meet(folder)
     trainer = bare_trainer(folder, max_steps=steps, strategy=lumen.DDP(**options or {}), **trainer)
     with torch.profiler.profile(activities=CPU, record_shapes=True, acc_events=True) as record:
-        trainer.fit(task, loader(2400, 4))
+        trainer.fit(task, loader(2400, 4), val_dataloaders=val_dataloaders)
     assert trainer.global_step == steps
     events = [event for event in record.events() if event.name.startswith("gloo:")]
     return Counter(
@@ -114,6 +124,25 @@ def leave_one_out(folder):
     return [collectives(folder, Saying(say), 8) for say in ("loss", "None")]
 
 
+def between(fewer, more):
+    """What differs, beside looks at clocks and signals: {"all_gather": 4, 5: 1}."""
+    return {kind: more[kind] - fewer[kind] for kind in fewer | more if kind != PULSE and more[kind] != fewer[kind]}
+
+
+def test_with_a_logger_a_step_that_logs_gathers_its_values_and_every_other_costs_what_it_does_without(group, tmp_path):
+    for few, many, logging in group(2).run(log_steps, tmp_path):
+        assert between(few, many) == {PARAMETERS + 1: 10}
+        assert between(many, logging) == {"all_gather": 3 * GATHER}
+        assert max(many[PULSE], logging[PULSE]) <= few[PULSE] + 3
+
+
+def log_steps(folder):
+    return [
+        collectives(folder, Saying(), steps, logger=lumen.CSVLogger(), log_every_n_steps=every)
+        for steps, every in ((2, 1000), (12, 1000), (12, 4))
+    ]
+
+
 class Ending(Saying):
     def on_train_epoch_end(self):
         pass
@@ -124,19 +153,89 @@ class Quiet(Regression):
         return torch.nn.functional.mse_loss(self(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize(("make", "gathers", "sums"), [(Quiet, 0, 1), (Saying, 1, 1), (Ending, 2, 2)])
-def test_an_epoch_costs_a_small_sum_a_gather_of_what_was_logged_and_another_of_both_for_hooks(
-    group, tmp_path, make, gathers, sums
+class QuietEnding(Quiet):
+    def on_train_epoch_end(self):
+        pass
+
+
+class Measuring(Saying):
+    """Leaves a metric to torchmetrics, which it asks for its value of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch, batch_idx):
+        self.error(self(batch[0]), batch[1])
+        self.log("error", self.error, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class MeasuringEnding(Measuring):
+    def on_train_epoch_end(self):
+        self.log("more", 1.0)
+
+
+@pytest.mark.parametrize("logger", [False, True])
+@pytest.mark.parametrize(
+    ("make", "gathers", "sums"),
+    [(Quiet, 0, 1), (Saying, 1, 1), (Ending, 2, 2), (QuietEnding, 1, 2), (MeasuringEnding, 3, 2)],
+)
+def test_an_epoch_costs_a_small_sum_a_gather_of_what_was_logged_and_another_of_both_for_hooks_but_one_of_metric_objects(
+    group, tmp_path, make, gathers, sums, logger
 ):
-    for few, many in group(2).run(make_epochs, tmp_path, make):
+    for few, many in group(2).run(make_epochs, tmp_path, make, logger):
         more = many - few
-        assert more["all_gather"] == 20 * 2 * gathers  # each tells first how long it is
+        assert more["all_gather"] == 20 * gathers * GATHER
         assert more[PULSE + 2] == 20
         assert more[PULSE + 1] == 20 * (sums - 1)
 
 
-def make_epochs(folder, make):
-    return [collectives(folder, make(), steps, limit_train_batches=2) for steps in (2, 22)]  # of one step
+def make_epochs(folder, make, logger):
+    options = {"logger": lumen.CSVLogger(), "log_every_n_steps": 1000} if logger else {}
+    return [collectives(folder, make(), steps, limit_train_batches=2, **options) for steps in (2, 22)]  # of one step
+
+
+class Rows(Saying):
+    """Logs values of single batches."""
+
+    def validation_step(self, batch):
+        self.log("val_loss", torch.nn.functional.mse_loss(self(batch[0]), batch[1]), on_step=True)
+
+
+class MeasuringRows(Saying):
+    """The same, of a metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def validation_step(self, batch):
+        self.error(self(batch[0]), batch[1])
+        self.log("val_error", self.error, on_step=True, on_epoch=True)
+
+
+@pytest.mark.parametrize(("make", "gathers"), [(Rows, 2), (MeasuringRows, 3)])
+@pytest.mark.parametrize("logger", [False, True])
+def test_a_validation_gathers_norms_values_metric_objects_and_rows_for_loggers_once_however_long_it_is(
+    group, tmp_path, make, gathers, logger
+):
+    for one, three, long, three_long in group(2).run(validate, tmp_path, make, logger):
+        costs = {"all_gather": 2 * (gathers + logger) * GATHER, PULSE + 1: 2}
+        assert between(one, three) == between(long, three_long) == costs
+        assert between(one, long) == {}
+        assert three_long[PULSE] - three[PULSE] <= 3 * 15  # of 3 x 50 batches
+
+
+def validate(folder, make, logger):
+    """One validation and three in six steps, each of one batch a rank; then of 51."""
+    return [
+        collectives(
+            folder, make(), 6, logger=lumen.CSVLogger() if logger else False, val_dataloaders=loader(2400, 4),
+            val_check_interval=every, limit_val_batches=batches, num_sanity_val_steps=0, log_every_n_steps=1000,
+        )
+        for batches in (2, 102) for every in (6, 2)
+    ]  # fmt: skip
 
 
 def test_clocks_and_signals_are_compared_about_twice_a_second(group, tmp_path):

@@ -13,8 +13,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="not prove
 class Classifier(lumen.TaskModule):
     """Forbids the host to wait for the device from step 5 to step 105."""
 
-    def __init__(self):
+    def __init__(self, *, logs=False, weighs=False):
         super().__init__()
+        self.logs, self.weighs = logs, weighs
         self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
         self.losses = []
 
@@ -22,7 +23,10 @@ class Classifier(lumen.TaskModule):
         inputs, targets = batch
         loss = torch.nn.functional.cross_entropy(self.net(inputs), targets)
         self.losses.append(loss.detach())
-        return loss
+        if self.logs:
+            self.log("loss", loss, on_epoch=True)
+            self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        return (loss, float(len(inputs))) if self.weighs else loss
 
     def on_before_zero_grad(self, optimizer):
         if self.global_step in (5, 105):
@@ -37,14 +41,29 @@ class Classifier(lumen.TaskModule):
 
 def batches(*, pin_memory):
     generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(3600, 16, generator=generator), torch.randint(4, (3600,), generator=generator)
+    inputs, targets = torch.randn(7200, 16, generator=generator), torch.randint(4, (7200,), generator=generator)
     return DataLoader(TensorDataset(inputs, targets), batch_size=32, pin_memory=pin_memory)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_host_waits_for_the_device_in_no_step_that_does_not_log(tmp_path, precision):
-    trainer = quiet_trainer(tmp_path, accelerator="cuda", max_steps=110, precision=precision, log_every_n_steps=1000)
-    trainer.fit(Classifier(), batches(pin_memory=True))
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ({}, {}),
+        ({"logs": True}, {}),
+        ({"weighs": True}, {}),
+        ({}, {"gradient_clip_val": 0.1}),
+        ({}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
+        ({}, {"accumulate_grad_batches": 2}),
+        ({"logs": True, "weighs": True}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    ],
+    ids=str,
+)
+def test_the_host_waits_for_the_device_in_no_step_that_does_not_log(tmp_path, precision, task, options):
+    options = {"max_steps": 110, "precision": precision, "log_every_n_steps": 1000} | options
+    trainer = quiet_trainer(tmp_path, accelerator="cuda", **options)
+    trainer.fit(Classifier(**task), batches(pin_memory=True))  # no epoch ends, where it may wait
     assert trainer.global_step == 110
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from lumen.errors import ConfigError
 from tests.tasks import Regression, Saving, bare_trainer, loader
 
 
-@pytest.fixture
-def collections():
-    """Generations of the collections that happen during a test, each with what was noted when it did."""
+@contextmanager
+def watched():
+    """Generations of the collections that happen meanwhile, each with what was noted when it did."""
     seen, noted = [], {"where": None}
 
     def note(phase, info):
@@ -22,10 +23,18 @@ def collections():
             seen.append((noted["where"], info["generation"]))
 
     gc.callbacks.append(note)
-    yield seen, noted
-    gc.callbacks.remove(note)
-    gc.enable()
-    gc.unfreeze()
+    try:
+        yield seen, noted
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+        gc.unfreeze()
+
+
+@pytest.fixture
+def collections():
+    with watched() as (seen, noted):
+        yield seen, noted
 
 
 class Untidy(Regression):
@@ -64,6 +73,31 @@ def test_garbage_is_collected_at_every_nth_step_and_at_no_other(tmp_path, collec
     assert [found for found in seen if str(found[0]).startswith("step")] == [(f"step {n}", 2) for n in (3, 6, 9)]
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+class OnRank(Untidy):
+    """Leaves more on one rank than on the other; notes the step at its boundary, which a rank without a batch has."""
+
+    def litter(self, where):
+        for _ in range(1 + self.trainer.global_rank):
+            super().litter(where)
+
+    def on_before_zero_grad(self, optimizer):
+        self.noted["where"] = f"step {self.global_step + 1}"
+
+
+def collect_on_ranks(folder, options):
+    with watched() as (seen, noted):
+        trainer = bare_trainer(folder, max_steps=9, strategy="ddp", val_check_interval=100, **options)
+        trainer.fit(OnRank(noted), loader(20, 4))  # 5 batches: for the third step rank 1 has none
+    return [found for found in seen if found[0] is not None]
+
+
+def test_ranks_collect_at_the_same_steps_also_one_that_has_no_batch_there(group, tmp_path):
+    for seen in group(2).run(collect_on_ranks, tmp_path, {"gc_every_n_steps": 2}):
+        assert seen == [(f"step {n}", 2) for n in (2, 4, 6, 8)]
+    first, second = group(2).run(collect_on_ranks, tmp_path, {})
+    assert first != second  # Python's own are not
 
 
 def test_without_it_python_collects_when_it_wants_to(tmp_path, collections):

@@ -462,6 +462,7 @@ def test_the_bar_does_not_change_the_training(monkeypatch: pytest.MonkeyPatch, t
     assert torch.equal(*weights)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_showing_never_waits_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Allows(Callback):
