@@ -20,23 +20,27 @@ class Arrival(Generic[K]):
 
     def __init__(self, values: Mapping[K, float | torch.Tensor]) -> None:
         tensors = {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
-        on_device = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
         self._values: dict[K, float | torch.Tensor] = {**values, **tensors}
-        self._names = list(on_device)
-        self._event: torch.cuda.Event | None = None
-        if on_device:
-            stacked = torch.stack([tensor.reshape(()).double() for tensor in on_device.values()])
-            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-            self._host.copy_(stacked, non_blocking=True)
-            self._event = torch.cuda.current_stream(stacked.device).record_event()
+        self._under_way = [
+            _copy({name: tensor for name, tensor in tensors.items() if tensor.device == device})
+            for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        ]
 
     def is_here(self) -> bool:
         """Whether `read` returns at once."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return all(event.query() for *_, event in self._under_way)  # type: ignore[no-untyped-call]
 
     def read(self) -> dict[K, float]:
         """The numbers, waited for if necessary."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._values |= zip(self._names, self._host.tolist(), strict=True)
+        for names, host, event in self._under_way:
+            event.synchronize()
+            self._values |= zip(names, host.tolist(), strict=True)
         return {name: float(value) for name, value in self._values.items()}
+
+
+def _copy(values: Mapping[K, torch.Tensor]) -> tuple[list[K], torch.Tensor, torch.cuda.Event]:
+    """Queue a copy of numbers on one device: their names, where they will be, and when."""
+    stacked = torch.stack([tensor.reshape(()).double() for tensor in values.values()])
+    host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+    host.copy_(stacked, non_blocking=True)
+    return list(values), host, torch.cuda.current_stream(stacked.device).record_event()

@@ -1,7 +1,8 @@
 """The order of things: training, evaluation, prediction, as plain functions; one optimizer step is in `lumen.step`.
 
 Every step ends in exactly one boundary, at which nothing is half done: after its update and its validation, and for
-the last step of an epoch after the end of that epoch. Checkpoints are made and stop requests obeyed only there.
+the last step of an epoch after the end of that epoch. Checkpoints are made and stop requests obeyed only there. Only
+what loggers get of the step may come later, where a device still computes it, but before anything is saved.
 """
 
 from __future__ import annotations

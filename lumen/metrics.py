@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a 
     from torchmetrics import Metric
 
 T = TypeVar("T")
+_NORM = "grad_norm", -1  # beside places of logged values
 
 
 class LogOptions(NamedTuple):
@@ -108,7 +109,7 @@ class StageMetrics:
         self._computed: tuple[Any, list[Any]] | None = None  # what all ranks had seen then, and the metrics' values
 
     def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, how: How) -> None:
-        """Collect a value; on an accelerator nothing is copied and nobody waits."""
+        """Collect a value; nobody waits for a CUDA device."""
         entry = self._entries.get(name)
         if entry is None or entry.how != how:
             entry = self._entry_for(name, value, how)
@@ -320,8 +321,9 @@ class StepRow:
         values: dict[tuple[str, int], float | torch.Tensor] = {
             (name, place): value for name, (_, pairs) in self._latest.items() for place, (value, _) in enumerate(pairs)
         }
+        if grad_norm is not None:
+            values[_NORM] = grad_norm
         self._arrival = Arrival(values)
-        self._norm = Arrival({} if grad_norm is None else {"grad_norm": grad_norm})
 
     def values(self, gather: Gather | None) -> dict[str, float]:
         """What the loggers get; see `StageMetrics.step_values`. Waits for the device. Collective, with a `gather`."""
@@ -331,7 +333,8 @@ class StepRow:
             for name, (options, pairs) in self._latest.items()
         }
         means = _means(latest if gather is None else _of_ranks(gather(latest)), for_loggers)
-        return {name: float(value) for name, value in means.items()} | self._norm.read()
+        norm = {"grad_norm": read[_NORM]} if _NORM in read else {}
+        return {name: float(value) for name, value in means.items()} | norm
 
 
 def for_loggers(options: LogOptions) -> bool:

@@ -52,6 +52,7 @@ def batches(*, pin_memory):
     [
         ({}, {}),
         ({"logs": True}, {}),
+        ({"logs": True}, {"log_every_n_steps": 1, "logger": lumen.CSVLogger()}),
         ({"weighs": True}, {}),
         ({}, {"gradient_clip_val": 0.1}),
         ({}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
@@ -60,7 +61,7 @@ def batches(*, pin_memory):
     ],
     ids=str,
 )
-def test_the_host_waits_for_the_device_in_no_step_that_does_not_log(tmp_path, precision, task, options):
+def test_no_step_waits_for_what_it_has_queued(tmp_path, precision, task, options):
     options = {"max_steps": 110, "precision": precision, "log_every_n_steps": 1000} | options
     trainer = quiet_trainer(tmp_path, accelerator="cuda", **options)
     trainer.fit(Classifier(**task), batches(pin_memory=True))  # no epoch ends, where it may wait

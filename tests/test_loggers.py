@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ class During(lumen.Callback):
 
 def fit(tmp_path, task=None, **options):
     """Train a small regression with both loggers and everything logged; returns its trainer."""
-    options = {"max_epochs": 2, "log_every_n_steps": 1} | options
+    options = {"max_epochs": 2, "log_every_n_steps": 1, "accelerator": "cpu"} | options
     options.setdefault("logger", [lumen.CSVLogger(), lumen.TensorBoardLogger()])
     trainer = quiet_trainer(tmp_path, **options)
     trainer.fit(task or Regression(dropout=0.2), loader(), val_dataloaders=loader(20, shuffle=False))
@@ -139,6 +140,43 @@ def test_a_record_is_the_same_where_values_arrive_when_the_next_step_is_made(gro
         (2, ["loss", "grad_norm"]), (3, ["val_loss"]), (4, ["loss", "grad_norm"]), (6, ["loss", "grad_norm"]),
         (6, ["val_loss"]), (8, ["loss", "grad_norm"]), (9, ["val_loss"]),
     ]  # fmt: skip
+
+
+class Ending(lumen.Callback):
+    """Ends a run in or after step 3."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        if self.how == "by an error" and trainer.global_step == 3:
+            raise InterruptedError
+
+    def on_boundary(self, trainer, task):
+        if self.how == "by a signal" and trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Both(Regression):
+    """Logs each step's value and an epoch's mean."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("how", ["by an error", "by a signal", "at its limit"])
+def test_the_row_of_the_last_step_is_written_however_a_run_ends(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(Strategy, "is_asynchronous", True)  # as on CUDA
+    ends_early = how != "at its limit"
+    with pytest.raises((InterruptedError, SystemExit)) if ends_early else nullcontext():
+        fit(tmp_path, Both(), callbacks=[Ending(how)], max_steps=100 if ends_early else 3, enable_checkpointing=False)
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "runs" / "run" / "metrics.csv").read_text())))
+    names = [(int(row["step"]), [name for name in row if "both" in name and row[name]]) for row in rows]
+    last = 4 if how == "by a signal" else 3  # the run looks for signals before the hooks of a boundary
+    whole_epoch = [] if ends_early else [(3, ["both_epoch"])]
+    assert names == [(step, ["both_step"]) for step in range(1, last + 1)] + whole_epoch
 
 
 def broken_off_and_resumed(folder, later):

@@ -4,9 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import lumen
+from tests.tasks import bare_trainer
 
 ROOT = Path(__file__).parents[1]
 LONG_RUN = """
@@ -75,3 +81,38 @@ def test_one_small_object_a_step_would_be_seen(tmp_path, leak):
     assert growth["blocks"] >= 700, growth
     if leak != "number":  # which no collector tracks
         assert growth["objects" if leak == "object" else "tensors"] >= 700, growth
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("known", [True, False], ids=["known order", "stream"])
+def test_a_batch_is_let_go_before_the_next_step_is_loaded(tmp_path, known, accumulate):
+    batches, alive = [], []
+
+    class Sample(Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            alive.append(sum(batch() is not None for batch in batches))
+            return torch.ones(2)
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return map(Sample().__getitem__, range(12))
+
+    class Task(lumen.TaskModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+
+        def training_step(self, batch):
+            batches.append(weakref.ref(batch))
+            return (self.weight * batch).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate)
+    trainer.fit(Task(), DataLoader(Sample() if known else Stream(), batch_size=1))
+    # where the order is known only the batch before, within a step; of a stream a step is read ahead, as a whole
+    assert max(alive) == (accumulate - 1 if known else accumulate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, repeat, tee
+from itertools import chain, tee
 from typing import Any, final
 
 import torch
@@ -132,7 +132,7 @@ class IndexedFeed(Feed):
         while ahead:
             (draws, dealt, state), ahead = ahead, next(plan, None)
             sizes = [len(draw.indices) for draw in draws]
-            fetch = zip(map(load, shard.share(draws, dealt)), repeat(0)).__next__
+            fetch = ((load(draw), 0) for draw in shard.share(draws, dealt)).__next__  # zip would keep the batch
             yield Window(fetch, sizes, index, ahead is None, state, 0.0, shard, dealt)
             index += len(sizes)
 

@@ -70,7 +70,7 @@ class Strategy(ABC):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the device computes what is queued later: reading a value waits for all that was queued before."""
+        """Whether logged values stay on the device, which computes them later: who reads one waits."""
         return self.device.type == "cuda"
 
     @property
