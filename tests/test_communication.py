@@ -1,8 +1,10 @@
 """What processes say to each other in a run under DDP, counted in torch's own record of its collectives."""
 
 import functools
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -246,3 +248,14 @@ def look_at_clocks(folder):
     task = Slow()
     few, many = collectives(folder, Slow(), 1), collectives(folder, task, 80, log_every_n_steps=1000)
     return task.took_s, many[PULSE] - few[PULSE]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")
+def test_agreeing_needs_no_thread_beside_the_one_that_listens_for_gradients(group, tmp_path):
+    assert group(2).run(count_listeners, tmp_path) == [1, 1]
+
+
+def count_listeners(folder):
+    meet(folder)
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop")
