@@ -55,10 +55,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.set_xlabel("ratio to the loop by hand of the same run (log scale; left is better)")
-    axes.set_title("What a training library costs", loc="left", fontweight="bold")
+    axes.set_title("What a training library costs", loc="left", fontweight="bold", pad=20)
+    axes.text(0, 1, machine_line(results), transform=axes.transAxes, va="bottom", fontsize=7.5, color="#6b7280")
     order = [name for name in (*SYSTEMS.values(), SYSTEMS["again"] + ", quartiles") if name in seen]
     figure.legend([seen[name] for name in order], order, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
-    figure.text(0.995, 0.995, machine_line(results), ha="right", va="top", fontsize=7.5, color="#6b7280")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

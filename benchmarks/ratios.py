@@ -19,9 +19,10 @@ class Row:
     Attributes:
         case: Its name.
         system: Its name.
-        value: The best measured: of an epoch of which every turn is the fastest of all epochs.
+        value: The best measured: of an epoch of which every turn is the fastest of all epochs; of `lost_s`, which is a
+            difference, the median.
         added: Median of what it takes more than the loop by hand of the same epoch, in the same unit.
-        best: The value divided by the one by hand.
+        best: The value divided by the one by hand; not a number for a difference, as the next three.
         quartiles: Of the ratios to the loop by hand of the same epoch, lowest first; the second is their median.
         trouble: Why there are no figures: it computed something else, failed, is not installed, or the case is stale.
     """
@@ -62,15 +63,18 @@ def rows_of(name: str, found: dict[str, Any], measure: Measure | None = None) ->
             continue
         turns = found["turns"] if measure in ("cpu_s", "wall_s") else 1
         own, by_hand = ([_epochs(sample[measure], turns) for sample in samples] for samples in zip(*pairs, strict=True))
-        best, best_by_hand = _best(own), _best(by_hand)
         means = [
             (statistics.mean(a), statistics.mean(b))
             for epochs in zip(own, by_hand, strict=True)
             for a, b in zip(*epochs, strict=True)
         ]
+        added = statistics.median(a - b for a, b in means)
+        if measure == "lost_s":
+            yield Row(name, system, statistics.median(mean for mean, _ in means), added)
+            continue
+        best, best_by_hand = _best(own), _best(by_hand)
         ratios = [a / b for a, b in means]
         low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        added = statistics.median(a - b for a, b in means)
         yield Row(name, system, best, added, best / best_by_hand, (low, median, high))
 
 

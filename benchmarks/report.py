@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,10 @@ def cells(case: Case, measure: Measure, row: Row) -> list[str]:
     _, factor = unit_of(case, measure)
     low, median, high = row.quartiles
     digits = 1 if factor > 1 or measure in ("peak_mb", "calls") else 2
-    return [
-        f"{row.value * factor:,.{digits}f}", f"{row.added * factor:+,.{digits}f}", f"{row.best:.3f}", f"{median:.3f}",
-        f"{low:.3f} - {high:.3f}",
-    ]  # fmt: skip
+    measured = [f"{row.value * factor:,.{digits}f}", f"{row.added * factor:+,.{digits}f}"]
+    if isnan(row.best):
+        return [*measured, "", "", ""]
+    return [*measured, f"{row.best:.3f}", f"{median:.3f}", f"{low:.3f} - {high:.3f}"]
 
 
 def speed(case: Case, measure: Measure, row: Row) -> str:
