@@ -248,6 +248,23 @@ def test_wall_time_of_a_gpt_is_told_in_tokens_too():
     assert speed(CASES["gpt"], "cpu_s", row) == speed(CASES["tiny"], "wall_s", row) == ""
 
 
+def test_what_a_save_costs_later_may_be_negative_and_has_no_ratio():
+    case, rounds = CASES["checkpoint"], [(0.5, -0.25), (1.0, 0.5), (3.0, -2.0)]
+    found = {
+        "date": "2026-01-01", "definition": case.definition, "peers": {}, "turns": 1, "systems": ["hand", "lumen"],
+        "skipped": {}, "rounds": [
+            {
+                "hand": SAMPLE | {"blocked_s": [1.0], "lost_s": [by_hand]},
+                "lumen": SAMPLE | {"blocked_s": [0.5], "lost_s": [own]},
+            }
+            for by_hand, own in rounds
+        ],
+    }  # fmt: skip
+    text = markdown({"machine": results()["machine"], "cases": {case.name: found}})
+    assert "|  | Lumen | 0.50 s | -0.50 | 0.500 | 0.500 | 0.500 - 0.500 |" in text
+    assert "|  | Lumen | -0.25 s | -0.75 |  |  |  |" in text
+
+
 @pytest.mark.slow
 def test_a_case_is_stored_with_its_definition_and_the_commit():
     found = json.loads(json.dumps(measure_case(CASES["nothing"], ["hand"], 1)))
