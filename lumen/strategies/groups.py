@@ -86,10 +86,11 @@ class Groups:
 
 def _new_group(timeout: timedelta) -> Any:
     """A gloo group of all processes. Collective."""
-    if not hasattr(dist.Backend, _SHARED.upper()):
-        dist.Backend.register_backend(_SHARED, _connected_as_default, extended_api=True, devices="cpu")
-    has_gloo = "gloo" in dist.get_backend_config()
-    return dist.new_group(backend=_SHARED if has_gloo else "gloo", timeout=timeout)
+    shares = dist.get_backend() == "gloo"
+    if shares and not hasattr(dist.Backend, _SHARED.upper()):
+        devices = dist.Backend.backend_capability["gloo"]
+        dist.Backend.register_backend(_SHARED, _connected_as_default, extended_api=True, devices=devices)
+    return dist.new_group(backend=_SHARED if shares else "gloo", timeout=timeout)
 
 
 def _connected_as_default(found: Any, _: Any) -> Any:
