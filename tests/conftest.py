@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 import sys
 
 import pytest
@@ -16,6 +17,8 @@ _STDERR = pytest.StashKey[int]()
 
 def pytest_configure(config):
     config.stash[_STDERR] = os.dup(sys.stderr.fileno())  # the real one, before pytest captures it for the tests
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background, which the jobs of tests would inherit
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

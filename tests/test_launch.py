@@ -112,7 +112,11 @@ def start(*words, **environment):
 
 def finish(process, limit_s=90):
     """The exit code and all output; no process of this test is left then."""
-    output, _ = process.communicate(timeout=limit_s)
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its workers end with it
+        pytest.fail(f"not done after {limit_s} s\n{process.communicate()[0]}")
     for _ in range(50):
         if not (left := processes_here()):
             return process.returncode, output
