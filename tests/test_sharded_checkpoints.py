@@ -289,7 +289,8 @@ def removed(folder):
     def removing(descriptor):
         fsync(descriptor)
         for temporary in folder.glob("*.tmp-*"):
-            shutil.rmtree(temporary)
+            while temporary.exists():  # the other process may write into it, or be removing it too
+                shutil.rmtree(temporary, ignore_errors=True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", removing)
