@@ -3,8 +3,10 @@
 import hashlib
 import json
 import math
+import re
 import shutil
 import struct
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -50,6 +52,11 @@ def tensor_of(dtype, shape):
     size = math.prod(shape) * dtype.itemsize
     data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
     return data.view(dtype).reshape(shape)
+
+
+def bytes_read():
+    """By this process so far, from wherever they came."""
+    return int(re.search("rchar: ([0-9]+)", Path("/proc/self/io").read_text())[1])
 
 
 def save(directory, **sections):

@@ -18,7 +18,7 @@ import lumen
 from lumen.checkpoint import Checkpoint, load_model_and_data
 from lumen.errors import LumenError
 from lumen.strategies.processes import Processes
-from tests.checkpoints import same
+from tests.checkpoints import bytes_read, same
 from tests.tasks import FEATURES, Saving, bare_trainer, loader, quiet_trainer
 
 STRATEGIES = {
@@ -325,10 +325,6 @@ class Watch(lumen.Callback):
 
 def memory_mib(which):
     return int(re.search(which + r":\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) / 1024
-
-
-def bytes_read():
-    return int(re.search("rchar: ([0-9]+)", Path("/proc/self/io").read_text())[1])
 
 
 def save_large(folder, strategy, rows=4096):

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import pickle
-import re
 import shutil
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -16,7 +15,7 @@ from lumen.checkpoint.folder import find_checkpoints, newest_valid, read_info
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.safetensors_files import write_safetensors
 from lumen.errors import CheckpointDamaged, CheckpointError
-from tests.checkpoints import FILES, assert_small, same, save, small, tamper, tensor_of
+from tests.checkpoints import FILES, assert_small, bytes_read, same, save, small, tamper, tensor_of
 
 
 def handmade(directory, dtype, shape, regions):
@@ -92,10 +91,6 @@ def test_only_the_rows_of_a_box_are_read(tmp_path, offsets, shape, mib):
     assert torch.equal(part, tensor[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))])
     assert ("w" in checkpoint.tensors("model"), "v" in checkpoint.tensors("model")) == (True, False)
     assert bytes_read() - before < (mib << 20) + 60_000
-
-
-def bytes_read():
-    return int(re.search("rchar: ([0-9]+)", Path("/proc/self/io").read_text())[1])
 
 
 @pytest.mark.parametrize(
