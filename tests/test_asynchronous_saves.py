@@ -664,7 +664,7 @@ fit(directory, saving(), Slow(), strategy=strategy, resume="auto", log_every_n_s
 """
 
 
-@pytest.mark.parametrize(("strategy", "victim"), [("ddp", 1), ("fsdp", 0)])
+@pytest.mark.parametrize(("strategy", "victim"), [pytest.param("ddp", 1, marks=pytest.mark.slow), ("fsdp", 0)])
 def test_ranks_whose_threads_wait_for_one_that_is_killed_end_at_once(tmp_path, strategy, victim):
     job = start_ranks(tmp_path, strategy, str(victim))
     assert job[victim].stdout.readline().strip() == "saving"

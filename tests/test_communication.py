@@ -177,7 +177,7 @@ class MeasuringEnding(Measuring):
         self.log("more", 1.0)
 
 
-@pytest.mark.parametrize("logger", [False, True])
+@pytest.mark.parametrize("logger", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("make", "gathers", "sums"),
     [(Quiet, 0, 1), (Saying, 1, 1), (Ending, 2, 2), (QuietEnding, 1, 2), (MeasuringEnding, 3, 2)],
@@ -217,7 +217,7 @@ class MeasuringRows(Saying):
 
 
 @pytest.mark.parametrize(("make", "gathers"), [(Rows, 2), (MeasuringRows, 3)])
-@pytest.mark.parametrize("logger", [False, True])
+@pytest.mark.parametrize("logger", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_validation_gathers_norms_values_metric_objects_and_rows_for_loggers_once_however_long_it_is(
     group, tmp_path, make, gathers, logger
 ):

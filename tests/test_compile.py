@@ -323,6 +323,7 @@ def test_too_many_shapes_are_one_clear_error_that_knows_the_way_out(tmp_path):
     assert 1 <= counter.frame_count <= 2
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_is_one_clear_error(tmp_path):
     script = (
         "from pathlib import Path\n"

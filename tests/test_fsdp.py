@@ -833,7 +833,7 @@ def held_bytes():
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_process_holds_its_share_of_parameters_gradients_and_optimizer_state(group, tmp_path, world):
     unit = 4 * (Large.WIDTH**2 + Large.WIDTH)
     total = 4 * Large.BLOCKS * unit  # parameter, gradient, two moments

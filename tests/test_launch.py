@@ -352,6 +352,7 @@ def free_port():
         return place.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_agents_complete_a_run_on_two_nodes():
     port = free_port()
     agent = [

@@ -533,9 +533,8 @@ quiet_trainer(
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_what_a_validation_records_is_there_once_although_a_signal_cut_it(tmp_path, number, code):
     def part(directory, signal_number):
         command = [sys.executable, "-c", STOPPED, str(directory), str(int(signal_number))]

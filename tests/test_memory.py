@@ -75,7 +75,9 @@ def test_a_run_holds_no_more_after_many_steps_and_evaluations(tmp_path):
     assert growth["tensors"] <= 0, growth
 
 
-@pytest.mark.parametrize("leak", ["object", "number", "tensor"])
+@pytest.mark.parametrize(
+    "leak", ["object", pytest.param("number", marks=pytest.mark.slow), pytest.param("tensor", marks=pytest.mark.slow)]
+)
 def test_one_small_object_a_step_would_be_seen(tmp_path, leak):
     growth = measure(tmp_path, 1_200, 400, 10, leak)
     assert growth["blocks"] >= 700, growth
