@@ -66,6 +66,7 @@ def trained(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_the_config_reads_94_percent_of_the_digits(trained):
     data, trainer = MNIST5k(), lumen.Trainer(default_root_dir=trained, name="digits")
     predicted = torch.cat(trainer.predict(DigitsCNN(), data, ckpt_path="best"))
@@ -116,12 +117,14 @@ def tuned(trained):
     return trained
 
 
+@pytest.mark.slow
 def test_fine_tuning_on_100_images_reads_nine_of_ten_of_another_scanner(tuned):
     run("validate", "digits", tuned, "--data=datamodules.scans.Scans", "--ckpt_path=last", f"--output={tuned}/v.json")
     assert json.loads((tuned / "v.json").read_text())[0]["val_acc"] <= 0.75
     assert logged(tuned, "digits_finetune", "val_acc")[-1] >= 0.90
 
 
+@pytest.mark.slow
 def test_fine_tuning_leaves_the_first_layer_bit_equal_and_changes_all_others(tuned):
     before = DigitsCNN.load_from_checkpoint(tuned / "digits").state_dict()
     after = FineTunedCNN.load_from_checkpoint(tuned / "digits_finetune").state_dict()
@@ -130,6 +133,7 @@ def test_fine_tuning_leaves_the_first_layer_bit_equal_and_changes_all_others(tun
     assert {name for name in same if name.startswith("net.")} == {"net.0.weight", "net.0.bias"}
 
 
+@pytest.mark.slow
 def test_each_layer_learns_half_as_fast_as_the_one_above_and_all_slow_down(tuned):
     layers = ("net.3", "net.7", "head")
     lowest, middle, highest = (logged(tuned, "digits_finetune", f"lr/{layer} decay") for layer in layers)
@@ -138,6 +142,7 @@ def test_each_layer_learns_half_as_fast_as_the_one_above_and_all_slow_down(tuned
     assert highest == pytest.approx([1e-3 * (1 - (step - 1) / 140) for step in range(7, 141, 7)])
 
 
+@pytest.mark.slow
 def test_the_images_that_are_read_wrong_are_drawn(tuned, capsys):
     run("predict", "digits_finetune", tuned, "--ckpt_path=last")
     lines = capsys.readouterr().out.splitlines()

@@ -691,7 +691,7 @@ def run_stages(folder, options, samples):
     return values | state_of(task)
 
 
-@pytest.mark.parametrize("samples", [1, 5, 8])
+@pytest.mark.parametrize("samples", [1, 5, pytest.param(8, marks=pytest.mark.slow)])
 def test_evaluations_are_those_of_one_process_gathered_or_not(group, tmp_path, samples):
     alone = run_stages(tmp_path, None, samples)
     gathered = [{}, {"cpu_offload": True}, {"sharding_strategy": "shard_grad_op"}, {"sharding_strategy": "no_shard"}]

@@ -561,8 +561,10 @@ def test_the_learning_rate_monitor_logs_the_rate_each_update_used(tmp_path):
     ("setup", "shown"),
     [
         ("logging.basicConfig()", "INFO:lumen:"),
-        ("logging.basicConfig(filename='mine.log')", ""),
-        ("logging.basicConfig(handlers=[rich.logging.RichHandler()])", "INFO INFO:lumen:"),
+        pytest.param("logging.basicConfig(filename='mine.log')", "", marks=pytest.mark.slow),
+        pytest.param(
+            "logging.basicConfig(handlers=[rich.logging.RichHandler()])", "INFO INFO:lumen:", marks=pytest.mark.slow
+        ),
         ("pass", ""),
     ],
 )

@@ -212,7 +212,10 @@ lumen.Trainer(
 """
 
 
-@pytest.mark.parametrize("display", ["pipe", "terminal", "closed"])
+@pytest.mark.parametrize(
+    "display",
+    [pytest.param("pipe", marks=pytest.mark.slow), "terminal", pytest.param("closed", marks=pytest.mark.slow)],
+)
 def test_a_display_that_is_gone_does_not_end_the_run(tmp_path, display):
     ours, theirs = pty.openpty() if display == "terminal" else os.pipe()
     words = [sys.executable, "-c", TALKING]

@@ -37,7 +37,7 @@ KILLS = {
     "fsdp 2": (FSDP_2, [(0, "operation", 33), (0, "cleaning", 2), (1, "train", 5)]),
     "fsdp 2, 2 workers": (FSDP_2 | {"workers": 2}, [(1, "validate", 3), (1, "operation", 7), (0, "train", 4)]),
 }
-SLOW = ("bf16", "bf16, 2 workers", "fsdp 2, 2 workers")
+SLOW = ("bf16", "bf16, 2 workers", "ddp 3", "fsdp 2, 2 workers")
 
 
 @pytest.fixture(scope="session")
