@@ -59,6 +59,11 @@ def bytes_read():
     return int(re.search("rchar: ([0-9]+)", Path("/proc/self/io").read_text())[1])
 
 
+def memory_mib(which):
+    """Of this process: "VmRSS" is what it holds, "VmHWM" the most it has held."""
+    return int(re.search(which + r":\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+
 def save(directory, **sections):
     write_checkpoint(directory, sections, {}, info={"step": int(directory.name[5:])})
     return directory

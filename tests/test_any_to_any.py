@@ -18,7 +18,7 @@ import lumen
 from lumen.checkpoint import Checkpoint, load_model_and_data
 from lumen.errors import LumenError
 from lumen.strategies.processes import Processes
-from tests.checkpoints import bytes_read, same
+from tests.checkpoints import bytes_read, memory_mib, same
 from tests.tasks import FEATURES, Saving, bare_trainer, loader, quiet_trainer
 
 STRATEGIES = {
@@ -321,10 +321,6 @@ class Watch(lumen.Callback):
 
     def on_fit_start(self, trainer, task):
         self.held, self.read = memory_mib("VmHWM") - self.held, bytes_read() - self.read
-
-
-def memory_mib(which):
-    return int(re.search(which + r":\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 
 def save_large(folder, strategy, rows=4096):

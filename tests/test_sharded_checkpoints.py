@@ -22,7 +22,7 @@ from lumen.checkpoint import Checkpoint
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.errors import CheckpointDamaged, CheckpointError, NonFiniteLoss, ProcessLost
 from lumen.strategies.processes import Processes
-from tests.checkpoints import DTYPES, raw, small, tensor_of
+from tests.checkpoints import DTYPES, memory_mib, raw, small, tensor_of
 from tests.tasks import FEATURES, Regression, Saving, bare_trainer, loader
 
 MIB = 1 << 20
@@ -259,13 +259,9 @@ def save_large(path, layout):
     sections["extra"] = {f"ranks[{processes.rank}].{k}": torch.ones(MIB) for k in range(16)}
     write_checkpoint(path.with_name("step-0"), {"model": {"w": torch.ones(3, 2).T}}, {}, info={}, processes=processes)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    start = memory("VmRSS")
+    start = memory_mib("VmRSS")
     write_checkpoint(path, sections, {}, info={}, processes=processes)
-    return memory("VmHWM") - start
-
-
-def memory(which):
-    return int(re.search(which + r":\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+    return memory_mib("VmHWM") - start
 
 
 # ---------------------------------------------------------------------- errors
