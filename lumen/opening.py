@@ -82,7 +82,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         if stage == "fit":
             earlier = checkpoints_of(trainer, trainer.default_root_dir / str(trainer.name))
             checkpoint = trainer.origin.find(earlier, strategy.processes, writes=directory is not None)
-        seed = strategy.broadcast(trainer.origin.seed_of(checkpoint, trainer.seed))
+        seed = strategy.processes.on_rank_zero(partial(trainer.origin.seed_of, checkpoint, trainer.seed))
         precision = make_precision(trainer.precision, strategy.device)
         run = trainer._run = Run(
             trainer, task, datamodule, strategy, precision, trainer.plan, seed, trainer.callbacks, loggers

@@ -24,6 +24,7 @@ from lumen.checkpoint import (
 )
 from lumen.checkpoint.folder import find_checkpoints, set_aside
 from lumen.errors import ConfigError
+from lumen.random import chosen_seed
 from lumen.run import Run
 from lumen.strategies.processes import Processes
 
@@ -90,16 +91,18 @@ class Origin:
         return checkpoint
 
     def seed_of(self, checkpoint: Checkpoint | None, given: int | None) -> int:
-        """The seed of the run: the checkpoint's, the one given, or one drawn now.
+        """The seed of the run: the checkpoint's, the one given, that of `seed_everything`, or one drawn now.
 
         Raises:
-            ConfigError: The one given is not the checkpoint's.
+            ConfigError: The one given, or that of `seed_everything`, is not the checkpoint's.
         """
+        name = "seed_everything" if given is None else "seed"
+        given = chosen_seed() if given is None else given
         if checkpoint is not None and "progress" in self.parts:
             saved = int(checkpoint.state["seed"])
             if given not in (None, saved):
                 raise ConfigError(
-                    f"seed: {given} is not the seed {saved} of {checkpoint.path}. Leave it out when resuming."
+                    f"{name}: {given} is not the seed {saved} of {checkpoint.path}. Leave it out when resuming."
                 )
             return saved
         return secrets.randbits(31) if given is None else given

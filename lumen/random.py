@@ -7,6 +7,7 @@ Generators, OOPSLA 2014).
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from lumen.errors import ConfigError
+
+_log = logging.getLogger("lumen")
 _MASK = (1 << 64) - 1
 _HAS_MPS = torch.backends.mps.is_available()
 _HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
@@ -147,14 +151,59 @@ def preserved_generators() -> Iterator[None]:
         before.restore()
 
 
-def seed_everything(seed: int) -> int:
-    """Seed the global generators for building a model, as the command line does before it builds one.
+_chosen: int | None = None  # by `seed_everything`, for the runs of this process
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """Choose the seed of the runs of this process, and seed the global generators for building a model.
+
+    A run takes it when it begins, whenever its trainer was built, and two runs take the same; `Trainer(seed=...)` goes
+    before it, and a run that is resumed keeps the seed it had. With several processes each calls this, and rank 0's
+    counts.
 
     Args:
-        seed: 0 to 2**63 - 1; give the same one to `Trainer(seed=...)`.
+        seed: 0 to 2**63 - 1. None: 0, with a warning.
+        workers: Accepted for users of Lightning; what workers draw is always keyed by the run's seed.
+        verbose: Log the seed.
 
     Returns:
         The seed.
+
+    Raises:
+        ConfigError: It is no such number.
     """
+    global _chosen
+    if seed is None:
+        seed = 0
+        if verbose:
+            _log.warning("seed_everything was given no seed: it is 0")
+    elif verbose:
+        _log.info("the seed is %s", seed)
+    _chosen = checked_seed("seed_everything", seed)
+    seed_for_building(_chosen)
+    return _chosen
+
+
+def chosen_seed() -> int | None:
+    """The seed that `seed_everything` was given last in this process."""
+    return _chosen
+
+
+def seed_for_building(seed: int) -> None:
+    """Seed the global generators for building a model and its data."""
     seed_generators(make_key(seed, Domain.INIT))
-    return seed
+
+
+def checked_seed(name: str, seed: Any) -> int:
+    """A run's seed as an `int`.
+
+    Args:
+        name: Who was given it, for the message.
+        seed: An integer of any type.
+
+    Raises:
+        ConfigError: It is not one of 0 to 2**63 - 1.
+    """
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool) and 0 <= seed < 2**63:
+        return int(seed)
+    raise ConfigError(f"{name}: a seed is an integer from 0 to 2**63 - 1, found {seed!r}.")

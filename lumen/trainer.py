@@ -44,7 +44,7 @@ from lumen.origin import Origin
 from lumen.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
 from lumen.precision import make_precision
 from lumen.profilers import Profiler, make_profiler
-from lumen.random import Domain, make_key, seed_generators
+from lumen.random import Domain, checked_seed, make_key, seed_generators
 from lumen.run import Run
 from lumen.strategies import Strategy, make_strategy
 from lumen.task import TaskModule
@@ -111,7 +111,8 @@ class Trainer(RunView):
             begins anew.
         init_from: Parameters and buffers that a new run begins with: the path or URL of a checkpoint, a run or
             safetensors files, or `Weights`, which renames and leaves out. A run that is resumed does not read it.
-        seed: Of everything random. Default: drawn once and recorded; when resuming the checkpoint's counts.
+        seed: Of everything random. Default: that of `seed_everything`, else drawn once and recorded; when resuming the
+            checkpoint's counts.
         deterministic: Use deterministic algorithms only; an operation that has none is an error.
         detect_anomaly: Find the operation whose backward made a NaN; slow.
         sync_batchnorm: Let BatchNorm see the batches of all processes: each becomes a `torch.nn.SyncBatchNorm`, which
@@ -206,7 +207,7 @@ class Trainer(RunView):
         self.default_root_dir = Path(default_root_dir)
         self.name = name
         self.origin = Origin(resume, resume_parts, init_from)
-        self.seed = seed
+        self.seed = None if seed is None else checked_seed("seed", seed)
         self.deterministic = deterministic
         self.detect_anomaly = detect_anomaly
         self.sync_batchnorm = sync_batchnorm

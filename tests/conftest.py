@@ -41,3 +41,11 @@ def _no_process_group_stays():
     if processes is not None and processes._groups is not None:
         processes._groups.close()
         processes._groups = None
+
+
+@pytest.fixture(autouse=True)
+def _no_chosen_seed_stays():
+    """A test that called `seed_everything` leaves no seed to the runs of the next."""
+    yield
+    if random := sys.modules.get("lumen.random"):
+        random._chosen = None

@@ -30,7 +30,7 @@ from lumen.errors import ConfigError
 from lumen.hooks import overrides
 from lumen.launch import launch
 from lumen.optim import Lookahead, decay_groups, layer_decay_groups
-from lumen.random import seed_everything
+from lumen.random import checked_seed, seed_for_building
 from lumen.strategies.choice import device_of, make_strategy, processes_of
 from lumen.strategies.processes import Processes
 from lumen.task import TaskModule
@@ -142,7 +142,8 @@ def run(command: str, words: list[str]) -> int:
         where = config.trainer.resume if command == "fit" else config.ckpt_path
         if processes.world_size > 1:
             processes.connect(device_of(config.trainer.accelerator, processes))
-        seed = record["seed_everything"] = seed_everything(processes.on_rank_zero(partial(_seed, config, where)))
+        seed = record["seed_everything"] = processes.on_rank_zero(partial(_seed, config, where))
+        seed_for_building(seed)
         built = _instantiate(parser, config)
         built.trainer.seed = seed
         for name in links:
@@ -232,7 +233,7 @@ def _take(name: str, data: Any) -> Any:
 def _seed(config: Namespace, checkpoint: Any) -> int:
     """The seed that is set, else that of the checkpoint to go on from, else a new one."""
     if config.seed_everything is not None:
-        return int(config.seed_everything)
+        return checked_seed("seed_everything", config.seed_everything)
     name = config.trainer.name or config.model.class_path.rpartition(".")[2].lower()
     folder = _dirpath(config.trainer.callbacks) or Path(config.trainer.default_root_dir) / name / "checkpoints"
     goes_on = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
