@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lumen.data.combined import holds_loaders
 from lumen.data.feed import Feed
 from lumen.data.loaders import make_feed
 from lumen.data.windows import Shard
@@ -79,7 +80,13 @@ def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:
             raise DataError(f"there is no data to {stage}. Give a DataModule or a loader, or define {_METHODS[stage]}.")
         return []
     several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
-    loaders = given.values() if isinstance(given, Mapping) else given if several else [given]
+    loaders = list(given.values() if isinstance(given, Mapping) else given if several else [given])
+    if any(map(holds_loaders, loaders)):
+        raise DataError(
+            f"{_METHODS[stage]}: a list or dictionary of loaders lies in another, but an evaluation reads one loader "
+            "after the other. Give them in one list or dictionary; or as a CombinedLoader, whose mode says how they "
+            "are read together."
+        )
     shard = _shard(run, run.strategy.evaluation_stands_in)
     feeds = [make_feed(loader, run.seed, shard.world, rewinds=True, shard=shard) for loader in loaders]
     for feed, name in zip(feeds, given if isinstance(given, Mapping) else [""] * len(feeds), strict=True):

@@ -684,6 +684,87 @@ def test_several_loaders_are_read_together(tmp_path, mode, structure):
     assert trainer.num_training_batches == len(EXPECTED[mode])
 
 
+def contents(batch):
+    """A nested batch with what its tensors hold."""
+    if isinstance(batch, dict):
+        return {key: contents(part) for key, part in batch.items()}
+    nested = isinstance(batch, list) and not all(isinstance(part, torch.Tensor) for part in batch)
+    return [contents(part) for part in batch] if nested else content(batch)
+
+
+NESTED = {
+    "max_size_cycle": [
+        {"pair": [[0, 1], [100, 101]], "deep": {"one": [200, 201]}},
+        {"pair": [[2], [102, 103]], "deep": {"one": [202]}},
+        {"pair": [[0, 1], [104, 105]], "deep": {"one": [200, 201]}},
+    ],
+    "max_size": [
+        {"pair": [[0, 1], [100, 101]], "deep": {"one": [200, 201]}},
+        {"pair": [[2], [102, 103]], "deep": {"one": [202]}},
+        {"pair": [None, [104, 105]], "deep": {"one": None}},
+    ],
+    "min_size": [
+        {"pair": [[0, 1], [100, 101]], "deep": {"one": [200, 201]}},
+        {"pair": [[2], [102, 103]], "deep": {"one": [202]}},
+    ],
+    "sequential": [[0, 1], [2], [100, 101], [102, 103], [104, 105], [200, 201], [202]],
+}
+
+
+@pytest.mark.parametrize("mode", NESTED)
+def test_the_mode_is_that_of_all_loaders_however_they_are_nested(tmp_path, mode):
+    nested = {"pair": [alphabet(3), alphabet(6, 100)], "deep": {"one": alphabet(3, 200)}}
+    task, trainer = Structures(), bare_trainer(tmp_path, max_epochs=1)
+    trainer.fit(task, lumen.CombinedLoader(nested, mode))
+    assert [contents(batch) for batch, _ in task.epochs[0]] == NESTED[mode]
+    assert trainer.num_training_batches == len(NESTED[mode])
+    if mode == "sequential":
+        assert [number for _, number in task.epochs[0]] == [0, 0, 1, 1, 1, 2, 2]
+
+
+def test_a_shorter_loader_in_a_nested_list_begins_again_by_itself(tmp_path):
+    task = Structures()
+    bare_trainer(tmp_path, max_epochs=1).fit(task, [[alphabet(2), alphabet(4, 100)], [alphabet(6, 200)]])
+    assert [contents(batch) for batch, _ in task.epochs[0]] == [
+        [[[0, 1], [100, 101]], [[200, 201]]],
+        [[[0, 1], [102, 103]], [[202, 203]]],
+        [[[0, 1], [100, 101]], [[204, 205]]],
+    ]
+
+
+def test_a_combination_in_a_combination_keeps_its_own_mode(tmp_path):
+    task, inner = Structures(), lumen.CombinedLoader([alphabet(2, 100), alphabet(8, 200)], "min_size")
+    bare_trainer(tmp_path, max_epochs=1).fit(task, lumen.CombinedLoader([alphabet(4), inner], "max_size"))
+    assert [contents(batch) for batch, _ in task.epochs[0]] == [[[0, 1], [[100, 101], [200, 201]]], [[2, 3], None]]
+
+
+def test_a_list_of_batches_is_one_loader_also_among_several(tmp_path):
+    task = Structures()
+    bare_trainer(tmp_path, max_epochs=1).fit(task, [[torch.tensor([1]), torch.tensor([2])], [alphabet(4)]])
+    assert [(batch[0].item(), contents(batch[1])) for batch, _ in task.epochs[0]] == [(1, [[0, 1]]), (2, [[2, 3]])]
+
+
+def test_nested_loaders_go_on_in_the_middle_of_an_epoch(tmp_path):
+    def nested():
+        return lumen.CombinedLoader({"pair": [alphabet(3), alphabet(7, 100)], "one": alphabet(9, 200)}, "min_size")
+
+    whole, resumed = Structures(), Structures()
+    bare_trainer(tmp_path, max_epochs=1).fit(whole, lumen.CombinedLoader(nested().loaders))
+    saver = lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=-1)
+    quiet_trainer(tmp_path, max_steps=2, callbacks=[saver]).fit(Structures(), nested().loaders)
+    with pytest.raises(DataError, match=r"of pair.0, pair.1, one loaders combined by max_size_cycle; now .* min_size"):
+        quiet_trainer(tmp_path, max_epochs=1, resume=saver.last_model_path).fit(Structures(), nested())
+    quiet_trainer(tmp_path, max_epochs=1, resume="auto").fit(resumed, nested().loaders)
+    expected = [contents(batch) for batch, _ in whole.epochs[0]]
+    assert [contents(batch) for batch, _ in resumed.epochs[0]] == expected[2:]
+
+
+def test_an_evaluation_refuses_loaders_in_loaders(tmp_path):
+    for nested in ([[alphabet(3), alphabet(7)], alphabet(2)], {"a": {"b": alphabet(3)}}, [[[alphabet(3)]]]):
+        with pytest.raises(DataError, match="val_dataloader: a list or dictionary of loaders lies in another"):
+            bare_trainer(tmp_path).validate(type("Task", (Seeing,), {"validation_step": print})(), nested)
+
+
 def test_several_loaders_can_be_read_one_after_the_other(tmp_path):
     task, trainer = Structures(), bare_trainer(tmp_path, max_epochs=1)
     trainer.fit(task, lumen.CombinedLoader([alphabet(3), alphabet(4, 100)], "sequential"))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any, Literal, final
 
+from torch.utils.data import DataLoader
+
 from lumen.data.agreement import lend
 from lumen.data.feed import Feed, Position, Step, count_steps, read_ahead
 from lumen.data.windows import Item, Shard, Window
@@ -22,7 +24,8 @@ class CombinedLoader:
     A list or dictionary of loaders returned by `train_dataloader` is one with the mode "max_size_cycle".
 
     Args:
-        loaders: By name, or in a list: batches have the same structure.
+        loaders: By name, or in a list, which may hold further lists and dictionaries of them: batches have the same
+            structure. The mode is that of them all.
         mode: "max_size_cycle": until each has ended once, the shorter ones begin again, in another order; "min_size":
             until the first ends; "max_size": until all have ended, with None for those that have; "sequential": one
             after the other, a batch is one loader's and `dataloader_idx` says whose.
@@ -34,12 +37,49 @@ class CombinedLoader:
     def __init__(self, loaders: Mapping[str, Any] | Sequence[Any], mode: Mode = "max_size_cycle") -> None:
         if mode not in _MODES:
             raise ConfigError(f"CombinedLoader: no mode is named {mode!r}; there are {', '.join(_MODES)}.")
-        parts = list(loaders.values() if isinstance(loaders, Mapping) else loaders)
+        parts = list(_leaves(loaders))
         if not parts:
             raise ConfigError("CombinedLoader: no loaders were given. Give at least one.")
-        if len({id(part) for part in parts}) < len(parts):
+        if len({id(part) for _, part in parts}) < len(parts):
             raise ConfigError("CombinedLoader: one loader is given twice. Make two, which may share their data set.")
         self.loaders, self.mode = loaders, mode
+
+    @property
+    def flattened(self) -> dict[tuple[Any, ...], Any]:
+        """Every loader by its place: the keys and numbers that lead to it."""
+        return dict(_leaves(self.loaders))
+
+
+def holds_loaders(given: Any) -> bool:
+    """Whether this is several loaders, and not one: a list of batches is a loader."""
+    return isinstance(given, Mapping) or (isinstance(given, (list, tuple)) and _has_loader(given))
+
+
+def _has_loader(given: Any) -> bool:
+    if isinstance(given, (list, tuple, Mapping)):
+        return any(map(_has_loader, given.values() if isinstance(given, Mapping) else given))
+    return isinstance(given, (DataLoader, CombinedLoader, Iterator))
+
+
+def _leaves(given: Mapping[Any, Any] | Sequence[Any], above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    for key, part in given.items() if isinstance(given, Mapping) else enumerate(given):
+        place = (*above, key)
+        yield from _leaves(part, place) if holds_loaders(part) else [(place, part)]
+
+
+def _skeleton(given: Any, numbers: Iterator[int]) -> Any:
+    """The same lists and dictionaries with the number of a loader in its place."""
+    if isinstance(given, Mapping):
+        return {key: _skeleton(part, numbers) if holds_loaders(part) else next(numbers) for key, part in given.items()}
+    return [_skeleton(part, numbers) if holds_loaders(part) else next(numbers) for part in given]
+
+
+def _filled(skeleton: Any, batches: Sequence[Any]) -> Any:
+    if isinstance(skeleton, int):
+        return batches[skeleton]
+    if isinstance(skeleton, dict):
+        return {key: _filled(part, batches) for key, part in skeleton.items()}
+    return [_filled(part, batches) for part in skeleton]
 
 
 @final
@@ -59,10 +99,9 @@ class CombinedFeed(Feed):
     def __init__(
         self, loader: CombinedLoader, open_feed: Callable[[Any, int], Feed], accumulate: int, shard: Shard
     ) -> None:
-        loaders, self._mode, self._accumulate, self._shard = loader.loaders, loader.mode, accumulate, shard
-        self._names = list(loaders) if isinstance(loaders, Mapping) else None
-        parts = loaders.values() if isinstance(loaders, Mapping) else loaders
-        self._feeds = [open_feed(part, number) for number, part in enumerate(parts)]
+        self._mode, self._accumulate, self._shard = loader.mode, accumulate, shard
+        self._places, self._skeleton = list(loader.flattened), _skeleton(loader.loaders, count())
+        self._feeds = [open_feed(part, number) for number, part in enumerate(loader.flattened.values())]
         self.length = self._length()
 
     def _length(self) -> int | None:
@@ -96,7 +135,9 @@ class CombinedFeed(Feed):
         yield from read_ahead(steps, position.batches, self._shard, lambda state: state | {"ended": True})
 
     def _described(self) -> str:
-        return ", ".join(self._names) if self._names else str(len(self._feeds))
+        if self._places == [(number,) for number in range(len(self._feeds))]:
+            return str(len(self._feeds))
+        return ", ".join(".".join(map(str, place)) for place in self._places)
 
     def _steps(
         self, items: Iterator[Item], parts: list[_Part], like_this: dict[str, Any], turn: int | None
@@ -132,7 +173,7 @@ class CombinedFeed(Feed):
                 items = [item or part.begin_again(turn) for item, part in zip(items, parts, strict=True)]
             batches = [item and item.batch for item in items]
             samples = next(item.samples for item in items if item is not None)
-            yield Item(dict(zip(self._names, batches, strict=True)) if self._names else batches, samples)
+            yield Item(_filled(self._skeleton, batches), samples)
 
     def steps(self, limit: int | None) -> int | None:
         """See `Feed.steps`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lumen.console import logger as _log
-from lumen.data.combined import CombinedFeed, CombinedLoader
+from lumen.data.combined import CombinedFeed, CombinedLoader, holds_loaders
 from lumen.data.feed import Feed
 from lumen.data.indexed import IndexedFeed
 from lumen.data.samplers import BatchedOrder, Order, PlainOrder, SampledOrder, known_length
@@ -44,12 +43,12 @@ def make_feed(
         ConfigError: The batch size does not fit `global_batch_size`.
         DataError: Not a loader; or one that reads parts among several training loaders.
     """
-    if _holds_loaders(loader):
+    if holds_loaders(loader):
         loader = CombinedLoader(loader)
     if isinstance(loader, CombinedLoader):
         if global_batch_size is not None:
             raise ConfigError(
-                f"global_batch_size: {global_batch_size} samples of which of the {len(loader.loaders)} training "
+                f"global_batch_size: {global_batch_size} samples of which of the {len(loader.flattened)} training "
                 "loaders? Set accumulate_grad_batches instead."
             )
 
@@ -80,14 +79,6 @@ def _refuse_parts(loader: Any, shard: Shard) -> None:
 def _seed_of(seed: int, number: int) -> int:
     """Two loaders of the same data come in different orders."""
     return seed if number == 0 else make_key(seed, Domain.ORDER, number, 2)
-
-
-def _holds_loaders(loader: Any) -> bool:
-    """Whether this is several loaders, and not a list of batches."""
-    if isinstance(loader, Mapping):
-        return True
-    kinds = (DataLoader, CombinedLoader, Iterator)
-    return isinstance(loader, (list, tuple)) and any(isinstance(part, kinds) for part in loader)
 
 
 def _is_standard(loader: Any) -> bool:
