@@ -16,8 +16,8 @@ _FOLD_AT = 64  # tensors kept before they are summed on their device; fixed, so 
 class Accumulator:
     """A running reduction in float64 that never makes the host wait for a device.
 
-    Numbers are folded in at once. Tensors on an accelerator are kept and folded in groups of 64: the grouping is part
-    of the state, so a resumed sum has the bits of an undisturbed one.
+    Numbers are folded in at once. Tensors (float64, on an accelerator) are kept and folded in groups of 64: the
+    grouping is part of the state, so a resumed sum has the bits of an undisturbed one. NaN makes everything NaN.
     """
 
     __slots__ = ("pending", "reduction", "total", "weight")
@@ -29,7 +29,9 @@ class Accumulator:
         self.pending: list[tuple[torch.Tensor, float]] = []
 
     def add(self, value: float | torch.Tensor, weight: float) -> None:
-        """Take in one value that stands for `weight` samples."""
+        """Take in one value that stands for `weight` samples; in a mean, what stands for none has no part."""
+        if not weight and self.reduction == "mean":  # it may be NaN, as a mean of nothing is, and 0 * NaN is NaN
+            return
         self.weight += weight
         if isinstance(value, torch.Tensor):
             self.pending.append((value, weight))
@@ -67,12 +69,13 @@ class Accumulator:
             if not isinstance(total, torch.Tensor):
                 total = torch.full((), total, dtype=value.dtype, device=value.device)  # a copy would be waited for
             return getattr(torch, f"{self.reduction}imum")(total, value)
-        return (min if self.reduction == "min" else max)(total, value)
+        beats = value < total if self.reduction == "min" else value > total
+        return value if beats or value != value else total  # NaN stays NaN, as in torch
 
     def _folded(self) -> float | torch.Tensor:
         if not self.pending:
             return self.total
-        values = torch.stack([value for value, _ in self.pending]).double()
+        values = torch.stack([value for value, _ in self.pending])
         if self.reduction in ("min", "max"):
             return self._fold(self.total, getattr(values, self.reduction)(), 1.0)  # type: ignore[no-any-return]
         if self.reduction == "mean":

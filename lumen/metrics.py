@@ -6,6 +6,7 @@ every rank reads the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from numbers import Real
@@ -403,8 +404,25 @@ def _variant(name: str, of: str, options: LogOptions) -> str:
     return f"{name.removesuffix(options.suffix)}_{of}{options.suffix}"
 
 
+def as_weight(name: str, weight: Any) -> float:
+    """A weight that a user gives, as a plain number: a tensor would make sums in its own dtype.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ConfigError(f"self.log({name!r}): expected a finite weight >= 0, found {weight!r}.")
+    return number
+
+
 def _as_metric(name: str, value: Any) -> Metric | None:
     if isinstance(value, (torch.Tensor, Real)):
+        if isinstance(value, torch.Tensor) and value.is_complex():
+            raise ConfigError(f"self.log({name!r}): expected a real number, found {value.dtype}. Log its parts.")
         return None
     from torchmetrics import Metric
 
@@ -436,4 +454,5 @@ def _read(name: str, value: Any) -> float | torch.Tensor:
         )
     if value.device.type in ("cpu", "mps"):  # MPS has no float64 to sum in
         return value.item()
-    return value.detach().reshape(()).clone()  # a buffer may change in place, and a CUDA graph uses its memory again
+    # a copy: a buffer may change in place, and a CUDA graph uses its memory again
+    return value.detach().reshape(()).to(torch.float64, copy=True)

@@ -15,6 +15,7 @@ from lumen.batches import as_tensors
 from lumen.datamodule import Attached, DataHooks
 from lumen.errors import ConfigError
 from lumen.hyperparameters import HasHyperparameters
+from lumen.metrics import as_weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -149,7 +150,8 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
             value: A number, a tensor of one element, or a `torchmetrics.Metric`, which is computed over the epoch and
                 reset at its end. (A metric of the task that is not logged computes over all processes too, where all
                 call `compute`, as in `on_validation_epoch_end`; within a step, over this process's batches.)
-            weight: Samples the value stands for in epoch means. Default: the samples of this batch.
+            weight: Samples (tokens, boxes) the value stands for in means, >= 0; with 0 it has no part. A tensor is read
+                at once, which waits where it lies on a device. Default: the samples of this batch.
             on_step: Write it at every `log_every_n_steps`-th step, averaged over the step's micro-batches. Default:
                 True for numbers in training steps.
             on_epoch: Write its mean over the epoch. Default: True everywhere else.
@@ -173,9 +175,8 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         in_step = run.in_train_step and isinstance(value, (torch.Tensor, Real))
         suffix = run.loader_suffix if add_dataloader_idx else ""
         how = in_step, on_step, on_epoch, prog_bar, logger, reduce_fx, suffix
-        if weight is None:
-            weight = run.batch_samples if batch_size is None else batch_size
-        metrics.log(name + suffix, value, weight, how)
+        given = batch_size if weight is None else weight
+        metrics.log(name + suffix, value, run.batch_samples if given is None else as_weight(name, given), how)
 
     def log_dict(self, values: Mapping[str, float | torch.Tensor | Metric], **options: Any) -> None:
         """`log` each entry of a mapping (a `MetricCollection` too) with the same options."""

@@ -182,6 +182,8 @@ def test_one_name_is_logged_in_one_way(tmp_path):
         ("0.5", "an object of type str"),
         ([1.0], "an object of type list"),
         (None, "an object of type NoneType"),
+        (1j, "an object of type complex"),
+        (torch.tensor(1j), r"expected a real number, found torch.complex64"),
     ],
 )
 def test_what_is_no_number_cannot_be_logged(tmp_path, value, message):
@@ -290,6 +292,59 @@ def test_values_that_stay_on_a_device_are_reduced_like_numbers(reduce_fx):
             restored = Accumulator.from_state(restored.state_dict(), torch.device("cpu"))
     assert float(kept.compute()) == float(restored.compute())
     assert float(kept.compute()) == pytest.approx(by_number.compute(), rel=1e-12)
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
+def test_nan_stays_nan_however_values_are_reduced(reduce_fx, place, as_tensor):
+    """Wherever it comes, of numbers and of tensors, in one process and where those of several are brought together."""
+    ranks = [Accumulator(reduce_fx) for _ in range(3)]
+    for rank, accumulator in enumerate(ranks):
+        for value in [5.0, math.nan if rank == place else 1.0, 3.0]:
+            accumulator.add(torch.tensor(value, dtype=torch.float64) if as_tensor else value, 1.0)
+    assert [math.isnan(accumulator.compute()) for accumulator in ranks] == [rank == place for rank in range(3)]
+    assert math.isnan(Accumulator.of_ranks(reduce_fx, [accumulator.sums() for accumulator in ranks]).compute())
+
+
+@pytest.mark.parametrize("reduce_fx", ["min", "max"])
+def test_an_epochs_extreme_is_nan_where_a_value_was(tmp_path, reduce_fx):
+    def log(task, batch):
+        value = torch.tensor(math.nan if task.global_step == 1 else float(task.global_step))
+        task.log("x", value, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+
+    memory, _ = fit(tmp_path, Logs(log), loader(24, 8))
+    ((_, value),) = memory.of("x")
+    assert math.isnan(value)
+
+
+def test_what_stands_for_no_samples_has_no_part_in_a_mean(tmp_path):
+    """As the loss of a batch whose tokens are all padding, which is NaN: the mean over all tokens is one without it."""
+
+    def log(task, batch):
+        tokens = [3, 0, 1][task.global_step]
+        task.log("x", math.nan if tokens == 0 else float(tokens), weight=tokens, on_step=False, on_epoch=True)
+
+    memory, _ = fit(tmp_path, Logs(log), loader(24, 8))
+    assert memory.of("x") == [(3, (3 * 3.0 + 1 * 1.0) / 4)]
+
+
+def test_weights_that_are_tensors_do_not_round_the_mean(tmp_path):
+    """A number of tokens as `mask.sum()` gives it made a sum in float32 of the values."""
+
+    def log(task, batch):
+        task.log("x", 0.1, weight=torch.tensor(3), on_step=False, on_epoch=True)
+        task.log("many", float(2**24 + 1), batch_size=torch.tensor(1.0), on_step=False, on_epoch=True)
+
+    memory, _ = fit(tmp_path, Logs(log), loader(16, 8))
+    assert memory.of("x") == [(2, (0.1 * 3 + 0.1 * 3) / 6)]
+    assert memory.of("many") == [(2, float(2**24 + 1))]
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf, torch.ones(2), "all"])
+def test_a_weight_that_is_none_is_an_error(tmp_path, weight):
+    with pytest.raises(ConfigError, match=r"self.log\('x'\): expected a finite weight >= 0, found"):
+        fit(tmp_path, Logs(lambda task, batch: task.log("x", 1.0, weight=weight)), loader(8, 8))
 
 
 @pytest.mark.parametrize("reduce_fx", ["median", torch.max, max])
