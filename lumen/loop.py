@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from lumen.checkpoint.state import logger_states
 from lumen.data.feed import Feed, Position
 from lumen.errors import TrainingError
 from lumen.feeds import open_feeds
+from lumen.inference import ordinary_afterwards
 from lumen.metric_objects import metric_states, restore_metrics
 from lumen.metrics import StageMetrics, for_loggers
 from lumen.random import Domain, make_key, preserved_generators, seed_generators
@@ -217,16 +219,17 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     rows: list[Numbered[dict[str, float | torch.Tensor]]] = []
     inference_mode = run.plan.inference_mode and run.strategy.inference_mode
     no_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference_mode else torch.no_grad()
+    ordinary = partial(ordinary_afterwards, task, vars(run).get("optimizer"))
     run.share_metrics()
     run.strategy.sync_buffers(task)
     run.pulse.change_pace()
     try:
-        with preserved_generators(), no_gradients:
+        with preserved_generators(), torch.no_grad(), ordinary():
             task.eval()
             seed_generators(make_key(run.seed, _DOMAINS[stage]))
             for hook in getattr(hooks, f"on_{name}_start"):
                 hook()
-            with run.strategy.evaluation():
+            with ordinary(), no_gradients, run.strategy.evaluation():
                 if not evaluate_feeds(run, stage, name, feeds, rows):
                     return False
                 complete = True

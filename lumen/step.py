@@ -151,15 +151,19 @@ def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> 
 def unnoticed(run: Run) -> Iterator[None]:
     """The context of a forward that is no part of the run: what it logs, counts and moves is put back."""
     metrics, accumulated = run.stage_metrics, metric_states(run.task)
-    buffers = [(buffer, buffer.clone()) for buffer in run.task.buffers()]
+    places = [(module._buffers, module._buffers.copy()) for module in run.task.modules() if module._buffers]
+    values = [(buffer, buffer.detach().clone()) for buffer in run.task.buffers()]
     run.stage_metrics = StageMetrics()
     try:
         yield
     finally:
         run.stage_metrics = metrics
         restore_metrics(accumulated)
+        for buffers, held in places:  # an assignment has put another tensor there
+            buffers.clear()
+            buffers.update(held)
         with torch.no_grad():
-            for buffer, before in buffers:
+            for buffer, before in values:
                 buffer.copy_(before)
 
 

@@ -118,7 +118,8 @@ class Trainer(RunView):
         sync_batchnorm: Let BatchNorm see the batches of all processes: each becomes a `torch.nn.SyncBatchNorm`, which
             needs CUDA.
         profiler: `simple`: a table of where the time goes; `torch`: traces of `torch.profiler`; or a `Profiler`.
-        inference_mode: Evaluate under `torch.inference_mode`, else under `torch.no_grad`.
+        inference_mode: Evaluate under `torch.inference_mode`, else under `torch.no_grad`; `on_validation_start` and
+            `_end`, and those of test and predict, under the latter. What modules hold can be trained with afterwards.
         gc_every_n_steps: Let Python look for garbage (objects that refer to each other in circles) after every n-th
             optimizer step, in an evaluation after every n-th batch, and at no other time: so no process makes the
             others wait at a moment of its own. Default: whenever Python wants to.

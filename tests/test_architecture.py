@@ -21,7 +21,7 @@ from tests.tasks import Regression, loader, quiet_trainer
 ROOT = Path(lumen.__file__).parent
 #: From the ground up. A module imports only from floors below its own; a package is one unit.
 FLOORS = (
-    {"errors", "worker", "garbage"},
+    {"errors", "worker", "garbage", "inference"},
     {"random", "batches", "hyperparameters", "console", "agent", "accumulator", "arrival", "metric_objects"},
     {"metrics", "precision", "optim"},
     {"datamodule"},

@@ -522,6 +522,36 @@ def train_on(folder, samples):
     return fit(folder, Deep(), data(samples), strategy=lumen.FSDP())
 
 
+class Counted(Deep):
+    """Counts its forwards in buffers that it does not write in place; one of them is not there at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("forwards", torch.tensor(0.0))
+        self.register_buffer("later", None)
+
+    def forward(self, x):
+        self.forwards = self.forwards + 1
+        self.later = self.forwards * 2 if self.batches else self.later
+        return super().forward(x)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.batches += 1
+
+    batches = 0
+
+
+def test_buffers_that_are_assigned_are_put_back_after_a_forward_that_stands_in(group, tmp_path):
+    assert group(2).run(count_by_assignment, tmp_path, 40) == [(3, 6), (2, 4)]
+    assert group(2).run(count_by_assignment, tmp_path, 8) == [(1, None), (0, None)]
+
+
+def count_by_assignment(folder, samples):
+    task = Counted()
+    bare_trainer(folder, strategy=lumen.FSDP(broadcast_buffers=False), max_epochs=1).fit(task, data(samples))
+    return int(task.forwards), task.later if task.later is None else int(task.later)
+
+
 class Branching(Deep):
     """Has a branch that some ranks use, one that nobody uses, and one that all use."""
 

@@ -271,6 +271,57 @@ def test_what_an_evaluation_draws_belongs_to_its_batch(tmp_path):
     assert len({str(batch) for batch in results[0]}) == 4
 
 
+class Averaged(Regression):
+    """Is evaluated with averages of its parameters, which a hook swaps in and another one out."""
+
+    def __init__(self, ins="on_validation_start", outs="on_validation_end", *, swaps=True):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.cache, self.average, self.swaps = None, None, swaps
+        setattr(self, ins, self.swap_in)
+        setattr(self, outs, self.swap_out)
+
+    def forward(self, inputs):
+        if self.cache is None or len(self.cache) < len(inputs):
+            self.cache = torch.ones(len(inputs), 1) * self.scale
+        return super().forward(inputs) * self.cache[: len(inputs)] * self.scale
+
+    def swap_in(self):
+        if self.average is None:
+            self.average = [parameter.detach().clone() for parameter in self.parameters()]
+        if self.swaps:
+            self.own = [parameter.data for parameter in self.parameters()]
+            for parameter, average in zip(self.parameters(), self.average, strict=True):
+                parameter.data = average.lerp(parameter.data, 0.5)
+            self.scale = self.scale * 1.0
+
+    def swap_out(self):
+        if self.swaps:
+            for parameter, own in zip(self.parameters(), self.own, strict=True):
+                parameter.data = own.clone()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for parameter, average in zip(self.parameters(), self.average or (), strict=False):
+            average.lerp_(parameter.data, 0.1)
+
+
+OUTER, INNER = ("on_validation_start", "on_validation_end"), ("on_validation_epoch_start", "on_validation_epoch_end")
+
+
+@pytest.mark.parametrize("hooks", [OUTER, INNER, (INNER[0], OUTER[1]), (OUTER[0], INNER[1])])
+def test_what_hooks_put_into_parameters_and_steps_into_buffers_can_be_trained_afterwards(tmp_path, hooks):
+    def trained(**options):
+        task = Averaged(*hooks, **options)
+        if hooks[0] in INNER:
+            task.average = [parameter.detach().clone() for parameter in task.parameters()]
+        bare_trainer(tmp_path, max_epochs=2).fit(task, loader(), val_dataloaders=loader())
+        assert not any(tensor.is_inference() for tensor in (*task.state_dict().values(), task.cache))
+        return [parameter.detach() for parameter in task.parameters()]
+
+    for swapped, plain in zip(trained(), trained(swaps=False), strict=True):
+        assert torch.equal(swapped, plain)
+
+
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_evaluation_runs_without_gradients(tmp_path, inference_mode):
     class Look(Regression):
