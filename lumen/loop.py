@@ -116,7 +116,8 @@ def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
         return reach_boundary(run)
     for scheduler in run.schedulers if updated else ():
         if scheduler.monitor is not None and scheduler.moves_at(run.progress.step):
-            scheduler.step(run.newest_values())
+            run.read_step_values(scheduler)
+            run.move(scheduler)
     return False if last else reach_boundary(run, after_hooks=validates)
 
 
@@ -170,11 +171,11 @@ def end_epoch(run: Run, *, complete: bool) -> None:
         run.publish(values)
     run.write({name: values[name] for name in run.train_metrics.epoch_names(for_loggers)})
     run.train_metrics.reset_metrics()
-    run.stage_metrics = None
+    run.stage_metrics, run.has_ended_epoch = None, True
     if complete:
         for scheduler in run.schedulers:
             if scheduler.interval == "epoch" and (progress.epoch + 1) % scheduler.frequency == 0:
-                scheduler.step(run.metrics)
+                run.move(scheduler)
         progress.next_epoch()
         reach_boundary(run, after_hooks=run.has_epoch_ends)
 
@@ -191,8 +192,7 @@ def sanity_check(run: Run) -> None:
         complete = evaluate(run, "sanity", run.eval_feeds)
         for hook in run.hooks.on_sanity_check_end:
             hook()
-    run.metrics.clear()
-    run.fresh.clear()
+    run.forget_values()
     if not complete:
         raise StopRequested
 

@@ -29,9 +29,11 @@ class SchedulerConfig:
         interval: "step", "epoch" or "token". By tokens it does not count, but stands where the run does: at the sum of
             the weights that `training_step` or `batch_weight` gave.
         frequency: Every how many of them.
-        monitor: Logged name that a plateau scheduler reads.
-        strict: A missing monitor is an error.
+        monitor: Logged name that a plateau scheduler reads; without a new value of it the scheduler does not move.
+        strict: A monitor that has no value yet when it is to move is an error.
         warmup: Until it is over, this scheduler waits.
+        unread: The monitor's newest value, if the scheduler has not moved since.
+        known: The monitor has had a value, in an earlier part of the run too.
     """
 
     scheduler: Any
@@ -40,25 +42,27 @@ class SchedulerConfig:
     monitor: str | None = None
     strict: bool = True
     warmup: Warmup | None = None
+    unread: float | None = None
+    known: bool = False
 
     def moves_at(self, step: int) -> bool:
         """Whether it moves when a step is complete."""
         return self.interval == "step" and step % self.frequency == 0
 
-    def step(self, metrics: Mapping[str, float]) -> None:
-        """Move the schedule by one."""
+    def take(self, values: Mapping[str, float]) -> None:
+        """Keep the monitor's value, if it is among these new ones."""
+        if self.monitor is not None and self.monitor in values:
+            self.unread, self.known = values[self.monitor], True
+
+    def step(self) -> None:
+        """Move the schedule by one, a plateau if there is something new to look at."""
         if self.warmup is not None and not self.warmup.over:
             return
         if self.monitor is None:
             self.scheduler.step()
-        elif self.monitor in metrics:
-            self.scheduler.step(metrics[self.monitor])
-        elif self.strict:
-            raise ConfigError(
-                f"lr_scheduler: the monitor {self.monitor!r} has no value of an epoch or a validation; there are: "
-                f"{', '.join(metrics) or 'none'}. Log it so (on_epoch=True), set a frequency at which it has one, "
-                "or set strict: false."
-            )
+        elif self.unread is not None:
+            self.scheduler.step(self.unread)
+            self.unread = None
 
     def move_to(self, tokens: float, *, counted: bool) -> None:
         """Move the schedule to where the run stands.

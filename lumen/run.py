@@ -14,6 +14,7 @@ from lumen.data.feed import Feed, Position
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.datamodule import DataModule
+from lumen.errors import ConfigError
 from lumen.hooks import Hooks, overrides, step_arguments
 from lumen.losses import LossCheck
 from lumen.metric_objects import Gather, share_metrics, unshare_metrics
@@ -47,7 +48,6 @@ class Progress:
         micro_batches: Micro-batches consumed in the whole run; keys dropout.
         in_epoch: The epoch in progress has begun.
         validation_due: This step's validation has not been completed.
-        validated: At least one validation has been completed.
         should_stop: A callback or the user asked the run to end; honoured after the minimum of steps and epochs.
         elapsed_s: Seconds of training, over all resumed parts.
         weight_guess: See `StepWeights`.
@@ -62,7 +62,6 @@ class Progress:
     micro_batches: int = 0
     in_epoch: bool = False
     validation_due: bool = False
-    validated: bool = False
     should_stop: bool = False
     elapsed_s: float = 0.0
     weight_guess: float = 1.0
@@ -100,6 +99,7 @@ class Run:
     Attributes:
         metrics: The newest value of every name, by name; what monitors read.
         fresh: Names whose value is new since the last boundary: what monitors look at.
+        logged: Names that have had a value since this part of the run began; those in `metrics` may be from before.
         pulse: The time and the stop request that all processes act on.
     """
 
@@ -145,6 +145,8 @@ class Run:
         self._row: StepRow | None = None  # on its way to the loggers
         self.metrics: dict[str, float] = {}
         self.fresh: set[str] = set()
+        self.logged: set[str] = set()
+        self.has_ended_epoch = self.has_validated = False  # since this part of the run began
         self.predictions: list[list[Any]] = []
         # what self.log reads
         self.stage_metrics: StageMetrics | None = None
@@ -275,6 +277,42 @@ class Run:
         """Make values known to monitors, `callback_metrics` and the progress bar."""
         self.metrics.update(values)
         self.fresh.update(values)
+        self.logged.update(values)
+        for scheduler in self.schedulers:
+            scheduler.take(values)
+
+    def forget_values(self) -> None:
+        """Those of a sanity check are nobody's."""
+        for values in (self.metrics, self.fresh, self.logged):
+            values.clear()
+        for scheduler in self.schedulers:
+            scheduler.unread, scheduler.known = None, False
+
+    @property
+    def all_have_logged(self) -> bool:
+        """Everything that logs has had its turn since this part of the run began: what has no value now never has."""
+        return self.has_ended_epoch and (self.has_validated or not self.eval_feeds)
+
+    def read_step_values(self, scheduler: SchedulerConfig) -> None:
+        """Show a scheduler what the step in progress has logged. Waits for the device. Collective."""
+        values = {name: float(value) for name, value in self.train_metrics.step_values(gather=self.gather).items()}
+        self.logged.update(values)
+        scheduler.take(values)
+
+    def move(self, scheduler: SchedulerConfig) -> None:
+        """Move a schedule by one.
+
+        Raises:
+            ConfigError: It is strict about a monitor that has no value.
+        """
+        never = not scheduler.known or self.all_have_logged
+        if scheduler.monitor is not None and scheduler.strict and never and scheduler.monitor not in self.logged:
+            raise ConfigError(
+                f"lr_scheduler: the monitor {scheduler.monitor!r} has no value of an epoch or a validation; there are: "
+                f"{', '.join(sorted(self.logged)) or 'none'}. Log it so (on_epoch=True), set a frequency at which it "
+                "has one, or set strict: false."
+            )
+        scheduler.step()
 
     @property
     def gather(self) -> Gather | None:
@@ -285,11 +323,6 @@ class Run:
         """Let the task's torchmetrics objects compute over all processes, except where these go ways of their own."""
         if self.gather is not None:
             share_metrics(self.task, self.gather, lambda: self.in_train_step or self.in_evaluation_pass)
-
-    def newest_values(self) -> dict[str, float]:
-        """The newest value of every name, of the step in progress too. Waits for the device. Collective."""
-        step_values = self.train_metrics.step_values(gather=self.gather)
-        return self.metrics | {name: float(value) for name, value in step_values.items()}
 
     def log_step(self) -> None:
         """Let the loggers have the values of this step: now, or once a device has computed them. Collective."""
@@ -340,7 +373,7 @@ class Run:
     def validation_done(self) -> None:
         """The validation of this step is complete."""
         self.progress.validation_due = False
-        self.progress.validated = True
+        self.has_validated = True
         self._validated_at_s = self.pulse.now_s
 
     def start_weighing(self) -> None:
@@ -409,9 +442,12 @@ class Run:
             return f"max_epochs={plan.max_epochs} reached"
         if self.time_is_up:
             return f"max_time of {plan.max_time_s:g} s reached"
-        if progress.should_stop and progress.step >= plan.min_steps and progress.epoch >= plan.min_epochs:
-            return _STOPPED
-        return None
+        return _STOPPED if progress.should_stop and self.may_stop else None
+
+    @property
+    def may_stop(self) -> bool:
+        """The minimum of steps and epochs is reached, so that a callback's or the user's wish to stop is granted."""
+        return self.progress.step >= self.plan.min_steps and self.progress.epoch >= self.plan.min_epochs
 
     @property
     def is_ending(self) -> bool:

@@ -187,7 +187,7 @@ def update(run: Run, window: Window, weights: StepWeights, closure: Closure | No
     if updated:
         for scheduler in run.schedulers:
             if scheduler.monitor is None and scheduler.moves_at(run.progress.step):  # a plateau waits for validation
-                scheduler.step(run.metrics)
+                scheduler.step()
             elif scheduler.interval == "token":
                 scheduler.move_to(run.progress.units, counted=weights.counted)
     return updated

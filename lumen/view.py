@@ -80,16 +80,18 @@ class RunView(ABC):
         return self.run.fresh
 
     def require_logged(self, who: str, monitor: str) -> None:
-        """Refuse a monitor that has no value although everything that logs has had its turn.
+        """Refuse a monitor that has no value although everything that logs has had its turn since the run went on.
 
         Raises:
             ConfigError: It was never logged; names what was.
         """
         run = self.run
-        if monitor not in run.metrics and (run.progress.validated or not run.eval_feeds):
+        if monitor not in run.logged and run.all_have_logged:
+            since = " since the run went on" if monitor in run.metrics else ""
             raise ConfigError(
-                f"{who}: the monitor {monitor!r} was never logged; logged so far: "
-                f"{', '.join(run.metrics) or 'nothing'}. Use one of these or log it, once an epoch or in validation."
+                f"{who}: the monitor {monitor!r} was never logged{since}; logged so far: "
+                f"{', '.join(sorted(run.logged)) or 'nothing'}. Use one of these or log it, once an epoch or in "
+                "validation."
             )
 
     @property

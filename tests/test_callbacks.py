@@ -66,6 +66,76 @@ def test_minimum_epochs_delay_early_stopping(tmp_path):
     assert trainer.current_epoch == 5
 
 
+@pytest.mark.parametrize(
+    ("values", "minimum", "options", "epochs"),
+    [
+        ([5, 6, 4, 3, 2, 1], {"min_epochs": 4}, {}, 6),  # taken back by better values
+        ([5, 6, 4, 3, 4, 1], {"min_epochs": 4}, {}, 5),  # taken back, and asked for once more
+        ([5, 6, 5, 3, 2, 1], {"min_steps": 5}, {"min_delta": 9}, 2.5),
+        ([5, 9, 1, 8, 8, 8], {"min_epochs": 4}, {"patience": 9, "divergence_threshold": 7}, 4),
+        ([5, 9, 6, 4, 3, 2], {"min_epochs": 5}, {"patience": 9, "divergence_threshold": 8}, 6),
+        ([5, 9, 6, 6, 3, 2], {"min_epochs": 4}, {"patience": 9, "divergence_threshold": 8}, 4),  # 6 is no new best
+        ([5, math.nan, 4, 3, 2, 1], {"min_epochs": 3}, {}, 6),
+        ([5, 1, 3, 4, 4, 4], {"min_epochs": 4}, {"patience": 9, "stopping_threshold": 2}, 4),  # what is reached stays
+    ],
+)
+@pytest.mark.parametrize("cut", [None, 2])
+def test_a_stop_that_waits_for_the_minimum_is_taken_back_by_a_new_best(tmp_path, values, minimum, options, epochs, cut):
+    if cut is not None:
+        fit(tmp_path, values, [lumen.EarlyStopping("score", **{"patience": 1} | options)], max_epochs=cut, **minimum)
+    stopping = lumen.EarlyStopping("score", **{"patience": 1} | options)
+    trainer = fit(tmp_path, values, [stopping], resume="auto", **minimum)
+    assert trainer.global_step == 2 * epochs
+    assert stopping.stopped_epoch == (0 if epochs == 6 else int(epochs))
+    assert stopping.best_score == min(value for value in values[: math.ceil(epochs)] if value >= 1)
+
+
+def test_taking_a_stop_back_leaves_the_users_own(tmp_path):
+    stopping = lumen.EarlyStopping("score", patience=1)
+    own = lumen.LambdaCallback(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", True))
+    trainer = fit(tmp_path, [5, 6, 4, 3, 2, 1], [stopping, own], min_epochs=4)
+    assert (trainer.current_epoch, stopping.stopped_epoch) == (4, 0)
+
+
+class Seldom(Scripted):
+    """A new value in every second epoch only, of which each is better."""
+
+    def __init__(self, *names):
+        super().__init__([])
+        self.names = names
+
+    def validation_step(self, batch):
+        for name in self.names:
+            self.log(name, -float(self.current_epoch))
+
+
+def seldom(tmp_path, callbacks, names=("score",), **options):
+    data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
+    trainer = quiet_trainer(tmp_path, callbacks=callbacks, num_sanity_val_steps=0, **options)
+    trainer.fit(Seldom(*names), data, val_dataloaders=data)
+    return trainer
+
+
+def test_callbacks_look_at_new_values_only_also_after_a_resume(tmp_path):
+    def callbacks():
+        return [lumen.EarlyStopping("score", patience=1), lumen.ModelCheckpoint(monitor="score", save_top_k=9)]
+
+    seldom(tmp_path, callbacks(), check_val_every_n_epoch=2, max_epochs=3)
+    stopping, saving = resumed = callbacks()
+    assert seldom(tmp_path, resumed, check_val_every_n_epoch=2, max_epochs=8, resume="auto").current_epoch == 8
+    assert (stopping.best_score, stopping.wait_count) == (-7.0, 0)
+    assert [*saving.best_k_models.values()] == [-7.0, -5.0, -3.0, -1.0]
+
+
+@pytest.mark.parametrize("kind", [lumen.EarlyStopping, lumen.ModelCheckpoint])
+def test_a_monitor_that_is_not_logged_any_more_is_an_error_after_a_resume(tmp_path, kind):
+    options = {"check_val_every_n_epoch": 2}
+    seldom(tmp_path, [kind(monitor="score")], max_epochs=2, **options)
+    seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=3, resume="auto", **options)  # none was validated
+    with pytest.raises(ConfigError, match="'score' was never logged since the run went on; logged so far: other"):
+        seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=8, resume="auto", **options)
+
+
 @pytest.mark.parametrize("callback", [lumen.EarlyStopping("scroe"), lumen.ModelCheckpoint(monitor="scroe")])
 def test_a_monitor_never_logged_is_an_error_that_names_what_was(tmp_path, callback):
     with pytest.raises(ConfigError, match="'scroe' was never logged; logged so far: score"):

@@ -253,15 +253,55 @@ def test_a_plateau_follows_its_monitor(tmp_path, form):
     assert task.rates == expected
 
 
-def test_a_plateau_may_step_with_every_step(tmp_path):
-    def configure(parameters):
-        optimizer = SGD(parameters, lr=0.1)
-        plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return [optimizer], [{"scheduler": plateau, "monitor": "val_loss", "interval": "step", "strict": False}]
+class Improving(Scheduled):
+    """Each validation is better than the one before, unless it says something else than its step."""
 
-    task = Scheduled(configure)
-    bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0).fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
-    assert task.rates == [0.1] * 6 + [0.05, 0.025, 0.0125, 0.00625]  # known at step 5, no better from step 6 on
+    def __init__(self, *, names=("val_loss",), worse_at=None, **options):
+        def configure(parameters):
+            optimizer = SGD(parameters, lr=0.1)
+            plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            return [optimizer], [{"scheduler": plateau, "monitor": "val_loss", **options}]
+
+        super().__init__(configure)
+        self.names, self.worse_at = names, worse_at
+
+    def validation_step(self, batch):
+        for name in self.names:
+            self.log(name, 9.0 if self.global_step == self.worse_at else -float(self.global_step))
+
+
+def improve(tmp_path, task, **options):
+    trainer = quiet_trainer(tmp_path, num_sanity_val_steps=0, log_level="CRITICAL", **options)
+    trainer.fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
+    return task.rates
+
+
+@pytest.mark.parametrize(
+    ("moves", "validates", "worse_at", "first"),
+    [
+        ({"strict": False}, {"check_val_every_n_epoch": 2}, 20, 20),
+        ({"strict": False, "interval": "step"}, {}, 10, 10),
+        ({"strict": False, "interval": "step", "frequency": 3}, {"val_check_interval": 7}, 14, 15),
+        ({}, {"val_check_interval": 0.4}, 14, 15),
+    ],
+)
+@pytest.mark.parametrize("cut", [None, 3, 14])
+def test_a_plateau_moves_only_with_a_new_value(tmp_path, moves, validates, worse_at, first, cut):
+    """Every value is better but that of one validation: one step down, wherever the run was cut."""
+    tasks = [Improving(worse_at=worse_at, **moves) for _ in range(2)]
+    before = improve(tmp_path, tasks[0], max_steps=cut, **validates) if cut else []
+    rates = before + improve(tmp_path, tasks[1], max_steps=30, resume="auto", **validates)
+    assert rates == [0.1] * first + [0.05] * (30 - first)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_restored_value_does_not_hide_that_a_monitor_is_missing(tmp_path, interval):
+    moves = {"interval": interval, "frequency": 5 if interval == "step" else 1}
+    improve(tmp_path, Improving(**moves), max_epochs=2)
+    with pytest.raises(ConfigError, match=r"the monitor 'val_loss' has no value .* there are: (loss, )?other\."):
+        improve(tmp_path, Improving(names=["other"], **moves), max_epochs=4, resume="auto")
+    lenient = Improving(names=["other"], strict=False, **moves)
+    assert improve(tmp_path, lenient, max_epochs=4, resume="auto")[-1] == 0.1
 
 
 def test_a_missing_monitor_is_an_error_that_names_what_was_logged(tmp_path):

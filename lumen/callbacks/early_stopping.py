@@ -22,6 +22,9 @@ _log = logging.getLogger("lumen")
 class EarlyStopping(Callback):
     """Ends training when the monitor has not improved for `patience` of its values.
 
+    Where `min_epochs` or `min_steps` of the trainer are not reached by then, it waits for them, and a new best value
+    meanwhile takes the stop back.
+
     Args:
         monitor: A logged name, such as `val_loss`. It is looked at whenever it has a new value.
         min_delta: An improvement must be larger than this, >= 0.
@@ -75,6 +78,7 @@ class EarlyStopping(Callback):
     def _forget(self) -> None:
         self.best_score = self._sign * math.inf
         self.wait_count = 0
+        self._pending: str | None = None  # why to stop as soon as the minimum of epochs and steps is reached
         self.stopped_epoch = 0
         self.stopping_reason_message: str | None = None
 
@@ -87,13 +91,13 @@ class EarlyStopping(Callback):
         """Look at a new value, if there is one."""
         if self.monitor in trainer.fresh_metrics:
             value = float(trainer.callback_metrics[self.monitor])
-            reason = self._judge(value)
+            self._look(value)
             _log.debug("%s: %g, best %g, %d since", self.monitor, value, self.best_score, self.wait_count)
-            if reason is not None:
-                self.stopped_epoch = trainer.current_epoch
-                self.stopping_reason_message = f"{self.monitor}: {reason}"
-                _log.info("early stopping: %s", self.stopping_reason_message)
-                trainer.should_stop = True
+        if self._pending is not None and trainer.run.may_stop:
+            self.stopped_epoch = trainer.current_epoch
+            self.stopping_reason_message, self._pending = f"{self.monitor}: {self._pending}", None
+            _log.info("early stopping: %s", self.stopping_reason_message)
+            trainer.should_stop = True
 
     def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Complain of a name without a value as soon as it had its turn; that epoch's checkpoint is saved by now."""
@@ -105,21 +109,26 @@ class EarlyStopping(Callback):
         if self.strict:
             trainer.require_logged("EarlyStopping", self.monitor)
 
+    def _look(self, value: float) -> None:
+        """Decide at a new value whether to stop; a new best value takes back what an older one decided."""
+        reason = self._judge(value)
+        if reason is not None or self.wait_count == 0:
+            self._pending = reason
+
     def _judge(self, value: float) -> str | None:
         """Why to stop at this value, or None."""
         distance = self._sign * value
         if self.check_finite and not math.isfinite(value):
             return f"the value {value} is not finite"
-        if self.stopping_threshold is not None and distance < self._sign * self.stopping_threshold:
-            return f"{value:g} reached the threshold {self.stopping_threshold:g}"
         if self.divergence_threshold is not None and distance > self._sign * self.divergence_threshold:
             return f"{value:g} diverged beyond {self.divergence_threshold:g}"
         if distance < self._sign * self.best_score - self.min_delta:
-            self.best_score = value
-            self.wait_count = 0
-            return None
-        self.wait_count += 1
-        if self.wait_count < self.patience:
+            self.best_score, self.wait_count = value, 0
+        else:
+            self.wait_count += 1
+        if self.stopping_threshold is not None and distance < self._sign * self.stopping_threshold:
+            return f"{value:g} reached the threshold {self.stopping_threshold:g}"
+        if self.wait_count == 0 or self.wait_count < self.patience:
             return None
         return f"no improvement on {self.best_score:g} in the last {self.wait_count} values"
 
@@ -128,6 +137,7 @@ class EarlyStopping(Callback):
         return {
             "best_score": self.best_score,
             "wait_count": self.wait_count,
+            "pending": self._pending,
             "stopped_epoch": self.stopped_epoch,
             "stopping_reason_message": self.stopping_reason_message,
         }
@@ -136,5 +146,6 @@ class EarlyStopping(Callback):
         """Go on counting."""
         self.best_score = state["best_score"]
         self.wait_count = state["wait_count"]
+        self._pending = state["pending"]
         self.stopped_epoch = state["stopped_epoch"]
         self.stopping_reason_message = state["stopping_reason_message"]

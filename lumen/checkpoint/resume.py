@@ -108,7 +108,8 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
 
 def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue_records: bool) -> None:
     extra = extra_of(run.task, checkpoint)
-    needed = ("progress", "metrics", "modes", "callbacks", "precision", "configured", "schedulers", "loggers")
+    of_run = ("progress", "metrics", "modes", "callbacks", "precision", "configured")
+    needed = (*of_run, "schedulers", "monitors", "loggers")
     state = {name: decode(checkpoint.state[name], extra) for name in needed}
     if "progress" in parts:
         run.progress = Progress(**state["progress"])
@@ -231,7 +232,8 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
             f"{checkpoint.path} was saved with the schedulers {saved}, the run has {found}. "
             f"Resume with the configuration it was saved with, or {_without(checkpoint, 'schedulers')}."
         )
-    for config, scheduler_state in zip(run.schedulers, state["schedulers"], strict=True):
+    for config, scheduler_state, monitor in zip(run.schedulers, state["schedulers"], state["monitors"], strict=True):
+        config.known, config.unread = monitor
         config.scheduler.load_state_dict(scheduler_state)
         optimizer = getattr(config.scheduler, "optimizer", None)
         if run.progress.step and optimizer is not None:
@@ -266,7 +268,7 @@ def _move_schedulers(run: Run) -> None:
                     for config in moving:
                         due = sum((moment + 1) % config.frequency == 0 for moment in moments)
                         for _ in range(due if config.interval == interval else 0):
-                            config.step({})
+                            config.step()
         except ValueError as error:
             raise ConfigError(f"lr_scheduler: it does not reach to step {progress.step}: {error}") from error
         for config in moving:

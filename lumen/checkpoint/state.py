@@ -76,6 +76,7 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
         "progress": run.progress_state(),
         "precision": run.precision.state_dict(),
         "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
+        "monitors": [(config.known, config.unread) for config in run.schedulers],
         "configured": run.configured,
         "callbacks": {key: callback.state_dict() for key, callback in keyed(run.callbacks).items()},
         "loggers": logger_states(run) if run.records is None else run.records,
