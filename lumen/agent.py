@@ -18,6 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from lumen.torch_internals import watch_workers
+
 _GRACE_S = 300.0  # after a request: for the step in progress and a checkpoint
 _PEERS_NOTICE_S = 5.0  # after a failure: the others lose the connection
 _LAST_WORDS_S = 5.0  # after SIGTERM
@@ -42,30 +44,32 @@ def run_workers(workers: int, command: Sequence[str], folder: Path, requests: li
         rdzv_handler=rendezvous, max_restarts=0, monitor_interval=0.1, local_addr="localhost",
     )  # fmt: skip
     logs = DefaultLogsSpecs(str(folder), redirects=dict.fromkeys(range(1, workers), Std.ALL))
-    agent = _Agent(spec, logs, requests)
+    watch = _Watch(requests)
+    agent = LocalElasticAgent(spec, logs)
+    watch_workers(agent, watch.look)
     try:
         failures = agent.run().failures
     finally:
         rendezvous.shutdown()
-    return {rank: failure for rank, failure in failures.items() if failure.pid not in agent.ended}
+    return {rank: failure for rank, failure in failures.items() if failure.pid not in watch.ended}
 
 
 @final
-class _Agent(LocalElasticAgent):
+class _Watch:
     """Passes requests on to the workers alone, not to the processes that they have started.
 
     Attributes:
         ended: Process ids of the workers that it has ended because of others.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, requests: list[int]) -> None:
-        super().__init__(spec, logs)
+    def __init__(self, requests: list[int]) -> None:
         self._requests = requests
         self._passed_on = 0
         self._patient_until_s: float | None = None
         self.ended: set[int] = set()
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def look(self, worker_group: WorkerGroup) -> RunResult | None:
+        """Pass on what was asked for; no result if that of torch's agent is to count."""
         running, failed = _look([worker.id for worker in worker_group.workers])
         while self._passed_on < len(self._requests):
             _send(running, self._requests[self._passed_on] if self._passed_on < 2 else signal.SIGKILL)
@@ -80,8 +84,7 @@ class _Agent(LocalElasticAgent):
             if time.monotonic() < self._patient_until_s:
                 return RunResult(state=WorkerState.HEALTHY)
             self._end(running)
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
+        return None
 
     def _end(self, pids: list[int]) -> None:
         self.ended.update(pids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import FunctionType, TracebackType
+from types import TracebackType
 from typing import Any, final
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from lumen.errors import ConfigError
 from lumen.metric_objects import metrics_of
+from lumen.torch_internals import compile_calls, is_compiled, is_compilers, limited_versions, need_to_compile, uncompile
 
 _OPTIONS = ("mode", "dynamic", "fullgraph", "backend", "options")
 _VERSIONS = 32  # of one piece of code: for each shape, with and without gradients, in training and in evaluation
@@ -55,6 +56,7 @@ class Compilation(AbstractContextManager["Compilation"]):
         """
         if not self._on:
             return
+        need_to_compile()
         self._targets(task)
         try:
             torch.compile(nn.Identity(), **self._options)
@@ -69,7 +71,7 @@ class Compilation(AbstractContextManager["Compilation"]):
         """
         self.check(task)
         for module in self._targets(task) if self._on else ():
-            if module._compiled_call_impl is None:
+            if not is_compiled(module):
                 _compile(module, self._options)
                 self._compiled.append(module)
 
@@ -93,7 +95,7 @@ class Compilation(AbstractContextManager["Compilation"]):
 
     def __enter__(self) -> Compilation:
         if self._on:
-            self._limits = torch._dynamo.config.patch(recompile_limit=_VERSIONS, fail_on_recompile_limit_hit=True)
+            self._limits = limited_versions(_VERSIONS)
         self._limits.__enter__()
         return self
 
@@ -102,9 +104,9 @@ class Compilation(AbstractContextManager["Compilation"]):
     ) -> None:
         self._limits.__exit__(kind, error, trace)
         while self._compiled:
-            self._compiled.pop().__dict__.pop("_compiled_call_impl")
+            uncompile(self._compiled.pop())
         if self._on:
-            torch._dynamo.reset()  # versions are counted for a piece of code: the next run's task has the same
+            torch.compiler.reset()  # versions are counted for a piece of code: the next run's task has the same
             _explain(error)
 
 
@@ -123,28 +125,19 @@ def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Make a module's calls compiled ones, without a wrapper around it."""
     if not type(module).forward.__module__.startswith("torch."):
         module.compile(**options)
-        return
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    # torch passes over code of its own: `nn.Sequential.compile()` does nothing. Code that belongs to this one module
-    # alone is compiled, and counts its versions alone.
-    own = FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
-    module._compiled_call_impl = torch.compile(own, **options)
+    else:  # torch passes over code of its own: `nn.Sequential.compile()` does nothing
+        compile_calls(module, options)
 
 
 def _explain(error: BaseException | None) -> None:
     """Turn what torch says when it cannot compile into one clear error; anything else is left alone."""
-    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+    if error is None or (about := is_compilers(error)) is None:
+        return
+    if about == "versions":
         raise ConfigError(
             f"compile: one module needed more than {_VERSIONS} compiled versions, one for each shape it met. Pad the "
             "batches to few shapes, or set compile: {dynamic: true} (a resumed run is then equal within rounding)."
         ) from error
-    if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
-        return
-    if isinstance(error, torch._dynamo.exc.TorchRuntimeError):  # a mistake of the model's: torch shows the line
-        return
     if "InvalidCxxCompiler" in str(error):
         raise ConfigError(
             f"compile: there is no C++ compiler, which compiling for the CPU needs: {_first_line(error)}. Install g++ "

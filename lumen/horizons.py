@@ -30,6 +30,7 @@ from lumen.errors import ConfigError
 from lumen.optim import Schedule, Warmup
 from lumen.optimizers import SchedulerConfig
 from lumen.run import Run
+from lumen.torch_internals import schedules_in
 
 _log = logging.getLogger("lumen")
 _LENGTH = {Schedule: "total_steps", OneCycleLR: "total_steps", CosineAnnealingLR: "T_max",
@@ -98,9 +99,11 @@ def _parts(scheduler: Any, begin: int) -> Iterator[tuple[Any, int]]:
         if scheduler.leads:
             yield from _parts(scheduler.scheduler, begin + scheduler.steps)
     elif isinstance(scheduler, SequentialLR):
-        yield from _parts(scheduler._schedulers[-1], begin + (scheduler._milestones or [0])[-1])
+        parts, milestones = schedules_in(scheduler)
+        for part in parts[-1:]:
+            yield from _parts(part, begin + (milestones or [0])[-1])
     elif isinstance(scheduler, ChainedScheduler):
-        for part in scheduler._schedulers:
+        for part in schedules_in(scheduler)[0]:
             yield from _parts(part, begin)
     else:
         yield scheduler, begin

@@ -15,13 +15,13 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lumen.checkpoint.sharded import from_part, is_sharded, own_part, placed_like
 from lumen.errors import ConfigError
 from lumen.hooks import overrides
 from lumen.random import Domain, make_key, preserved_generators, seed_generators
 from lumen.task import TaskModule
+from lumen.torch_internals import TorchDispatchMode, copies, own_parameters, schema_of, storage_id
 
 _ADVICE = (
     "Parameters of layers built in configure_model get their values from the task's init_weights(module, name), by "
@@ -73,7 +73,7 @@ class _Parameter:
 
 def _put(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
     if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[key] = parameter
+        own_parameters(module)[key] = parameter
     else:  # torch's RNNs keep a list of their own
         setattr(module, key, parameter)
 
@@ -104,8 +104,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        operation, given = function._schema.name.removeprefix("aten::"), [*args, *kwargs.values()]
-        pairs = zip(function._schema.arguments, args, strict=False)
+        operation, given = schema_of(function).name.removeprefix("aten::"), [*args, *kwargs.values()]
+        pairs = zip(schema_of(function).arguments, args, strict=False)
         written = [tensor for argument, value in pairs if argument.is_write for tensor in _tensors([value])]
         for tensor in written:
             if holder := self.refused.get(_storage(tensor)):
@@ -120,7 +120,7 @@ class _Recorder(TorchDispatchMode):
                 parameter.made.append(f"{operation}({numbers})")
                 parameter.fed = any(not each.is_meta and each.numel() > 1 for each in _tensors(given))
                 self.written.add(parameter)
-        if operation in ("clone", "_to_copy") and result.is_meta and (source := self.find(args[0])):
+        if copies(operation) and result.is_meta and (source := self.find(args[0])):
             self.know(result, _Parameter(source.name, result.dtype, [*source.made], source.fed))
         return result
 
@@ -134,7 +134,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return own_part(tensor).untyped_storage()._cdata  # type: ignore[no-any-return]
+    return storage_id(own_part(tensor))
 
 
 @contextmanager
@@ -245,7 +245,7 @@ class DeferredInit:
         """Find the parameters on the meta device, whatever a strategy has made of them, and their first owners."""
         found: dict[int, _Parameter] = {}
         for prefix, module in self._task.named_modules():
-            for key, tensor in module._parameters.items():
+            for key, tensor in own_parameters(module).items():
                 if tensor is None or not tensor.is_meta:
                     if tensor is not None:
                         self._recorder.refused[_storage(tensor)] = f"{prefix}.{key}"
@@ -285,7 +285,7 @@ class DeferredInit:
             else:
                 parameter.whole.fill_(torch.nan if parameter.whole.is_floating_point() else 0)
             parameter.made.clear()
-        tied = [(key, each) for key, each in module._parameters.items() if id(each) in self._made]
+        tied = [(key, each) for key, each in own_parameters(module).items() if id(each) in self._made]
         for key, each in tied:  # it has its values from its first owner: here it is written in vain
             assert each is not None
             _put(module, key, self._made[id(each)].blank("cpu"))

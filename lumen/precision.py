@@ -13,37 +13,17 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lumen.errors import ConfigError, NonFiniteLoss
+from lumen.torch_internals import bare_step
 
 _NO_CONTEXT = nullcontext()
-_WRAPPER = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 #: How torch's messages name a dtype that an operation does not have, or that does not fit the others.
 _COMPLAINTS = {
     torch.float16: r"\b(Half|HalfTensor|Float16)\b|primitive descriptor",
     torch.bfloat16: r"BFloat16|primitive descriptor",
     torch.float64: r"\b(Double|DoubleTensor|double)\b",
 }
-
-
-def _step_of(optimizer: Optimizer) -> Callable[[], Any]:
-    """`optimizer.step`, without the wrapper that torch puts around it where nobody listens there.
-
-    The wrapper calls hooks, and opens a range for profilers, which takes longer than the update of a small model.
-    """
-    step = type(optimizer).step
-    if (
-        getattr(step, "__code__", None) is not _WRAPPER
-        or "step" in vars(optimizer)
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or torch._C._autograd._profiler_enabled()
-    ):
-        return optimizer.step
-    return step.__wrapped__.__get__(optimizer)  # type: ignore[attr-defined,no-any-return]
 
 
 class Precision(ABC):
@@ -79,7 +59,7 @@ class Precision(ABC):
             False if the update was skipped because gradients overflowed: then nothing else may move either.
         """
         if closure is None:
-            _step_of(optimizer)()
+            bare_step(optimizer)()
         else:
             optimizer.step(closure)
         return True

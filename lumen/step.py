@@ -18,6 +18,7 @@ from lumen.metric_objects import metric_states, restore_metrics
 from lumen.metrics import StageMetrics
 from lumen.random import GeneratorStates
 from lumen.run import Run
+from lumen.torch_internals import writes_to
 
 _log = logging.getLogger("lumen")
 
@@ -278,7 +279,7 @@ class Closure:
     def _look(self) -> list[Any]:
         """What changes when the optimizer moves parameters or touches gradients before its first evaluation."""
         return [
-            (parameter._version, gradient is not None and (id(gradient), gradient._version))
+            (writes_to(parameter), gradient is not None and (id(gradient), writes_to(gradient)))
             for parameter in self._run.parameters
             for gradient in [parameter.grad]
         ]

@@ -16,6 +16,7 @@ from lumen.datamodule import Attached, DataHooks
 from lumen.errors import ConfigError
 from lumen.hyperparameters import HasHyperparameters
 from lumen.metrics import as_weight
+from lumen.torch_internals import own_reset
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -112,8 +113,7 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
             module: Default: its `reset_parameters()` is called, if it has one.
             name: Its name in the task, such as "net.blocks.3.attention"; "" is the task.
         """
-        own = "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
-        if reset := getattr(module, own, None):
+        if reset := own_reset(module):
             reset()
 
     def modules_to_shard(self) -> Iterable[nn.Module]:

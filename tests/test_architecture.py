@@ -22,6 +22,7 @@ ROOT = Path(lumen.__file__).parent
 #: From the ground up. A module imports only from floors below its own; a package is one unit.
 FLOORS = (
     {"errors", "worker", "garbage", "inference"},
+    {"torch_internals"},
     {"random", "batches", "hyperparameters", "console", "agent", "accumulator", "arrival", "metric_objects"},
     {"metrics", "precision", "optim"},
     {"datamodule"},

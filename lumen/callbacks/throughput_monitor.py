@@ -12,6 +12,7 @@ from lumen.callbacks.base import Callback
 from lumen.callbacks.peaks import peak_flop_per_s
 from lumen.callbacks.throughput import Throughput, memory_mb
 from lumen.errors import ConfigError
+from lumen.torch_internals import is_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -144,7 +145,7 @@ class ThroughputMonitor(Callback):
 
 
 def _is_compiled(task: TaskModule) -> bool:
-    return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in task.modules())
+    return any(is_compiled(module) for module in task.modules())
 
 
 def _peak_flop_per_s(run: Run) -> float | None:

@@ -11,6 +11,7 @@ from lumen.checkpoint.codec import decode, encode
 from lumen.checkpoint.reader import Checkpoint
 from lumen.errors import CheckpointError
 from lumen.run import Run
+from lumen.torch_internals import set_by_hand
 
 Setting: TypeAlias = bool | int | float | str | None
 HOW_TO_STEP = ("params", "fused", "foreach", "capturable", "differentiable")  # how a step is computed, not which step
@@ -30,9 +31,8 @@ def configured(run: Run) -> dict[str, Setting]:
         found |= settings(f"groups[{number}]", own)
     for number, config in enumerate(run.schedulers):
         state = dict(config.scheduler.state_dict()) if hasattr(config.scheduler, "state_dict") else {}
-        state.pop("_schedule_phases", None)  # which follow from total_steps
         found[f"schedulers[{number}]"] = type(config.scheduler).__qualname__
-        found |= settings(f"schedulers[{number}]", state)
+        found |= settings(f"schedulers[{number}]", set_by_hand(state))
     return found
 
 

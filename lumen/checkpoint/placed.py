@@ -110,7 +110,7 @@ def _of_parameters_in_order(task: nn.Module, checkpoint: Checkpoint) -> dict[str
             lists[place[1], place[3]][int(place[2])] = name
     orders: dict[tuple[torch.Size, ...], list[nn.Parameter]] = {}
     for module in task.modules():
-        if not module._modules:
+        if next(module.children(), None) is None:
             continue  # the mean and the variance of features have the shapes of a norm's parameters
         every = list(module.parameters())
         for order in (every, [parameter for parameter in every if parameter.requires_grad]):

@@ -26,6 +26,7 @@ from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.precision import make_precision
 from lumen.run import Progress, Run
 from lumen.task import TaskModule
+from lumen.torch_internals import has_stepped
 
 Task = TypeVar("Task", bound=TaskModule)
 Part: TypeAlias = Literal["model", "optimizer", "schedulers", "progress", "data"]
@@ -237,7 +238,7 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
         config.scheduler.load_state_dict(scheduler_state)
         optimizer = getattr(config.scheduler, "optimizer", None)
         if run.progress.step and optimizer is not None:
-            optimizer._opt_called = True  # else torch misses its step before the schedule's
+            has_stepped(optimizer)
     goes_on = {
         where: value
         for where, value in configuration.items()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lumen.strategies.processes import Processes
+from lumen.torch_internals import local_box
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -35,11 +36,8 @@ def own_box(
     whole = tensor.shape if whole is None else whole
     if not is_sharded(tensor):
         return (0,) * len(whole), tuple(whole)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     sharded: Any = tensor
-    shape, offsets = compute_local_shape_and_global_offset(whole, sharded.device_mesh, _cuts(tensor, whole, copied))
-    return tuple(offsets), tuple(shape)
+    return local_box(whole, sharded.device_mesh, _cuts(tensor, whole, copied))
 
 
 def from_part(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copied: bool = False) -> torch.Tensor:

@@ -18,6 +18,7 @@ from lumen.checkpoint.sources import Weights, open_weights
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch
 from lumen.strategies.processes import Processes
+from lumen.torch_internals import own_parameters, own_persistent_buffers
 
 
 def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
@@ -30,7 +31,7 @@ def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = {**module._parameters, **_persistent_buffers(module)}
+        own = {**own_parameters(module), **own_persistent_buffers(module)}
         for name, tensor in own.items():
             if tensor is None:
                 continue
@@ -41,10 +42,6 @@ def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
             else:
                 aliases[path] = stored
     return tensors, aliases
-
-
-def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
 
 
 @torch.no_grad()

@@ -9,15 +9,15 @@ from typing import Any, final
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from lumen.data.agreement import check_same, digest
 from lumen.data.feed import Feed, Position, SampleCounter, Step, read_ahead
 from lumen.data.keyed import Draw, KeyedDataset
 from lumen.data.samplers import Order, known_length
 from lumen.data.windows import Dealt, Item, Shard, Window, in_blocks
-from lumen.data.workers import end_workers, init_worker
+from lumen.data.workers import init_worker
 from lumen.random import Domain, make_key
+from lumen.torch_internals import end_persistent_workers, end_workers, pinning
 
 Load = Callable[[Draw], Any]
 Draws = tuple[list[Draw], dict[str, Any]]
@@ -56,7 +56,8 @@ class IndexedFeed(Feed):
         self._count = SampleCounter(loader)
         self._makes_batches = loader.batch_size is not None or loader.batch_sampler is not None
         self._batches = KeyedDataset(loader.dataset, loader.collate_fn, seed, single=not self._makes_batches)
-        self._pins = loader.pin_memory and torch.accelerator.is_available() and not torch.backends.mps.is_available()
+        pins = loader.pin_memory and torch.accelerator.is_available() and not torch.backends.mps.is_available()
+        self._pin = pinning() if pins else None
         self._draws = _Draws(shard)
         self._generator = torch.Generator()  # a DataLoader draws its workers' seed even from no shuffling at all
         self._iterator: Iterator[Any] | None = None
@@ -73,7 +74,7 @@ class IndexedFeed(Feed):
             **draws,
             num_workers=loader.num_workers,
             collate_fn=_as_it_is,
-            pin_memory=self._pins,
+            pin_memory=self._pin is not None,
             timeout=loader.timeout,
             worker_init_fn=partial(init_worker, loader.dataset, loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
@@ -125,7 +126,8 @@ class IndexedFeed(Feed):
         if (iterator := self._iterator) is not None:
             return lambda draw: next(iterator)  # the workers were given the same draws
         load = self._batches.__getitems__ if self._makes_batches else self._batches.__getitem__
-        return (lambda draw: pin_memory(load(draw))) if self._pins else load  # type: ignore[no-untyped-call]
+        pin = self._pin
+        return load if pin is None else lambda draw: pin(load(draw))
 
     def _follow(self, plan: Plan, load: Load, index: int) -> Iterator[Window]:
         shard, ahead = self._shard, next(plan, None)
@@ -155,8 +157,7 @@ class IndexedFeed(Feed):
         end_workers(self._iterator)
         self._iterator = None
         if self._loader is not None:  # its workers are persistent
-            end_workers(self._loader._iterator)
-            self._loader._iterator = None
+            end_persistent_workers(self._loader)
 
 
 def _as_it_is(batch: Any) -> Any:

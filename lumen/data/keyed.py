@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
-from torch.utils.data._utils.collate import collate_int_fn, collate_tensor_fn, default_collate_fn_map
 
 from lumen.random import Domain, make_key, seed_generators
+from lumen.torch_internals import collates_as_ever
 
 
 class Draw(NamedTuple):
@@ -113,12 +113,6 @@ class KeyedDataset(Dataset[Any]):
         return samples  # type: ignore[no-any-return]
 
 
-def _collates_as_torch_does() -> bool:
-    """Whether nobody has given `default_collate` other functions for tensors and ints."""
-    functions = default_collate_fn_map
-    return functions.get(torch.Tensor) is collate_tensor_fn and functions.get(int) is collate_int_fn
-
-
 def _is_plain(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
@@ -128,7 +122,7 @@ def stack(samples: list[Any]) -> list[torch.Tensor] | None:
     first = samples[0]
     if type(first) is not tuple or get_worker_info() is not None:  # workers stack into memory that is shared
         return None
-    if not all(type(part) is int or _is_plain(part) for part in first) or not _collates_as_torch_does():
+    if not all(type(part) is int or _is_plain(part) for part in first) or not collates_as_ever():
         return None
     try:
         columns = list(zip(*samples, strict=True))
@@ -156,7 +150,7 @@ def take_rows(dataset: Any, indices: Any) -> list[torch.Tensor] | None:
     tensors = dataset.tensors
     if not all(_is_plain(each) and each.is_cpu and each.is_contiguous() for each in tensors):
         return None
-    if not _collates_as_torch_does():
+    if not collates_as_ever():
         return None
     try:
         return [tensor.index_select(0, rows) if in_range else tensor[rows] for tensor in tensors]

@@ -17,6 +17,7 @@ from lumen.data.streams import ShardedStreamFeed, StreamFeed, shards_itself
 from lumen.data.windows import ALONE, Shard
 from lumen.errors import ConfigError, DataError
 from lumen.random import Domain, make_key
+from lumen.torch_internals import iterates_as_ever
 
 
 def make_feed(
@@ -85,9 +86,7 @@ def _is_standard(loader: Any) -> bool:
     """Whether a loader asks a map-style data set for the samples that a sampler names, and does nothing else."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    kind = type(loader)
-    plain = (kind.__iter__, kind._get_iterator) == (DataLoader.__iter__, DataLoader._get_iterator)
-    return plain or _is_torchdatas(kind)  # whose state Lumen's position replaces
+    return iterates_as_ever(type(loader)) or _is_torchdatas(type(loader))  # whose state Lumen's position replaces
 
 
 def _is_torchdatas(kind: type) -> bool:

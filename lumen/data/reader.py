@@ -12,9 +12,10 @@ from lumen.console import logger as _log
 from lumen.data.feed import Position, SampleCounter
 from lumen.data.samplers import begin_epoch
 from lumen.data.windows import ALONE, Item, Shard
-from lumen.data.workers import end_workers, prepared_workers
+from lumen.data.workers import prepared_workers
 from lumen.errors import DataError
 from lumen.random import Domain, make_key, seed_generators
+from lumen.torch_internals import end_persistent_workers, end_workers
 
 
 @final
@@ -95,8 +96,7 @@ class StreamReader:
         own: list[int] = []
         if isinstance(self._loader, DataLoader):
             if self._loader.persistent_workers:
-                end_workers(self._loader._iterator)  # they are seeded once: an epoch would depend on the ones before
-                self._loader._iterator = None
+                end_persistent_workers(self._loader)  # they are seeded once: an epoch would depend on the ones before
             if self._loader.num_workers and self._shard.rank:  # each has a seed of its own: they cannot agree by it
                 own = [self._shard.rank, 3]
         seed_generators(make_key(self._seed, Domain.ORDER, position.key(epoch), *own))

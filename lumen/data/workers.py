@@ -60,12 +60,3 @@ def prepared_workers(loader: Any) -> Iterator[None]:
         yield
     finally:
         loader.worker_init_fn = user_init
-
-
-def end_workers(iterator: Any) -> None:
-    """End the workers of a DataLoader's iterator; garbage collection, after an error, would wait 5 s for each."""
-    getattr(iterator, "_shutdown_workers", lambda: None)()
-    for worker in getattr(iterator, "_workers", ()):
-        if worker.is_alive():  # in the middle of a sample, for more than torch's 5 s
-            worker.kill()
-            worker.join()

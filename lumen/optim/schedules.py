@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lumen.errors import ConfigError
+from lumen.torch_internals import move_schedule
 
 
 @final
@@ -37,7 +38,7 @@ class Schedule(LRScheduler):
 
     def move_to(self, position: float) -> None:
         """Go to a position that its owner counts, in tokens for example, instead of one step further."""
-        self._update_lr(position)  # type: ignore[arg-type]  # a step or any number between two
+        move_schedule(self, position)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the schedule stands: plain data."""
@@ -101,7 +102,7 @@ class Warmup(LRScheduler):
     def move_to(self, position: float) -> None:
         """Go to a position, with a `Schedule` that can go there too."""
         if position <= self.steps:
-            self._update_lr(position)  # type: ignore[arg-type]
+            move_schedule(self, position)
         else:
             self.last_epoch = position  # type: ignore[assignment]
             self.scheduler.move_to(position - self.steps)  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lumen.strategies.all_gather import all_gather
 from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S, Processes
+from lumen.torch_internals import multiply, persistent_buffers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -149,7 +150,7 @@ class Strategy(ABC):
         """
         if self.world_size == 1:
             return
-        buffers = self._persistent_buffers(task)
+        buffers = [buffer for buffer in persistent_buffers(task) if buffer.device.type == self.device.type]
         for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
             same = [buffer for buffer in buffers if buffer.dtype == dtype]
             joined = torch.cat([buffer.reshape(-1) for buffer in same])
@@ -158,20 +159,6 @@ class Strategy(ABC):
             with torch.no_grad():
                 for buffer, values in zip(same, torch.split(joined, sizes), strict=True):
                     buffer.copy_(values.view_as(buffer))
-
-    def _persistent_buffers(self, task: nn.Module) -> list[torch.Tensor]:
-        """Those on the device; asked for in every step, since any may have changed modules."""
-        modules: list[nn.Module | None] = [task]
-        found = {}  # in order, a shared one once
-        for module in modules:
-            if module is None:
-                continue
-            if module._modules:
-                modules += module._modules.values()
-            for name, buffer in module._buffers.items() if module._buffers else ():
-                if type(buffer) is torch.Tensor and name not in module._non_persistent_buffers_set:
-                    found[id(buffer)] = buffer
-        return [buffer for buffer in found.values() if buffer.device.type == self.device.type]
 
     def evaluation(self) -> AbstractContextManager[Any]:
         """The context of an evaluation: no gradients are made in it."""
@@ -184,7 +171,7 @@ class Strategy(ABC):
 
     def correct_gradients(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
         """Multiply all gradients by a factor, when the weights of a step were known only after its backward."""
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+        multiply([p.grad for p in parameters if p.grad is not None], factor)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip by the norm over all gradients of all ranks.

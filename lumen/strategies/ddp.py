@@ -9,7 +9,6 @@ from inspect import signature
 from typing import Any, Literal, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +17,7 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.strategies.base import Strategy
 from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.strategies.steps import Steps
+from lumen.torch_internals import end_backward, need_reducer, norms, own_buffers
 
 _NO_CONTEXT = nullcontext()
 _SAME = 1e-5  # relative difference of norms that devices of different kinds may compute of the same numbers
@@ -97,13 +97,14 @@ class DDP(Strategy):
         assert self._task is not None
         self._parameters = list(self._task.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        self._buffers = [module._buffers for module in self._task.modules()]
+        self._buffers = [own_buffers(module) for module in self._task.modules()]
         self._unwrap()
         self._flag = self._make_flag()
         if any(self._trained):
             # a parameter that no rank has used must be without a gradient even where a rank was idle
             steps = Steps(self._task, anchored=self._options["find_unused_parameters"], flag=self._flag).to(self.device)
             self._ddp = DistributedDataParallel(steps, **self._options, **_NO_BUFFERS)
+            need_reducer(self._ddp)
             if self._compression is not None:
                 self._ddp.register_comm_hook(None, _HOOKS[self._compression])
             if self._settles and self.world_size > 1:
@@ -230,7 +231,7 @@ class DDP(Strategy):
         if self._ddp is None or self._options["static_graph"]:
             return
         try:
-            self._ddp.reducer._rebuild_buckets()
+            end_backward(self._ddp)
         except RuntimeError as error:
             if "finished reduction" not in str(error):
                 raise
@@ -258,8 +259,8 @@ class DDP(Strategy):
         """
         assert self._task is not None
         named = [(name, each.detach()) for name, each in self._task.named_parameters() if each.requires_grad]
-        norms = torch._foreach_norm([parameter for _, parameter in named]) if named else []
-        ranks = self.gather(torch.stack([norm.float() for norm in norms]).tolist() if named else [])
+        found = norms([parameter for _, parameter in named]) if named else []
+        ranks = self.gather(torch.stack([norm.float() for norm in found]).tolist() if named else [])
         for rank, theirs in enumerate(ranks):
             for (name, _), first, other in zip(named, ranks[0], theirs, strict=True):
                 if abs(first - other) > _SAME * max(abs(first), abs(other)):
@@ -279,7 +280,7 @@ class DDP(Strategy):
 
 def _to_bf16(state: Any, bucket: Any) -> Any:
     """Torch's own hook, under a name that it does not reserve for NCCL: gloo sums bfloat16 too."""
-    return default_hooks._compress_hook(torch.bfloat16, dist.distributed_c10d._get_default_group(), bucket)
+    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 _to_bf16.__annotations__ = default_hooks.bf16_compress_hook.__annotations__  # torch looks at them

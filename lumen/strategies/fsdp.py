@@ -23,6 +23,7 @@ from lumen.strategies.base import Strategy
 from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.strategies.sharding import ShardedTask
 from lumen.strategies.units import find_units, modules_of
+from lumen.torch_internals import clamp, multiply
 
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KEEPS_WHOLE = {"full_shard": False, "shard_grad_op": True, "hybrid_shard": False, "no_shard": True}
@@ -280,8 +281,7 @@ class FSDP(Strategy):
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
         """Clamp the parts in place."""
         if parts := _parts(parameters):
-            torch._foreach_clamp_min_(parts, -max_value)
-            torch._foreach_clamp_max_(parts, max_value)
+            clamp(parts, max_value)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -329,7 +329,7 @@ def _parts(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 def _multiply(parts: list[torch.Tensor], factor: float | torch.Tensor) -> None:
     if parts:
-        torch._foreach_mul_(parts, factor)
+        multiply(parts, factor)
 
 
 def _check_arguments(

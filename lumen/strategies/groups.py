@@ -6,15 +6,14 @@ import atexit
 import gc
 import time
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from lumen.strategies.stacks import Stacks
+from lumen.torch_internals import abort_groups, gloo_over_default_device, import_compiler, need_groups, set_timeout
 
 if TYPE_CHECKING:
     from lumen.strategies.processes import Processes
@@ -27,12 +26,13 @@ class Groups:
     """The process groups of this process: opened once, used by every run, closed when Python exits."""
 
     def __init__(self, processes: Processes, device: torch.device) -> None:
+        need_groups()
         self.is_ours = not dist.is_initialized()
         self._failed = False
         timeout = timedelta(seconds=processes.startup_timeout_s)
         self._timeout_beside = timedelta(seconds=max(processes.startup_timeout_s, processes.timeout_s))
         if self.is_ours:
-            import_module("torch._dynamo")  # later it would keep the default group for ever, and so gloo's threads
+            import_compiler()
             where: dict[str, Any] = {"store": dist.HashStore()}  # type: ignore[attr-defined]
             if processes.world_size > 1:
                 where = {"init_method": processes.address}
@@ -55,7 +55,7 @@ class Groups:
         """How long the next collectives wait; a default group of the user's own keeps its time."""
         for group in (self.control, self.default if self.is_ours else None):
             if group is not None:
-                c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+                set_timeout(group, timedelta(seconds=timeout_s))
 
     def open_beside(self) -> None:
         """Open the group for a thread, unless that is done; it has time, for training goes on. Collective."""
@@ -76,7 +76,7 @@ class Groups:
                 _destroy(self.control)
                 _destroy(self.beside)
             elif self._failed and dist.get_backend() != "gloo":
-                c10d._abort_process_group()
+                abort_groups()
             else:
                 dist.destroy_process_group()
         self.default = self.control = self.beside = None
@@ -89,22 +89,8 @@ def _new_group(timeout: timedelta) -> Any:
     shares = dist.get_backend() == "gloo"
     if shares and not hasattr(dist.Backend, _SHARED.upper()):
         devices = dist.Backend.backend_capability["gloo"]
-        dist.Backend.register_backend(_SHARED, _connected_as_default, extended_api=True, devices=devices)
+        dist.Backend.register_backend(_SHARED, gloo_over_default_device, extended_api=True, devices=devices)
     return dist.new_group(backend=_SHARED if shares else "gloo", timeout=timeout)
-
-
-def _connected_as_default(found: Any, _: Any) -> Any:
-    """Gloo over the default group's device: one of its own has a thread that wakes every 10 ms, 0.3 % of a core.
-
-    Args:
-        found: What `torch.distributed` tells a backend about its group.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    default: Any = dist.group.WORLD
-    options = gloo._Options()
-    options._timeout = found.timeout
-    options._devices = default._get_backend(torch.device("cpu")).options._devices
-    return gloo(found.store, found.group_rank, found.group_size, options)
 
 
 def _destroy(group: Any) -> None:

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from lumen.batches import convert, tensors
 from lumen.errors import ConfigError, TrainingError
 from lumen.metric_objects import metrics_of
-from lumen.strategies.internals import forget_iteration, sum_unused
 from lumen.strategies.steps import Steps
+from lumen.torch_internals import forget_iteration, is_view, need_to_shard, own_parameters, sum_unused, writes_to
 
 
 @final
@@ -87,8 +87,9 @@ class ShardedTask:
                 self._watch(unit, own, names)
             if not is_root:
                 unit.register_forward_hook(_not_compiled(self._capture))
+        need_to_shard(self.root)
         for module, key, values in attributes:
-            module._parameters[key].__dict__.update(values)
+            own_parameters(module)[key].__dict__.update(values)
         self._parameters = list(task.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         for metric in metrics_of(task).values():
@@ -108,7 +109,7 @@ class ShardedTask:
 
         def before(module: nn.Module, args: Any) -> None:
             for name, (owner, key) in places.items():
-                whole = owner._parameters[key]
+                whole = own_parameters(owner)[key]
                 assert whole is not None
                 self._note(name, whole)
                 if whole.requires_grad and id(whole) not in self._hooked and not isinstance(whole, DTensor):
@@ -121,7 +122,7 @@ class ShardedTask:
     def _note(self, name: str, whole: nn.Parameter) -> None:
         """A parameter is whole: from now on a write to it would be lost."""
         if not isinstance(whole, DTensor):
-            self._versions.setdefault(name, (whole, whole._version))
+            self._versions.setdefault(name, (whole, writes_to(whole)))
 
     def refuse_writes(self) -> None:
         """Find out whether somebody wrote parameters while they were whole.
@@ -129,7 +130,7 @@ class ShardedTask:
         Raises:
             TrainingError: Names them.
         """
-        written = [name for name, (whole, version) in self._versions.items() if whole._version != version]
+        written = [name for name, (whole, version) in self._versions.items() if writes_to(whole) != version]
         self._versions.clear()
         if written:
             raise TrainingError(
@@ -205,7 +206,7 @@ class ShardedTask:
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """The trainable parameters."""
-        parts = [(name, module._parameters[key]) for name, (module, key) in self._places.items()]
+        parts = [(name, own_parameters(module)[key]) for name, (module, key) in self._places.items()]
         return [(name, each) for name, each in parts if each is not None and each.requires_grad]
 
     # ------------------------------------------------------------------ evaluation
@@ -216,7 +217,7 @@ class ShardedTask:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         for name, (owner, key) in self._places.items():
-            if (whole := owner._parameters[key]) is not None:
+            if (whole := own_parameters(owner)[key]) is not None:
                 self._note(name, whole)
 
     def end_evaluation(self) -> None:
@@ -234,7 +235,7 @@ class ShardedTask:
 
 
 def _own(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    return [(key, parameter) for key, parameter in module._parameters.items() if parameter is not None]
+    return [(key, parameter) for key, parameter in own_parameters(module).items() if parameter is not None]
 
 
 def _unsharded(unit: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -248,7 +249,7 @@ def _unsharded(unit: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _check(own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
-    parameters = {f"{names[id(module)]}.{key}".lstrip("."): module._parameters[key] for module, key in own}
+    parameters = {f"{names[id(module)]}.{key}".lstrip("."): own_parameters(module)[key] for module, key in own}
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in parameters.items():
         assert parameter is not None
@@ -269,7 +270,7 @@ def _check(own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
 def _place(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.device) -> None:
     """Bring real parameters and buffers to the device; they become those of rank 0."""
     several = dist.get_world_size() > 1
-    parameters = [module._parameters[key] for module, key in own]
+    parameters = [own_parameters(module)[key] for module, key in own]
     for tensor in (*parameters, *unit.buffers()):
         assert tensor is not None
         if isinstance(tensor, DTensor):
@@ -290,9 +291,9 @@ def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
     """Return no views: an operation in place on one would take the hook from it that gathers for the backward."""
 
     def copied(each: Any) -> Any:
-        return each.clone() if isinstance(each, torch.Tensor) and each.requires_grad and each._is_view() else each
+        return each.clone() if isinstance(each, torch.Tensor) and each.requires_grad and is_view(each) else each
 
-    has_views = any(each.requires_grad and each._is_view() for each in tensors(output))
+    has_views = any(each.requires_grad and is_view(each) for each in tensors(output))
     return convert(output, copied) if has_views else None
 
 
