@@ -24,6 +24,7 @@ from lumen.feeds import open_feeds
 from lumen.inference import ordinary_afterwards
 from lumen.metric_objects import metric_states, restore_metrics
 from lumen.metrics import StageMetrics, for_loggers
+from lumen.modes import Modes
 from lumen.random import Domain, make_key, preserved_generators, seed_generators
 from lumen.run import Run
 from lumen.step import EpochSkipped, train_step, unnoticed
@@ -200,6 +201,8 @@ def sanity_check(run: Run) -> None:
 def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     """One pass over evaluation loaders: eval mode, no gradients; everything else is afterwards as it was before.
 
+    So are the modes, but for those that a hook at its end has chosen.
+
     Args:
         run: The run.
         stage: "validate", "sanity", "test" or "predict".
@@ -211,7 +214,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     name = "validation" if stage in ("validate", "sanity") else stage
     task, hooks = run.task, run.hooks
     run.write_row()
-    before = run.stage, run.stage_metrics, [(module, module.training) for module in task.modules()]
+    before, modes = (run.stage, run.stage_metrics), Modes(task)
     accumulated, run.records = metric_states(task), logger_states(run)
     complete = False
     run.stage, run.stage_metrics = stage, StageMetrics()
@@ -230,27 +233,32 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
             for hook in getattr(hooks, f"on_{name}_start"):
                 hook()
             with ordinary(), no_gradients, run.strategy.evaluation():
-                if not evaluate_feeds(run, stage, name, feeds, rows):
+                if not evaluate_feeds(run, stage, name, feeds, rows, modes):
                     return False
                 complete = True
             metrics.closed = True
-            for hook in getattr(hooks, f"on_{name}_end"):
-                hook()
+            with modes.choosing():
+                for hook in getattr(hooks, f"on_{name}_end"):
+                    hook()
     finally:
         run.pulse.change_pace()
         metrics.reset_metrics()
         if not complete:
             restore_metrics(accumulated)
         run.loader_suffix, run.in_evaluation_pass = "", False
-        run.stage, run.stage_metrics, modes = before
-        for module, training in modes:
-            module.training = training
+        run.stage, run.stage_metrics = before
+        modes.restore()
     run.records = None
     return True
 
 
 def evaluate_feeds(
-    run: Run, stage: str, name: str, feeds: list[Feed], rows: list[Numbered[dict[str, float | torch.Tensor]]]
+    run: Run,
+    stage: str,
+    name: str,
+    feeds: list[Feed],
+    rows: list[Numbered[dict[str, float | torch.Tensor]]],
+    modes: Modes,
 ) -> bool:
     """The part of an evaluation in which the model is used, from its first hook to its values.
 
@@ -271,8 +279,9 @@ def evaluate_feeds(
             run.predictions.append(in_order(run, outputs))
     run.loader_suffix, run.batch_samples = "", 1
     seed_generators(make_key(run.seed, _DOMAINS[stage], 1))
-    for hook in getattr(run.hooks, f"on_{name}_epoch_end"):
-        hook()
+    with modes.choosing():
+        for hook in getattr(run.hooks, f"on_{name}_epoch_end"):
+            hook()
     values = metrics.epoch_values(run.task, run.gather)
     run.publish(values)
     if stage != "sanity" and run.is_logged:

@@ -23,7 +23,7 @@ ROOT = Path(lumen.__file__).parent
 FLOORS = (
     {"errors", "worker", "garbage", "inference"},
     {"torch_internals"},
-    {"random", "batches", "hyperparameters", "console", "agent", "accumulator", "arrival", "metric_objects"},
+    {"random", "batches", "hyperparameters", "console", "agent", "accumulator", "arrival", "metric_objects", "modes"},
     {"metrics", "precision", "optim"},
     {"datamodule"},
     {"task"},

@@ -218,6 +218,121 @@ def test_each_submodule_gets_its_own_mode_back(tmp_path):
     assert task.modes() == before
 
 
+class Hooked(Modes):
+    """Calls a function in one of its hooks, once, and notes the modes that training then has."""
+
+    def __init__(self, hook, act):
+        super().__init__()
+        self.then = None
+        setattr(self, hook, self.once)
+        self.act = act
+
+    def once(self):
+        act, self.act = self.act, lambda task: None
+        act(self)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.then = self.modes()
+
+    def trained_modes(self, tmp_path, callbacks=()):
+        trainer = bare_trainer(
+            tmp_path, max_steps=2, val_check_interval=1, num_sanity_val_steps=0, callbacks=list(callbacks)
+        )
+        trainer.fit(self, loader(16, 8), val_dataloaders=loader(8, 8))
+        return self.then
+
+
+def thaw(task):
+    task.unfreeze()
+
+
+def rest(task):
+    task.net[3].eval()
+    task.net[3].requires_grad_(False)
+
+
+def by_hand(task):
+    task.frozen[1].training = True
+
+
+END_HOOKS = ["on_validation_epoch_end", "on_validation_end"]
+
+
+@pytest.mark.parametrize("hook", END_HOOKS)
+@pytest.mark.parametrize(
+    ("act", "changed"),
+    [
+        (thaw, {"frozen", "frozen.0", "frozen.1"}),
+        (lambda task: task.frozen[1].train(), {"frozen.1"}),
+        (by_hand, {"frozen.1"}),
+        (rest, {"net.3"}),
+        (
+            lambda task: task.freeze() or task.net[0].requires_grad_(True),
+            {"", "net", "net.0", "net.1", "net.2", "net.3"},
+        ),
+        (lambda task: task.eval() and task.train(), {"frozen", "frozen.0", "frozen.1"}),
+    ],
+)
+def test_modes_that_a_hook_chooses_at_an_evaluations_end_stay(tmp_path, hook, act, changed):
+    task = Hooked(hook, act)
+    before = task.modes()
+    then = task.trained_modes(tmp_path)
+    assert {name for name, mode in then.items() if mode != before[name]} == changed
+    assert task.while_evaluating == {False}
+
+
+def test_callbacks_choose_modes_too_and_in_a_test(tmp_path):
+    class Thawing(lumen.Callback):
+        def on_validation_end(self, trainer, task):
+            task.frozen.requires_grad_(True).train()
+
+        def on_test_epoch_end(self, trainer, task):
+            task.net[2].eval()
+
+        def on_test_end(self, trainer, task):
+            task.frozen.eval()
+
+    task = Hooked("on_fit_start", lambda task: None)
+    assert set(task.trained_modes(tmp_path, [Thawing()]).values()) == {True}
+    bare_trainer(tmp_path, callbacks=[Thawing()]).test(task, loader(8, 8))
+    resting = {name for name, mode in task.modes().items() if not mode}
+    assert resting == {"net.2", "frozen", "frozen.0", "frozen.1"}
+
+
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_epoch_start"])
+def test_modes_set_for_an_evaluation_end_with_it(tmp_path, hook):
+    """As those of dropout that is to be on in it; a step may set them too."""
+    task = Hooked(hook, lambda task: task.train())
+    before = task.modes()
+    assert task.trained_modes(tmp_path) == before
+    assert task.while_evaluating == {True, False}  # of the validation with it, and of the next
+
+
+def test_a_mode_chosen_before_an_error_stays(tmp_path):
+    def fail(task):
+        task.frozen.train()
+        raise ZeroDivisionError
+
+    task = Hooked("on_validation_end", fail)
+    before = task.modes()
+    with pytest.raises(ZeroDivisionError):
+        task.trained_modes(tmp_path)
+    assert task.modes() == {name: mode or name.startswith("frozen") for name, mode in before.items()}
+    assert "choosing" not in nn.Module.train.__qualname__
+
+
+def test_a_hook_that_leaves_trained_modules_in_eval_mode_is_told(tmp_path, caplog):
+    task = Hooked("on_validation_epoch_end", lambda task: task.net[0].eval())
+    bare = {"max_steps": 2, "val_check_interval": 1, "num_sanity_val_steps": 0, "log_level": "WARNING"}
+    bare_trainer(tmp_path, **bare).fit(task, loader(16, 8), val_dataloaders=loader(8, 8))
+    (record,) = [record for record in caplog.records if "eval mode from now on" in record.message]
+    assert "called eval() on them: net.0. If" in record.message
+    caplog.clear()
+    task = Hooked("on_validation_epoch_end", rest)
+    bare_trainer(tmp_path, **bare).fit(task, loader(16, 8), val_dataloaders=loader(8, 8))
+    assert "eval mode from now on" not in caplog.text
+
+
 def test_modes_come_back_after_an_error_too(tmp_path):
     class Failing(Modes):
         def test_step(self, batch):

@@ -1,0 +1,63 @@
+"""The modes of modules, train or eval, before and after an evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+from torch import nn
+
+_log = logging.getLogger("lumen")
+
+
+@final
+class Modes:
+    """Which modules of a model are in train mode and which in eval mode, to be put back.
+
+    Args:
+        model: With everything in it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = [(name, module, module.training) for name, module in model.named_modules()]
+        self._chosen: set[int] = set()
+
+    @contextmanager
+    def choosing(self) -> Iterator[None]:
+        """The context of hooks whose choice stays: what they set, by `train`, `eval` or hand, is not put back.
+
+        An `eval` is noticed where it is called, since an evaluation has all modules in eval mode already.
+        """
+        train, entered = nn.Module.train, [module.training for _, module, _ in self._before]
+
+        def noticed(module: nn.Module, mode: bool = True) -> nn.Module:
+            self._chosen.add(id(module))
+            return train(module, mode)
+
+        nn.Module.train = noticed  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.train = train  # type: ignore[method-assign]
+            for (_, module, _), mode in zip(self._before, entered, strict=True):
+                if module.training != mode:
+                    self._chosen.add(id(module))
+
+    def restore(self) -> None:
+        """Put each module's mode back, unless it was chosen meanwhile."""
+        for _, module, training in self._before:
+            if id(module) not in self._chosen:
+                module.training = training
+        if names := [name or "the task" for name, module, training in self._before if _is_odd(module, training)]:
+            _log.warning(
+                "in eval mode from now on, in training too, as a hook at the evaluation's end called eval() on them: "
+                "%s. If it did so for itself alone, leave that out: there everything is in eval mode.",
+                ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else ""),
+            )
+
+
+def _is_odd(module: nn.Module, was_training: bool) -> bool:
+    """Whether a module that is to be trained has left train mode."""
+    return was_training and not module.training and any(each.requires_grad for each in module.parameters())
