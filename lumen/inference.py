@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lumen.torch_internals import own_buffers, own_parameters
+
 
 @contextmanager
 def ordinary_afterwards(task: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
@@ -27,10 +29,10 @@ def ordinary_afterwards(task: nn.Module, optimizer: Optimizer | None) -> Iterato
     finally:
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the tensor, or another could get its id
         for module in task.modules():
-            for parameter in module._parameters.values():
+            for parameter in own_parameters(module).values():
                 if parameter is not None and parameter.is_inference():
                     parameter.data = parameter.data.clone()
-            _replace(module._buffers, copies)
+            _replace(own_buffers(module), copies)
             _replace(vars(module), copies)
         for state in optimizer.state.values() if optimizer is not None else ():
             if isinstance(state, dict):

@@ -18,7 +18,7 @@ from lumen.metric_objects import metric_states, restore_metrics
 from lumen.metrics import StageMetrics
 from lumen.random import GeneratorStates
 from lumen.run import Run
-from lumen.torch_internals import writes_to
+from lumen.torch_internals import own_buffers, writes_to
 
 _log = logging.getLogger("lumen")
 
@@ -152,7 +152,7 @@ def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> 
 def unnoticed(run: Run) -> Iterator[None]:
     """The context of a forward that is no part of the run: what it logs, counts and moves is put back."""
     metrics, accumulated = run.stage_metrics, metric_states(run.task)
-    places = [(module._buffers, module._buffers.copy()) for module in run.task.modules() if module._buffers]
+    places = [(own, own.copy()) for module in run.task.modules() if (own := own_buffers(module))]
     values = [(buffer, buffer.detach().clone()) for buffer in run.task.buffers()]
     run.stage_metrics = StageMetrics()
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import lumen
 from lumen.hooks import HOOKS
@@ -21,10 +22,10 @@ from tests.tasks import Regression, loader, quiet_trainer
 ROOT = Path(lumen.__file__).parent
 #: From the ground up. A module imports only from floors below its own; a package is one unit.
 FLOORS = (
-    {"errors", "worker", "garbage", "inference"},
+    {"errors", "worker", "garbage"},
     {"torch_internals"},
     {"random", "batches", "hyperparameters", "console", "agent", "accumulator", "arrival", "metric_objects", "modes"},
-    {"metrics", "precision", "optim"},
+    {"metrics", "precision", "optim", "inference"},
     {"datamodule"},
     {"task"},
     {"strategies", "data"},
@@ -395,3 +396,65 @@ def test_nothing_is_defined_where_the_class_test_does_not_look():
         on_top |= {child for node in on_top if isinstance(node, ast.If) for child in node.body}
         hidden = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node not in on_top]
         assert hidden == [], module
+
+
+# ---------------------------------------------------------------------- private names of torch
+
+#: Underscore names that are neither Lumen's nor torch's.
+OTHERS = {
+    "_asdict", "_fields", "_make", "_replace",  # named tuples
+    "_actions", "_option_string_actions", "_typehint",  # argparse, jsonargparse
+    "_distributed",  # Hugging Face's data sets
+    "_strip_protocol",  # fsspec
+    "_computed", "_defaults", "_forward_cache", "_reductions", "_sync_dist", "_to_sync",  # torchmetrics
+    "_update_count",
+}  # fmt: skip
+#: Lumen's own, put where no assignment shows it.
+LUMENS = {"_", "_hparams"}
+#: What those objects of torch call private that Lumen is given, or makes classes of.
+OF_TORCH = {
+    name
+    for owner in (nn.Module(), torch.Tensor, torch.optim.Optimizer, DataLoader, torch)
+    for name in dir(owner)
+    if name.startswith("_") and not name.startswith("__")
+}
+
+
+def is_private(name):
+    return isinstance(name, str) and name.isidentifier() and name.startswith("_") and not name.endswith("__")
+
+
+def underscores_defined_in(tree):
+    """Underscore names that a module gives to something: functions, classes, variables, attributes of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def underscores_used_in(tree):
+    """(line, name) of underscore names that are attributes, imported, or spelled out for `getattr` and the like."""
+    own = set(underscores_defined_in(tree))
+    parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if not (ast.unparse(node.value) == "self" and node.attr in own):
+                yield node.lineno, node.attr
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            origin = (getattr(node, "module", None) or "").split(".")
+            for name in (*origin, *(part for alias in node.names for part in alias.name.split("."))):
+                yield node.lineno, name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in parts:
+            for name in node.value.split("."):
+                yield node.lineno, name
+
+
+def test_private_names_of_torch_stand_in_one_file():
+    others = {module: tree for module, tree in SOURCES.items() if module != "lumen.torch_internals"}
+    own = {name for tree in others.values() for name in underscores_defined_in(tree)} - OF_TORCH
+    for module, tree in others.items():
+        for line, name in underscores_used_in(tree):
+            assert not is_private(name) or name in OTHERS | LUMENS | own, f"{module}:{line} {name}"
