@@ -80,7 +80,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         loggers = trainer.loggers if directory is not None and first else []
         checkpoint = None
         if stage == "fit":
-            earlier = checkpoints_of(trainer, trainer.default_root_dir / str(trainer.name))
+            earlier = checkpoints_of(trainer, directory or trainer.default_root_dir / str(trainer.name))
             checkpoint = trainer.origin.find(earlier, strategy.processes, writes=directory is not None)
         seed = strategy.processes.on_rank_zero(partial(trainer.origin.seed_of, checkpoint, trainer.seed))
         precision = make_precision(trainer.precision, strategy.device)
@@ -143,18 +143,21 @@ def _check_places(trainer: Trainer) -> None:
 
 def _claim(trainer: Trainer, closing: ExitStack) -> Path | None:
     """The run's directory, if it writes anything; held by the first process until the end."""
-    stays = trainer.origin.stays
+    origin, processes = trainer.origin, trainer.strategy.processes
+    origin.restarted = False
+    launchers = {each for each in processes.gather(processes.launcher) if each is not None}
 
-    def claim() -> Path | None:
-        trainer.origin.check()
+    def claim() -> tuple[Path | None, bool]:
+        origin.check()
         if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
-            return None
-        directory = closing.enter_context(RunDirectory.claim(trainer.default_root_dir, str(trainer.name), reuse=stays))
-        if not stays:
+            return None, False
+        root, name = trainer.default_root_dir, str(trainer.name)
+        directory = closing.enter_context(RunDirectory.claim(root, name, reuse=origin.stays, launchers=launchers))
+        if not (origin.stays or directory.restarted):
             closing.callback(_give_back_if_unused, trainer, directory.path)
-        return directory.path
+        return directory.path, directory.restarted
 
-    trainer.run_directory = trainer.strategy.processes.on_rank_zero(claim)
+    trainer.run_directory, origin.restarted = processes.on_rank_zero(claim)
     return trainer.run_directory
 
 

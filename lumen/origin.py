@@ -36,7 +36,7 @@ class Origin:
     """Where a run begins; the arguments are those of `Trainer`.
 
     Attributes:
-        parts: Of a checkpoint that the run takes over.
+        restarted: The run has begun in an earlier attempt of the same launch, and goes on where it was.
 
     Raises:
         ConfigError: They contradict each other.
@@ -49,7 +49,8 @@ class Origin:
         init_from: Weights | str | Path | None,
     ) -> None:
         self._resume = None if resume is None else str(resume)
-        self.parts = choose_parts(resume_parts, self._resume)
+        self._parts = choose_parts(resume_parts, self._resume)
+        self.restarted = self._has_own = False
         self._weights = None if init_from is None else as_weights(init_from)
         if self._weights is not None and self._resume is not None and not self.stays:
             raise ConfigError(
@@ -59,7 +60,12 @@ class Origin:
     @property
     def stays(self) -> bool:
         """Whether a resumed run stays in its directory; from "best" or a path a new one starts."""
-        return self._resume in ("auto", "last")
+        return self.restarted or self._resume in ("auto", "last")
+
+    @property
+    def parts(self) -> frozenset[Part]:
+        """Of a checkpoint that the run takes over."""
+        return PARTS if self._has_own else self._parts
 
     def check(self) -> None:
         """Find out whether there are weights to begin with, before a directory is claimed.
@@ -81,7 +87,10 @@ class Origin:
         Raises:
             CheckpointError: The one asked for is not there, or damaged.
         """
-        checkpoint = None if self._resume is None else find_checkpoint(self._resume, folder, processes)
+        checkpoint = find_checkpoint("auto", folder, processes) if self.restarted else None
+        self._has_own = checkpoint is not None
+        if checkpoint is None and self._resume is not None:
+            checkpoint = find_checkpoint(self._resume, folder, processes)
         if checkpoint is not None:
             if writes and self.stays:
                 processes.on_rank_zero(partial(_set_aside_newer, checkpoint.path))

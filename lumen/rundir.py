@@ -2,15 +2,18 @@
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
 import socket
 import time
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -20,6 +23,7 @@ from lumen.checkpoint.folder import clean_leftovers
 from lumen.errors import ConfigError, RunDirectoryError
 
 _LOCK = ".lock"
+_MOST_LAUNCHERS = 256  # noted: of several agents at least one is there in the next attempt too
 _PATIENCE_S = 1.0  # the lock of a dying job, or of a process that only looks, is gone by then
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -27,6 +31,7 @@ _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # Within one process record locks do not exclude each other, and closing any descriptor of the file drops them: a run
 # named here is never locked or opened again. Forked children do not inherit the locks and start without these entries.
 _held_here: dict[str, dict[str, Any]] = {}
+_claims: Counter[str] = Counter()  # by this process, of each directory and its numbered ones
 os.register_at_fork(after_in_child=_held_here.clear)
 
 
@@ -40,23 +45,28 @@ class RunDirectory:
     Attributes:
         path: The directory, for example `runs/gpt`.
         checkpoints: Its directory of checkpoints.
+        restarted: An earlier attempt of the same launch had it.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int, *, restarted: bool) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.restarted = restarted
         self._descriptor: int | None = descriptor
         self._key = os.path.realpath(path)
 
     @staticmethod
-    def claim(root: Path, name: str, *, reuse: bool) -> "RunDirectory":
+    def claim(root: Path, name: str, *, reuse: bool, launchers: Collection[str] = ()) -> "RunDirectory":
         """Create or take over a run's directory, lock it, and remove what killed saves left in it.
+
+        A program that a launcher starts again after a failure claims for each of its runs the directory it had before.
 
         Args:
             root: Directory of all runs; created if absent.
             name: The run's name, a plain directory name.
             reuse: True takes `root/name`, new or not. False creates a new directory: `root/name`, or if that exists
                 `root/name-2`, `root/name-3` and so on.
+            launchers: What started the processes of this run, and may start them again.
 
         Raises:
             ConfigError: `name` is no plain directory name.
@@ -72,11 +82,15 @@ class RunDirectory:
                 with suppress(PermissionError):  # what may not be read cannot be synced
                     fsync_directory(root.parent)
             path = root / name
-            if reuse:
+            claim = _next_claim(path, launchers)
+            earlier = _of_earlier_attempt(path, claim) if launchers else None
+            if earlier is not None:
+                path = earlier
+            elif reuse:
                 path.mkdir(exist_ok=True)
             else:
                 path = _create_new(path)
-            run = RunDirectory(path, _lock(path))
+            run = RunDirectory(path, _lock(path, claim), restarted=earlier is not None)
             try:
                 run.checkpoints.mkdir(exist_ok=True)
                 for directory in (path, root):
@@ -91,6 +105,20 @@ class RunDirectory:
     def was_claimed(path: Path) -> bool:
         """Whether a directory is one that a job has claimed once."""
         return os.path.lexists(path / _LOCK)
+
+    @staticmethod
+    def last_holder(path: Path) -> dict[str, Any]:
+        """What the job that holds or held a run's directory has noted; empty if none did."""
+        if holder := _held_here.get(os.path.realpath(path)):
+            return dict(holder)
+        try:
+            descriptor = os.open(path / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            return {}
+        try:
+            return _read_holder(descriptor)
+        finally:
+            os.close(descriptor)
 
     @staticmethod
     def is_locked(path: Path) -> dict[str, Any] | None:
@@ -128,20 +156,37 @@ class RunDirectory:
 
 
 def _create_new(path: Path) -> Path:
-    candidate, k = path, 1
-    while True:
-        try:
-            candidate.mkdir()
-            return candidate
-        except FileExistsError:
-            k += 1
-            candidate = path.with_name(f"{path.name}-{k}")
+    taken = set(os.listdir(path.parent))
+    for name in chain([path.name], (f"{path.name}-{k}" for k in count(2))):
+        with suppress(FileExistsError):  # another job was faster
+            if name not in taken:
+                path.with_name(name).mkdir()
+                return path.with_name(name)
+    raise AssertionError("there is always a free name")
 
 
-def _lock(path: Path) -> int:
+def _next_claim(path: Path, launchers: Collection[str]) -> dict[str, Any]:
+    """What tells this claim from all others but those of the same run in earlier attempts of the same launch."""
+    _claims[key := os.path.realpath(path)] += 1
+    digests = sorted(hashlib.sha256(each.encode()).hexdigest()[:12] for each in launchers)
+    return {"launchers": digests[:_MOST_LAUNCHERS], "number": _claims[key]}
+
+
+def _of_earlier_attempt(path: Path, claim: dict[str, Any]) -> Path | None:
+    """The directory that an earlier attempt of the same launch has claimed with this number, if it did."""
+    numbered = re.compile(re.escape(path.name) + r"(-[0-9]+)?")
+    for name in filter(numbered.fullmatch, os.listdir(path.parent)):
+        holder = RunDirectory.last_holder(path.with_name(name))
+        if holder.get("number") == claim["number"] and {*claim["launchers"]} & {*holder.get("launchers", ())}:
+            return path.with_name(name)
+    return None
+
+
+def _lock(path: Path, claim: dict[str, Any]) -> int:
     """Lock a run's directory, note who holds it, and return the lock's open descriptor."""
     key = os.path.realpath(path)
     me = {"host": socket.gethostname(), "pid": os.getpid(), "started": datetime.now(UTC).isoformat(timespec="seconds")}
+    me |= claim
     if (holder := _held_here.setdefault(key, me)) is not me:
         raise _in_use(path, holder)
     try:
@@ -180,7 +225,7 @@ def _try_lock(descriptor: int, kind: int, path: Path) -> bool:
 
 def _read_holder(descriptor: int) -> dict[str, Any]:
     try:
-        return dict(json.loads(os.pread(descriptor, 4096, 0)))
+        return dict(json.loads(os.pread(descriptor, 8192, 0)))
     except (ValueError, TypeError):  # it is about to write it
         return {"host": "unknown", "pid": "unknown", "started": "unknown"}
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -364,6 +365,61 @@ def test_two_agents_complete_a_run_on_two_nodes():
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert sorted(Path("after").read_text().splitlines()) == ["0 of 2, step 4", "1 of 2, step 4"]
     assert "".join(outputs).count("finished: max_steps=4") == 1
+
+
+RESTARTED = """
+import os, signal, sys, time
+import lumen
+from tests.tasks import Regression, loader
+
+ATTEMPT, RANK, KILLS = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"]), int(sys.argv[1])
+
+class Task(Regression):
+    def training_step(self, batch):
+        if self.trainer.global_step == 2 + ATTEMPT and ATTEMPT < KILLS and RANK == ATTEMPT % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch)
+
+if ATTEMPT and RANK == 1:
+    time.sleep(float(sys.argv[2]))  # the other one is there long before
+for steps in (1, 6):
+    trainer = lumen.Trainer(
+        max_steps=steps, accelerator="cpu", name="run", seed=5, callbacks=[lumen.ModelCheckpoint(every_n_train_steps=1)],
+        log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Task(), loader(40, 8))
+"""
+
+
+def restarted(kills, late_s, *options):
+    """The records of both runs of a program that torchrun starts again `kills` times."""
+    Path("restarted.py").write_text(RESTARTED)
+    code, output = run(
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(kills), *options,
+        "restarted.py", str(kills), str(late_s),
+    )  # fmt: skip
+    assert code == 0, output
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["run", "run-2"], output
+    assert output.count("going on from runs/run-2/checkpoints/") == kills
+    records = [Path("runs", name, "metrics.csv").read_bytes() for name in ("run", "run-2")]
+    shutil.rmtree("runs")
+    return records
+
+
+SHARED_STORE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize(
+    ("times", "kills", "late_s"),
+    [(1, 2, 4), pytest.param(20, 1, 0, marks=pytest.mark.torture)],
+    ids=["a late rank", "20 times of 20"],
+)
+def test_what_torchrun_starts_again_goes_on_in_the_directories_that_it_had(times, kills, late_s):
+    undisturbed = restarted(0, 0)
+    for _ in range(times):
+        assert restarted(kills, late_s, *SHARED_STORE) == undisturbed
 
 
 def test_the_tasks_of_a_slurm_step_are_used_as_they_are():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final
 
 from lumen.errors import ConfigError
@@ -29,6 +31,7 @@ class Found:
         node: Number of its node.
         nodes: Nodes of the run.
         address: Where the processes meet, as a URL for torch.
+        launcher: What started this process, and may start it again should it fail; None: nothing that would.
     """
 
     by: str | None = None
@@ -39,6 +42,7 @@ class Found:
     node: int = 0
     nodes: int = 1
     address: str = "env://"
+    launcher: str | None = None
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Found:
@@ -62,7 +66,18 @@ def _torchrun(environment: Mapping[str, str]) -> Found:
     node = _number(environment, "GROUP_RANK", default=rank // max(local_world, 1))
     nodes = _number(environment, "GROUP_WORLD_SIZE", default=-(-world // max(local_world, 1)))
     by = "the first Trainer or command of this program" if is_worker() else "torchrun"
-    return Found(by, rank, world, local, local_world, node, nodes)
+    launcher = _parent() if "TORCHELASTIC_RUN_ID" in environment else None
+    return Found(by, rank, world, local, local_world, node, nodes, launcher=launcher)
+
+
+def _parent() -> str:
+    """The process that started this one, told from others that had or will have its number."""
+    number = os.getppid()
+    try:
+        began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        began = ""
+    return f"{socket.gethostname()} {number} {began}"
 
 
 def _slurm_tasks(environment: Mapping[str, str]) -> int:
@@ -82,9 +97,10 @@ def _slurm(environment: Mapping[str, str]) -> Found:
         _first(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") or "localhost"
     )
     port = environment.get("MASTER_PORT") or _PORTS[number % len(_PORTS)]
+    job = " ".join(environment.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
     return Found(
         "SLURM", _number(environment, "SLURM_PROCID"), world, _number(environment, "SLURM_LOCALID"), local_world, node,
-        nodes, f"tcp://{host}:{port}",
+        nodes, f"tcp://{host}:{port}", launcher=job,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 
+from lumen.strategies.meeting import meet
 from lumen.strategies.stacks import Stacks
 from lumen.torch_internals import abort_groups, gloo_over_default_device, import_compiler, need_groups, set_timeout
 
@@ -33,14 +34,14 @@ class Groups:
         self._timeout_beside = timedelta(seconds=max(processes.startup_timeout_s, processes.timeout_s))
         if self.is_ours:
             import_compiler()
-            where: dict[str, Any] = {"store": dist.HashStore()}  # type: ignore[attr-defined]
+            store: Any = dist.HashStore()  # type: ignore[attr-defined]
             if processes.world_size > 1:
-                where = {"init_method": processes.address}
+                store = meet(processes.address, processes.rank, processes.world_size, timeout)
             # a parameter that is kept on the CPU needs a backend too
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, rank=processes.rank, world_size=processes.world_size, timeout=timeout,
-                device_id=device if device.type == "cuda" else None, **where,
+                device_id=device if device.type == "cuda" else None, store=store,
             )  # fmt: skip
         self.default: Any = dist.group.WORLD
         self.control: Any = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from time import monotonic
 from typing import Any, TypeVar, final
 
 import torch
@@ -48,6 +49,7 @@ class Processes:
         nodes: Nodes of the run.
         started_by: `torchrun`, `SLURM` or `you`; None: nobody has started the others yet, or there are none.
         address: Where they meet, as a URL for `torch.distributed`.
+        launcher: What started this process, and may start it again; None: nothing that would.
 
     Attributes:
         timeout_s: How long a process waits for the others once training has begun.
@@ -64,6 +66,7 @@ class Processes:
         nodes: int = 1,
         started_by: str | None = None,
         address: str = "env://",
+        launcher: str | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -73,6 +76,7 @@ class Processes:
         self.nodes = nodes
         self.started_by = started_by
         self.address = address
+        self.launcher = launcher
         self.timeout_s = TIMEOUT_S
         self.startup_timeout_s = STARTUP_TIMEOUT_S
         self._groups: Groups | None = None
@@ -88,13 +92,13 @@ class Processes:
         found = find()
         processes = Processes(
             found.rank, found.world_size, found.local_rank, found.local_world_size, found.node, found.nodes, found.by,
-            found.address,
+            found.address, found.launcher,
         )  # fmt: skip
         opened_here = _groups is not None and _groups.is_ours and dist.is_initialized()
         there = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not opened_here else None
         if there not in (None, (found.rank, found.world_size)):
             rank, world = dist.get_rank(), dist.get_world_size()
-            return Processes(rank, world, rank, world, started_by="you")
+            return Processes(rank, world, rank, world, started_by="you", launcher=found.launcher)
         return processes
 
     @property
@@ -122,12 +126,14 @@ class Processes:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if _groups is None or not dist.is_initialized() or dist.group.WORLD is not _groups.default:
+            began_s = monotonic()
             try:
                 _groups = Groups(self, device)
             except (RuntimeError, ValueError) as error:
                 raise TrainingError(
-                    f"rank {self.rank}: the {self.world_size} processes did not come together within "
-                    f"{startup_timeout_s:g} s: {error}. Are all of them started, and can they reach MASTER_ADDR?"
+                    f"rank {self.rank}: the {self.world_size} processes did not come together, after "
+                    f"{monotonic() - began_s:.0f} s of at most {startup_timeout_s:g} s: {error}. Are all of them "
+                    "started, and can they reach MASTER_ADDR?"
                 ) from error
         self._groups = _groups
         self._groups.set_timeout(startup_timeout_s)

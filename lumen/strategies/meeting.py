@@ -1,0 +1,55 @@
+"""Where the processes of a run meet: a store that knows of none but them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+_LOOK_EVERY_S = 0.01
+
+
+def meet(address: str, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """A store for process groups. Collective: every rank must call this.
+
+    The store of torch's elastic agent outlives its workers: restarted ones would read there where dead ones listened.
+    So those who are here now agree on a prefix. The number of the restart would not do, as agents count their own.
+
+    Args:
+        address: A URL for `torch.distributed`.
+        rank: Of this process.
+        world_size: Processes that come.
+        timeout: How long to wait for them.
+
+    Raises:
+        RuntimeError: Not all came.
+    """
+    store, *_ = next(rendezvous(address, rank=rank, world_size=world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return store
+    return c10d.PrefixStore(f"lumen/{_agree(store, rank, world_size, timeout.total_seconds())}", store)
+
+
+def _agree(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
+    """Rank 0's token, which it gives to everyone who says a token that nobody has said before."""
+    mine = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"lumen/here/{rank}", mine)
+        token: str = store.get(f"lumen/answer/{mine}").decode()
+        store.set(f"lumen/heard/{token}/{rank}", "")
+        return token
+    missing, deadline_s = list(range(1, world_size)), time.monotonic() + timeout_s
+    while missing := [each for each in missing if not store.check([f"lumen/heard/{mine}/{each}"])]:
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"timed out waiting for ranks {', '.join(map(str, missing))}")
+        for each in missing:
+            if store.check([f"lumen/here/{each}"]):  # it may be a dead one's: then nobody hears the answer
+                store.set(f"lumen/answer/{store.get(f'lumen/here/{each}').decode()}", mine)
+        time.sleep(_LOOK_EVERY_S)
+    return mine
