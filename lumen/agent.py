@@ -72,7 +72,8 @@ class _Watch:
         """Pass on what was asked for; no result if that of torch's agent is to count."""
         running, failed = _look([worker.id for worker in worker_group.workers])
         while self._passed_on < len(self._requests):
-            _send(running, self._requests[self._passed_on] if self._passed_on < 2 else signal.SIGKILL)
+            # SIGINT: a SIGTERM that follows another one may be that of who sends to all processes
+            _send(running, (self._requests[0], signal.SIGINT, signal.SIGKILL)[min(self._passed_on, 2)])
             self._passed_on += 1
             self._patient_until_s = time.monotonic() + _GRACE_S
         for pid in failed:

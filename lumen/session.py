@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -24,19 +26,27 @@ from lumen.run import Run
 from lumen.strategies import Strategy
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME_REQUEST_S = 5.0
 
 
 @contextmanager
 def stop_signals(run: Run) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM lets the step finish and the run save; a second one waits for no more than a save."""
+    """The first Ctrl-C or SIGTERM lets the step finish and the run save; a second one waits for no more than a save.
+
+    Who stops a service or a job may send SIGTERM to all of its processes, and launchers pass on theirs: one that
+    follows within `_SAME_REQUEST_S` is the same request.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    process = os.getpid()
+    process, first_s = os.getpid(), -math.inf
 
     def request(number: int, frame: FrameType | None) -> None:
+        nonlocal first_s
         if os.getpid() != process:  # a forked worker: the main process decides
+            return
+        if number == run.pulse.requested == signal.SIGTERM and time.monotonic() - first_s < _SAME_REQUEST_S:
             return
         if run.pulse.requested is not None:
             for known, handler in before.items():
@@ -44,7 +54,7 @@ def stop_signals(run: Run) -> Iterator[None]:
             if run.saves.is_writing:
                 logger.warning("%s: leaving when the checkpoint under way is written", signal.Signals(number).name)
             raise interruption(number)
-        run.pulse.requested = number
+        run.pulse.requested, first_s = number, time.monotonic()
         logger.info("%s: finishing this step; once more leaves at once", signal.Signals(number).name)
 
     before = {number: signal.signal(number, request) for number in _SIGNALS}

@@ -24,13 +24,39 @@ def is_worker() -> bool:
 def attach() -> None:
     """Report what ends this process instead of printing it, and end with the launcher."""
     if not is_worker():
+        _end_if_orphaned()
         return
     faulthandler.enable()
     sys.excepthook = _report_uncaught
+    end_with_parent()
+    if not is_worker():  # it died before that
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_with_parent() -> None:
+    """Let this process get SIGTERM when the one that started it ends, killed or not; only Linux can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if not is_worker():  # it died before that
-            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end_if_orphaned() -> None:
+    """End a worker whose launcher was killed before this; what a living worker has started goes on."""
+    if not _is_alive(int(os.environ[LAUNCHER])):
+        sys.exit(
+            f"error: the launcher of this job (process {os.environ[LAUNCHER]}) has ended, so this process ends too. "
+            f"What is to outlive the job that starts it must not inherit {LAUNCHER}, RANK and WORLD_SIZE."
+        )
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"  # dead, but nobody has asked how it ended
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's, or a system without /proc
+        return True
 
 
 def report(error: BaseException, text: str) -> bool:

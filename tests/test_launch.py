@@ -126,15 +126,15 @@ def finish(process, limit_s=90):
 
 
 def processes_here():
-    """Every process that works in this test's directory, other than this one."""
+    """The command and the number of every process that works in this test's directory, other than this one."""
     here, found = os.getcwd(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if int(folder.name) != os.getpid() and os.readlink(folder / "cwd") == here:
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
+                found.append(((folder / "cmdline").read_text().replace("\0", " "), int(folder.name)))
         except OSError:
             continue
-    return [command for command in found if command]
+    return [(command, number) for command, number in found if command]
 
 
 def run(*words, **environment):
@@ -335,13 +335,45 @@ def test_a_stopped_job_saves_and_goes_on_where_it_was(number):
     assert f"1 of 2, step {number}" in Path("after").read_text()
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", "slow", "100000")
+
+
 @pytest.mark.slow
-def test_workers_do_not_outlive_their_launcher():
-    process = start("train.py", "slow", "100000", "2")
+@pytest.mark.parametrize("words", [("train.py", "slow", "100000", "2"), TORCHRUN], ids=["own launcher", "torchrun"])
+def test_one_request_to_all_processes_of_a_job_is_one_request(words):
+    process = start(*words)
+    wait_until_trained(process)
+    for _, number in processes_here():  # as systemd does for a service
+        os.kill(number, signal.SIGTERM)
+    code, output = finish(process)
+    assert code == (143 if words is not TORCHRUN else 1), output
+    assert output.count("SIGTERM: finishing this step") == 1
+    (stopped,) = set(re.findall(r"stopped at step (\d+)\. Go on with", output))
+    assert steps()[-1] == f"step-{int(stopped):08d}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("train.py", "slow", "100000", "2"), TORCHRUN], ids=["own launcher", "torchrun"])
+def test_workers_do_not_outlive_their_launcher(words):
+    process = start(*words)
     wait_until_trained(process)
     process.kill()
     finish(process)
     assert steps()
+
+
+@pytest.mark.slow
+def test_workers_whose_launcher_is_killed_while_they_import_torch_do_not_train():
+    importing = 'from pathlib import Path; import os, time; rank = os.environ.get("RANK"); Path(f"at-{rank}").touch()\n'
+    Path("train.py").write_text(importing + "time.sleep(2 * (rank is not None))\n" + SCRIPT)
+    process = start("train.py", "slow", "100000", "2")
+    while not (Path("at-0").exists() and Path("at-1").exists()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.kill()
+    _, output = finish(process)
+    assert f"the launcher of this job (process {process.pid}) has ended" in output
+    assert not Path("training").exists()
 
 
 # ---------------------------------------------------------------------- processes that others start
@@ -384,7 +416,8 @@ if ATTEMPT and RANK == 1:
     time.sleep(float(sys.argv[2]))  # the other one is there long before
 for steps in (1, 6):
     trainer = lumen.Trainer(
-        max_steps=steps, accelerator="cpu", name="run", seed=5, callbacks=[lumen.ModelCheckpoint(every_n_train_steps=1)],
+        max_steps=steps, accelerator="cpu", name="run", seed=5,
+        callbacks=[lumen.ModelCheckpoint(every_n_train_steps=1)],
         log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
     )
     trainer.fit(Task(), loader(40, 8))

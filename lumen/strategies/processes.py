@@ -18,6 +18,7 @@ from lumen.errors import ConfigError, LumenError, ProcessLost, ProcessStuck, Tra
 from lumen.strategies.failures import attempt, failure_of, raise_first, told
 from lumen.strategies.found import find
 from lumen.strategies.groups import Groups, gather
+from lumen.worker import end_with_parent
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -123,6 +124,8 @@ class Processes:
         """
         global _groups
         self.timeout_s, self.startup_timeout_s = timeout_s, startup_timeout_s
+        if self.started_by == "torchrun" and self.launcher is not None:
+            end_with_parent()
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if _groups is None or not dist.is_initialized() or dist.group.WORLD is not _groups.default:
