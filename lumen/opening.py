@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -74,7 +74,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         trainer.name = strategy.broadcast(trainer.name)
         if stage == "fit":
             strategy.processes.together(partial(_check_places, trainer))
-        directory = _claim(trainer, closing) if stage == "fit" else None
+        check_home, directory = _claim(trainer, closing) if stage == "fit" else (None, None)
         if directory is not None:
             _open_logs(trainer, directory, closing)
         loggers = trainer.loggers if directory is not None and first else []
@@ -89,7 +89,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         )
         ranks_with = strategy.processes.sum([float(run.is_logged), float(run.has_epoch_ends)])
         run.is_logged, run.has_epoch_ends = (ranks > 0 for ranks in ranks_with)
-        run.stage, run.checkpoint, run.saves = stage, checkpoint, Saves(run)
+        run.stage, run.checkpoint, run.saves = stage, checkpoint, Saves(run, check_home)
         run.loaders = None if datamodule is not None else (data, val_loaders)
         task._run = run
         if datamodule is not None:
@@ -141,11 +141,17 @@ def _check_places(trainer: Trainer) -> None:
             check_writable(place)
 
 
-def _claim(trainer: Trainer, closing: ExitStack) -> Path | None:
-    """The run's directory, if it writes anything; held by the first process until the end."""
+def _claim(trainer: Trainer, closing: ExitStack) -> tuple[Callable[[], None] | None, Path | None]:
+    """The run's directory, if it writes anything; held by the first process until the end.
+
+    Returns:
+        On the first process what finds out whether it is still there, and where it is.
+    """
     origin, processes = trainer.origin, trainer.strategy.processes
     origin.restarted = False
     launchers = {each for each in processes.gather(processes.launcher) if each is not None}
+
+    held: list[RunDirectory] = []
 
     def claim() -> tuple[Path | None, bool]:
         origin.check()
@@ -153,12 +159,13 @@ def _claim(trainer: Trainer, closing: ExitStack) -> Path | None:
             return None, False
         root, name = trainer.default_root_dir, str(trainer.name)
         directory = closing.enter_context(RunDirectory.claim(root, name, reuse=origin.stays, launchers=launchers))
+        held.append(directory)
         if not (origin.stays or directory.restarted):
             closing.callback(_give_back_if_unused, trainer, directory.path)
         return directory.path, directory.restarted
 
     trainer.run_directory, origin.restarted = processes.on_rank_zero(claim)
-    return trainer.run_directory
+    return (held[0].check if held else None), trainer.run_directory
 
 
 def _open_logs(trainer: Trainer, directory: Path, closing: ExitStack) -> None:

@@ -139,6 +139,24 @@ class RunDirectory:
             finally:
                 os.close(descriptor)
 
+    def check(self) -> None:
+        """Find out whether the directory is still the one that was claimed.
+
+        Raises:
+            RunDirectoryError: It was removed, or another one is in its place.
+        """
+        if self._descriptor is None:
+            return
+        try:
+            is_there = os.path.samestat(os.stat(self.path / _LOCK, follow_symlinks=False), os.fstat(self._descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        if not is_there:
+            raise RunDirectoryError(
+                f"{self.path} was removed, or replaced, while its run was writing there; what it had written is gone. "
+                "Leave a run's directory alone while it runs, and start it anew."
+            )
+
     def release(self) -> None:
         """Free the directory for other jobs; a second call does nothing."""
         if self._descriptor is not None:

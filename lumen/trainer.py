@@ -330,6 +330,7 @@ class Trainer(RunView):
             loop.train(run)
             for hook in run.hooks.on_fit_end:
                 hook()
+            run.saves.check_home()
             _log.info(
                 "finished: %s at step %d, epoch %d", run.limit_reached, run.progress.step, run.progress.epochs_begun
             )

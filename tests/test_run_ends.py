@@ -3,6 +3,7 @@
 import csv
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from torchmetrics import MeanSquaredError
 
 import lumen
 from lumen.checkpoint import find_checkpoints
-from lumen.errors import ConfigError, TrainingError
+from lumen.errors import ConfigError, RunDirectoryError, TrainingError
 from tests.tasks import Regression, loader, quiet_trainer
 
 
@@ -233,3 +234,36 @@ def test_a_display_that_is_gone_does_not_end_the_run(tmp_path, display):
     said = (tmp_path / "runs/run/run.log").read_text()
     assert "finished: max_epochs=4 reached at step 28, epoch 4" in said
     assert names(tmp_path)[-1] == "step-00000028"
+
+
+# ---------------------------------------------------------------------- a directory that goes away
+
+
+def replace(directory):
+    directory.rename(directory.with_name("elsewhere"))
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / ".lock").write_text("{}")
+
+
+@pytest.mark.parametrize("act", [shutil.rmtree, replace, lambda directory: (directory / ".lock").unlink()])
+@pytest.mark.parametrize("options", [{"enable_checkpointing": False}, {}], ids=["records alone", "checkpoints"])
+@pytest.mark.parametrize("log_every_n_steps", [1, 50])
+def test_a_run_whose_directory_was_removed_or_replaced_does_not_say_that_it_finished(
+    tmp_path, caplog, act, options, log_every_n_steps
+):
+    def at_the_third_step(trainer, task, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            act(trainer.run_directory)
+
+    options |= {"callbacks": [lumen.LambdaCallback(on_train_batch_end=at_the_third_step)]}
+    with pytest.raises(RunDirectoryError, match=r"was removed.*[Ss]tart (it|the run) anew"):
+        fit(tmp_path, Regression(), max_steps=6, log_every_n_steps=log_every_n_steps, **options)
+    assert "finished" not in caplog.text
+
+
+def test_a_record_that_cannot_be_written_is_one_error_that_names_it(tmp_path):
+    def obstruct(trainer, task):
+        (tmp_path / "runs/run/metrics.csv").mkdir()
+
+    with pytest.raises(RunDirectoryError, match=r"metrics\.csv cannot be written: Is a directory.*resume the run"):
+        fit(tmp_path, max_steps=2, callbacks=[lumen.LambdaCallback(on_train_start=obstruct)])

@@ -38,6 +38,10 @@ def _keep_all(committed: bool) -> Iterable[Path]:
     return ()
 
 
+def _nothing() -> None:
+    pass
+
+
 @final
 class Saves:
     """The checkpoints of a run: written at once, or copied at once and written in a thread while the run goes on.
@@ -49,14 +53,16 @@ class Saves:
 
     Args:
         run: Whose state is saved.
+        check_home: Finds out whether the run's directory is still there; None: it has none, or it is another rank's.
 
     Attributes:
         path: The checkpoint under way, the same on every rank; None: there is none, or its end has been noticed.
         moment: What it shows, as told to `save`.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, check_home: Callable[[], None] | None = None) -> None:
         self.path: Path | None = None
+        self._check_home = check_home or _nothing
         self.moment: Any = None
         self._account: Account = _keep_all
         self._run = run
@@ -92,6 +98,7 @@ class Saves:
         """
         try:
             self.settle()
+            self.check_home()
             self._run.write_row()  # records end with this step
             collected = collect(self._run, info)
             under_way = self._write_or_begin(path, collected, asynchronous)
@@ -102,6 +109,14 @@ class Saves:
             self.path, self.moment, self._account = path, moment, account
         else:
             self._processes.on_rank_zero(partial(remove_checkpoints, account(True)))
+
+    def check_home(self) -> None:
+        """Find out whether the run's directory is still there. Collective: every rank must call this.
+
+        Raises:
+            RunDirectoryError: It was removed, or another one is in its place.
+        """
+        self._processes.on_rank_zero(self._check_home)
 
     def _write_or_begin(self, path: Path, collected: Collected, asynchronous: bool | None) -> bool:
         """Returns whether the save is under way. Collective."""

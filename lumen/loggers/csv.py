@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import csv
+import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, Any, Concatenate, ParamSpec, final
 
+from lumen.errors import RunDirectoryError
 from lumen.loggers.base import Logger
+
+_P = ParamSpec("_P")
+_CURES = {
+    errno.ENOENT: "It was removed while its run was writing to it. Start the run anew.",
+    errno.ENOSPC: "Make room; what was saved is whole, and the run can be resumed.",
+    errno.EDQUOT: "Make room; what was saved is whole, and the run can be resumed.",
+}
+
+
+def _explained(write: Callable[Concatenate[_Table, _P], None]) -> Callable[Concatenate[_Table, _P], None]:
+    """Let what writes a table say which file it is, and what to do."""
+
+    @wraps(write)
+    def explained(table: _Table, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            write(table, *args, **kwargs)
+        except OSError as error:
+            cure = _CURES.get(error.errno or 0, "See that it can be written, and resume the run.")
+            raise RunDirectoryError(f"{table.path} cannot be written: {error.strerror or error}. {cure}") from error
+
+    return explained
 
 
 @final
@@ -26,6 +50,7 @@ class _Table:
                 self.columns = next(reader, [])
                 self.rows = sum(1 for _ in reader)
 
+    @_explained
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row; a name not seen before rewrites the file with one more column."""
         new = [name for name in row if name not in self.columns]
@@ -33,10 +58,13 @@ class _Table:
             self.rewrite([*self.columns, *new], self.rows)
         if self._file is None:
             self._file = self.path.open("a", newline="")
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "removed")
         csv.writer(self._file).writerow([row.get(name, "") for name in self.columns])
         self._file.flush()
         self.rows += 1
 
+    @_explained
     def rewrite(self, columns: list[str], rows: int) -> None:
         """Keep the first rows and the given columns."""
         self.close()
@@ -54,6 +82,7 @@ class _Table:
         os.replace(temporary, self.path)
         self.columns, self.rows = columns, len(kept)
 
+    @_explained
     def flush(self) -> None:
         """To the disk."""
         if self._file is not None:
