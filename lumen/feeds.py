@@ -12,6 +12,7 @@ from lumen.data.loaders import make_feed
 from lumen.data.windows import Shard
 from lumen.errors import DataError
 from lumen.hooks import overrides
+from lumen.random import EVALUATIONS, Domain, make_key
 from lumen.run import Run
 
 _log = logging.getLogger("lumen")
@@ -88,7 +89,11 @@ def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:
             "are read together."
         )
     shard = _shard(run, run.strategy.evaluation_stands_in)
-    feeds = [make_feed(loader, run.seed, shard.world, rewinds=True, shard=shard) for loader in loaders]
+    seeds = [make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number) for number in range(len(loaders))]
+    feeds = [
+        make_feed(loader, seed, shard.world, rewinds=True, shard=shard)
+        for loader, seed in zip(loaders, seeds, strict=True)
+    ]
     for feed, name in zip(feeds, given if isinstance(given, Mapping) else [""] * len(feeds), strict=True):
         feed.name = str(name)
         run.plan.limit(stage, feed)

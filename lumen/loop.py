@@ -25,19 +25,11 @@ from lumen.inference import ordinary_afterwards
 from lumen.metric_objects import metric_states, restore_metrics
 from lumen.metrics import StageMetrics, for_loggers
 from lumen.modes import Modes
-from lumen.random import Domain, make_key, preserved_generators, seed_generators
+from lumen.random import EVALUATIONS, make_key, preserved_generators, seed_generators
 from lumen.run import Run
 from lumen.step import EpochSkipped, train_step, unnoticed
 
 _log = logging.getLogger("lumen")
-_DOMAINS = {
-    "validate": Domain.VALIDATE,
-    "sanity": Domain.SANITY,
-    "test": Domain.TEST,
-    "predict": Domain.PREDICT,
-}
-
-
 T = TypeVar("T")
 Numbered = tuple[Any, T]
 
@@ -229,7 +221,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     try:
         with preserved_generators(), torch.no_grad(), ordinary():
             task.eval()
-            seed_generators(make_key(run.seed, _DOMAINS[stage]))
+            seed_generators(make_key(run.seed, EVALUATIONS[stage]))
             for hook in getattr(hooks, f"on_{name}_start"):
                 hook()
             with ordinary(), no_gradients, run.strategy.evaluation():
@@ -278,7 +270,7 @@ def evaluate_feeds(
         if stage == "predict":
             run.predictions.append(in_order(run, outputs))
     run.loader_suffix, run.batch_samples = "", 1
-    seed_generators(make_key(run.seed, _DOMAINS[stage], 1))
+    seed_generators(make_key(run.seed, EVALUATIONS[stage], 1))
     with modes.choosing():
         for hook in getattr(run.hooks, f"on_{name}_epoch_end"):
             hook()
@@ -321,7 +313,7 @@ def evaluate_feed(
     """
     hooks = run.hooks
     starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
-    step, domain, metrics = f"{name}_step", _DOMAINS[stage], run.stage_metrics
+    step, domain, metrics = f"{name}_step", EVALUATIONS[stage], run.stage_metrics
     assert metrics is not None
     outputs: list[Numbered[Any]] = []
     for window in feed.windows(0, Position(), run.plan.limit(stage, feed)):

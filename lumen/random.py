@@ -1,8 +1,8 @@
 """Randomness is keyed, never state: the same key gives the same draws on any rank, worker or resumed process.
 
-A key is a 64-bit mix of (seed, domain, words...) folded to 32 bits, because a CPU generator of torch uses only the low
-32 bits of its seed. The mixing function is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-Generators, OOPSLA 2014).
+A key is a 64-bit mix of (seed, domain, words...). The generators get different parts of it: on the CPU torch and numpy
+both are a Mersenne Twister seeded by 32 bits, and would draw the same numbers from the same ones. The mixing function
+is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from lumen.errors import ConfigError
 
 _log = logging.getLogger("lumen")
-_MASK = (1 << 64) - 1
+_MASK, _LOW = (1 << 64) - 1, (1 << 32) - 1
 _HAS_MPS = torch.backends.mps.is_available()
 _HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generator behind the functions of `random`
@@ -42,6 +42,16 @@ class Domain(IntEnum):
     PREDICT = 8
     HOOK = 9
     SANITY = 10
+    LOADER = 11
+
+
+#: What an evaluation draws; its stage is also what tells its loaders from those of training.
+EVALUATIONS = {
+    "validate": Domain.VALIDATE,
+    "sanity": Domain.SANITY,
+    "test": Domain.TEST,
+    "predict": Domain.PREDICT,
+}
 
 
 def _scramble(word: int) -> int:
@@ -54,27 +64,31 @@ def _scramble(word: int) -> int:
 @lru_cache(maxsize=64)
 def _mixed(seed: int, *words: int) -> int:
     """All of a key but its last word, which alone changes from one batch or sample to the next."""
-    state = _scramble(seed & _MASK)
+    if not 0 <= seed <= _MASK:
+        raise ConfigError(f"a key is made of a seed from 0 to 2**64 - 1, found {seed!r}.")
+    state = _scramble(seed)
     for word in words:
         state = _scramble(state ^ word)
     return state
 
 
 def make_key(seed: int, domain: Domain, *words: int) -> int:
-    """Mix a seed, a domain and any number of non-negative integers into a 32-bit key."""
+    """Mix a seed (0 to 2**64 - 1), a domain and any number of non-negative integers into a 64-bit key."""
     state = _mixed(seed, domain, *words[:-1])
     if words:
         state = _scramble(state ^ words[-1])
-    return (state ^ (state >> 32)) & 0xFFFFFFFF
+    return state ^ (state >> 32)
 
 
 def seed_generators(key: int) -> None:
-    """Set the global generators of torch (CPU and the accelerators in use), numpy and `random` to a 32-bit key.
+    """Set the global generators of torch (CPU and the accelerators in use), numpy and `random` to a 64-bit key.
 
-    Costs a few microseconds: `torch.manual_seed` would take up to 250, because it also visits devices not in use.
+    Each draws numbers of its own: torch on the CPU is seeded by one half of the key, numpy by the other, the others,
+    whose algorithms are different ones, by all of it. Costs a few microseconds: `torch.manual_seed` would take up to
+    250, because it also visits devices not in use.
     """
-    _seed_torch(key)
-    _seed_numpy(key)
+    _seed_torch(key & _LOW)
+    _seed_numpy(key >> 32)
     _seed_python(key)
     _python.gauss_next = None
     if _HAS_CUDA and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -132,13 +146,13 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def seed_generator(generator: Any, key: int) -> None:
-    """Set one of `GENERATORS` to a 32-bit key."""
+    """Set one of `GENERATORS` to a 64-bit key."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(key)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(key).state
     else:
-        generator.seed(key)
+        generator.seed(key >> 32 if isinstance(generator, np.random.RandomState) else key)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def train_step(run: Run, window: Window) -> bool:
         batch = run.receive(micro.batch, micro.loader) if micro.batch is not None else None
         for hook in hooks.on_train_batch_start if not micro.idle else ():
             if hook(batch, micro.index) == -1:
-                skip(run, micro, weights)
+                skip(run, window, micro, weights)
         if micro.first:
             for hook in hooks.on_before_zero_grad:
                 hook(optimizer)
@@ -63,10 +63,11 @@ def train_step(run: Run, window: Window) -> bool:
     return updated
 
 
-def skip(run: Run, micro: MicroBatch, weights: StepWeights) -> None:
+def skip(run: Run, window: Window, micro: MicroBatch, weights: StepWeights) -> None:
     """End the epoch here; where gradients are still under way, at the end of the step, once all ranks know of it."""
     weights.skipped = True
     if not run.strategy.communicates:
+        run.end_step(window)
         raise EpochSkipped
     micro.idle = True
 

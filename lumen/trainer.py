@@ -111,8 +111,8 @@ class Trainer(RunView):
             begins anew.
         init_from: Parameters and buffers that a new run begins with: the path or URL of a checkpoint, a run or
             safetensors files, or `Weights`, which renames and leaves out. A run that is resumed does not read it.
-        seed: Of everything random. Default: that of `seed_everything`, else drawn once and recorded; when resuming the
-            checkpoint's counts.
+        seed: Of everything random: 0 to 2**63 - 1. Default: that of `seed_everything`, else drawn once and recorded;
+            when resuming the checkpoint's counts.
         deterministic: Use deterministic algorithms only; an operation that has none is an error.
         detect_anomaly: Find the operation whose backward made a NaN; slow.
         sync_batchnorm: Let BatchNorm see the batches of all processes: each becomes a `torch.nn.SyncBatchNorm`, which

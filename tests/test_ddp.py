@@ -352,21 +352,26 @@ def clamp_on_all_ranks(folder):
 
 
 class Leaving(Regression):
-    """Ends the epoch from a hook when it meets a certain micro-batch."""
+    """Ends the first epochs from a hook when it meets a certain micro-batch."""
+
+    def __init__(self, at):
+        super().__init__(dropout=0.5, dtype=torch.float64)
+        self.at = at
 
     def on_train_batch_start(self, batch, batch_idx):
-        return -1 if batch_idx == 3 else None
+        return -1 if batch_idx == self.at and self.current_epoch < 2 else None
 
 
-def test_a_hook_of_one_rank_ends_the_epoch_on_all(group, tmp_path):
-    trainer, alone = fit(tmp_path, Leaving(dtype=torch.float64), accumulate_grad_batches=2)
-    steps = group(2).run(leave_epoch, tmp_path)
-    assert [step for step, _ in steps] == [trainer.global_step] * 2 == [2, 2]
+@pytest.mark.parametrize(("accumulate", "at"), [(1, 2), (1, 3), (2, 0), (2, 5)])
+def test_a_hook_of_one_rank_ends_the_epoch_on_all_and_dropout_goes_on_alike(group, tmp_path, accumulate, at):
+    trainer, alone = fit(tmp_path, Leaving(at), max_epochs=3, accumulate_grad_batches=2 * accumulate)
+    steps = group(2).run(leave_epoch, tmp_path, at, accumulate)
+    assert [step for step, _ in steps] == [trainer.global_step] * 2
     assert_equal(steps[0][1], alone)
 
 
-def leave_epoch(folder):
-    trainer, state = fit(folder, Leaving(dtype=torch.float64), strategy="ddp")
+def leave_epoch(folder, at, accumulate):
+    trainer, state = fit(folder, Leaving(at), max_epochs=3, accumulate_grad_batches=accumulate, strategy="ddp")
     return trainer.global_step, state
 
 

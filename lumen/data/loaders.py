@@ -56,7 +56,8 @@ def make_feed(
         def open_feed(part: Any, number: int) -> Feed:
             _refuse_parts(part, shard)
             alone = shard._replace(stands_in=False)  # only the batches of them all are stood in for
-            return make_feed(part, _seed_of(seed, number), rewinds=rewinds, shard=alone)
+            own = make_key(seed, Domain.LOADER, number)  # two loaders of the same data come in different orders
+            return make_feed(part, own, rewinds=rewinds, shard=alone)
 
         return CombinedFeed(loader, open_feed, accumulate, shard)
     if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, torch.Tensor)):
@@ -77,9 +78,6 @@ def _refuse_parts(loader: Any, shard: Shard) -> None:
         )
 
 
-def _seed_of(seed: int, number: int) -> int:
-    """Two loaders of the same data come in different orders."""
-    return seed if number == 0 else make_key(seed, Domain.ORDER, number, 2)
 
 
 def _is_standard(loader: Any) -> bool:
