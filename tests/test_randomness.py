@@ -149,7 +149,7 @@ LOADERS = {
     "map-style": lambda samples: DataLoader(Words(samples), samples),
     "with workers": lambda samples: DataLoader(Words(samples), 4, num_workers=2),
     "shuffled": lambda samples: DataLoader(Words(samples), 4, shuffle=True),
-    "a sampler": lambda samples: DataLoader(Words(samples), 4, sampler=WeightedRandomSampler(torch.ones(samples), samples)),
+    "a sampler": lambda samples: DataLoader(Words(samples), 4, sampler=WeightedRandomSampler([1.0] * samples, samples)),
     "a sampler with a generator": lambda samples: DataLoader(Words(samples), 4, sampler=Choosing(samples)),
     "a stream": lambda samples: DataLoader(Stream(samples), 4),
     "a stream with workers": lambda samples: DataLoader(Stream(samples), 4, num_workers=1),

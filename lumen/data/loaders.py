@@ -78,8 +78,6 @@ def _refuse_parts(loader: Any, shard: Shard) -> None:
         )
 
 
-
-
 def _is_standard(loader: Any) -> bool:
     """Whether a loader asks a map-style data set for the samples that a sampler names, and does nothing else."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
