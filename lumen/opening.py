@@ -14,7 +14,7 @@ from lumen import session
 from lumen.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lumen.checkpoint import Checkpoint, Saves, check_writable
 from lumen.checkpoint.folder import find_checkpoints
-from lumen.checkpoint.state import keyed
+from lumen.checkpoint.owners import key_of
 from lumen.console import logger as _log
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError, LumenError
@@ -96,8 +96,9 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
             datamodule._run = run
         if directory is not None and first:
             session.write_environment(directory, strategy)
-        for key, logger in keyed(loggers).items():
-            logger.open(directory, resumed=trainer.origin.stays and _has_record(checkpoint, key))
+        for logger in loggers:
+            assert directory is not None
+            logger.open(directory, resumed=trainer.origin.stays and _has_record(checkpoint, key_of(logger)))
             closing.callback(logger.close)
         closing.enter_context(session.stop_signals(run))
         if trainer.gc_every_n_steps is not None:

@@ -9,12 +9,13 @@ from typing import Any, final
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from lumen.errors import ConfigError
 from lumen.optim import Schedule, Warmup, needs_closure
 from lumen.precision import Precision
 from lumen.task import TaskModule
+from lumen.torch_internals import schedules_in
 
 _log = logging.getLogger("lumen")
 
@@ -44,6 +45,19 @@ class SchedulerConfig:
     warmup: Warmup | None = None
     unread: float | None = None
     known: bool = False
+
+    def describe(self, optimizer: Optimizer) -> str:
+        """What a saved state must be of to mean the same here: `LambdaLR of groups [1] every 2 epochs`.
+
+        Args:
+            optimizer: The one that trains.
+        """
+        moved = {id(group) for group in getattr(self.scheduler, "optimizer", optimizer).param_groups}
+        groups = [number for number, group in enumerate(optimizer.param_groups) if id(group) in moved]
+        of = [f"groups {groups}"] if len(groups) < len(optimizer.param_groups) else []
+        of += [] if self.monitor is None else [self.monitor]
+        when = f"{self.frequency} {self.interval}s" if self.frequency > 1 else self.interval
+        return f"{_kind_of(self.scheduler)}{' of ' if of else ''}{' by '.join(of)} every {when}"
 
     def moves_at(self, step: int) -> bool:
         """Whether it moves when a step is complete."""
@@ -77,6 +91,14 @@ class SchedulerConfig:
                 "Return (loss, tokens) from training_step, or define batch_weight."
             )
         self.scheduler.move_to(tokens)
+
+
+def _kind_of(scheduler: Any) -> str:
+    """The class of a scheduler, with those of the ones inside it."""
+    many = isinstance(scheduler, (SequentialLR, ChainedScheduler))
+    inside = schedules_in(scheduler)[0] if many else [getattr(scheduler, "scheduler", None)]
+    kinds = ", ".join(_kind_of(each) for each in inside if each is not None)
+    return type(scheduler).__qualname__ + (f"({kinds})" if kinds else "")
 
 
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "warmup_steps", "warmup_start", "name")

@@ -223,8 +223,8 @@ def test_what_is_tied_frozen_uneven_or_empty_is_read_elsewhere(group, tmp_path):
     assert sum(section == "optimizer" for section, _ in tensors) == 3 * 13
     assert "frozen" not in state["optimizer"]["state"]
     assert {"scale", "_growth_tracker"} < state["precision"].keys()
-    scores = [state["callbacks"][key]["scores"] for key in ("ModelCheckpoint", "ModelCheckpoint#2")]
-    assert [len(each) for each in scores] == [0, 1]
+    scores = [part["scores"] for key, part in state["callbacks"].items() if key.startswith("ModelCheckpoint")]
+    assert [len(each) for each in scores] == [1]
     assert (state["progress"]["step"], state["progress"]["epoch"], state["progress"]["batches"]) == (5, 1, 1)
 
 

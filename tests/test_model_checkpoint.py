@@ -254,7 +254,7 @@ def test_a_callback_that_is_missing_on_resume_is_named(tmp_path, caplog):
     fit(tmp_path, [3, 2, 1], [lumen.EarlyStopping("score")], max_epochs=2)
     with caplog.at_level(logging.WARNING, "lumen"):
         fit(tmp_path, [3, 2, 1], [], resume="auto", log_level="WARNING")
-    assert "holds the state of EarlyStopping, which this run does not have" in caplog.text
+    assert "holds the state of EarlyStopping{'monitor': 'score', 'mode': 'min'}, which this run does not" in caplog.text
 
 
 def test_the_checkpoint_callback_runs_after_all_others(tmp_path):

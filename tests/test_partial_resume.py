@@ -299,7 +299,7 @@ def test_another_optimizer_or_schedule_says_which_part_to_leave_out(tmp_path, so
         (
             other,
             None,
-            r"schedulers \['StepLR'\], the run has \['ExponentialLR'\].*\[model, optimizer, progress, data\]",
+            r"schedulers \['StepLR every step'\], the run has \['ExponentialLR every step'\].*\[model, optimizer",
         ),
         (groups, ["schedulers"], r"learning rates of 1 parameter groups, the run has 2"),
     ):

@@ -65,8 +65,16 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """Name of this callback's state in checkpoints."""
+        """Name of this callback's state in checkpoints, by which a resumed run finds its owner in any order of a list.
+
+        Several of one class that have a state must each have their own, and a state that means nothing under other
+        settings needs one that names these: `self._generate_state_key(decay=self.decay)`.
+        """
         return type(self).__qualname__
+
+    def _generate_state_key(self, **settings: Any) -> str:
+        """A `state_key` of the class and of settings."""
+        return f"{type(self).__qualname__}{settings!r}"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data and tensors to keep in checkpoints."""

@@ -68,6 +68,7 @@ class EarlyStopping(Callback):
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience
+        self.mode = mode
         self.strict = strict
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold
@@ -131,6 +132,11 @@ class EarlyStopping(Callback):
         if self.wait_count == 0 or self.wait_count < self.patience:
             return None
         return f"no improvement on {self.best_score:g} in the last {self.wait_count} values"
+
+    @property
+    def state_key(self) -> str:
+        """A best value of another monitor is none."""
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value and how long ago it was."""

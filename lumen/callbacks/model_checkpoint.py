@@ -139,6 +139,7 @@ class ModelCheckpoint(Callback):
         self._saved_at_s = 0.0
         self._reserves_at_s = math.inf
         self._saves: Saves | None = None
+        self._has_twin = False  # another one has its monitor
 
     @property
     def best_model_path(self) -> str:
@@ -172,6 +173,8 @@ class ModelCheckpoint(Callback):
             return
         self.scores = {}
         self.current_score = None
+        others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
+        self._has_twin = any((each.monitor, each.mode) == (self.monitor, self.mode) for each in others)
         if self.given_dirpath is None and trainer.run_directory is not None:
             self.dirpath = trainer.run_directory / "checkpoints"
 
@@ -243,9 +246,15 @@ class ModelCheckpoint(Callback):
         """Let the run go."""
         self._saves = None
 
+    @property
+    def state_key(self) -> str:
+        """A score of another monitor is none; where several have one monitor, they differ in their `dirpath`."""
+        told_apart = {"dirpath": str(self.given_dirpath)} if self._has_twin and self.given_dirpath is not None else {}
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode, **told_apart)
+
     def state_dict(self) -> dict[str, Any]:
-        """Which checkpoints scored what."""
-        return {"scores": self.scores, "current_score": self.current_score}
+        """Which checkpoints scored what, if there is a monitor."""
+        return {} if self.monitor is None else {"scores": self.scores, "current_score": self.current_score}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""

@@ -18,8 +18,8 @@ and the manifest, uploaded last, is the commit. Nothing is ever overwritten or u
 Each process writes its share: the part that it holds of what is cut up, and some of what all hold alike.
 
 The modules, each using only those before it: `codec`, `remote`, `disk`, `manifest`, `safetensors_files`, `sharded`,
-`reader`, `placed`, `folder`, `sources`, `weights`, `share`, `writer`, `changes`, `ranks`, `state`, `snapshot`, `saves`,
-`resume`; for the command line `listing` and `export`.
+`reader`, `placed`, `folder`, `sources`, `weights`, `share`, `writer`, `changes`, `owners`, `ranks`,
+`state`, `snapshot`, `saves`, `resume`; for the command line `listing` and `export`.
 """
 
 from lumen.checkpoint.changes import changed_hyperparameters, configured

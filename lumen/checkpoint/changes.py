@@ -31,7 +31,7 @@ def configured(run: Run) -> dict[str, Setting]:
         found |= settings(f"groups[{number}]", own)
     for number, config in enumerate(run.schedulers):
         state = dict(config.scheduler.state_dict()) if hasattr(config.scheduler, "state_dict") else {}
-        found[f"schedulers[{number}]"] = type(config.scheduler).__qualname__
+        found[f"schedulers[{number}]"] = config.describe(run.optimizer)
         found |= settings(f"schedulers[{number}]", set_by_hand(state))
     return found
 

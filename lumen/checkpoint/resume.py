@@ -15,11 +15,12 @@ from torch import nn
 
 from lumen.checkpoint.changes import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
 from lumen.checkpoint.codec import decode
+from lumen.checkpoint.owners import key_of, load_states
 from lumen.checkpoint.placed import extra_of, states_of
 from lumen.checkpoint.ranks import load_values
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.sources import find_named
-from lumen.checkpoint.state import keyed, kind_of, parameter_names
+from lumen.checkpoint.state import kind_of, parameter_names
 from lumen.checkpoint.weights import load_model
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch, ConfigError
@@ -116,7 +117,7 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue
         run.progress = Progress(**state["progress"])
         run.metrics = state["metrics"]
         _load_modes(run.task, state["modes"])
-        _load_states(keyed(run.callbacks), state["callbacks"], checkpoint)
+        load_states(run.callbacks, state["callbacks"], checkpoint.path)
     if "optimizer" in parts:
         run.precision.load_state_dict(state["precision"])
         _load_optimizer(run, checkpoint)
@@ -130,9 +131,9 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue
     else:
         run.progress = replace(run.progress, samples=0, batches=0, loader=None, in_epoch=False, validation_due=False)
     if continue_records:
-        loggers = keyed(run.loggers)
-        _load_states(loggers, state["loggers"], checkpoint)
-        run.absent_records = {key: record for key, record in state["loggers"].items() if key not in loggers}
+        load_states(run.loggers, state["loggers"], checkpoint.path)
+        present = set(map(key_of, run.loggers))
+        run.absent_records = {key: record for key, record in state["loggers"].items() if key not in present}
     if changed := changed_hyperparameters(run, checkpoint):
         _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, _listed(changed))
 
@@ -144,14 +145,6 @@ def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
             parameter.requires_grad_(name not in modes["frozen"])
     for name, module in task.named_modules():
         module.training = name not in modes["evaluating"]
-
-
-def _load_states(things: dict[str, Any], saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    for key, state in saved.items():
-        if key in things:
-            things[key].load_state_dict(state)
-        elif state:
-            _log.warning("%s holds the state of %s, which this run does not have", checkpoint.path, key)
 
 
 def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
@@ -226,7 +219,7 @@ def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], confi
 def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any], *, exact: bool) -> None:
     """Let the schedulers go on, and say where the configuration asks for something else than what goes on."""
     configuration: dict[str, Setting] = state["configured"]
-    found = [type(config.scheduler).__qualname__ for config in run.schedulers]
+    found = [run.configured[f"schedulers[{number}]"] for number in range(len(run.schedulers))]
     saved = [configuration[f"schedulers[{number}]"] for number in range(len(state["schedulers"]))]
     if found != saved:
         raise CheckpointMismatch(

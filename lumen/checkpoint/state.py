@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lumen.checkpoint.codec import JSON, Tensors, encode
+from lumen.checkpoint.owners import states_of
 from lumen.checkpoint.ranks import own_values
 from lumen.checkpoint.sharded import is_cut, is_sharded, own_part
 from lumen.checkpoint.share import check_tensors
@@ -39,22 +40,12 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def keyed(things: Iterable[Any]) -> dict[str, Any]:
-    """Callbacks or loggers by their `state_key`, else their class; a second one with the same key gets `#2`."""
-    found: dict[str, Any] = {}
-    for thing in things:
-        key = getattr(thing, "state_key", type(thing).__qualname__)
-        same = sum(other.partition("#")[0] == key for other in found)
-        found[f"{key}#{same + 1}" if same else key] = thing
-    return found
-
-
 # ---------------------------------------------------------------------- saving
 
 
 def logger_states(run: Run) -> dict[str, Any]:
     """Where the records of all loggers stand, of those too that an earlier part of the run had."""
-    return run.absent_records | {key: logger.state_dict() for key, logger in keyed(run.loggers).items()}
+    return run.absent_records | states_of(run.loggers)
 
 
 def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:
@@ -78,7 +69,7 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
         "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
         "monitors": [(config.known, config.unread) for config in run.schedulers],
         "configured": run.configured,
-        "callbacks": {key: callback.state_dict() for key, callback in keyed(run.callbacks).items()},
+        "callbacks": {key: state for key, state in states_of(run.callbacks).items() if state},
         "loggers": logger_states(run) if run.records is None else run.records,
         "metrics": run.metrics,
         "hyperparameters": dict(task.hparams),

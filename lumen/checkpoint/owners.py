@@ -1,0 +1,67 @@
+"""Whose states a checkpoint holds: callbacks and loggers are known by what they are, not by their place in a list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lumen.console import logger as _log
+from lumen.errors import ConfigError
+
+
+def key_of(thing: Any) -> str:
+    """The name of a callback's or logger's state: its `state_key`, else its class."""
+    return str(getattr(thing, "state_key", type(thing).__qualname__))
+
+
+def states_of(things: Iterable[Any]) -> dict[str, Any]:
+    """States of callbacks or loggers by their keys.
+
+    Raises:
+        ConfigError: Two that have a state share a key.
+    """
+    found: dict[str, Any] = {}
+    for thing in things:
+        key, state = key_of(thing), thing.state_dict()
+        if state and found.get(key):
+            raise _ambiguous(key)
+        found[key] = state or found.get(key, state)
+    return found
+
+
+def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: Path) -> None:
+    """Hand states back to those they are of, and say in one line which have no owner, and who finds none.
+
+    Args:
+        things: Callbacks or loggers.
+        saved: What `states_of` gave.
+        path: Of the checkpoint.
+
+    Raises:
+        ConfigError: A state may be of several.
+    """
+    owners: dict[str, list[Any]] = {}
+    for thing in things:
+        owners.setdefault(key_of(thing), []).append(thing)
+    for key, state in saved.items():
+        if len(owners.get(key, ())) == 1:
+            owners[key][0].load_state_dict(state)
+        elif state and key in owners:
+            raise _ambiguous(key)
+    lost = [key for key, state in saved.items() if state and key not in owners]
+    new = [key for key, them in owners.items() if not saved.get(key) and any(each.state_dict() for each in them)]
+    begin = f"{', '.join(new)} {'begin' if len(new) > 1 else 'begins'} anew"
+    if lost:
+        more = f"; {begin}" if new else ""
+        _log.warning("%s holds the state of %s, which this run does not have%s", path, ", ".join(lost), more)
+    elif new:
+        _log.info("%s holds no state of all: %s", path, begin)
+
+
+def _ambiguous(key: str) -> ConfigError:
+    return ConfigError(
+        f"several callbacks or loggers of this run have a state, and the same state_key: {key}. A checkpoint could not "
+        "tell whose is whose. Leave one out, let them differ in what the key names, or define the property state_key "
+        "in their class so that it does."
+    )
