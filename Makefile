@@ -1,10 +1,12 @@
 # Two commands do everything: `make demo` and `make test`. Both work in a virtual environment of their own.
 PYTHON ?= python3
 VENV ?= .venv
+TORCH ?= 2.15.0
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
+COMPAT = $(VENV)-compat-$(TORCH)
 
-.PHONY: demo test test-all torture bench lint format clean
+.PHONY: demo test test-all compat torture bench lint format clean
 
 demo: $(READY) ## Train a small GPT on real text, then let it write.
 	$(BIN)/lumen fit --config models/gpt.yaml
@@ -17,6 +19,9 @@ test: $(READY) lint ## Everything but the long proofs.
 
 test-all: $(READY) lint ## The long proofs too.
 	$(BIN)/python -m pytest -m "not torture"
+
+compat: $(COMPAT)/.ready ## The tests with another torch, 6 GB in an environment of its own: make compat TORCH=2.11.0
+	$(COMPAT)/bin/python -m pytest -m "not slow and not torture"
 
 torture: $(READY) ## Kills at random moments, for as long as you like: make torture KILLS=1000
 	LUMEN_TORTURE_KILLS=$(or $(KILLS),200) $(BIN)/python -m pytest -m torture -s
@@ -44,5 +49,11 @@ $(VENV)-bench/.ready: pyproject.toml constraints.txt
 	$(VENV)-bench/bin/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
+$(COMPAT)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(COMPAT)
+	grep -v '^torch==' constraints.txt > $(COMPAT)/constraints.txt
+	$(COMPAT)/bin/pip install --quiet --constraint $(COMPAT)/constraints.txt torch==$(TORCH) --editable '.[test]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-bench build *.egg-info
+	rm -rf $(VENV) $(VENV)-bench $(VENV)-compat-* build *.egg-info

@@ -190,14 +190,18 @@ def schedules_in(scheduler: Any) -> tuple[list[Any], list[int]]:
 
 try:
     from torch.utils.data._utils.collate import collate_int_fn, collate_tensor_fn, default_collate_fn_map
+
+    _COLLATES: Any = default_collate_fn_map, collate_tensor_fn, collate_int_fn
 except ImportError:
-    default_collate_fn_map = {}  # as if somebody had
+    _COLLATES = None
 
 
 def collates_as_ever() -> bool:
-    """Whether nobody has given `default_collate` other functions for tensors and ints."""
-    functions = default_collate_fn_map
-    return functions.get(torch.Tensor) is collate_tensor_fn and functions.get(int) is collate_int_fn
+    """Whether nobody has given `default_collate` other functions for tensors and ints; False if that is unknown."""
+    if _COLLATES is None:
+        return False
+    functions, of_tensors, of_ints = _COLLATES
+    return functions.get(torch.Tensor) is of_tensors and functions.get(int) is of_ints
 
 
 def pinning() -> Callable[[Any], Any]:

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -332,7 +333,8 @@ def test_a_missing_compiler_is_one_clear_error(tmp_path):
     )
     (tmp_path / "train.py").write_text(script)
     environment = os.environ | {
-        "CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd(),
+        "CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

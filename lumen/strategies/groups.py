@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lumen.strategies.meeting import meet
 from lumen.strategies.stacks import Stacks
-from lumen.torch_internals import abort_groups, gloo_over_default_device, import_compiler, need_groups, set_timeout
+from lumen.torch_internals import abort_groups, gloo_over_default_device, import_compiler, set_timeout
 
 if TYPE_CHECKING:
     from lumen.strategies.processes import Processes
@@ -27,7 +27,6 @@ class Groups:
     """The process groups of this process: opened once, used by every run, closed when Python exits."""
 
     def __init__(self, processes: Processes, device: torch.device) -> None:
-        need_groups()
         self.is_ours = not dist.is_initialized()
         self._failed = False
         timeout = timedelta(seconds=processes.startup_timeout_s)

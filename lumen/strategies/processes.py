@@ -19,6 +19,7 @@ from lumen.strategies.failures import attempt, failure_of, raise_first, told
 from lumen.strategies.found import find
 from lumen.strategies.groups import Groups, gather
 from lumen.worker import end_with_parent
+from lumen.torch_internals import need_groups
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -121,6 +122,7 @@ class Processes:
 
         Raises:
             TrainingError: Not all processes came.
+            ConfigError: This torch lacks what they need.
         """
         global _groups
         self.timeout_s, self.startup_timeout_s = timeout_s, startup_timeout_s
@@ -130,6 +132,7 @@ class Processes:
             torch.cuda.set_device(device)
         if _groups is None or not dist.is_initialized() or dist.group.WORLD is not _groups.default:
             began_s = monotonic()
+            need_groups()
             try:
                 _groups = Groups(self, device)
             except (RuntimeError, ValueError) as error:
