@@ -18,8 +18,8 @@ from lumen.errors import ConfigError, LumenError, ProcessLost, ProcessStuck, Tra
 from lumen.strategies.failures import attempt, failure_of, raise_first, told
 from lumen.strategies.found import find
 from lumen.strategies.groups import Groups, gather
-from lumen.worker import end_with_parent
 from lumen.torch_internals import need_groups
+from lumen.worker import end_with_parent
 
 T = TypeVar("T")
 U = TypeVar("U")
