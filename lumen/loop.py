@@ -66,8 +66,7 @@ def train_epoch(run: Run) -> None:
         progress.in_epoch = True
         run.train_metrics = run.stage_metrics = StageMetrics()
         run.seed_hooks(0)
-        for hook in run.hooks.on_train_epoch_start:
-            hook()
+        run.call_hooks("on_train_epoch_start")
     run.stage_metrics = run.train_metrics
 
     feed = run.train_feed
@@ -155,13 +154,10 @@ def end_epoch(run: Run, *, complete: bool) -> None:
     run.seed_hooks(1)
     run.batch_samples = 1
     (has_values,) = run.agree(run.train_metrics.has_values)
-    values = run.train_metrics.epoch_values(run.task, run.gather if has_values else None)
-    run.publish(values)
+    values = run.publish(run.train_metrics, run.gather if has_values else None)
     if run.has_epoch_ends:
-        for hook in run.hooks.on_train_epoch_end:
-            hook()
-        values = run.train_metrics.epoch_values(run.task, run.gather)  # once more: with what the hooks logged
-        run.publish(values)
+        run.call_hooks("on_train_epoch_end")
+        values = run.publish(run.train_metrics, run.gather)  # once more: with what the hooks logged
     run.write({name: values[name] for name in run.train_metrics.epoch_names(for_loggers)})
     run.train_metrics.reset_metrics()
     run.stage_metrics, run.has_ended_epoch = None, True
@@ -222,8 +218,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
         with preserved_generators(), torch.no_grad(), ordinary():
             task.eval()
             seed_generators(make_key(run.seed, EVALUATIONS[stage]))
-            for hook in getattr(hooks, f"on_{name}_start"):
-                hook()
+            run.call_hooks(f"on_{name}_start")
             with ordinary(), no_gradients, run.strategy.evaluation():
                 if not evaluate_feeds(run, stage, name, feeds, rows, modes):
                     return False
@@ -259,8 +254,7 @@ def evaluate_feeds(
     """
     metrics = run.stage_metrics
     assert metrics is not None
-    for hook in getattr(run.hooks, f"on_{name}_epoch_start"):
-        hook()
+    run.call_hooks(f"on_{name}_epoch_start")
     for number, feed in enumerate(feeds):
         run.loader_suffix, run.in_evaluation_pass = loader_suffix(feeds, number), True
         outputs = evaluate_feed(run, stage, name, feed, number, rows)
@@ -272,10 +266,8 @@ def evaluate_feeds(
     run.loader_suffix, run.batch_samples = "", 1
     seed_generators(make_key(run.seed, EVALUATIONS[stage], 1))
     with modes.choosing():
-        for hook in getattr(run.hooks, f"on_{name}_epoch_end"):
-            hook()
-    values = metrics.epoch_values(run.task, run.gather)
-    run.publish(values)
+        run.call_hooks(f"on_{name}_epoch_end")
+    values = run.publish(metrics, run.gather)
     if stage != "sanity" and run.is_logged:
         for row in in_order(run, rows):
             run.write(row)

@@ -17,6 +17,7 @@ from torch import nn
 
 from lumen.accumulator import Accumulator, Reduction
 from lumen.arrival import Arrival
+from lumen.doubts import HookValue
 from lumen.errors import ConfigError
 from lumen.metric_objects import Gather, compute_over_ranks, metrics_of
 
@@ -36,10 +37,11 @@ class LogOptions(NamedTuple):
     logger: bool
     reduce_fx: Reduction
     suffix: str = ""  # of the name, where several loaders log the same one
+    hook: str = ""  # around steps, where a number is of a process and nothing says how those become one
 
 
 #: The arguments of `log_options`.
-How = tuple[bool, bool | None, bool | None, bool, bool, Reduction, str]
+How = tuple[bool, bool | None, bool | None, bool, bool, Reduction, str, str]
 #: What was logged in a window under each name: how, and the values with their weights.
 Latest = dict[str, tuple[LogOptions, list[tuple[float | torch.Tensor, float]]]]
 
@@ -52,6 +54,7 @@ def log_options(
     logger: bool,
     reduce_fx: Reduction,
     suffix: str,
+    hook: str,
 ) -> LogOptions:
     """The options of a call of `log`; what it leaves open follows from where it is.
 
@@ -63,19 +66,21 @@ def log_options(
         logger: As given.
         reduce_fx: As given.
         suffix: Of the name.
+        hook: See `LogOptions`.
     """
     on_step, on_epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
-    return LogOptions(on_step, on_epoch, prog_bar, logger, reduce_fx, suffix)
+    return LogOptions(on_step, on_epoch, prog_bar, logger, reduce_fx, suffix, hook)
 
 
 @final
 class _Entry:
     """One logged name."""
 
-    __slots__ = ("epoch", "how", "latest", "metric", "options", "window")
+    __slots__ = ("epoch", "how", "is_tensor", "latest", "metric", "options", "window")
 
-    def __init__(self, options: LogOptions, metric: Metric | None) -> None:
+    def __init__(self, options: LogOptions, metric: Metric | None, *, is_tensor: bool = False) -> None:
         self.options = options
+        self.is_tensor = is_tensor  # its first value
         self.how: How | None = None  # of the newest call, which most others repeat
         self.metric = metric
         self.epoch = Accumulator(options.reduce_fx)
@@ -91,6 +96,12 @@ class _Report(NamedTuple):
     place: str | None  # name of the module that it is in the task
     sums: tuple[float, float]
 
+    @property
+    def mean(self) -> float:
+        """Of numbers that have been logged there."""
+        total, weight = self.sums
+        return total / weight if weight else math.nan
+
 
 @final
 class StageMetrics:
@@ -100,11 +111,13 @@ class StageMetrics:
         window: Number of the optimizer step (or evaluation batch) in progress; values logged in the same window are
             averaged into one step value.
         closed: The epoch's values are out: what is logged now would be lost.
+        of_hooks: What each process has logged outside of steps, once its `epoch_values` were brought together.
     """
 
     def __init__(self) -> None:
         self.window = 0
         self.closed = False
+        self.of_hooks: dict[str, HookValue] = {}
         self._entries: dict[str, _Entry] = {}
         self._has_steps = False  # somebody logs values of single steps
         self._computed: tuple[Any, list[Any]] | None = None  # what all ranks had seen then, and the metrics' values
@@ -163,7 +176,7 @@ class StageMetrics:
                     f"self.log({name!r}): this {type(metric).__name__} is logged as {other!r} too. Fed by two loaders, "
                     "one metric gives the value of neither; make one metric for each loader."
                 )
-        return _Entry(options, metric)
+        return _Entry(options, metric, is_tensor=isinstance(value, torch.Tensor))
 
     def step_values(
         self, keep: Callable[[LogOptions], bool] = lambda _: True, gather: Gather | None = None
@@ -255,6 +268,11 @@ class StageMetrics:
             if name not in self._entries:
                 self._entries[name] = _Entry(ranks[0].options, None if place is None else modules[place])
         self._entries = {name: self._entries[name] for name in reports}  # the same order everywhere
+        self.of_hooks = {
+            name: HookValue(entry.options.hook, [report.mean for report in reports[name]], entry.is_tensor)
+            for name, entry in self._entries.items()
+            if entry.options.hook
+        }
         objects = [entry.metric for entry in self._entries.values() if entry.options.on_epoch and entry.metric]
         seen = [counts for _, counts in answers], len(objects)
         if self._computed is None or self._computed[0] != seen:

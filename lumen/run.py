@@ -14,6 +14,7 @@ from lumen.data.feed import Feed, Position
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.datamodule import DataModule
+from lumen.doubts import Doubts
 from lumen.errors import ConfigError
 from lumen.hooks import Hooks, overrides, step_arguments
 from lumen.losses import LossCheck
@@ -154,6 +155,8 @@ class Run:
         self.in_evaluation_pass = False  # over the batches of its loaders
         self.batch_samples = 1
         self.loader_suffix = ""
+        self.doubts = Doubts()
+        self.hook = ""  # that is being called, of those around steps
         # how a batch reaches the task
         self.step_arguments = {
             step: step_arguments(getattr(task, step))
@@ -273,13 +276,24 @@ class Run:
 
     # ------------------------------------------------------------------ values
 
-    def publish(self, values: Mapping[str, float]) -> None:
-        """Make values known to monitors, `callback_metrics` and the progress bar."""
+    def call_hooks(self, name: str) -> None:
+        """Call hooks that stand around steps: a number that they log is of this process, not of samples."""
+        self.hook = name
+        for hook in getattr(self.hooks, name):
+            hook()
+        self.hook = ""
+
+    def publish(self, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
+        """Make the values of an epoch known to monitors, `callback_metrics` and the progress bar. Collective."""
+        values = metrics.epoch_values(self.task, gather)
+        progress = self.progress
+        self.doubts.look(metrics.of_hooks, {progress.step, progress.epoch, progress.epoch + 1, *self.metrics.values()})
         self.metrics.update(values)
         self.fresh.update(values)
         self.logged.update(values)
         for scheduler in self.schedulers:
             scheduler.take(values)
+        return values
 
     def forget_values(self) -> None:
         """Those of a sanity check are nobody's."""

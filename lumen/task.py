@@ -135,7 +135,7 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         on_epoch: bool | None = None,
         prog_bar: bool = False,
         logger: bool = True,
-        reduce_fx: Reduction = "mean",
+        reduce_fx: Reduction | None = None,
         add_dataloader_idx: bool = True,
         batch_size: float | None = None,
         sync_dist: bool = True,
@@ -158,7 +158,11 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
             on_epoch: Write its mean over the epoch. Default: True everywhere else.
             prog_bar: Show it in the progress bar.
             logger: Give it to the loggers.
-            reduce_fx: How values become one over an epoch.
+            reduce_fx: How values become one over an epoch and over the processes. Default: the mean. In a hook around
+                steps, as `on_validation_epoch_end`, a number stands for no samples: of several processes the mean of
+                theirs is right where it is the same on all, as what torchmetrics' `compute`, `all_gather` or
+                `callback_metrics` gave. Any other needs a word, and one warning asks for it: `reduce_fx` ("sum" for
+                counts; "mean" means it), a `weight`, or a torchmetrics object.
             add_dataloader_idx: With several evaluation loaders, append `/dataloader_idx_N`, or `/NAME` where they are
                 in a dictionary.
             batch_size: Another name of `weight`.
@@ -175,8 +179,9 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
             )
         in_step = run.in_train_step and isinstance(value, (torch.Tensor, Real))
         suffix = run.loader_suffix if add_dataloader_idx else ""
-        how = in_step, on_step, on_epoch, prog_bar, logger, reduce_fx, suffix
         given = batch_size if weight is None else weight
+        hook = run.hook if reduce_fx is None and given is None and isinstance(value, (torch.Tensor, Real)) else ""
+        how = in_step, on_step, on_epoch, prog_bar, logger, "mean" if reduce_fx is None else reduce_fx, suffix, hook
         metrics.log(name + suffix, value, run.batch_samples if given is None else as_weight(name, given), how)
 
     def log_dict(self, values: Mapping[str, float | torch.Tensor | Metric], **options: Any) -> None:

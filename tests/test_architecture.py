@@ -22,9 +22,9 @@ from tests.tasks import Regression, loader, quiet_trainer
 ROOT = Path(lumen.__file__).parent
 #: From the ground up. A module imports only from floors below its own; a package is one unit.
 FLOORS = (
-    {"errors", "worker", "garbage"},
+    {"errors", "worker", "garbage", "modes", "doubts"},
     {"torch_internals"},
-    {"random", "batches", "hyperparameters", "console", "agent", "accumulator", "arrival", "metric_objects", "modes"},
+    {"random", "batches", "hyperparameters", "console", "agent", "accumulator", "arrival", "metric_objects"},
     {"metrics", "precision", "optim", "inference"},
     {"datamodule"},
     {"task"},

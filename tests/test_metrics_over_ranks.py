@@ -1,6 +1,7 @@
 """What is logged on several processes: one value, the same on all, of whatever any of them has seen."""
 
 import copy
+import logging
 import math
 
 import pytest
@@ -216,6 +217,140 @@ def read_in_the_middle(folder):
 
 def test_values_read_before_the_end_of_an_epoch_do_not_change_what_it_ends_with(group, tmp_path):
     assert group(2).run(read_in_the_middle, tmp_path) == [[1.5, 406 / 8]] * 2
+
+
+# ---------------------------------------------------------------------- outside of steps
+
+
+def told(function):
+    """What a function returns, and the warnings that Lumen logs meanwhile."""
+    messages = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("lumen").addHandler(handler)
+    try:
+        return function(), messages
+    finally:
+        logging.getLogger("lumen").removeHandler(handler)
+
+
+class Keeps(Logs):
+    """Keeps what the steps were given, as code does that was written for one process."""
+
+    def __init__(self, at_end, **metrics):
+        super().__init__(in_validation=lambda task, batch: task.kept.append(batch), at_end=at_end, **metrics)
+        self.kept = []
+
+    @property
+    def all(self):
+        return torch.cat(self.kept)
+
+    def on_validation_start(self):
+        self.kept.clear()
+
+
+def log_at_the_end(folder, at_end, count, callback=None):
+    task = Keeps(at_end, kept=CatMetric())
+    trainer = bare_trainer(
+        folder, strategy="ddp", log_level="WARNING", callbacks=[callback] if callback else [], max_steps=2,
+        val_check_interval=1,
+    )  # fmt: skip
+    _, messages = told(lambda: trainer.fit(task, numbers(4), val_dataloaders=numbers(count)))
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}, messages
+
+
+def log_of_own_samples(folder):
+    found = {
+        "count": log_at_the_end(folder, lambda task: task.log("x", len(task.kept)), 10),
+        "ragged mean": log_at_the_end(folder, lambda task: task.log("x", task.all.mean()), 5),
+        "float count": log_at_the_end(folder, lambda task: task.log("x", float(len(task.kept))), 10),
+        "dict": log_at_the_end(folder, lambda task: task.log_dict({"x": task.all.sum(), "y": 0.5}), 10),
+    }
+
+    class Callback(lumen.Callback):
+        def on_validation_epoch_end(self, trainer, task):
+            task.log("x", len(task.kept))
+
+    found["callback"] = log_at_the_end(folder, None, 10, Callback())
+    return found
+
+
+def test_a_number_of_one_process_logged_as_that_of_all_is_told_once(group, tmp_path):
+    for found in group(2).run(log_of_own_samples, tmp_path):
+        for name, (_, messages) in found.items():
+            (message,) = messages  # of a sanity check and two validations
+            assert message.startswith("on_validation_epoch_end logs 'x' as a number of each process"), name
+            assert 'reduce_fx="sum"' in message
+            assert "all_gather" in message
+        assert found["count"][0] == {"x": 5.0}  # as before; who reads the warning gets 10 below
+
+
+def log_with_a_word(folder):
+    def at_end(task):
+        own = task.all
+        task.log("count", len(own), reduce_fx="sum")
+        task.log("largest", own.max(), reduce_fx="max")
+        task.log("mean", own.mean(), weight=len(own))
+        task.log("meant", len(own), reduce_fx="mean")
+        task.log("gathered", task.all_gather(torch.tensor(len(own))).sum())
+
+    return log_at_the_end(folder, at_end, 11)
+
+
+def test_a_number_of_each_process_that_says_how_they_become_one_is_exact(group, tmp_path):
+    for values, messages in group(2).run(log_with_a_word, tmp_path):
+        assert values == {"count": 11.0, "largest": 10.0, "mean": 5.0, "meant": 5.5, "gathered": 11.0}
+        assert messages == []
+
+
+def log_what_is_the_same_everywhere(folder):
+    class Training(lumen.Callback):
+        def on_train_epoch_start(self, trainer, task):
+            task.log("epoch_begun", trainer.current_epoch)
+            task.log("lr", trainer.optimizers[0].param_groups[0]["lr"])
+
+        def on_train_epoch_end(self, trainer, task):
+            task.log("step_count", trainer.global_step)
+            task.log("nothing", 0)
+            task.log("again", trainer.callback_metrics["loss_of_epoch"])
+            if trainer.is_global_zero:
+                task.log("of_one", 7)
+
+    def at_end(task):
+        task.log("computed", task.metrics["mean"].compute())
+        task.log("number", float(task.metrics["mean"].compute()) / 3)
+        task.log("is_one", task.metrics["one"].compute())
+
+    def step(task, batch):
+        task.metrics["mean"].update(batch)
+        task.metrics["one"].update(torch.ones(1))
+
+    task = Logs(
+        in_training=lambda task, batch: task.log("loss_of_epoch", batch.mean(), on_step=False, on_epoch=True),
+        in_validation=step, at_end=at_end, mean=MeanMetric(), one=MaxMetric(),
+    )  # fmt: skip
+    trainer = bare_trainer(folder, strategy="ddp", log_level="WARNING", max_epochs=3, callbacks=[Training()])
+    return told(lambda: trainer.fit(task, numbers(8), val_dataloaders=numbers(8)))
+
+
+def test_a_number_that_is_the_same_on_every_process_is_not_doubted(group, tmp_path):
+    for _, messages in group(2).run(log_what_is_the_same_everywhere, tmp_path):
+        assert messages == []
+
+
+def test_on_one_process_nothing_is_doubted(tmp_path):
+    task = Keeps(lambda task: task.log("x", len(task.kept)))
+    values, messages = told(lambda: bare_trainer(tmp_path, log_level="WARNING").validate(task, numbers(10)))
+    assert values == [{"x": 10.0}]
+    assert [message for message in messages if "logs 'x'" in message] == []
+
+
+def test_a_name_of_steps_is_not_logged_in_a_hook_around_them_too(tmp_path):
+    """Its mean would be that of the samples and of one number beside them."""
+    task = Keeps(lambda task: task.log("x", task.all.mean()))
+    task.in_validation = lambda task, batch: task.kept.append(batch) or task.log("x", batch.mean())
+    with pytest.raises(ConfigError, match=r"self.log\('x'\) was called with .*hook='on_validation_epoch_end'.* after"):
+        bare_trainer(tmp_path).validate(task, numbers(10, 3))
 
 
 # ---------------------------------------------------------------------- decisions
