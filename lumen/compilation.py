@@ -36,6 +36,7 @@ class Compilation(AbstractContextManager["Compilation"]):
     """
 
     def __init__(self, setting: bool | str | list[str] | dict[str, Any] | None) -> None:
+        self.setting = setting or False
         self._on = setting is not None and setting is not False
         given = dict(setting) if isinstance(setting, Mapping) else {}
         blocks = given.pop("blocks", None) if isinstance(setting, (bool, Mapping, type(None))) else setting

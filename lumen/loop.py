@@ -63,14 +63,14 @@ def train_epoch(run: Run) -> None:
     fresh, weighted_before = not progress.in_epoch, run.weighted_windows
     if fresh:
         open_feeds(run)
+        run.measure()
         progress.in_epoch = True
         run.train_metrics = run.stage_metrics = StageMetrics()
         run.seed_hooks(0)
         run.call_hooks("on_train_epoch_start")
     run.stage_metrics = run.train_metrics
 
-    feed = run.train_feed
-    assert feed is not None
+    feed = run.measure()  # hooks may have changed the data
     windows = feed.windows(0 if plan.same_batches else progress.epoch, progress.position, plan.limit("train", feed))
     window = next(windows, None)
     over = progress.validation_due and finish_step(run, updated=True, last=window is None)  # saved while validating
@@ -214,6 +214,8 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     run.share_metrics()
     run.strategy.sync_buffers(task)
     run.pulse.change_pace()
+    for feed in feeds:
+        feed.measure()
     try:
         with preserved_generators(), torch.no_grad(), ordinary():
             task.eval()

@@ -27,7 +27,13 @@ _COMPLAINTS = {
 
 
 class Precision(ABC):
-    """What a number format asks of the loop. The loop calls every method, whatever the format."""
+    """What a number format asks of the loop. The loop calls every method, whatever the format.
+
+    Attributes:
+        name: As `make_precision` has it.
+    """
+
+    name: str
 
     #: A non-finite loss is this format's own business (fp16 skips the update), not an error of the loop.
     handles_overflow = False
@@ -76,6 +82,8 @@ class Precision(ABC):
 class Float32(Precision):
     """Everything as the model's parameters are."""
 
+    name = "fp32"
+
     def forward(self) -> AbstractContextManager[Any]:
         """No context."""
         return _NO_CONTEXT
@@ -90,7 +98,7 @@ class OneDtype(Precision):
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self.dtype = torch.bfloat16 if name == "bf16-true" else torch.float64
         self._context = _Explaining(nullcontext(), name, self.dtype)
 
@@ -104,12 +112,14 @@ class OneDtype(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """The name, by which `load_from_checkpoint` builds the same task again."""
-        return {"name": self._name}
+        return {"name": self.name}
 
 
 @final
 class BFloat16(Precision):
     """Forward under autocast to bfloat16; parameters and gradients stay float32."""
+
+    name = "bf16"
 
     def __init__(self, device: torch.device) -> None:
         self._context = _Explaining(torch.autocast(device.type, torch.bfloat16), "bf16", torch.bfloat16)
@@ -127,6 +137,7 @@ class Float16(Precision):
     not finite at any scale, which is an error.
     """
 
+    name = "fp16"
     handles_overflow = True
 
     def __init__(self, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000) -> None:

@@ -133,6 +133,7 @@ class Run:
         self.parameters: list[torch.nn.Parameter] = []
         self.schedulers: list[SchedulerConfig] = []
         self.configured: dict[str, Any] = {}  # what their settings were when they were built
+        self.built: dict[str, list[str]] = {}  # what was frozen and in eval mode then
         self.train_feed: Feed | None = None
         self.feeds_epoch = 0  # in which the loaders of fit were asked for
         self.eval_feeds: list[Feed] = []
@@ -214,6 +215,12 @@ class Run:
         if (after := owner("on_after_batch_transfer")) is not None:
             hooks.append(after.on_after_batch_transfer)
         return hooks
+
+    def measure(self) -> Feed:
+        """The training data, with the length of the epoch in progress: it may grow or shrink from one to the next."""
+        assert self.train_feed is not None
+        self.train_feed.measure(self.progress.position)
+        return self.train_feed
 
     def begin_step(self) -> None:
         """Count micro-batches from here."""

@@ -25,8 +25,10 @@ from lumen.checkpoint import (
     Weights,
     as_place,
     check_savable,
+    compare,
     configured,
     load_run,
+    modes_of,
 )
 from lumen.compilation import Compilation
 from lumen.datamodule import DataModule
@@ -304,12 +306,14 @@ class Trainer(RunView):
             run.needs_closure = needs_closure(run.optimizer)
             self.strategy.check_optimizer(run.optimizer)
             run.parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
-            run.configured = configured(run)
+            run.configured, run.built = configured(run), modes_of(task)
             if checkpoint is not None:
                 continue_records = self.origin.stays and self.is_global_zero
                 load_run(run, checkpoint, parts=self.origin.parts, continue_records=continue_records)
                 run.progress.should_stop &= self.origin.stays  # a new run may go on where a callback ended the old one
             open_feeds(run)
+            if checkpoint is not None:
+                compare(run, checkpoint, self.origin.parts)
             if not self.fast_dev_run:
                 check_horizons(run)
             if self.enable_checkpointing:
@@ -393,7 +397,7 @@ class Trainer(RunView):
 
     @property
     def estimated_stepping_batches(self) -> int:
-        """Optimizer steps of the whole run, for schedules that need their length.
+        """Optimizer steps of the whole run, for schedules that need their length, as long as the data is now.
 
         Raises:
             ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.

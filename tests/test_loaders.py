@@ -15,13 +15,17 @@ from threadpoolctl import threadpool_info
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
+    random_split,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -366,7 +370,7 @@ def resume_with(tmp_path, before, after, step=2):
 
 
 def test_other_data_in_the_middle_of_an_epoch_is_an_error(tmp_path):
-    with pytest.raises(DataError, match=r"'samples': 20.*'samples': 21"):
+    with pytest.raises(DataError, match=r"TensorDataset\(20\) there, TensorDataset\(21\) here"):
         resume_with(tmp_path, DataLoader(numbers(20), 4), DataLoader(numbers(21), 4))
 
 
@@ -386,6 +390,196 @@ def test_another_order_of_a_sampler_in_the_middle_of_an_epoch_is_an_error(tmp_pa
 def test_more_data_from_the_next_epoch_on_is_welcome(tmp_path):
     task = resume_with(tmp_path, DataLoader(numbers(20), 4), DataLoader(numbers(24), 4), step=5)
     assert len(task.samples(1)) == 24
+
+
+# ---------------------------------------------------------------------- other data than before
+
+
+def split(seed, samples=100):
+    """Training and validation data."""
+    return random_split(numbers(samples), [0.8, 0.2], generator=torch.Generator().manual_seed(seed))
+
+
+class Kept(Dataset):
+    """Keeps a part as an attribute, as data sets with transforms do."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def __len__(self):
+        return len(self.part)
+
+    def __getitem__(self, index):
+        return self.part[index]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda part: part, Kept, lambda part: Subset(part, range(80)), lambda part: ConcatDataset([part, numbers(8)])],
+    ids=["split", "in a data set", "in a subset", "in a concatenation"],
+)
+def test_another_random_split_in_the_middle_of_an_epoch_is_an_error(tmp_path, wrap):
+    def make(seed):
+        return DataLoader(wrap(split(seed)[0]), 8, shuffle=True)
+
+    with pytest.raises(DataError, match=r"other training data .* indices .* there, .* indices .* here"):
+        resume_with(tmp_path, make(0), make(1))
+    assert resume_with(tmp_path / "same", make(0), make(0)).epochs
+
+
+def test_another_random_split_at_the_end_of_an_epoch_is_a_warning(tmp_path, caplog):
+    def fit(seed, **options):
+        training, validation = (DataLoader(part, 8) for part in split(seed))
+        trainer = bare_trainer(tmp_path, max_epochs=2, log_level="WARNING", num_sanity_val_steps=0, **options)
+        caplog.clear()
+        trainer.fit(Tracked(), training, val_dataloaders=validation)
+        return [line for line in caplog.messages if "is not what" in line]
+
+    path = tmp_path / "step"
+    assert fit(0, callbacks=[Saving(10, path)]) == fit(0, resume=path) == []
+    of_training, of_validation = fit(1, resume=path)
+    assert re.match(r"the training data is not what .* Subset\(80, indices ", of_training)
+    assert re.match(r"the validation data is not what .* Subset\(20, indices ", of_validation)
+
+
+class Splitting(lumen.DataModule):
+    def setup(self, stage):
+        self.training, self.validation = random_split(numbers(), [0.8, 0.2])
+
+    def train_dataloader(self):
+        return DataLoader(self.training, 2, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.validation, 2)
+
+
+def test_a_random_split_in_setup_is_the_same_in_every_part_of_a_run(tmp_path, caplog):
+    path = tmp_path / "step"
+    whole, again = Tracked(), Tracked()
+    bare_trainer(tmp_path, max_epochs=2, seed=None, callbacks=[Saving(11, path)]).fit(whole, Splitting())
+    bare_trainer(tmp_path, max_epochs=2, seed=None, resume=path, log_level="WARNING").fit(again, Splitting())
+    assert plain(again.epochs[1]) == plain(whole.epochs[1])[3:]
+    assert "is not what" not in caplog.text
+
+
+# ---------------------------------------------------------------------- data that grows and shrinks
+
+
+class Replay(lumen.DataModule):
+    """Its data has another length in every epoch, and more comes in the middle of one."""
+
+    def __init__(self, lengths=(8, 14, 5), in_epoch=0, sampler=None, **options):
+        self.samples, self.lengths, self.in_epoch = list(range(lengths[0])), lengths, in_epoch
+        self.sampler, self.options = sampler, options
+
+    def train_dataloader(self):
+        sampler = self.sampler and self.sampler(self.samples)
+        return DataLoader(self.samples, 2, shuffle=sampler is None, sampler=sampler, **self.options)
+
+    def resize(self, length):
+        self.samples[:] = [*self.samples, *range(len(self.samples), length)][:length]
+
+    def state_dict(self):
+        return {"samples": len(self.samples)}
+
+    def load_state_dict(self, state):
+        self.resize(state["samples"])
+
+
+class Resizing(Tracked):
+    """Brings the data to the length of the epoch that comes, and lets it grow by one sample in every step."""
+
+    def __init__(self, hook="on_train_epoch_end"):
+        super().__init__()
+        self.totals, self.hook = [], hook
+
+    def on_train_epoch_start(self):
+        if self.hook == "on_train_epoch_start":
+            self._resize(self.current_epoch)
+        self.totals.append(self.trainer.num_training_batches)
+
+    def on_train_epoch_end(self):
+        if self.hook == "on_train_epoch_end":
+            self._resize(self.current_epoch + 1)
+
+    def on_before_zero_grad(self, optimizer):
+        data = self.trainer.datamodule
+        data.resize(len(data.samples) + data.in_epoch)
+
+    def _resize(self, epoch):
+        data = self.trainer.datamodule
+        data.resize((*data.lengths, 0)[epoch])
+
+
+WORKERS = [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}]
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=["no workers", "workers", "persistent workers"])
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_epoch_start"])
+def test_an_epoch_has_the_samples_that_the_data_has_when_it_begins(tmp_path, hook, options):
+    task, data = Resizing(hook), Replay(**options)
+    bare_trainer(tmp_path, max_epochs=3).fit(task, data)
+    assert [sorted(task.samples(epoch)) for epoch in range(3)] == [[*range(length)] for length in data.lengths]
+    if hook == "on_train_epoch_end":
+        assert task.totals == [4, 7, 3]
+
+
+class Shuffling(Sampler):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(torch.randperm(len(self.samples)).tolist())
+
+    def __len__(self):
+        return len(self.samples)
+
+
+@pytest.mark.parametrize(
+    ("in_epoch", "sampler"), [(0, None), (1, None), (0, Shuffling)], ids=["between", "within", "with a sampler"]
+)
+def test_data_that_grows_goes_on_exactly_from_every_step(tmp_path, in_epoch, sampler):
+    def fit(**options):
+        task = Resizing()
+        bare_trainer(tmp_path, **{"max_epochs": 3} | options).fit(task, Replay((8, 14, 5), in_epoch, sampler))
+        return task
+
+    assert [len(batches) for batches in fit().epochs.values()] == [4, 7, 3]
+    resumed_everywhere(tmp_path, fit)
+
+
+def test_validation_data_may_grow(tmp_path):
+    data, task = list(range(3)), Tracked()
+    task.on_train_epoch_start = lambda: data.append(len(data))
+    bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0).fit(
+        task, DataLoader(numbers(4), 4), val_dataloaders=DataLoader(data, 1)
+    )
+    assert task.validated == [[0], [1], [2], [3], [0], [1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("options", WORKERS[:2], ids=["no workers", "workers"])
+def test_data_that_shrinks_in_the_middle_of_an_epoch_is_one_clear_error(tmp_path, options):
+    data = Replay((8,), -3, sampler=lambda samples: range(len(samples)))
+    if options:  # which have a copy: their sampler counts too far
+        data = Replay((8,), sampler=lambda samples: range(9), **options)
+    with pytest.raises(
+        DataError, match=r"sample \d is to come in this epoch, but list has [258]: it has become shorter"
+    ):
+        bare_trainer(tmp_path, max_epochs=1).fit(Resizing(), data)
+
+
+def test_rows_of_a_tensor_data_set_that_are_not_there_are_the_same_error(tmp_path):
+    with pytest.raises(DataError, match=r"sample 5 is to come in this epoch, but TensorDataset has 4"):
+        seen(tmp_path, DataLoader(numbers(4), 2, sampler=[0, 1, 2, 5]))
+
+
+def test_an_index_error_of_the_data_sets_own_stays_what_it_is(tmp_path):
+    class Wrong(Counted):
+        def __getitem__(self, index):
+            return [0][index + 1]
+
+    with pytest.raises(IndexError, match="list index out of range"):
+        seen(tmp_path, DataLoader(Wrong(), 2))
 
 
 # ---------------------------------------------------------------------- streams
@@ -599,6 +793,62 @@ def test_a_stream_without_a_state_is_read_again_with_one_clear_warning(tmp_path,
     assert stream.read == 20
     assert caplog.text.count("3 batches of this epoch are read once more") == 1
     assert "state_dict" in caplog.text
+
+
+class Plainly(IterableDataset):
+    """Has no state, and divides itself among workers."""
+
+    def __init__(self, samples=24):
+        self.samples = samples
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, self.samples, step))
+
+
+class Cut:
+    """Batches of a class that says nothing of them."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(torch.arange(24).split(self.size))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (lambda: DataLoader(Plainly(), 4), lambda: DataLoader(Plainly(), 2), "batch_size was 4, is 2"),
+        (lambda: DataLoader(Plainly(), 2), lambda: DataLoader(Plainly(), 4), "batch_size was 2, is 4"),
+        (lambda: DataLoader(Plainly(), 4), lambda: DataLoader(Plainly(), 4, num_workers=2), "num_workers was 0, is 2"),
+        (lambda: Cut(4), lambda: Cut(2), "held 8 samples, but they now hold 4"),
+        (lambda: DataLoader(Plainly(), 4), lambda: DataLoader(Plainly(4), 4), "but now it has only 1"),
+        (
+            lambda: [DataLoader(Plainly(), 4), DataLoader(Plainly(), 4)],
+            lambda: [DataLoader(Plainly(), 4), DataLoader(Plainly(), 2)],
+            "batch_size was 4, is 2",
+        ),
+    ],
+    ids=["smaller", "larger", "workers", "unknown", "shorter", "one of several"],
+)
+def test_a_stream_without_a_state_that_is_cut_otherwise_is_an_error_in_the_middle_of_an_epoch(
+    tmp_path, before, after, message
+):
+    with pytest.raises(DataError, match=f"which has no state_dict.*{message}.*Samples would be left out or come twice"):
+        resume_with(tmp_path, before(), after())
+
+
+def test_a_stream_without_a_state_may_be_cut_otherwise_from_the_next_epoch_on(tmp_path):
+    task = resume_with(tmp_path, DataLoader(Plainly(), 4), DataLoader(Plainly(), 2, num_workers=1), step=6)
+    assert plain(task.epochs.pop(1)) == torch.arange(24).reshape(12, 2).tolist()
+    assert not task.epochs
+
+
+def test_a_stream_with_a_state_may_be_cut_otherwise_in_the_middle_of_an_epoch(tmp_path):
+    task = resume_with(tmp_path, DataLoader(Counting(), 2), DataLoader(Counting(), 4))
+    assert [int(number) for number in task.samples(0)] == list(range(5, 21))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

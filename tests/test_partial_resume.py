@@ -451,3 +451,104 @@ def test_changed_hyperparameters_are_one_line(tmp_path, caplog):
     changed = changed_hyperparameters(trainer.run, trainer.run.checkpoint)
     assert list(changed) == ["model.width", "model.rates", "model.bias", "model.old", "model.new", "data.size"]
     assert changed["data.size"] == (8, 16)
+
+
+BEFORE = {"precision": "fp32", "gradient_clip_val": 1.0}
+CHANGED = {
+    "precision": ({"precision": "bf16"}, "precision 'fp32' there, 'bf16' here"),
+    "clipping": ({"gradient_clip_val": 2.0}, "gradient_clip_val 1.0 there, 2.0 here"),
+    "no clipping": ({"gradient_clip_val": None}, "gradient_clip_val 1.0 there, None here"),
+    "clipping values": ({"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm 'norm' there, 'value' here"),
+    "accumulation": (
+        {"accumulate_grad_batches": 2},
+        "accumulate_grad_batches 1 there, 2 here; global_batch_size 8 there, 16 here",
+    ),
+    "global batch": ({"global_batch_size": 24}, "global_batch_size 8 there, 24 here"),
+    "fewer batches": ({"limit_train_batches": 0.75}, "limit_train_batches None there, 0.75 here"),
+    "overfitting": (
+        {"overfit_batches": 5},
+        "limit_train_batches None there, 5 here; limit_val_batches None there, 5 here; overfit_batches False there, "
+        "True here",
+    ),
+    "deterministic": ({"deterministic": True}, "deterministic False there, True here"),
+    "matmul": ({"matmul_precision": "medium"}, "matmul_precision None there, 'medium' here"),
+    "validation": (
+        {"val_check_interval": 3, "check_val_every_n_epoch": 2},
+        "val_check_interval 1.0 there, 3 here; check_val_every_n_epoch 1 there, 2 here",
+    ),
+}
+
+
+@pytest.mark.parametrize(("after", "said"), CHANGED.values(), ids=CHANGED)
+def test_a_setting_that_changes_what_is_computed_is_said_with_both_values(tmp_path, caplog, after, said):
+    train(tmp_path, **BEFORE)
+    (notice,) = warnings_of(caplog, tmp_path, Remembering(), max_steps=STEPS + 1, **BEFORE | after)
+    assert f"settings are not those of {tmp_path / 'runs'}" in notice
+    assert notice.endswith(f": {said}. Those here count from now on.")
+
+
+def test_the_batch_size_of_the_loader_is_a_setting_too(tmp_path, caplog):
+    def fit(batch_size, **options):
+        caplog.clear()
+        trainer = quiet_trainer(
+            tmp_path, max_steps=options.pop("max_steps"), resume="auto", log_level="WARNING", **options
+        )
+        trainer.fit(Regression(), loader(batch_size=batch_size))
+        return [line for line in caplog.messages if "settings" in line]
+
+    assert fit(8, max_steps=3) == []
+    (said,) = fit(4, max_steps=4)
+    assert "batch_size 8 there, 4 here; global_batch_size 8 there, 4 here" in said
+    assert fit(4, max_steps=5) == []
+    assert fit(4, max_steps=6, global_batch_size=4) == []  # the same step, said otherwise
+    (said,) = fit(2, max_steps=7, global_batch_size=4)
+    assert ": batch_size 4 there, 2 here. Those" in said
+
+
+def test_how_long_a_run_is_and_what_it_shows_is_no_change_of_what_it_computes(tmp_path, caplog):
+    train(tmp_path)
+    more = {"max_steps": 12, "max_epochs": 3, "log_every_n_steps": 1, "precision": 32, "accumulate_grad_batches": 1}
+    assert warnings_of(caplog, tmp_path, Remembering(), **more) == []
+
+
+class Freezing(Regression):
+    """Freezes its first layer and unfreezes it in epoch 1; the user may change what it builds."""
+
+    def __init__(self, frozen=("net.0.weight",), evaluating=()):
+        super().__init__(dropout=0.5)
+        self.hparams.pop("frozen", None), self.hparams.pop("evaluating", None)
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
+        for name in evaluating:
+            self.get_submodule(name).eval()
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.net[0].weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("built", "said"),
+    [
+        ({}, None),
+        ({"frozen": []}, None),  # as it has become
+        ({"frozen": ["net.0.weight", "net.3.bias"]}, "net.3.bias 'trainable' there, 'frozen' here."),
+        ({"frozen": ["net.3.bias"]}, "net.3.bias 'trainable' there, 'frozen' here."),
+        ({"evaluating": ["net.2"]}, "net.2 'in train mode' there, 'in eval mode' here."),
+    ],
+)
+def test_a_task_that_is_built_frozen_otherwise_is_said_and_the_checkpoint_counts(tmp_path, caplog, built, said):
+    train(tmp_path, Freezing())
+    for steps in (11, 12):  # each time
+        task = Freezing(**built)
+        notices = warnings_of(caplog, tmp_path, task, max_steps=steps)
+        assert all(parameter.requires_grad for parameter in task.parameters())
+        assert all(module.training for module in task.modules())
+        assert len(notices) == bool(said)
+        assert all(f": {said} The checkpoint's counts" in notice for notice in notices)
+    task = Freezing(**built)
+    train(
+        tmp_path, task, max_steps=1, resume=tmp_path / "runs" / "run", resume_parts=["model", "optimizer", "schedulers"]
+    )
+    frozen = {name for name, parameter in task.named_parameters() if not parameter.requires_grad}
+    assert frozen == set(built.get("frozen", ["net.0.weight"]))

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import lumen
@@ -22,7 +23,7 @@ from lumen.checkpoint import Checkpoint, sources
 from lumen.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
 from lumen.pulse import Pulse
 from lumen.rundir import RunDirectory
-from tests.tasks import FEATURES, Regression, Saving, bare_trainer, loader, quiet_trainer
+from tests.tasks import FEATURES, Regression, Saving, Seeing, bare_trainer, loader, quiet_trainer
 
 F64 = torch.float64
 
@@ -542,3 +543,36 @@ def summarized(tmp_path, strategy):
     quiet_trainer(tmp_path, strategy=strategy, max_steps=1, log_level="INFO", enable_model_summary=True).fit(
         Regression(dtype=F64), loader(dtype=F64)
     )
+
+
+def test_processes_that_make_the_step_larger_are_said_unless_its_size_is_set(group, tmp_path):
+    for name, options in {"by processes": {}, "set": {"global_batch_size": 8}}.items():
+        quiet_trainer(tmp_path / name, max_steps=2, **options).fit(Regression(), loader(batch_size=4))
+        group(2).run(go_on, tmp_path / name, options)
+    said = (tmp_path / "by processes" / "runs" / "run" / "run.log").read_text()
+    assert "processes 1 there, 2 here; global_batch_size 4 there, 8 here. Those here count" in said
+    assert "settings are not" not in (tmp_path / "set" / "runs" / "run" / "run.log").read_text()
+
+
+def go_on(folder, options):
+    options = {"max_steps": 3, "strategy": "ddp", "resume": "auto", "log_level": "WARNING"} | options
+    quiet_trainer(folder, **options).fit(Regression(), loader(batch_size=4))
+
+
+def test_data_that_grows_alike_on_all_ranks_is_dealt_and_any_other_is_refused(group, tmp_path):
+    first, second = group(2).run(grow, tmp_path, 2, 2)
+    assert sorted(first[1] + second[1]) == [*range(10)]
+    for message in group(2).run(grow, tmp_path, 2, 4):
+        assert "another data set or order than rank 0: {'samples': 12" in message
+
+
+def grow(folder, more, on_rank_one):
+    task, data = Seeing(), list(range(8))
+    task.on_train_epoch_end = lambda: data.extend(
+        range(len(data), len(data) + (on_rank_one if task.trainer.global_rank else more))
+    )
+    try:
+        bare_trainer(folder, max_epochs=2, strategy="ddp").fit(task, DataLoader(data, 2, shuffle=True))
+    except DataError as error:
+        return str(error)
+    return {epoch: task.samples(epoch) for epoch in task.epochs}

@@ -86,13 +86,8 @@ class ProgressBar(Callback):
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Find out how long the run is."""
-        run, plan = trainer.run, trainer.plan
-        assert run.train_feed is not None
-        per_epoch = run.train_feed.steps(plan.limit("train", run.train_feed))
-        by_epochs = None if per_epoch is None or plan.max_epochs is None else per_epoch * plan.max_epochs
-        totals = [total for total in (plan.max_steps, by_epochs) if total is not None]
-        self._total_steps = min(totals, default=None)
-        self._bar_is_epoch = per_epoch is not None and (self._total_steps is None or per_epoch < self._total_steps)
+        run = trainer.run
+        self._count_steps(run, 0, 0)
         self._training = True
         self._began_at_s = perf_counter()
         self._rated_from = self._began_at_s, run.progress.step
@@ -101,6 +96,22 @@ class ProgressBar(Callback):
         self._take_in_look()
         self._display.draw(self._board)
         self._due_at_s = self._began_at_s + self._display.interval_s
+
+    def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Count the run's steps anew: the data may have grown."""
+        progress = trainer.run.progress
+        self._count_steps(trainer.run, progress.step, progress.epoch)
+
+    def _count_steps(self, run: Run, done: int, epochs: int) -> None:
+        """Find out how many steps the run has, of which some were done in whole epochs."""
+        plan, feed = run.plan, run.train_feed
+        assert feed is not None
+        per_epoch = feed.steps(plan.limit("train", feed))
+        left = None if per_epoch is None or plan.max_epochs is None else per_epoch * (plan.max_epochs - epochs)
+        by_epochs = None if left is None else done + left
+        totals = [total for total in (plan.max_steps, by_epochs) if total is not None]
+        self._total_steps = min(totals, default=None)
+        self._bar_is_epoch = per_epoch is not None and (self._total_steps is None or per_epoch < self._total_steps)
 
     def on_boundary_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Show the step if it is time to."""

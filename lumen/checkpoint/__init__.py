@@ -18,16 +18,18 @@ and the manifest, uploaded last, is the commit. Nothing is ever overwritten or u
 Each process writes its share: the part that it holds of what is cut up, and some of what all hold alike.
 
 The modules, each using only those before it: `codec`, `remote`, `disk`, `manifest`, `safetensors_files`, `sharded`,
-`reader`, `placed`, `folder`, `sources`, `weights`, `share`, `writer`, `changes`, `owners`, `ranks`,
-`state`, `snapshot`, `saves`, `resume`; for the command line `listing` and `export`.
+`reader`, `placed`, `folder`, `sources`, `weights`, `share`, `writer`, `changes`, `owners`, `ranks`, `state`,
+`snapshot`, `saves`, `parts`, `comparison`, `resume`; for the command line `listing` and `export`.
 """
 
-from lumen.checkpoint.changes import changed_hyperparameters, configured
+from lumen.checkpoint.changes import changed_hyperparameters, configured, modes_of
+from lumen.checkpoint.comparison import compare
 from lumen.checkpoint.disk import check_writable
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
+from lumen.checkpoint.parts import PARTS, Part, choose_parts
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import as_place
-from lumen.checkpoint.resume import PARTS, Part, choose_parts, load_model_and_data, load_run, load_task
+from lumen.checkpoint.resume import load_model_and_data, load_run, load_task
 from lumen.checkpoint.saves import Saves
 from lumen.checkpoint.sources import Weights, as_weights, check_there, find_checkpoint, is_weights
 from lumen.checkpoint.state import check_savable
@@ -46,6 +48,7 @@ __all__ = [
     "check_there",
     "check_writable",
     "choose_parts",
+    "compare",
     "configured",
     "find_checkpoint",
     "find_checkpoints",
@@ -54,5 +57,6 @@ __all__ = [
     "load_run",
     "load_task",
     "load_weights",
+    "modes_of",
     "newest_valid",
 ]

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from lumen.checkpoint.codec import decode, encode
 from lumen.checkpoint.reader import Checkpoint
 from lumen.errors import CheckpointError
+from lumen.plan import Plan
 from lumen.run import Run
 from lumen.torch_internals import set_by_hand
 
@@ -91,3 +93,56 @@ def _comparable(value: Any) -> Any:
         return encode(value, tensors, ""), [(tensor.dtype, tensor.tolist()) for tensor in tensors.values()]
     except CheckpointError:  # it was not saved, then
         return value
+
+
+def trainer_settings(run: Run) -> dict[str, Setting]:
+    """Everything in the trainer's arguments, and in how the training data is cut, that changes what is computed.
+
+    Not how long the run is, nor what is shown and saved.
+    """
+    trainer, plan, feed = run.trainer, run.plan, run.train_feed
+    assert feed is not None
+    interval = f"{plan.val_every_s:g} s" if plan.val_every_s is not None else plan.val_every_epoch_fraction
+    return {
+        "precision": run.precision.name,
+        **run.strategy.numerics,
+        "matmul_precision": trainer.matmul_precision,
+        "benchmark": trainer.benchmark,
+        "deterministic": trainer.deterministic,
+        "sync_batchnorm": trainer.sync_batchnorm,
+        "compile": str(trainer.compilation.setting),
+        "processes": run.strategy.world_size,
+        "accumulate_grad_batches": plan.accumulate,
+        **feed.cut(),
+        "gradient_clip_val": plan.clip_norm if plan.clip_value is None else plan.clip_value,
+        "gradient_clip_algorithm": "norm" if plan.clip_value is None else "value",
+        "limit_train_batches": _limit(plan, "train"),
+        "limit_val_batches": _limit(plan, "validate"),
+        "overfit_batches": plan.same_batches,
+        "val_check_interval": interval if plan.val_every_n_steps is None else plan.val_every_n_steps,
+        "check_val_every_n_epoch": plan.val_every_n_epochs,
+        "reload_dataloaders_every_n_epochs": plan.reload_every_n_epochs,
+    }
+
+
+def _limit(plan: Plan, stage: str) -> int | float | None:
+    limit = plan.limits.get(stage)
+    return None if isinstance(limit, float) and limit == 1.0 else limit
+
+
+def data_read(run: Run) -> dict[str, Any]:
+    """What the loaders of training and validation read now, and as of which epoch they were asked for."""
+    assert run.train_feed is not None
+    return {
+        "asked_in": run.feeds_epoch,
+        "training": run.train_feed.identity(),
+        "validation": [line for feed in run.eval_feeds for line in feed.identity()],
+    }
+
+
+def modes_of(task: nn.Module) -> dict[str, list[str]]:
+    """Names of the parameters that are frozen and of the modules that are in eval mode."""
+    return {
+        "frozen": [name for name, parameter in task.named_parameters() if not parameter.requires_grad],
+        "evaluating": [name for name, module in task.named_modules() if not module.training],
+    }

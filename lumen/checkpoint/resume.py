@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from lumen.checkpoint.changes import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
 from lumen.checkpoint.codec import decode
+from lumen.checkpoint.comparison import compare_modes, listed
 from lumen.checkpoint.owners import key_of, load_states
+from lumen.checkpoint.parts import Part, without
 from lumen.checkpoint.placed import extra_of, states_of
 from lumen.checkpoint.ranks import load_values
 from lumen.checkpoint.reader import Checkpoint
@@ -30,33 +32,8 @@ from lumen.task import TaskModule
 from lumen.torch_internals import has_stepped
 
 Task = TypeVar("Task", bound=TaskModule)
-Part: TypeAlias = Literal["model", "optimizer", "schedulers", "progress", "data"]
-PARTS: frozenset[Part] = frozenset(get_args(Part))
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _MOVED_BY_SCHEDULERS = (*_RATES, "momentum", "betas", "weight_decay")
-
-
-def choose_parts(given: Iterable[str] | None, resume: str | None) -> frozenset[Part]:
-    """Which parts of a checkpoint a run takes over.
-
-    Raises:
-        ConfigError: There are no such parts, or they cannot be chosen.
-    """
-    if given is None:
-        return PARTS
-    chosen = frozenset(part for part in PARTS if part in given)
-    if not chosen or set(given) - PARTS:
-        raise ConfigError(f"resume_parts: expected some of {', '.join(get_args(Part))}; found {given}.")
-    if resume in (None, "auto", "last"):
-        raise ConfigError(
-            f'resume_parts says what a new run takes over from "best" or a path, but resume is {resume}: a run that '
-            "stays in its directory goes on exactly. Set resume to the run's path, or leave resume_parts out."
-        )
-    if "data" in chosen and "progress" not in chosen:
-        raise ConfigError(
-            "resume_parts: data is a position within the epoch that progress counts. Add progress, or leave out data."
-        )
-    return chosen
 
 
 def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
@@ -116,6 +93,7 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue
     if "progress" in parts:
         run.progress = Progress(**state["progress"])
         run.metrics = state["metrics"]
+        compare_modes(run, checkpoint)
         _load_modes(run.task, state["modes"])
         load_states(run.callbacks, state["callbacks"], checkpoint.path)
     if "optimizer" in parts:
@@ -135,7 +113,7 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue
         present = set(map(key_of, run.loggers))
         run.absent_records = {key: record for key, record in state["loggers"].items() if key not in present}
     if changed := changed_hyperparameters(run, checkpoint):
-        _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, _listed(changed))
+        _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, listed(changed))
 
 
 def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
@@ -159,7 +137,7 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
             f"parameters per group; this run has {kind_of(optimizer)} over {[len(g) for g in groups]}"
             f"{_named('there', there - here)}{_named('here', here - there)}. "
             "Resume with the optimizer and the parameter groups it was saved with, or "
-            f"{_without(checkpoint, 'optimizer', *(['schedulers'] if len(groups) != len(saved['groups']) else []))}."
+            f"{without(checkpoint, 'optimizer', *(['schedulers'] if len(groups) != len(saved['groups']) else []))}."
         )
     _check_parameters(parameters, checkpoint)
     optimizer.state.clear()
@@ -189,7 +167,7 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter], checkpoint: Checkp
     if wrong:
         raise CheckpointMismatch(
             f"{checkpoint.path} holds the optimizer's state of other parameters: {'; '.join(wrong[:8])}. "
-            f"Build the model as it was when this was saved, or {_without(checkpoint, 'optimizer')}."
+            f"Build the model as it was when this was saved, or {without(checkpoint, 'optimizer')}."
         )
 
 
@@ -202,7 +180,7 @@ def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], confi
         raise CheckpointMismatch(
             f"{checkpoint.path} has learning rates of {len(saved)} parameter groups, the run has "
             f"{len(run.optimizer.param_groups)}. Resume with these groups, or "
-            f"{_without(checkpoint, 'optimizer', 'schedulers')}."
+            f"{without(checkpoint, 'optimizer', 'schedulers')}."
         )
     for number, (group, values) in enumerate(zip(run.optimizer.param_groups, saved, strict=True)):
         for key in values.keys() - HOW_TO_STEP:
@@ -224,7 +202,7 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
     if found != saved:
         raise CheckpointMismatch(
             f"{checkpoint.path} was saved with the schedulers {saved}, the run has {found}. "
-            f"Resume with the configuration it was saved with, or {_without(checkpoint, 'schedulers')}."
+            f"Resume with the configuration it was saved with, or {without(checkpoint, 'schedulers')}."
         )
     for config, scheduler_state, monitor in zip(run.schedulers, state["schedulers"], state["monitors"], strict=True):
         config.known, config.unread = monitor
@@ -242,8 +220,8 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
             "the optimizer or its schedule is configured otherwise than in %s: %s. The checkpoint's values count, so "
             "that it goes on exactly. For the configured ones, %s",
             checkpoint.path,
-            _listed(changed),
-            _without(checkpoint, "schedulers"),
+            listed(changed),
+            without(checkpoint, "schedulers"),
         )
     run.configured |= goes_on
 
@@ -268,21 +246,6 @@ def _move_schedulers(run: Run) -> None:
         for config in moving:
             if config.interval == "token" and progress.units:
                 config.move_to(progress.units, counted=True)
-
-
-def _without(checkpoint: Checkpoint, *parts: str) -> str:
-    rest = ", ".join(each for each in get_args(Part) if each not in parts)
-    return f"start a new run from it with resume: {checkpoint.path} and resume_parts: [{rest}]"
-
-
-def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    shown = [f"{name} {_short(old)} there, {_short(new)} here" for name, (old, new) in changed.items()]
-    return "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def load_task(kind: type[Task], path: Path, *, strict: bool, overrides: Mapping[str, Any]) -> Task:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lumen.checkpoint.changes import data_read, modes_of, trainer_settings
 from lumen.checkpoint.codec import JSON, Tensors, encode
 from lumen.checkpoint.owners import states_of
 from lumen.checkpoint.ranks import own_values
@@ -76,10 +77,10 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
         "data_hyperparameters": dict(run.datamodule.hparams) if isinstance(run.datamodule, HasHyperparameters) else {},
         "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
         "extra_state": _extra_state(task),
-        "modes": {
-            "frozen": [name for name, parameter in task.named_parameters() if not parameter.requires_grad],
-            "evaluating": [name for name, module in task.named_modules() if not module.training],
-        },
+        "modes": modes_of(task),
+        "built": run.built,
+        "settings": trainer_settings(run),
+        "data": data_read(run),
         "task": added,
     }
     state = {name: encode(part, extra, name) for name, part in parts.items()}

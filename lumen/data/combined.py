@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 from torch.utils.data import DataLoader
 
 from lumen.data.agreement import lend
-from lumen.data.feed import Feed, Position, Step, count_steps, read_ahead
+from lumen.data.feed import START, Feed, Position, Step, count_steps, read_ahead
 from lumen.data.windows import Item, Shard, Window
 from lumen.errors import ConfigError, DataError
 
@@ -103,6 +103,25 @@ class CombinedFeed(Feed):
         self._places, self._skeleton = list(loader.flattened), _skeleton(loader.loaders, count())
         self._feeds = [open_feed(part, number) for number, part in enumerate(loader.flattened.values())]
         self.length = self._length()
+
+    def measure(self, position: Position = START) -> None:
+        """See `Feed.measure`."""
+        saved = position.state_of("combination").get("parts") if position.batches else None
+        for feed, part in zip(self._feeds, saved or [None] * len(self._feeds), strict=False):
+            feed.measure(Position() if part is None else Position(part["samples"], part["batches"], part["loader"]))
+        self.length = self._length()
+
+    def identity(self) -> list[str | None]:
+        """See `Feed.identity`."""
+        return [line for feed in self._feeds for line in feed.identity()]
+
+    def cut(self) -> dict[str, int | None]:
+        """See `Feed.cut`."""
+        sizes = {f"batch_size of loader {name}": feed.cut().get("batch_size") for name, feed in self._named()}
+        return {"batches of a step": self._accumulate} | sizes
+
+    def _named(self) -> Iterator[tuple[str, Feed]]:
+        return zip(self._names or map(str, range(len(self._feeds))), self._feeds, strict=True)
 
     def _length(self) -> int | None:
         lengths = [feed.length for feed in self._feeds]

@@ -54,6 +54,10 @@ class Position(NamedTuple):
         return epoch + (self.round << 32)
 
 
+#: Before the first sample of an epoch.
+START = Position()
+
+
 class Feed(ABC):
     """One loader as the loop reads it, in one pass at a time.
 
@@ -64,6 +68,18 @@ class Feed(ABC):
 
     length: int | None
     name: str = ""
+
+    @abstractmethod
+    def measure(self, position: Position = START) -> None:
+        """Take the length anew, as of an epoch that is read from a position on: data may grow from epoch to epoch."""
+
+    @abstractmethod
+    def identity(self) -> list[str | None]:
+        """What is read now, a line for each loader; None of a stream, which does not tell."""
+
+    @abstractmethod
+    def cut(self) -> dict[str, int | None]:
+        """How it is cut into batches and steps, by the names of the settings that say so."""
 
     @abstractmethod
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:

@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from lumen.data.agreement import check_same, digest
-from lumen.data.feed import Feed, Position, SampleCounter, Step, read_ahead
+from lumen.data.feed import START, Feed, Position, SampleCounter, Step, read_ahead
+from lumen.data.identity import describe, known_length
 from lumen.data.keyed import Draw, KeyedDataset
-from lumen.data.samplers import Order, known_length
+from lumen.data.samplers import Order
 from lumen.data.windows import Dealt, Item, Shard, Window, in_blocks
 from lumen.data.workers import init_worker
 from lumen.random import Domain, make_key
@@ -61,9 +62,23 @@ class IndexedFeed(Feed):
         self._draws = _Draws(shard)
         self._generator = torch.Generator()  # a DataLoader draws its workers' seed even from no shuffling at all
         self._iterator: Iterator[Any] | None = None
-        self._has_agreed = False
+        self._agreed_samples: int | None = None
+        self._known_to_workers = ""
         self._loader = self._with_workers(loader) if loader.num_workers else None
-        self.length = order.length
+        self.measure()
+
+    def measure(self, position: Position = START) -> None:
+        """See `Feed.measure`."""
+        self._order.measure(position)
+        self.length = self._order.length
+
+    def identity(self) -> list[str | None]:
+        """See `Feed.identity`."""
+        return [describe(self._dataset)]
+
+    def cut(self) -> dict[str, int | None]:
+        """See `Feed.cut`."""
+        return self._order.cut()
 
     def _with_workers(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         draws: dict[str, Any] = (
@@ -86,14 +101,16 @@ class IndexedFeed(Feed):
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
         """See `Feed.windows`. The position is exact: no sample is loaded that was consumed before."""
         draws = self._order.steps(epoch, position, limit)
-        if self._shard.world > 1 and not (self._order.is_known and self._has_agreed):
-            draws, self._has_agreed = self._agreed(draws), True
+        samples = known_length(self._dataset)
+        if self._shard.world > 1 and not (self._order.is_known and self._agreed_samples == samples):
+            draws, self._agreed_samples = self._agreed(draws), samples
         plan = _dealt(draws, self._shard.dealer(position.turn))
         if self._loader is not None:
             # one copy for the DataLoader, which runs ahead of the steps; one to know each step's sizes and the last one
             self._draws.plan, plan = tee(plan)
             own = 1 + (self._shard.rank << 32)  # workers' seeds, for what a user draws from no generator that is keyed
             self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), own))
+            self._renew_workers(self._loader)
             self._iterator = iter(self._loader)
         load = self._load()
         if self._makes_batches:
@@ -102,6 +119,13 @@ class IndexedFeed(Feed):
         else:
             yield from read_ahead(self._read(plan, load), position.batches, self._shard)
         self._iterator = None  # ends workers that are not persistent
+
+    def _renew_workers(self, loader: DataLoader[Any]) -> None:
+        """End persistent workers that hold the data set as it was before it changed."""
+        if loader.persistent_workers:
+            known, self._known_to_workers = self._known_to_workers, describe(self._dataset)
+            if known != self._known_to_workers:
+                end_persistent_workers(loader)
 
     def _agreed(self, steps: Iterator[Draws]) -> Iterator[Draws]:
         """The same, of which all processes have found that they begin alike."""

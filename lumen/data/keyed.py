@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
+from lumen.data.identity import known_length
+from lumen.errors import DataError
 from lumen.random import Domain, make_key, seed_generators
 from lumen.torch_internals import collates_as_ever
 
@@ -90,12 +92,41 @@ class KeyedDataset(Dataset[Any]):
 
     def __getitems__(self, draw: Draw) -> Any:
         """The micro-batch of a draw."""
-        if self.has_rows and (rows := take_rows(self.dataset, draw.indices)) is not None:
+        if self.has_rows and (rows := self._take_rows(draw)) is not None:
             return rows
         samples = self._fetch(draw)
         return (self.stacks and stack(samples)) or self.collate(samples)
 
+    def _take_rows(self, draw: Draw) -> list[torch.Tensor] | None:
+        try:
+            return take_rows(self.dataset, draw.indices)
+        except IndexError as error:
+            self._explain(draw, error)
+            raise
+
     def _fetch(self, draw: Draw) -> list[Any]:
+        """The samples of a draw.
+
+        Raises:
+            DataError: The data set has become shorter, or the sampler asks for what it never had.
+        """
+        try:
+            return self._fetch_keyed(draw)
+        except IndexError as error:
+            self._explain(draw, error)
+            raise
+
+    def _explain(self, draw: Draw, error: IndexError) -> None:
+        length = known_length(self.dataset)
+        beyond = [index for index in draw.indices if isinstance(index, (int, np.integer)) and index >= (length or 0)]
+        if length is not None and beyond:
+            raise DataError(
+                f"sample {beyond[0]} is to come in this epoch, but {type(self.dataset).__name__} has {length}: it has "
+                "become shorter in the middle of the epoch, or its sampler counts further. An epoch has the samples "
+                "that the data set has when it begins: change it in on_train_epoch_end or on_train_epoch_start."
+            ) from error
+
+    def _fetch_keyed(self, draw: Draw) -> list[Any]:
         indices = draw.indices.tolist() if isinstance(draw.indices, np.ndarray) else draw.indices
         if self.fetch_many is not None:
             if self.draws:

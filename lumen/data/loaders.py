@@ -11,8 +11,9 @@ from torch.utils.data.distributed import DistributedSampler
 from lumen.console import logger as _log
 from lumen.data.combined import CombinedFeed, CombinedLoader, holds_loaders
 from lumen.data.feed import Feed
+from lumen.data.identity import known_length
 from lumen.data.indexed import IndexedFeed
-from lumen.data.samplers import BatchedOrder, Order, PlainOrder, SampledOrder, known_length
+from lumen.data.samplers import BatchedOrder, Order, PlainOrder, SampledOrder
 from lumen.data.streams import ShardedStreamFeed, StreamFeed, shards_itself
 from lumen.data.windows import ALONE, Shard
 from lumen.errors import ConfigError, DataError
@@ -111,7 +112,7 @@ def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_siz
     cut = {"batch_size": batch_size, "step_size": step_size, "drop_last": drop_last}
     samples = known_length(loader.dataset)
     if _only_distributes(sampler):  # which Lumen does itself
-        return PlainOrder(samples, seed, shuffle=sampler.shuffle, **cut)  # type: ignore[arg-type]
+        return PlainOrder(loader.dataset, seed, shuffle=sampler.shuffle, **cut)  # type: ignore[arg-type]
     if samples is None and type(sampler) is SequentialSampler:
         raise DataError(
             f"{type(loader.dataset).__name__} has no length, and no sampler says which samples it has. "
@@ -122,7 +123,7 @@ def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_siz
     generator = loader.generator or (sampler.generator if type(sampler) is RandomSampler else None)
     own = seed if generator is None else generator.initial_seed()
     shuffle = type(sampler) is not SequentialSampler
-    return PlainOrder(samples, own, shuffle=shuffle, **cut)  # type: ignore[arg-type]
+    return PlainOrder(sampler.data_source, own, shuffle=shuffle, **cut)  # type: ignore[arg-type]
 
 
 def _only_distributes(sampler: Any) -> bool:

@@ -25,7 +25,7 @@ class StreamReader:
     Where it has `state_dict` and `load_state_dict` (the loader; or its data set, when it is loaded in this process) it
     goes on from its state. Otherwise the epoch is read again up to where the reader stood. The global generators are
     keyed before every batch, so what is drawn in this process is the same then; what workers draw is repeated only by
-    reading again.
+    reading again. So it has to be cut into batches as it was.
 
     Args:
         loader: Gives a fresh iterator of batches for every epoch.
@@ -36,6 +36,7 @@ class StreamReader:
 
     Attributes:
         beginning: The state in which a pass begins that rewinds.
+        cut: What a DataLoader says of how it is cut into batches.
     """
 
     def __init__(self, loader: Any, seed: int, *, rewinds: bool, shard: Shard = ALONE) -> None:
@@ -47,7 +48,8 @@ class StreamReader:
         self._count = SampleCounter(loader)
         self._iterator: Iterator[Any] | None = None
         self._opened = self._exhausted = False
-        self._read = 0
+        self._read = self._samples = 0
+        self.cut = {name: getattr(loader, name) for name in _CUTTING} if isinstance(loader, DataLoader) else {}
         self._stands_at: dict[str, Any] | None = None  # the state that the loader itself is in, if it is in one
         part_of_loader = self._stateful is not None and self._stateful is not loader
         self.beginning = self.state() if rewinds and part_of_loader else {"kind": "stream"}
@@ -68,18 +70,48 @@ class StreamReader:
         begin_epoch(self._loader, self._seed, epoch, position)
         found = not fresh and self.go_to(state)  # only now: its generators are not those of the epoch's beginning
         self._begin(epoch, position)
-        self._read = number
+        self._read, self._samples = number, state["samples"] if number else 0
         if number and not found:
-            _log.warning(
-                "%s has no state_dict to go on from: %d batches of this epoch are read once more. Give it (or its data "
-                "set, with num_workers=0) state_dict and load_state_dict, or use torchdata's StatefulDataLoader.",
-                type(self._loader).__name__,
-                number,
-            )
-            for again in range(number):
-                self._next(position.key(epoch), again)
+            self._read_again(position.key(epoch), number, state)
         may_end_at_once = not fresh or "loader" not in state or (stands_there and state["exhausted"])
         return self._rest(epoch, position, may_end_at_once)
+
+    def _read_again(self, key: int, number: int, state: dict[str, Any]) -> None:
+        """Bring a loader without a state to where it stood, if what is read then is what was read.
+
+        Raises:
+            DataError: It is not.
+        """
+        name = type(self._loader).__name__
+        changed = [f"{what} was {old}, is {self.cut.get(what)}" for what, old in state["cut"].items()
+                   if old != self.cut.get(what)]  # fmt: skip
+        if changed:
+            raise DataError(self._misread(number, f"but it is cut otherwise now: {', '.join(changed)}"))
+        _log.warning(
+            "%s has no state_dict to go on from: %d batches of this epoch are read once more. Give it (or its data "
+            "set, with num_workers=0) state_dict and load_state_dict, or use torchdata's StatefulDataLoader.",
+            name,
+            number,
+        )
+        samples = 0
+        for again in range(number):
+            batch = self._next(key, again)
+            if batch is _END:
+                raise DataError(self._misread(number, f"but now it has only {again}"))
+            samples += self._count(batch)
+        if samples != state["samples"]:
+            raise DataError(
+                self._misread(number, f"which held {state['samples']} samples, but they now hold {samples}")
+            )
+
+    def _misread(self, number: int, what: str) -> str:
+        return (
+            f"this run goes on in the middle of an epoch of {type(self._loader).__name__}, which has no state_dict to "
+            f"go on from: its first {number} batches are to be read once more, {what}. Samples would be left out or "
+            "come twice. Give it the batch_size, the num_workers and the data that it had, resume from a checkpoint of "
+            "an epoch's end, or start a new run from this one with resume_parts without data, whose epoch begins anew. "
+            "A state_dict and load_state_dict on the data set would let it go on."
+        )
 
     def _rest(self, epoch: int, position: Position, may_end_at_once: bool) -> Iterator[Item]:
         key = position.key(epoch)
@@ -88,8 +120,10 @@ class StreamReader:
             self._begin(epoch, position)  # it was cut exactly where the data ends, or its end was loaded just now
             batch = self._next(key, self._read)
         while batch is not _END:
+            samples = self._count(batch)
             self._read += 1
-            yield Item(batch, self._count(batch))
+            self._samples += samples
+            yield Item(batch, samples)
             batch = self._next(key, self._read)
 
     def _begin(self, epoch: int, position: Position) -> None:
@@ -121,6 +155,7 @@ class StreamReader:
     def state(self) -> dict[str, Any]:
         """Where the reader stands, as plain data and tensors."""
         state: dict[str, Any] = {"kind": "stream", "read": self._read, "exhausted": self._exhausted}
+        state |= {"samples": self._samples, "cut": self.cut}
         if self._stateful is not None:  # a copy: it may be made of what the next batch changes
             state["loader"] = deepcopy(self._stateful.state_dict())
         return state
@@ -135,7 +170,7 @@ class StreamReader:
     def go_to(self, state: dict[str, Any]) -> bool:
         """Bring the loader to where a state says it stood. Returns whether it could be."""
         if "exhausted" in state:
-            self._read, self._exhausted = state["read"], state["exhausted"]
+            self._read, self._samples, self._exhausted = state["read"], state["samples"], state["exhausted"]
         if self._stateful is None or "loader" not in state:
             return False
         if state is not self._stands_at:
@@ -152,6 +187,7 @@ class StreamReader:
 
 
 _END = object()
+_CUTTING = ("batch_size", "num_workers", "drop_last")
 
 
 def _stateful_part(loader: Any) -> Any:

@@ -8,7 +8,7 @@ same list, and a resumed one skips what was consumed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, final
@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from lumen.data.feed import Position, count_steps
+from lumen.data.feed import START, Position, count_steps
+from lumen.data.identity import known_length
 from lumen.data.keyed import Draw
 from lumen.data.order import LARGE, cut_steps, epoch_order
 from lumen.errors import DataError
@@ -37,12 +38,20 @@ class Order(ABC):
     is_known = False
 
     @abstractmethod
+    def measure(self, position: Position = START) -> None:
+        """Take the length anew, as of an epoch that is read from a position on."""
+
+    @abstractmethod
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
         """The draws of each optimizer step from a position on, and the state after it.
 
         Raises:
             DataError: The position belongs to another order.
         """
+
+    @abstractmethod
+    def cut(self) -> dict[str, int | None]:
+        """See `Feed.cut`."""
 
     @abstractmethod
     def count(self, limit: int | None) -> int | None:
@@ -53,8 +62,10 @@ class Order(ABC):
 class PlainOrder(Order):
     """Each sample once: in the data set's order, or shuffled by (seed, epoch).
 
+    An epoch has the samples that the data set has when it begins, also for a run that goes on in its middle.
+
     Args:
-        samples: Of the data set.
+        dataset: Has a length, which may be another one in every epoch.
         seed: Of the order.
         shuffle: Or in the data set's order.
         batch_size: Samples of a micro-batch.
@@ -65,15 +76,27 @@ class PlainOrder(Order):
     is_known = True
 
     def __init__(
-        self, samples: int, seed: int, *, shuffle: bool, batch_size: int, step_size: int, drop_last: bool
+        self, dataset: Sized, seed: int, *, shuffle: bool, batch_size: int, step_size: int, drop_last: bool
     ) -> None:
-        self._samples, self._seed, self._shuffle = samples, seed, shuffle
+        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
         self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
         self._per_step = -(-step_size // batch_size)
-        self.length = _batches(samples, batch_size, step_size, drop_last=drop_last)
+        self.measure()
+
+    def measure(self, position: Position = START) -> None:
+        """See `Order.measure`."""
+        here = len(self._dataset)
+        self._samples = position.state_of("data set").get("samples", here) if position.samples else here
+        if here < self._samples:
+            raise DataError(
+                f"this run goes on in the middle of an epoch of {self._samples} samples, but the "
+                f"{type(self._dataset).__name__} now has {here}. Give it the data it had."
+            )
+        self.length = _batches(self._samples, self._batch_size, self._step_size, drop_last=self._drop_last)
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
         """See `Order.steps`."""
+        self.measure(position)
         how = "in order" if not self._shuffle else "in pieces" if self._samples > LARGE else "at once"
         state = {"kind": "data set", "samples": self._samples, "shuffled": how, "seed": self._seed}
         if position.samples and position.state_of("data set") not in ({}, state):
@@ -99,6 +122,10 @@ class PlainOrder(Order):
             if draws:
                 yield draws, state
 
+    def cut(self) -> dict[str, int | None]:
+        """See `Order.cut`."""
+        return {"batch_size": self._batch_size, "global_batch_size": self._step_size}
+
     def count(self, limit: int | None) -> int | None:
         """See `Order.count`."""
         return count_steps(self.length, limit, self._per_step)
@@ -120,8 +147,12 @@ class SampledOrder(Order):
         self._sampler, self._seed = sampler, seed
         self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
         self._per_step = -(-step_size // batch_size)
-        samples = known_length(sampler)
-        self.length = None if samples is None else _batches(samples, batch_size, step_size, drop_last=drop_last)
+        self.measure()
+
+    def measure(self, position: Position = START) -> None:
+        """See `Order.measure`."""
+        samples, cut = known_length(self._sampler), (self._batch_size, self._step_size)
+        self.length = None if samples is None else _batches(samples, *cut, drop_last=self._drop_last)
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
         """See `Order.steps`."""
@@ -139,6 +170,10 @@ class SampledOrder(Order):
                 draws.append(Draw(position.key(epoch), start, indices, by_place=True))
                 start += len(indices)
             yield draws, stream.state()
+
+    def cut(self) -> dict[str, int | None]:
+        """See `Order.cut`."""
+        return {"batch_size": self._batch_size, "global_batch_size": self._step_size}
 
     def count(self, limit: int | None) -> int | None:
         """See `Order.count`."""
@@ -158,7 +193,11 @@ class BatchedOrder(Order):
 
     def __init__(self, sampler: Any, seed: int, accumulate: int, *, single: bool = False) -> None:
         self._sampler, self._seed, self._accumulate, self._single = sampler, seed, accumulate, single
-        self.length = known_length(sampler)
+        self.measure()
+
+    def measure(self, position: Position = START) -> None:
+        """See `Order.measure`."""
+        self.length = known_length(self._sampler)
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
         """See `Order.steps`."""
@@ -172,6 +211,10 @@ class BatchedOrder(Order):
                 draws.append(Draw(position.key(epoch), start, indices, by_place=True))
                 start += len(indices)
             yield draws, stream.state()
+
+    def cut(self) -> dict[str, int | None]:
+        """See `Order.cut`."""
+        return {"batches of a step": self._accumulate}
 
     def count(self, limit: int | None) -> int | None:
         """See `Order.count`."""
@@ -189,14 +232,6 @@ def _batches(samples: int, batch_size: int, step_size: int, *, drop_last: bool) 
     """Micro-batches of an epoch."""
     steps, rest = divmod(samples, step_size)
     return steps * -(-step_size // batch_size) + (rest // batch_size if drop_last else -(-rest // batch_size))
-
-
-def known_length(thing: Any) -> int | None:
-    """What `len` says, or None where it says nothing."""
-    try:
-        return len(thing)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def parts_of(loader: Any) -> Iterator[Any]:

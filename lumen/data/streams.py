@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 from lumen.console import logger as _log
 from lumen.data.agreement import check_same, digest, lend
-from lumen.data.feed import Feed, Position, Step, count_steps, read_ahead
+from lumen.data.feed import START, Feed, Position, Step, count_steps, read_ahead
+from lumen.data.identity import known_length
 from lumen.data.reader import StreamReader
-from lumen.data.samplers import known_length
 from lumen.data.windows import Dealt, Item, Shard, Window
 from lumen.errors import DataError
 
@@ -35,7 +35,20 @@ class StreamFeed(Feed):
         self._shard = shard
         self._rewinds = rewinds
         self._reader = StreamReader(loader, seed, rewinds=rewinds)
-        self.length = known_length(loader)
+        self._loader = loader
+        self.measure()
+
+    def measure(self, position: Position = START) -> None:
+        """See `Feed.measure`."""
+        self.length = known_length(self._loader)
+
+    def identity(self) -> list[str | None]:
+        """See `Feed.identity`."""
+        return [None]
+
+    def cut(self) -> dict[str, int | None]:
+        """See `Feed.cut`."""
+        return {"batch_size": self._reader.cut.get("batch_size"), "batches of a step": self._accumulate}
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
         """See `Feed.windows`."""
@@ -124,6 +137,17 @@ class ShardedStreamFeed(Feed):
         self._have_read: set[int] = set()  # processes that have such a one
         lengths = shard.gather(known_length(loader))
         self.length = None if None in lengths else sum(lengths)
+
+    def measure(self, position: Position = START) -> None:
+        """See `Feed.measure`. It stays: only together could the processes tell another one."""
+
+    def identity(self) -> list[str | None]:
+        """See `Feed.identity`."""
+        return [None]
+
+    def cut(self) -> dict[str, int | None]:
+        """See `Feed.cut`."""
+        return {"batch_size": self._reader.cut.get("batch_size"), "batches of a step": self._accumulate}
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
         """See `Feed.windows`."""

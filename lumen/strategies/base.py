@@ -84,6 +84,11 @@ class Strategy(ABC):
         """Where parameters are between steps."""
         return self.device
 
+    @property
+    def numerics(self) -> dict[str, str | bool | None]:
+        """Its settings that change what is computed, where they are not the default; by their names."""
+        return {}
+
     def connect(self) -> None:
         """Open the process groups, unless that is done. Collective: every rank must call this. Before `setup`."""
 

@@ -82,6 +82,11 @@ class DDP(Strategy):
         self._had_news = False
         self._news = 0
 
+    @property
+    def numerics(self) -> dict[str, str | bool | None]:
+        """See `Strategy.numerics`."""
+        return {"gradient_compression": self._compression, "broadcast_buffers": self._broadcast_buffers and None}
+
     def connect(self) -> None:
         """See `Strategy.connect`."""
         self.processes.connect(self.device, timeout_s=self.timeout_s, startup_timeout_s=self.startup_timeout_s)

@@ -136,6 +136,16 @@ class FSDP(Strategy):
         """Even alone: gradients reach the parameters in the last backward of a step."""
         return True
 
+    @property
+    def numerics(self) -> dict[str, str | bool | None]:
+        """See `Strategy.numerics`."""
+        dtypes = {
+            "param_dtype": self._policy.param_dtype, "reduce_dtype": self._policy.reduce_dtype,
+            "output_dtype": self._output_dtype, "buffer_dtype": self._buffer_dtype,
+        }  # fmt: skip
+        names: dict[str, str | bool | None] = {name: str(dtype) for name, dtype in dtypes.items() if dtype is not None}
+        return names | {"broadcast_buffers": self._broadcast_buffers and None}
+
     def connect(self) -> None:
         """Open the process groups and lay out the grid: `shard`, or `replicate` x `shard`.
 
