@@ -117,11 +117,9 @@ class CombinedFeed(Feed):
 
     def cut(self) -> dict[str, int | None]:
         """See `Feed.cut`."""
-        sizes = {f"batch_size of loader {name}": feed.cut().get("batch_size") for name, feed in self._named()}
+        parts = zip(self._places, self._feeds, strict=True)
+        sizes = {f"batch_size of {'.'.join(map(str, place))}": feed.cut().get("batch_size") for place, feed in parts}
         return {"batches of a step": self._accumulate} | sizes
-
-    def _named(self) -> Iterator[tuple[str, Feed]]:
-        return zip(self._names or map(str, range(len(self._feeds))), self._feeds, strict=True)
 
     def _length(self) -> int | None:
         lengths = [feed.length for feed in self._feeds]
