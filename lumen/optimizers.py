@@ -140,7 +140,8 @@ def build_optimizers(
             f"{type(optimizer).__name__} evaluates the loss several times in one step, which a gradient scaler cannot "
             "follow: no scaled step can be skipped halfway. Use precision: bf16 or fp32."
         )
-    _check_parameters(task, optimizer)
+    check_held(task, optimizer)
+    _warn_of_left_out(task, optimizer)
     configs = _paired([config for given in schedulers for config in _configs(given)])
     for config in configs:
         moved = getattr(config.scheduler, "optimizer", optimizer)
@@ -253,14 +254,26 @@ def _paired(configs: list[SchedulerConfig]) -> list[SchedulerConfig]:
     return configs
 
 
-def _check_parameters(task: nn.Module, optimizer: Optimizer) -> None:
-    own = {id(parameter) for parameter in task.parameters()}
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if strangers := len(held - own):
+def check_held(task: nn.Module, optimizer: Optimizer) -> None:
+    """Check that an optimizer holds the task's parameters alone.
+
+    Raises:
+        ConfigError: Others would be neither saved nor, on several processes, trained alike.
+    """
+    if strangers := len(_held(optimizer) - {id(parameter) for parameter in task.parameters()}):
         raise ConfigError(
             f"the optimizer holds {strangers} parameters that are not the task's. Build it in configure_optimizers, "
-            "from self.parameters(), so that it sees the parameters that are trained."
+            "from self.parameters(), so that it sees the parameters that are trained; what a hook adds to it has to be "
+            "an attribute of the task, or of a module in it."
         )
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _warn_of_left_out(task: nn.Module, optimizer: Optimizer) -> None:
+    held = _held(optimizer)
     left_out = [name for name, each in task.named_parameters() if each.requires_grad and id(each) not in held]
     if left_out:
         _log.warning(

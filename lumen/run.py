@@ -20,7 +20,7 @@ from lumen.hooks import Hooks, overrides, step_arguments
 from lumen.losses import LossCheck
 from lumen.metric_objects import Gather, share_metrics, unshare_metrics
 from lumen.metrics import StageMetrics, StepRow
-from lumen.optimizers import SchedulerConfig
+from lumen.optimizers import SchedulerConfig, check_held
 from lumen.plan import Plan
 from lumen.precision import Precision
 from lumen.pulse import Pulse
@@ -130,7 +130,8 @@ class Run:
         self.progress = Progress()
         self.optimizer: Optimizer  # once `fit` has built it
         self.needs_closure = False  # it evaluates a step's loss several times
-        self.parameters: list[torch.nn.Parameter] = []
+        self._held = 0  # parameters of the optimizer that are known to be the task's
+        self.built_groups: list[list[str]] = []  # names of the parameters in its groups, when it was built
         self.schedulers: list[SchedulerConfig] = []
         self.configured: dict[str, Any] = {}  # what their settings were when they were built
         self.built: dict[str, list[str]] = {}  # what was frozen and in eval mode then
@@ -233,8 +234,22 @@ class Run:
         self.progress.micro_batches = number + 1
         self.batch_samples = micro.samples
 
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What the optimizer moves now: hooks may add to its groups at any time."""
+        held: list[torch.nn.Parameter] = []
+        for group in self.optimizer.param_groups:
+            held += group["params"]
+        return held
+
     def zero_grad(self) -> None:
-        """Drop the gradients of the step before."""
+        """Drop the gradients of the step before, once it is sure that the optimizer moves the task alone."""
+        held = 0
+        for group in self.optimizer.param_groups:
+            held += len(group["params"])
+        if held != self._held:
+            check_held(self.task, self.optimizer)
+            self._held = held
         if getattr(self.optimizer.zero_grad, "__func__", None) is not _ZERO_GRAD:
             self.optimizer.zero_grad(set_to_none=True)
             return

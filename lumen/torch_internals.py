@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from importlib import import_module
 from types import FunctionType
 from typing import Any, Literal
@@ -164,6 +165,18 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
 def has_stepped(optimizer: Any) -> None:
     """Tell a resumed optimizer, or torch would miss its step before the schedule's and warn."""
     optimizer._opt_called = True
+
+
+def has_state_dict_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody has registered a hook that changes what an optimizer saves or loads."""
+    kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    return any(getattr(optimizer, f"_optimizer_{kind}_hooks", None) for kind in kinds)
+
+
+@cache
+def attributes_of_all_optimizers() -> frozenset[str]:
+    """Attributes that every optimizer of torch has, and those that schedules set."""
+    return frozenset(vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))) | {"step", "_opt_called"}
 
 
 need("Lumen", LRScheduler, "_update_lr")

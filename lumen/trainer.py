@@ -27,6 +27,7 @@ from lumen.checkpoint import (
     check_savable,
     compare,
     configured,
+    groups_of,
     load_run,
     modes_of,
 )
@@ -305,7 +306,7 @@ class Trainer(RunView):
                 )
             run.needs_closure = needs_closure(run.optimizer)
             self.strategy.check_optimizer(run.optimizer)
-            run.parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+            run.built_groups = groups_of(task, run.optimizer)
             run.configured, run.built = configured(run), modes_of(task)
             if checkpoint is not None:
                 continue_records = self.origin.stays and self.is_global_zero

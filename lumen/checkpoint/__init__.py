@@ -18,14 +18,16 @@ and the manifest, uploaded last, is the commit. Nothing is ever overwritten or u
 Each process writes its share: the part that it holds of what is cut up, and some of what all hold alike.
 
 The modules, each using only those before it: `codec`, `remote`, `disk`, `manifest`, `safetensors_files`, `sharded`,
-`reader`, `placed`, `folder`, `sources`, `weights`, `share`, `writer`, `changes`, `owners`, `ranks`, `state`,
-`snapshot`, `saves`, `parts`, `comparison`, `resume`; for the command line `listing` and `export`.
+`reader`, `placed`, `optimizer_parts`, `optimizer_state`, `folder`, `sources`, `weights`, `share`, `writer`, `changes`,
+`owners`, `ranks`, `state`, `snapshot`, `saves`, `parts`, `comparison`, `resume`; for the command line `listing` and
+`export`.
 """
 
 from lumen.checkpoint.changes import changed_hyperparameters, configured, modes_of
 from lumen.checkpoint.comparison import compare
 from lumen.checkpoint.disk import check_writable
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
+from lumen.checkpoint.optimizer_state import groups_of
 from lumen.checkpoint.parts import PARTS, Part, choose_parts
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import as_place
@@ -52,6 +54,7 @@ __all__ = [
     "configured",
     "find_checkpoint",
     "find_checkpoints",
+    "groups_of",
     "is_weights",
     "load_model_and_data",
     "load_run",

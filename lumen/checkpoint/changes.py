@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lumen.checkpoint.codec import decode, encode
+from lumen.checkpoint.optimizer_parts import attributes_of
 from lumen.checkpoint.reader import Checkpoint
 from lumen.errors import CheckpointError
 from lumen.plan import Plan
@@ -31,6 +32,8 @@ def configured(run: Run) -> dict[str, Setting]:
         follows = ("lr",) if "initial_lr" in group else ()  # a scheduler has moved it by now
         own = {key: value for key, value in group.items() if key not in (*HOW_TO_STEP, *follows)}
         found |= settings(f"groups[{number}]", own)
+    for place, attributes in attributes_of(run.task, run.optimizer).items():
+        found |= settings(f"optimizer{place and '.'}{place}", attributes)
     for number, config in enumerate(run.schedulers):
         state = dict(config.scheduler.state_dict()) if hasattr(config.scheduler, "state_dict") else {}
         found[f"schedulers[{number}]"] = config.describe(run.optimizer)

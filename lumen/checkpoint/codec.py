@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import nn
 
 from lumen.errors import CheckpointDamaged, CheckpointError
 
@@ -81,7 +82,7 @@ def _encode(value: Any, tensors: Tensors, where: str, above: tuple[int, ...]) ->
         tag, text = _LEAVES[kind]
         return {tag: text(value)}
     if isinstance(value, torch.Tensor):
-        return {"$tensor": _collect(value.detach(), tensors, where)}
+        return {_tensor_tag(value): _collect(value.detach(), tensors, where)}
     if kind is np.ndarray:
         return {"$array": _collect(_array_as_tensor(value, where), tensors, where)}
     raise _refusal(value, where)
@@ -117,6 +118,12 @@ def _python_scalar(value: Any) -> Any:
         return value
     scalar = value.item()
     return value if isinstance(scalar, np.longdouble) else scalar
+
+
+def _tensor_tag(tensor: torch.Tensor) -> str:
+    if isinstance(tensor, nn.Parameter):
+        return "$parameter" if tensor.requires_grad else "$frozen_parameter"
+    return "$leaf" if tensor.requires_grad and tensor.is_leaf else "$tensor"
 
 
 def _array_as_tensor(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
@@ -203,5 +210,8 @@ _DECODERS: dict[str, Callable[[JSON, Mapping[str, torch.Tensor]], Any]] = {
     "$frozenset": lambda items, tensors: frozenset(_decode_items(items, tensors)),
     "$dict": lambda pairs, tensors: dict(_decode_items(pairs, tensors)),
     "$tensor": lambda name, tensors: tensors[name],
+    "$leaf": lambda name, tensors: tensors[name].requires_grad_(),
+    "$parameter": lambda name, tensors: nn.Parameter(tensors[name]),
+    "$frozen_parameter": lambda name, tensors: nn.Parameter(tensors[name], requires_grad=False),
     "$array": lambda name, tensors: tensors[name].cpu().numpy(),
 }

@@ -53,6 +53,14 @@ def _of_one_shape(checkpoint: Checkpoint) -> set[str]:
     return {key for key in shapes if len(shapes[key]) == 1 < len(owners[key])}
 
 
+def read_beside(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor) -> torch.Tensor | None:
+    """A tensor of a section as it lay beside parameters that were cut up; None: it did not, or they are not now."""
+    were_sharded = _sharded(checkpoint, section) or {}
+    if name not in were_sharded or not is_sharded(like):
+        return None
+    return _read_like(checkpoint, section, name, like, copied=not were_sharded[name])
+
+
 def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
     """The section "extra": tensors in the states of callbacks, modules, the task and the data module.
 

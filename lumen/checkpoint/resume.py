@@ -16,13 +16,14 @@ from torch import nn
 from lumen.checkpoint.changes import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
 from lumen.checkpoint.codec import decode
 from lumen.checkpoint.comparison import compare_modes, listed
+from lumen.checkpoint.optimizer_parts import kind_of
+from lumen.checkpoint.optimizer_state import groups_of, load_optimizer_states, load_rest, regroup
 from lumen.checkpoint.owners import key_of, load_states
 from lumen.checkpoint.parts import Part, without
-from lumen.checkpoint.placed import extra_of, states_of
+from lumen.checkpoint.placed import extra_of
 from lumen.checkpoint.ranks import load_values
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.sources import find_named
-from lumen.checkpoint.state import kind_of, parameter_names
 from lumen.checkpoint.weights import load_model
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch, ConfigError
@@ -98,8 +99,12 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue
         load_states(run.callbacks, state["callbacks"], checkpoint.path)
     if "optimizer" in parts:
         run.precision.load_state_dict(state["precision"])
+        if "progress" in parts:
+            regroup(run.task, run.optimizer, checkpoint)
         _load_optimizer(run, checkpoint)
     _load_groups(run, checkpoint, parts, state["configured"])
+    if "optimizer" in parts:
+        load_rest(run.task, run.optimizer, checkpoint)
     if "schedulers" in parts:
         _load_schedulers(run, checkpoint, state, exact="optimizer" in parts)
     else:
@@ -126,10 +131,8 @@ def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
 
 
 def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
-    saved = checkpoint.state["optimizer"]
-    optimizer, names = run.optimizer, parameter_names(run.task)
-    parameters = dict(run.task.named_parameters())
-    groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    saved, optimizer = checkpoint.state["optimizer"], run.optimizer
+    groups = groups_of(run.task, optimizer)
     if saved["class"] != kind_of(optimizer) or [group["params"] for group in saved["groups"]] != groups:
         there, here = {name for group in saved["groups"] for name in group["params"]}, set(chain(*groups))
         raise CheckpointMismatch(
@@ -139,17 +142,8 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
             "Resume with the optimizer and the parameter groups it was saved with, or "
             f"{without(checkpoint, 'optimizer', *(['schedulers'] if len(groups) != len(saved['groups']) else []))}."
         )
-    _check_parameters(parameters, checkpoint)
-    optimizer.state.clear()
-    moving = [group for group in optimizer.param_groups if True in (group.get("fused"), group.get("capturable"))]
-    moves_with_it = {parameter for group in moving for parameter in group["params"]}
-    state_of = states_of(checkpoint)
-    for name, entries in saved["state"].items():
-        parameter = parameters[name]
-        tensors = state_of(name, parameter)
-        optimizer.state[parameter] = {key: decode(value, tensors) for key, value in entries.items()}
-        if "step" in entries and parameter not in moves_with_it:  # it counts on the host
-            optimizer.state[parameter]["step"] = decode(entries["step"], checkpoint.tensors("optimizer"))
+    _check_parameters(dict(run.task.named_parameters()), checkpoint)
+    load_optimizer_states(run.task, optimizer, checkpoint)
 
 
 def _named(where: str, names: Collection[str]) -> str:

@@ -8,18 +8,17 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lumen.checkpoint.changes import data_read, modes_of, trainer_settings
 from lumen.checkpoint.codec import JSON, Tensors, encode
+from lumen.checkpoint.optimizer_state import capture_optimizer, parameter_names
 from lumen.checkpoint.owners import states_of
 from lumen.checkpoint.ranks import own_values
-from lumen.checkpoint.sharded import is_cut, is_sharded, own_part
+from lumen.checkpoint.sharded import is_cut, is_sharded
 from lumen.checkpoint.share import check_tensors
 from lumen.checkpoint.weights import model_tensors
-from lumen.errors import CheckpointError, NonFiniteLoss
+from lumen.errors import NonFiniteLoss
 from lumen.hyperparameters import HasHyperparameters
-from lumen.optim import MultiOptimizer
 from lumen.run import Run
 from lumen.strategies.processes import Processes
 
@@ -34,11 +33,6 @@ def _extra_state(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if type(module).get_extra_state is not default
     }
-
-
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Names of parameters by their id."""
-    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 # ---------------------------------------------------------------------- saving
@@ -96,42 +90,7 @@ def _sharded(tensors: Tensors) -> dict[str, bool]:
 
 
 def _capture_optimizer(run: Run, tensors: Tensors) -> dict[str, Any]:
-    """State per parameter by its name; absent state stays absent."""
-    names = parameter_names(run.task)
-    groups = [
-        {key: encode(value, tensors, f"group {number}.{key}") for key, value in group.items() if key != "params"}
-        | {"params": [names[id(parameter)] for parameter in group["params"]]}
-        for number, group in enumerate(run.optimizer.param_groups)
-    ]
-    state = {
-        names[id(parameter)]: {
-            key: encode(value, tensors, f"{names[id(parameter)]}.{key}") for key, value in entries.items()
-        }
-        for parameter, entries in run.optimizer.state.items()
-    }
-    for parameter, entries in run.optimizer.state.items():
-        for key, value in entries.items():
-            if _is_part(value, parameter):
-                raise CheckpointError(
-                    f"{type(run.optimizer).__name__} keeps {key!r} of {names[id(parameter)]} as this process's part "
-                    "alone, so that nobody knows what it is a part of. Make it with torch.zeros_like(parameter), or as "
-                    "another DTensor."
-                )
-    return {"class": kind_of(run.optimizer), "groups": groups, "state": state}
-
-
-def _is_part(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether this is a plain tensor beside a parameter that is cut up, as large as what this process holds of it."""
-    if not (is_sharded(parameter) and isinstance(value, torch.Tensor)) or is_sharded(value) or value.numel() <= 1:
-        return False
-    return value.shape == own_part(parameter).shape != parameter.shape
-
-
-def kind_of(optimizer: Optimizer) -> str:
-    """The class of an optimizer, with those of the ones inside it."""
-    inside = optimizer.optimizers if isinstance(optimizer, MultiOptimizer) else [getattr(optimizer, "optimizer", None)]
-    kinds = ", ".join(kind_of(each) for each in inside if isinstance(each, Optimizer))
-    return type(optimizer).__qualname__ + (f"({kinds})" if kinds else "")
+    return capture_optimizer(run.task, run.optimizer, run.built_groups, tensors)
 
 
 def check_savable(run: Run) -> None:

@@ -47,13 +47,14 @@ class Lookahead(Optimizer):
             )
         self.optimizer, self.k, self.alpha = optimizer, k, alpha
         super().__init__(optimizer.param_groups, optimizer.defaults | {"lookahead_step": 0})
-        self._share()
+        self.share()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: torch's leaves out what it does not know."""
         return super().__getstate__() | {"optimizer": self.optimizer, "k": self.k, "alpha": self.alpha}
 
-    def _share(self) -> None:
+    def share(self) -> None:
+        """Hold what the optimizer inside holds, after that has loaded or replaced it."""
         self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
 
     @torch.no_grad()
@@ -76,7 +77,7 @@ class Lookahead(Optimizer):
         for parameter, start in starts.items():  # only now: optimizers take an empty state for a new parameter
             self.state[parameter]["slow"] = start
         for group in self.param_groups:
-            group["lookahead_step"] = (group["lookahead_step"] + 1) % self.k
+            group["lookahead_step"] = (group.get("lookahead_step", 0) + 1) % self.k  # it may be new
             if group["lookahead_step"] == 0:
                 for parameter in group["params"]:
                     if (slow := self.state.get(parameter, {}).get("slow")) is not None:
@@ -86,4 +87,4 @@ class Lookahead(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.optimizer.load_state_dict(state_dict)
-        self._share()
+        self.share()

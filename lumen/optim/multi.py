@@ -99,6 +99,10 @@ class MultiOptimizer(Optimizer):
             numbers = set(chain(*(group["params"] for group in mine)))
             state = {number: each for number, each in state_dict["state"].items() if number in numbers}
             optimizer.load_state_dict({"state": state, "param_groups": mine})
+        self.share()
+
+    def share(self) -> None:
+        """Hold the groups of the optimizers inside, after these have loaded or replaced them."""
         self.param_groups[:] = _groups(self.optimizers)
 
 
@@ -126,13 +130,14 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         del self._owners[parameter].state[parameter]
 
     def __contains__(self, parameter: object) -> bool:
-        return any(parameter in optimizer.state for optimizer in self._optimizers)
+        return parameter in self._owners and parameter in self._owners[parameter].state
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return chain(*(optimizer.state for optimizer in self._optimizers))
+        keys = chain(*(optimizer.state for optimizer in self._optimizers))
+        return (key for key in keys if key in self._owners)  # what is of none of them is the optimizer's own
 
     def __len__(self) -> int:
-        return sum(len(optimizer.state) for optimizer in self._optimizers)
+        return sum(1 for _ in self)
 
     def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
         """An entry, or what is given for one that is absent."""

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lumen.errors import ConfigError, TrainingError
+from lumen.strategies.additions import Additions
 from lumen.strategies.base import Strategy
 from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.strategies.steps import Steps
@@ -77,6 +78,8 @@ class DDP(Strategy):
         self._ddp: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
+        self._frozen: list[nn.Parameter] = []
+        self._additions: Additions | None = None
         self._buffers: list[dict[str, torch.Tensor | None]] = []
         self._flag: nn.Parameter | None = None
         self._had_news = False
@@ -97,11 +100,13 @@ class DDP(Strategy):
         self.sync_buffers(self._task)
         self._had_news, self._news = False, 0
         self._wrap()
+        self._additions = Additions()
 
     def _wrap(self) -> None:
         assert self._task is not None
         self._parameters = list(self._task.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
         self._buffers = [own_buffers(module) for module in self._task.modules()]
         self._unwrap()
         self._flag = self._make_flag()
@@ -151,12 +156,21 @@ class DDP(Strategy):
             self._ddp = None
 
     def begin_step(self) -> None:
-        """Wrap the task anew where parameters have been frozen or unfrozen since: torch's wrapper would not notice."""
+        """Wrap the task anew where parameters were frozen, unfrozen or added: torch's wrapper would not notice."""
         assert self._task is not None
         if self._broadcast_buffers and any(self._buffers):
             self.sync_buffers(self._task)
-        if self._trained != [parameter.requires_grad for parameter in self._parameters]:
+        if self._trained != [parameter.requires_grad for parameter in self._parameters] or self._finds_others():
             self._wrap()
+
+    def _finds_others(self) -> bool:
+        """Whether the task has other parameters than were wrapped."""
+        assert self._task is not None
+        assert self._additions is not None
+        if not self._additions.noticed:
+            return False
+        self._additions.noticed = False
+        return [*map(id, self._task.parameters())] != [*map(id, self._parameters)]
 
     @property
     def communicates(self) -> bool:
@@ -231,8 +245,9 @@ class DDP(Strategy):
         """Find parameters without a gradient now: the other ranks, if they have one, wait for this one.
 
         Raises:
-            TrainingError: Names them.
+            TrainingError: Names them, or those whose gradients have not been summed.
         """
+        self._refuse_unsummed()
         if self._ddp is None or self._options["static_graph"]:
             return
         try:
@@ -241,6 +256,21 @@ class DDP(Strategy):
             if "finished reduction" not in str(error):
                 raise
             raise TrainingError(self._name_unused(str(error))) from error
+
+    def _refuse_unsummed(self) -> None:
+        """Find parameters that began to be trained in the middle of the step, when it was wrapped already."""
+        assert self._task is not None
+        assert self._additions is not None
+        if not (self._additions.noticed or any(parameter.requires_grad for parameter in self._frozen)):
+            return
+        known = {id(each) for each, trained in zip(self._parameters, self._trained, strict=True) if trained}
+        late = [name for name, each in self._task.named_parameters() if each.requires_grad and id(each) not in known]
+        if late and self.world_size > 1:
+            raise TrainingError(
+                f"{', '.join(late[:8])}{', ...' if len(late) > 8 else ''} began to be trained in the middle of a step, "
+                "when the processes had agreed on whose gradients they sum. Unfreeze and add parameters between steps: "
+                "in on_train_epoch_start, on_train_batch_end or on_before_zero_grad."
+            )
 
     def _name_unused(self, message: str) -> str:
         assert self._task is not None
@@ -280,7 +310,10 @@ class DDP(Strategy):
         """Leave the task as it is, without the wrapper."""
         self._unwrap()
         self._task = None
-        self._parameters, self._buffers = [], []
+        self._parameters, self._frozen, self._buffers = [], [], []
+        if self._additions is not None:
+            self._additions.close()
+            self._additions = None
 
 
 def _to_bf16(state: Any, bucket: Any) -> Any:

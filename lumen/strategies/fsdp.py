@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lumen.errors import ConfigError, TrainingError
 from lumen.optim import needs_closure
+from lumen.strategies.additions import Additions
 from lumen.strategies.base import Strategy
 from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.strategies.sharding import ShardedTask
@@ -120,6 +121,7 @@ class FSDP(Strategy):
         self._task: nn.Module
         self._sharded: ShardedTask
         self._is_idle = False
+        self._additions: Additions | None = None
 
     @property
     def parameter_device(self) -> torch.device:
@@ -194,7 +196,7 @@ class FSDP(Strategy):
             )
         else:
             sharded.reset()
-        self._sharded = sharded
+        self._sharded, self._additions = sharded, Additions()
         self.evaluation_stands_in = self.device_mesh.size(-1) > 1 and not self._unshards()
 
     def _cut_up(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
@@ -222,10 +224,27 @@ class FSDP(Strategy):
             )
 
     def begin_step(self) -> None:
-        """See `broadcast_buffers`; and take notice of parameters that were frozen or unfrozen."""
+        """See `broadcast_buffers`; and take notice of parameters that were frozen or unfrozen.
+
+        Raises:
+            TrainingError: Some were added.
+        """
+        assert self._additions is not None
+        if self._additions.noticed:
+            self._additions.noticed = False
+            self._refuse_added()
         self._sharded.look_again()
         if self._broadcast_buffers:
             self.sync_buffers(self._task)
+
+    def _refuse_added(self) -> None:
+        """Whatever is not cut up has come since, and nobody sums its gradients."""
+        added = [name for name, each in self._task.named_parameters() if not isinstance(each, DTensor)]
+        if added:
+            raise TrainingError(
+                f"FSDP: {', '.join(added[:8])}{', ...' if len(added) > 8 else ''} came after the parameters were cut "
+                "up. Build them in __init__ or configure_model, frozen until they are needed, or use strategy: ddp."
+            )
 
     def call(self, step: str, *args: Any) -> Any:
         """Run a step with what it needs gathered."""
@@ -325,6 +344,9 @@ class FSDP(Strategy):
 
     def teardown(self) -> None:
         """Leave the task cut up: the next stage takes it as it is."""
+        if self._additions is not None:
+            self._additions.close()
+            self._additions = None
 
 
 def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ class ShardedTask:
         self.arrived: set[str] = set()
         self.is_watched = mesh.size() > 1
         self._in_forward = False
-        self._versions: dict[str, tuple[nn.Parameter, int]] = {}  # of whole parameters, when they became so
+        self._versions: dict[str, tuple[nn.Parameter, int, bool]] = {}  # of whole parameters, when they became so
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._hooked: set[int] = set()
         self._reshards = reshard
@@ -120,18 +120,25 @@ class ShardedTask:
         unit.register_forward_pre_hook(_not_compiled(before))  # after fully_shard's own, when its parameters are whole
 
     def _note(self, name: str, whole: nn.Parameter) -> None:
-        """A parameter is whole: from now on a write to it would be lost."""
+        """A parameter is whole: from now on a write to it would be lost, and whether it is trained."""
         if not isinstance(whole, DTensor):
-            self._versions.setdefault(name, (whole, writes_to(whole)))
+            self._versions.setdefault(name, (whole, writes_to(whole), whole.requires_grad))
 
     def refuse_writes(self) -> None:
-        """Find out whether somebody wrote parameters while they were whole.
+        """Find out whether somebody wrote parameters while they were whole, or froze or unfroze them.
 
         Raises:
             TrainingError: Names them.
         """
-        written = [name for name, (whole, version) in self._versions.items() if writes_to(whole) != version]
+        written = [name for name, (whole, version, _) in self._versions.items() if writes_to(whole) != version]
+        moved = [name for name, (whole, _, trained) in self._versions.items() if whole.requires_grad != trained]
         self._versions.clear()
+        if moved:
+            raise TrainingError(
+                f"FSDP: {', '.join(moved[:8])}{', ...' if len(moved) > 8 else ''} was frozen or unfrozen in a step or "
+                "a hook in which it was gathered, and what was gathered is thrown away. Do it between steps: in "
+                "on_train_epoch_start, on_train_batch_end or on_before_zero_grad."
+            )
         if written:
             raise TrainingError(
                 f"FSDP: {', '.join(written[:8])}{', ...' if len(written) > 8 else ''} was written in a step or a hook "

@@ -1,0 +1,284 @@
+"""The state of an optimizer by names of parameters, with whatever it keeps elsewhere, and how it gets back.
+
+What torch knows of, `state` and `param_groups`, is saved as it is, which `state_dict` cannot promise: its counterpart
+casts. What an optimizer's class keeps beside that, in a `state_dict` of its own, in attributes or in optimizers inside
+it, is saved too, under the place of that optimizer: "" is the run's own, "optimizers[1]" one inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lumen.checkpoint.codec import JSON, Tensors, decode, encode
+from lumen.checkpoint.optimizer_parts import attributes_of, has_own_state, kind_of, parts_of, tensors_in
+from lumen.checkpoint.placed import read_beside, states_of
+from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.sharded import is_sharded, own_part
+from lumen.errors import CheckpointError, CheckpointMismatch
+from lumen.optim import Lookahead, MultiOptimizer
+
+Groups = list[list[str]]
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Names of parameters by their id."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def groups_of(model: nn.Module, optimizer: Optimizer) -> Groups:
+    """Names of the parameters in each group."""
+    names = parameter_names(model)
+    return [[_name(names, optimizer, each) for each in group["params"]] for group in optimizer.param_groups]
+
+
+# ---------------------------------------------------------------------- saving
+
+
+def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, tensors: Tensors) -> dict[str, JSON]:
+    """All that an optimizer is, as JSON; absent state stays absent.
+
+    Args:
+        model: Its parameters give the names.
+        optimizer: Over them.
+        built: The groups with which the run began; hooks may have changed them since.
+        tensors: Receives the tensors.
+
+    Raises:
+        CheckpointError: Something cannot be saved; the message names it.
+    """
+    names, parts = parameter_names(model), parts_of(optimizer)
+    groups = groups_of(model, optimizer)
+    captured = {
+        "class": kind_of(optimizer),
+        "groups": [
+            values | {"params": own}
+            for values, own in zip(_group_values(optimizer, "group ", tensors), groups, strict=True)
+        ],
+        "state": _states(optimizer, names, tensors),
+    }
+    inside = {place: _inside_state(part, optimizer, place, names, tensors) for place, part in parts.items() if place}
+    additions = {
+        "built": built if built != groups else None,
+        "shared": encode(_shared(optimizer), tensors, "shared"),
+        "inside": {place: found for place, found in inside.items() if found},
+        "own": {
+            place: encode(_own_state(part), tensors, f"own[{place}]")
+            for place, part in parts.items()
+            if has_own_state(part)
+        },
+        "attributes": {
+            place: encode(own, tensors, f"attributes[{place}]")
+            for place, own in attributes_of(model, optimizer).items()
+            if own
+        },
+    }
+    return captured | {key: value for key, value in additions.items() if value}
+
+
+def _group_values(optimizer: Optimizer, where: str, tensors: Tensors) -> list[dict[str, JSON]]:
+    return [
+        {key: encode(value, tensors, f"{where}{number}.{key}") for key, value in group.items() if key != "params"}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _states(
+    optimizer: Optimizer, names: Mapping[int, str], tensors: Tensors, place: str = "", beside: Collection[int] = ()
+) -> dict[str, JSON]:
+    """State by names of parameters, but for the entries with an id in `beside`."""
+    found = {}
+    for parameter, entries in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor) and id(entries) not in beside:
+            name = _name(names, optimizer, parameter)
+            found[name] = encode(entries, tensors, f"{name}.{place}" if place else name)
+            for key, value in entries.items() if isinstance(entries, Mapping) else ():
+                if _is_part(value, parameter):
+                    raise _unknown_part(optimizer, f"{key!r} of {name}")
+    return found
+
+
+def _shared(optimizer: Optimizer) -> dict[Any, Any]:
+    """State that belongs to no parameter."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+
+
+def _inside_state(
+    part: Optimizer, outer: Optimizer, place: str, names: Mapping[int, str], tensors: Tensors
+) -> dict[str, JSON]:
+    """What an optimizer inside another one holds for itself alone."""
+    found: dict[str, JSON] = {}
+    known = {*map(id, outer.state.values())}
+    if states := _states(part, names, tensors, place, known):
+        found["state"] = states
+    shared = {key: value for key, value in _shared(part).items() if key not in outer.state}
+    if shared:
+        found["shared"] = encode(shared, tensors, f"shared[{place}]")
+    if not {*map(id, part.param_groups)} <= {*map(id, outer.param_groups)}:
+        found["groups"] = _group_values(part, f"{place}.group ", tensors)
+    return found
+
+
+def _own_state(part: Optimizer) -> dict[str, Any]:
+    """What a `state_dict` of an optimizer's own says beside torch's, and which keys it has as torch does."""
+    given, plain = part.state_dict(), Optimizer.state_dict(part)
+    if not isinstance(given, dict):
+        raise CheckpointError(
+            f"state_dict of {type(part).__name__} returns a {type(given).__name__}. Let it return a dictionary of "
+            "plain data and tensors."
+        )
+    as_torch = [key for key in given if key in plain and _is_same(given[key], plain[key])]
+    rest = {key: value for key, value in given.items() if key not in as_torch}
+    tensors = [each for each in tensors_in(rest) if not is_sharded(each) and each.numel() > 1]
+    parts = [own_part(each).shape for group in part.param_groups for each in group["params"] if is_sharded(each)]
+    if any(each.shape in parts for each in tensors):
+        raise _unknown_part(part, "a tensor in its own state_dict")
+    return {"as torch": as_torch, "rest": rest}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two nested structures hold the same tensors and equal values."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return one is other or bool(type(one) is type(other) and one == other)
+
+
+def _is_part(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether this is a plain tensor beside a parameter that is cut up, as large as what this process holds of it."""
+    if not (is_sharded(parameter) and isinstance(value, torch.Tensor)) or is_sharded(value) or value.numel() <= 1:
+        return False
+    return value.shape == own_part(parameter).shape != parameter.shape
+
+
+def _unknown_part(optimizer: Optimizer, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{type(optimizer).__name__} keeps {what} as this process's part alone, so that nobody knows what it is a part "
+        "of. Make it with torch.zeros_like(parameter), or as another DTensor."
+    )
+
+
+def _name(names: Mapping[int, str], optimizer: Optimizer, parameter: torch.Tensor) -> str:
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the "
+            "task, so that it has no name to be saved under. Where a hook replaces a parameter, give the optimizer the "
+            "new one; where it adds one, make it an attribute of the task."
+        )
+    return names[id(parameter)]
+
+
+# ---------------------------------------------------------------------- loading
+
+
+def regroup(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+    """Give an optimizer just built the groups that hooks had made of the same ones before the checkpoint."""
+    saved = checkpoint.state["optimizer"]
+    if saved.get("built") != groups_of(model, optimizer):
+        return
+    parameters, tensors = dict(model.named_parameters()), checkpoint.tensors("optimizer")
+    del optimizer.param_groups[len(saved["groups"]) :]
+    wanted = [[parameters[name] for name in group["params"]] for group in saved["groups"]]
+    for group, held in zip(optimizer.param_groups, wanted, strict=False):
+        group["params"] = held
+    for values, held in [*zip(saved["groups"], wanted, strict=True)][len(optimizer.param_groups) :]:
+        options = {key: decode(value, tensors) for key, value in values.items() if key != "params"}
+        optimizer.add_param_group({**options, "params": held})
+
+
+def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+    """Take over the state of parameters, and what belongs to none of them."""
+    saved, tensors = checkpoint.state["optimizer"], checkpoint.tensors("optimizer")
+    optimizer.state.clear()
+    parts, parameters = parts_of(optimizer), dict(model.named_parameters())
+    inside = {place: found for place, found in saved.get("inside", {}).items() if place in parts}
+    moving = [group for group in optimizer.param_groups if True in (group.get("fused"), group.get("capturable"))]
+    moves_with_it = {parameter for group in moving for parameter in group["params"]}
+    state_of = states_of(checkpoint)
+    for place, found in {"": saved, **inside}.items():
+        state = parts[place].state
+        for name, entries in found.get("state", {}).items():
+            parameter = parameters[name]
+            state[parameter] = decode(entries, state_of(name, parameter))
+            counts = isinstance(entries, dict) and "step" in entries
+            if counts and parameter not in moves_with_it:  # it counts on the host
+                state[parameter]["step"] = decode(entries["step"], tensors)
+        for key, value in decode(found.get("shared", {}), tensors).items():
+            state[key] = value
+
+
+def load_rest(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+    """Take over what optimizers keep elsewhere; their groups and states are loaded.
+
+    Raises:
+        CheckpointMismatch: A tensor would have to be cut up, and nobody knows how.
+    """
+    saved, parts = checkpoint.state["optimizer"], parts_of(optimizer)
+    fresh: Tensors = {}
+    for place, attributes in attributes_of(model, optimizer).items():
+        encode(attributes, fresh, f"attributes[{place}]")
+    read = checkpoint.tensors("optimizer", _reader(optimizer, checkpoint, fresh))
+    for place, found in saved.get("inside", {}).items():
+        for group, values in zip(parts[place].param_groups, found.get("groups", ()), strict=False):
+            group.update(decode(values, read))
+    for place, attributes in saved.get("attributes", {}).items():
+        vars(parts[place]).update(decode(attributes, read))
+    if own := saved.get("own"):
+        _load_own(optimizer, parts, {place: decode(given, read) for place, given in own.items()})
+
+
+def _reader(
+    optimizer: Optimizer, checkpoint: Checkpoint, fresh: Mapping[str, torch.Tensor]
+) -> Callable[[str], torch.Tensor]:
+    """Reads what belongs to no parameter: beside them if it lay so, else to where its like is in a fresh optimizer."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    like = next(filter(is_sharded, held), held[0])
+
+    def read(name: str) -> torch.Tensor:
+        beside = read_beside(checkpoint, "optimizer", name, like)
+        if beside is not None:
+            return beside
+        tensor = checkpoint.tensor("optimizer", name)
+        if checkpoint.state["sharded"] is None and is_sharded(like) and tensor.numel() > 1:
+            raise CheckpointMismatch(
+                f"{checkpoint.path} was saved by a run that cut nothing up, and of {name} nobody knows how it is to be "
+                f"cut: {type(optimizer).__name__} does not keep it by parameter. Resume under the strategy it was "
+                "saved with."
+            )
+        return tensor.to(fresh[name].device if name in fresh else like.device)
+
+    return read
+
+
+def _load_own(optimizer: Optimizer, parts: Mapping[str, Optimizer], own: Mapping[str, Mapping[str, Any]]) -> None:
+    """Call every `load_state_dict` with what `state_dict` gave; groups and states are then as they are now.
+
+    Torch's `load_state_dict`, which they call, casts states and makes new dictionaries of groups.
+    """
+    exact = {
+        place: (
+            [dict(group) for group in part.param_groups],
+            {key: dict(each) if isinstance(each, Mapping) else each for key, each in part.state.items()},
+        )
+        for place, part in parts.items()
+    }
+    for place, given in own.items():
+        part = parts[place]
+        plain = Optimizer.state_dict(part)
+        part.load_state_dict({key: plain[key] for key in given["as torch"]} | given["rest"])
+    for part in reversed([*parts.values()]):
+        if isinstance(part, (Lookahead, MultiOptimizer)):
+            part.share()
+    for place, (groups, states) in exact.items():
+        part = parts[place]
+        for group, values in zip(part.param_groups, groups, strict=True):
+            group.update(values)
+        part.state.clear()
+        part.state.update(states)
