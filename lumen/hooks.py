@@ -13,7 +13,8 @@ from lumen.task import TaskModule
 
 #: Every hook, in the order in which `Callback` draws them.
 HOOKS = (
-    "setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start",
+    "setup", "on_load_checkpoint", "on_save_checkpoint",
+    "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start",
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
     "on_before_optimizer_step", "on_train_batch_end",
     "on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end",

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from lumen.batches import move
-from lumen.checkpoint.state import logger_states
+from lumen.checkpoint.state import check_additions, logger_states
 from lumen.data.feed import Feed, Position
 from lumen.errors import TrainingError
 from lumen.feeds import open_feeds
@@ -43,6 +43,8 @@ def train(run: Run) -> None:
     run.share_metrics()
     for hook in run.hooks.on_train_start:
         hook()
+    if run.trainer.enable_checkpointing:
+        check_additions(run)
     run.start_weighing()
     run.agree()
     run.start_clock()

@@ -399,10 +399,10 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         """After a prediction batch."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add plain data and tensors of the task's own to a checkpoint."""
+        """Add plain data and tensors of the task's own to a checkpoint; also called once when training begins."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Get back what `on_save_checkpoint` added, before the optimizers are built."""
+        """Get back what `on_save_checkpoint` added: parameters are loaded, the optimizers are not built."""
 
     def on_exception(self, exception: BaseException) -> None:
         """The run ends with an error or a stop request."""

@@ -233,10 +233,8 @@ def test_every_hook_exists_on_callback_and_task_with_the_same_arguments():
         ]
 
 
-def test_every_hook_of_the_task_is_a_hook_of_callbacks_or_of_checkpoints():
+def test_every_hook_of_the_task_is_a_hook_of_callbacks_or_of_transfers():
     of_the_task_alone = {
-        "on_save_checkpoint",
-        "on_load_checkpoint",
         "on_before_batch_transfer",
         "on_after_batch_transfer",
     }

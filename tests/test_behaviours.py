@@ -624,7 +624,7 @@ BEFORE_TRAINING = (
     "on_sanity_check_end", "on_train_start", "teardown",
 )  # fmt: skip
 PLACES = {
-    lumen.Callback: [name for name in HOOKS if not re.search("test|predict|exception", name)],
+    lumen.Callback: [name for name in HOOKS if not re.search("test|predict|exception|load", name)],
     Rich: [
         "prepare_data", "configure_model", "configure_optimizers", "collate", "on_before_batch_transfer",
         "transfer_batch_to_device", "on_after_batch_transfer", "training_step", "before_update", "validation_step",

@@ -349,7 +349,7 @@ def test_what_the_optimizer_does_not_have_cannot_be_logged(tmp_path):
             lambda: lumen.LambdaCallback(on_train_epoch_over=print),
             "Did you mean on_train_epoch_",
         ),
-        (lambda: lumen.LambdaCallback(on_save_checkpoint=print), "a state in checkpoints needs a subclass"),
+        (lambda: lumen.LambdaCallback(state_dict=print), "a state in checkpoints needs a subclass"),
         (lambda: lumen.LambdaCallback(on_fit_end=3), "on_fit_end must be a function, found 3"),
         (lambda: lumen.ThroughputMonitor(window_s=-1), "window_s must be at least 0"),
         (lambda: lumen.ThroughputMonitor(batch_size_fn=len), "Samples are those the loader drew"),

@@ -88,6 +88,19 @@ class Callback:
         its shape, or in a list that has the shapes of a model's parameters. Every other one comes whole, on the host.
         """
 
+    def on_save_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """Add plain data and tensors of its own to a checkpoint; also called once when training begins, as a trial.
+
+        The dictionary is this callback's alone. It does not hold what Lightning keeps there (`state_dict`, `epoch`): to
+        ask for that is an error that says where it is.
+        """
+
+    def on_load_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """Get back what `on_save_checkpoint` added: the model is loaded, the optimizers are not built.
+
+        `load_state_dict`, which says how tensors come back under FSDP, follows when they are.
+        """
+
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Prepare for a stage: "fit", "validate", "test" or "predict"."""
 

@@ -19,8 +19,8 @@ Each process writes its share: the part that it holds of what is cut up, and som
 
 The modules, each using only those before it: `codec`, `remote`, `disk`, `manifest`, `safetensors_files`, `sharded`,
 `reader`, `placed`, `optimizer_parts`, `optimizer_state`, `folder`, `sources`, `weights`, `share`, `writer`, `changes`,
-`owners`, `ranks`, `state`, `snapshot`, `saves`, `parts`, `comparison`, `resume`; for the command line `listing` and
-`export`.
+`owners`, `additions`, `ranks`, `state`, `snapshot`, `saves`, `parts`, `comparison`, `resume`; for the command line
+`listing` and `export`.
 """
 
 from lumen.checkpoint.changes import changed_hyperparameters, configured, modes_of

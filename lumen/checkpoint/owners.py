@@ -25,7 +25,7 @@ def states_of(things: Iterable[Any]) -> dict[str, Any]:
     for thing in things:
         key, state = key_of(thing), thing.state_dict()
         if state and found.get(key):
-            raise _ambiguous(key)
+            raise ambiguous(key)
         found[key] = state or found.get(key, state)
     return found
 
@@ -48,7 +48,7 @@ def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: Path) -> 
         if len(owners.get(key, ())) == 1:
             owners[key][0].load_state_dict(state)
         elif state and key in owners:
-            raise _ambiguous(key)
+            raise ambiguous(key)
     lost = [key for key, state in saved.items() if state and key not in owners]
     new = [key for key, them in owners.items() if not saved.get(key) and any(each.state_dict() for each in them)]
     begin = f"{', '.join(new)} {'begin' if len(new) > 1 else 'begins'} anew"
@@ -59,7 +59,8 @@ def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: Path) -> 
         _log.info("%s holds no state of all: %s", path, begin)
 
 
-def _ambiguous(key: str) -> ConfigError:
+def ambiguous(key: str) -> ConfigError:
+    """The error of several that save something under one key."""
     return ConfigError(
         f"several callbacks or loggers of this run have a state, and the same state_key: {key}. A checkpoint could not "
         "tell whose is whose. Leave one out, let them differ in what the key names, or define the property state_key "

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lumen.checkpoint.additions import Additions, hand_back
 from lumen.checkpoint.changes import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
 from lumen.checkpoint.codec import decode
 from lumen.checkpoint.comparison import compare_modes, listed
@@ -38,7 +39,9 @@ _MOVED_BY_SCHEDULERS = (*_RATES, "momentum", "betas", "weight_decay")
 
 
 def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
-    """Fill the model, and hand the task and the data module what they saved; before the optimizers are built.
+    """Fill the model, and hand the task, the data module and in `fit` the callbacks what they saved or added.
+
+    This comes before the optimizers are built.
 
     Collective: every rank must call this.
 
@@ -52,6 +55,9 @@ def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]
             _load_own_states(run.task, checkpoint, extra)
         if "data" in parts and run.datamodule is not None:
             run.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
+        if "progress" in parts and run.stage == "fit":
+            added = decode(checkpoint.state["on_save_checkpoint"], extra)
+            hand_back(run, added, checkpoint.path)
 
     if "model" in parts:
         load_model(run.task, checkpoint, processes=processes)
@@ -64,7 +70,7 @@ def _load_own_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[st
     for name, module in task.named_modules():
         if name in states:
             module.set_extra_state(states[name])
-    task.on_load_checkpoint(decode(checkpoint.state["task"], extra))
+    task.on_load_checkpoint(Additions(type(task).__name__, decode(checkpoint.state["task"], extra)))
 
 
 def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], continue_records: bool) -> None:

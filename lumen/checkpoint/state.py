@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from lumen.checkpoint.additions import added_to_checkpoint
 from lumen.checkpoint.changes import data_read, modes_of, trainer_settings
 from lumen.checkpoint.codec import JSON, Tensors, encode
 from lumen.checkpoint.optimizer_state import capture_optimizer, parameter_names
@@ -43,8 +44,12 @@ def logger_states(run: Run) -> dict[str, Any]:
     return run.absent_records | states_of(run.loggers)
 
 
-def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:
+def capture(run: Run, *, with_additions: bool = True) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:
     """Everything a resumed run needs, but for what each process has by itself.
+
+    Args:
+        run: The run.
+        with_additions: With what the task and the callbacks add by `on_save_checkpoint`.
 
     Returns:
         Tensors by section ("model", "optimizer", "extra"), aliases of tied tensors, and the JSON state.
@@ -55,8 +60,6 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
     task = run.task
     model, aliases = model_tensors(task)
     optimizer, extra = Tensors(), Tensors()
-    added: dict[str, Any] = {}
-    task.on_save_checkpoint(added)
     parts: dict[str, Any] = {
         "seed": run.seed,
         "progress": run.progress_state(),
@@ -75,8 +78,9 @@ def capture(run: Run) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any
         "built": run.built,
         "settings": trainer_settings(run),
         "data": data_read(run),
-        "task": added,
     }
+    if with_additions:
+        parts |= added_to_checkpoint(run)
     state = {name: encode(part, extra, name) for name, part in parts.items()}
     state["optimizer"] = _capture_optimizer(run, optimizer)
     is_cut_up = any(is_sharded(tensor) for tensor in model.values())
@@ -101,8 +105,26 @@ def check_savable(run: Run) -> None:
     """
 
     def check() -> None:
-        sections, _, _ = capture(run)
+        sections, _, _ = capture(run, with_additions=False)
         check_tensors(sections | {"ranks": own_values(run)[1]})
+
+    run.strategy.processes.together(check)
+
+
+def check_additions(run: Run) -> None:
+    """Find out whether what the task and the callbacks add can be saved. Collective: every rank must call this.
+
+    Call it when training begins: what they add may not be there before.
+
+    Raises:
+        CheckpointError: Something cannot; the message names its owner and its key.
+    """
+
+    def check() -> None:
+        extra = Tensors()
+        for name, part in added_to_checkpoint(run).items():
+            encode(part, extra, name)
+        check_tensors({"extra": extra})
 
     run.strategy.processes.together(check)
 
