@@ -10,7 +10,8 @@ from lumen.data.combined import holds_loaders
 from lumen.data.feed import Feed
 from lumen.data.loaders import make_feed
 from lumen.data.windows import Shard
-from lumen.errors import DataError
+from lumen.datamodule import DataModule
+from lumen.errors import ConfigError, DataError
 from lumen.hooks import overrides
 from lumen.random import EVALUATIONS, Domain, make_key
 from lumen.run import Run
@@ -67,6 +68,21 @@ def _open_feeds(run: Run) -> None:
         run.eval_feeds = eval_feeds(run, "validate", required=False)
     elif run.loaders is not None and run.loaders[1] is not None and plan.limits["validate"] != 0:
         _log.warning("%s has no validation_step: the validation data is not used", type(run.task).__name__)
+
+
+def one_source(loaders: Any, datamodule: DataModule | None) -> Any:
+    """What a stage reads: loaders, or a data module, which may stand in their place.
+
+    Raises:
+        ConfigError: Both were given, or no data module where one belongs.
+    """
+    if datamodule is None:
+        return loaders
+    if loaders is not None:
+        raise ConfigError("loaders were given beside a datamodule, which brings its own. Leave one out.")
+    if not isinstance(datamodule, DataModule):
+        raise ConfigError(f"datamodule: expected a lumen.DataModule, found {type(datamodule).__name__}.")
+    return datamodule
 
 
 def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:

@@ -57,6 +57,18 @@ class Origin:
                 f"init_from and resume={self._resume} both say where a new run's parameters are from. Set one to null."
             )
 
+    def asked_for(self, ckpt_path: str | Path | None) -> Origin:
+        """The origin of one run, which may ask for a checkpoint itself.
+
+        Raises:
+            ConfigError: The trainer asks for another one.
+        """
+        if ckpt_path is None:
+            return self
+        if self._resume not in (None, str(ckpt_path)):
+            raise ConfigError(f"fit was given ckpt_path={ckpt_path}, but the trainer resume={self._resume}. Give one.")
+        return Origin(ckpt_path, None if self._parts == PARTS else self._parts, self._weights)
+
     @property
     def stays(self) -> bool:
         """Whether a resumed run stays in its directory; from "best" or a path a new one starts."""

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 from torch import nn
 
 from lumen import loop
+from lumen.arguments import at_least, checked
 from lumen.callbacks import (
     Callback,
     ModelCheckpoint,
@@ -34,11 +35,12 @@ from lumen.checkpoint import (
 from lumen.compilation import Compilation
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError
-from lumen.feeds import eval_feeds, open_feeds
+from lumen.feeds import eval_feeds, one_source, open_feeds
 from lumen.garbage import only_young_collected
 from lumen.hooks import check_training, overrides
 from lumen.horizons import check_horizons
 from lumen.initialization import DeferredInit
+from lumen.instead import INSTEAD
 from lumen.loggers import CSVLogger, Logger
 from lumen.opening import checkpoints_of, opened
 from lumen.optim import needs_closure
@@ -132,6 +134,9 @@ class Trainer(RunView):
         log_level: Of `run.log` and the terminal: DEBUG, INFO, WARNING or ERROR.
     """
 
+    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD
+
+    @checked
     def __init__(
         self,
         *,
@@ -190,13 +195,15 @@ class Trainer(RunView):
             raise ConfigError(
                 f'gradient_clip_algorithm: expected "norm" or "value", found {gradient_clip_algorithm!r}.'
             )
-        for option, number in {
-            "accumulate_grad_batches": accumulate_grad_batches, "check_val_every_n_epoch": check_val_every_n_epoch,
-            "log_every_n_steps": log_every_n_steps, "global_batch_size": global_batch_size,
-            "gc_every_n_steps": gc_every_n_steps,
-        }.items():  # fmt: skip
-            if number is not None and number < 1:
-                raise ConfigError(f"{option}: must be at least 1, found {number}.")
+        at_least(
+            1, accumulate_grad_batches=accumulate_grad_batches, check_val_every_n_epoch=check_val_every_n_epoch,
+            log_every_n_steps=log_every_n_steps, global_batch_size=global_batch_size, gc_every_n_steps=gc_every_n_steps,
+        )  # fmt: skip
+        at_least(
+            0, min_epochs=min_epochs, min_steps=min_steps, fast_dev_run=fast_dev_run,
+            reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
+        )  # fmt: skip
+        at_least(-1, num_sanity_val_steps=num_sanity_val_steps)
         if gradient_clip_val is not None and not gradient_clip_val > 0:
             raise ConfigError(f"gradient_clip_val: must be more than 0 (None: no clipping), found {gradient_clip_val}.")
         self.strategy = make_strategy(strategy, accelerator, devices, num_nodes)
@@ -210,7 +217,7 @@ class Trainer(RunView):
         self.fast_dev_run = int(fast_dev_run)
         self.default_root_dir = Path(default_root_dir)
         self.name = name
-        self.origin = Origin(resume, resume_parts, init_from)
+        self.origin = self._origin = Origin(resume, resume_parts, init_from)
         self.seed = None if seed is None else checked_seed("seed", seed)
         self.deterministic = deterministic
         self.detect_anomaly = detect_anomaly
@@ -275,26 +282,32 @@ class Trainer(RunView):
 
     def fit(
         self,
-        task: TaskModule,
-        data: DataModule | Any = None,
-        *,
+        model: TaskModule,
+        train_dataloaders: DataModule | Any = None,
         val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        *,
         configure_optimizers: Callable[[], Any] | None = None,
     ) -> None:
         """Train.
 
         Args:
-            task: What to train.
-            data: A data module or a training loader; None if the task brings its loaders.
-            val_dataloaders: One validation loader or a list, when `data` is a loader.
+            model: What to train.
+            train_dataloaders: A training loader, several, or a data module; None if the task brings its loaders.
+            val_dataloaders: One validation loader or several, beside a training loader.
+            datamodule: A data module, in place of loaders.
+            ckpt_path: As `resume` of the trainer, for this run.
             configure_optimizers: Used instead of the task's.
 
         Raises:
             LumenError: Something is wrong; see `lumen.errors`.
             KeyboardInterrupt: The run was asked to stop; a checkpoint was saved and the resuming command printed.
         """
+        task, data = model, one_source(train_dataloaders, datamodule)
         if isinstance(data, DataModule) and val_dataloaders is not None:
             raise ConfigError("val_dataloaders was given beside a DataModule, which brings its own. Leave one out.")
+        self.origin = self._origin.asked_for(ckpt_path)
         if self.plan.max_steps is None and self.plan.max_epochs is None and self.plan.max_time_s is None:
             raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
         check_training(task, optimizer_given=configure_optimizers is not None)
@@ -341,29 +354,46 @@ class Trainer(RunView):
             )
 
     def validate(
-        self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: Weights | str | Path | None = None
+        self,
+        model: TaskModule | None = None,
+        dataloaders: DataModule | Any = None,
+        ckpt_path: Weights | str | Path | None = None,
+        *,
+        datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data.
 
         Args:
-            task: What to evaluate.
-            data: A data module, a loader or a list of loaders; None if the task brings its loaders.
+            model: What to evaluate. Default: that of the run before, with its data if none is given, and with the best
+                parameters that it saved if it had a monitor.
+            dataloaders: A loader, several, or a data module; None if the task brings its loaders.
             ckpt_path: Parameters to load first: "best" or "last" of the run, or what `init_from` may be. Default: those
                 that the task has, with a warning where nobody has trained or loaded them.
+            datamodule: A data module, in place of loaders.
 
         Returns:
             One dictionary of logged values per loader; the same on every rank.
         """
-        return self._evaluate("validate", task, data, ckpt_path)
+        return self._evaluate("validate", model, one_source(dataloaders, datamodule), ckpt_path)
 
     def test(
-        self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: Weights | str | Path | None = None
+        self,
+        model: TaskModule | None = None,
+        dataloaders: DataModule | Any = None,
+        ckpt_path: Weights | str | Path | None = None,
+        *,
+        datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; see `validate`."""
-        return self._evaluate("test", task, data, ckpt_path)
+        return self._evaluate("test", model, one_source(dataloaders, datamodule), ckpt_path)
 
     def predict(
-        self, task: TaskModule, data: DataModule | Any = None, *, ckpt_path: Weights | str | Path | None = None
+        self,
+        model: TaskModule | None = None,
+        dataloaders: DataModule | Any = None,
+        ckpt_path: Weights | str | Path | None = None,
+        *,
+        datamodule: DataModule | None = None,
     ) -> list[Any]:
         """Predict; see `validate`.
 
@@ -371,6 +401,7 @@ class Trainer(RunView):
             What `predict_step` returned for each batch, in order; with several loaders a list of such lists. Every rank
             has those of all, then with tensors on the CPU: `predict_step` must return what can be pickled.
         """
+        task, data, ckpt_path = self._of_last_run("predict", model, one_source(dataloaders, datamodule), ckpt_path)
         with opened(self, "predict", task, data, data) as run:
             self._start(run, ckpt_path)
             run.eval_feeds = eval_feeds(run, "predict")
@@ -440,9 +471,25 @@ class Trainer(RunView):
         home = self.run_directory or self.default_root_dir / str(self.name)
         return self.origin.fill(run, ckpt_path, home, checkpoints_of(self, home))
 
+    def _of_last_run(
+        self, stage: str, task: TaskModule | None, data: Any, ckpt_path: Weights | str | Path | None
+    ) -> tuple[TaskModule, Any, Weights | str | Path | None]:
+        """What to evaluate, where a call leaves that to the run before it."""
+        if task is not None:
+            return task, data, ckpt_path
+        if self._run is None:
+            raise ConfigError(f"{stage}: there is no model, and no run before this one. Give one: {stage}(model, ...).")
+        if data is None:
+            data = self._run.datamodule
+        if ckpt_path is None and (best := self.checkpoint_callback) is not None and best.best_model_path:
+            ckpt_path = best.best_model_path
+            _log.info("%s: with the best parameters of the run before, %s", stage, ckpt_path)
+        return self._run.task, data, ckpt_path
+
     def _evaluate(
-        self, stage: str, task: TaskModule, data: Any, ckpt_path: Weights | str | Path | None
+        self, stage: str, model: TaskModule | None, data: Any, ckpt_path: Weights | str | Path | None
     ) -> list[dict[str, float]]:
+        task, data, ckpt_path = self._of_last_run(stage, model, data, ckpt_path)
         step = {"validate": "validation_step", "test": "test_step"}[stage]
         if not overrides(task, step):
             raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")

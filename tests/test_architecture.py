@@ -22,8 +22,8 @@ from tests.tasks import Regression, loader, quiet_trainer
 ROOT = Path(lumen.__file__).parent
 #: From the ground up. A module imports only from floors below its own; a package is one unit.
 FLOORS = (
-    {"errors", "worker", "garbage", "modes", "doubts"},
-    {"torch_internals"},
+    {"errors", "worker", "garbage", "modes", "doubts", "instead"},
+    {"torch_internals", "arguments"},
     {"random", "batches", "hyperparameters", "console", "agent", "accumulator", "arrival", "metric_objects"},
     {"metrics", "precision", "optim", "inference"},
     {"datamodule"},
