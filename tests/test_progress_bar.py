@@ -123,6 +123,17 @@ def test_plain_lines_hold_everything_in_one_order(monkeypatch: pytest.MonkeyPatc
     assert "\x1b" not in written()
 
 
+def test_the_total_follows_data_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written, data = show_on(monkeypatch, terminal=False), [(torch.ones(2),)] * 8
+    growing = lumen.LambdaCallback(on_train_epoch_end=lambda trainer, task: data.extend(data[:4]))
+    bar = ProgressBar(plain_every_s=0.0)
+    settings: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    growing_run = lumen.Trainer(default_root_dir=tmp_path, callbacks=[bar, growing], max_epochs=3, **settings)
+    growing_run.fit(Task(), DataLoader(data, batch_size=BATCH))
+    totals = [int(total) for _, total in re.findall(r"step (\d+)/(\d+) · epoch", written())]
+    assert list(dict.fromkeys(totals)) == [6, 8, 9]  # 3 x 2, 2 + 2 x 3, 2 + 3 + 4
+
+
 def test_each_plain_line_shows_the_values_of_its_own_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written = show_on(monkeypatch, terminal=False)
     trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=9).fit(Task(), loader(20))

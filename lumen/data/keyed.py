@@ -88,30 +88,23 @@ class KeyedDataset(Dataset[Any]):
 
     def __getitem__(self, draw: Draw) -> Any:
         """The one sample of a draw: where the loader does not make batches."""
-        return self.collate(self._fetch(draw)[0])
-
-    def __getitems__(self, draw: Draw) -> Any:
-        """The micro-batch of a draw."""
-        if self.has_rows and (rows := self._take_rows(draw)) is not None:
-            return rows
-        samples = self._fetch(draw)
-        return (self.stacks and stack(samples)) or self.collate(samples)
-
-    def _take_rows(self, draw: Draw) -> list[torch.Tensor] | None:
         try:
-            return take_rows(self.dataset, draw.indices)
+            return self.collate(self._fetch(draw)[0])
         except IndexError as error:
             self._explain(draw, error)
             raise
 
-    def _fetch(self, draw: Draw) -> list[Any]:
-        """The samples of a draw.
+    def __getitems__(self, draw: Draw) -> Any:
+        """The micro-batch of a draw.
 
         Raises:
             DataError: The data set has become shorter, or the sampler asks for what it never had.
         """
         try:
-            return self._fetch_keyed(draw)
+            if self.has_rows and (rows := take_rows(self.dataset, draw.indices)) is not None:
+                return rows
+            samples = self._fetch(draw)
+            return (self.stacks and stack(samples)) or self.collate(samples)
         except IndexError as error:
             self._explain(draw, error)
             raise
@@ -126,7 +119,7 @@ class KeyedDataset(Dataset[Any]):
                 "that the data set has when it begins: change it in on_train_epoch_end or on_train_epoch_start."
             ) from error
 
-    def _fetch_keyed(self, draw: Draw) -> list[Any]:
+    def _fetch(self, draw: Draw) -> list[Any]:
         indices = draw.indices.tolist() if isinstance(draw.indices, np.ndarray) else draw.indices
         if self.fetch_many is not None:
             if self.draws:
