@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lumen import session
-from lumen.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lumen.callbacks import ModelCheckpoint, OnExceptionCheckpoint, savers_of
+from lumen.callbacks.places import is_same
 from lumen.checkpoint import Checkpoint, Saves, check_writable
 from lumen.checkpoint.folder import find_checkpoints
 from lumen.checkpoint.owners import key_of
@@ -80,8 +81,9 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         loggers = trainer.loggers if directory is not None and first else []
         checkpoint = None
         if stage == "fit":
-            earlier = checkpoints_of(trainer, directory or trainer.default_root_dir / str(trainer.name))
-            checkpoint = trainer.origin.find(earlier, strategy.processes, writes=directory is not None)
+            of_name = trainer.default_root_dir / str(trainer.name)
+            own, earlier = (checkpoints_of(trainer, place) for place in (directory or of_name, of_name))
+            checkpoint = trainer.origin.find(own, earlier, strategy.processes, writes=directory is not None)
         seed = strategy.processes.on_rank_zero(partial(trainer.origin.seed_of, checkpoint, trainer.seed))
         precision = make_precision(trainer.precision, strategy.device)
         run = trainer._run = Run(
@@ -127,10 +129,11 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
             raise
 
 
-def checkpoints_of(trainer: Trainer, run_directory: Path) -> Path:
-    """Where the checkpoints of a run lie."""
-    saver = trainer.checkpoint_callback
-    return run_directory / "checkpoints" if saver is None or saver.given_dirpath is None else saver.given_dirpath
+def checkpoints_of(trainer: Trainer, run_directory: Path) -> list[Path]:
+    """Where the checkpoints of a run lie, first those of the callback that says which is best."""
+    default = run_directory / "checkpoints"
+    folders = [saver.given_dirpath or default for saver in savers_of(trainer.callbacks)] or [default]
+    return [each for number, each in enumerate(folders) if not any(is_same(each, one) for one in folders[:number])]
 
 
 def _check_places(trainer: Trainer) -> None:
@@ -202,7 +205,7 @@ def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
         hook(interruption)
     saved = False
     with suppress(LumenError):  # a store that does not answer shall not hide why the run ends
-        saved = directory is not None and bool(find_checkpoints(checkpoints_of(trainer, directory)))
+        saved = directory is not None and any(map(find_checkpoints, checkpoints_of(trainer, directory)))
     if saved and directory is not None:
         _log.info("stopped at step %d. Go on with:\n  %s", run.progress.step, session.resume_command(directory))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -22,7 +22,7 @@ from lumen.checkpoint import (
     load_model_and_data,
     load_weights,
 )
-from lumen.checkpoint.folder import find_checkpoints, set_aside
+from lumen.checkpoint.folder import find_checkpoints, find_newer, set_aside
 from lumen.errors import ConfigError
 from lumen.random import chosen_seed
 from lumen.run import Run
@@ -88,24 +88,27 @@ class Origin:
         if self._weights is not None and not self.stays:
             check_there(self._weights.path)
 
-    def find(self, folder: Path, processes: Processes, *, writes: bool) -> Checkpoint | None:
+    def find(
+        self, own: Sequence[Path], earlier: Sequence[Path], processes: Processes, *, writes: bool
+    ) -> Checkpoint | None:
         """The checkpoint to go on from, if there is one. Collective: every rank must call this.
 
         Args:
-            folder: Where those of the run of this name lie.
+            own: The folders of this run's, that with the best one first.
+            earlier: Likewise of the run of this name.
             processes: Those of the run.
             writes: The run will write there: damaged ones are moved out of its way.
 
         Raises:
             CheckpointError: The one asked for is not there, or damaged.
         """
-        checkpoint = find_checkpoint("auto", folder, processes) if self.restarted else None
+        checkpoint = find_checkpoint("auto", own[0], processes, beside=own[1:]) if self.restarted else None
         self._has_own = checkpoint is not None
         if checkpoint is None and self._resume is not None:
-            checkpoint = find_checkpoint(self._resume, folder, processes)
+            checkpoint = find_checkpoint(self._resume, earlier[0], processes, beside=earlier[1:])
         if checkpoint is not None:
             if writes and self.stays:
-                processes.on_rank_zero(partial(_set_aside_newer, checkpoint.path))
+                processes.on_rank_zero(partial(_set_aside_newer, checkpoint.path, own))
             _log.info("going on from %s", checkpoint.path)
             if self._weights is not None:
                 _log.info("init_from is not read: the parameters are the checkpoint's")
@@ -128,14 +131,16 @@ class Origin:
             return saved
         return secrets.randbits(31) if given is None else given
 
-    def fill(self, run: Run, ckpt_path: Weights | str | Path | None, home: Path, folder: Path) -> Checkpoint | None:
+    def fill(
+        self, run: Run, ckpt_path: Weights | str | Path | None, home: Path, folders: Sequence[Path]
+    ) -> Checkpoint | None:
         """Load the model, if there is anything to load.
 
         Args:
             run: With its model built and placed.
             ckpt_path: What an evaluation asks for.
             home: The run's directory.
-            folder: Where its checkpoints lie.
+            folders: Where its checkpoints lie, that with the best one first.
 
         Returns:
             The checkpoint that was read.
@@ -146,14 +151,14 @@ class Origin:
             weights = as_weights(ckpt_path)
         elif ckpt_path is not None:
             where = "last" if ckpt_path == "auto" else str(ckpt_path)
-            checkpoint = find_checkpoint(where, folder, run.strategy.processes)
+            checkpoint = find_checkpoint(where, folders[0], run.strategy.processes, beside=folders[1:])
             _log.info("parameters from %s", checkpoint.path if checkpoint else None)
         if checkpoint is not None:
             load_model_and_data(run, checkpoint, self.parts if stage == "fit" else PARTS)
         elif weights is not None:
             load_weights(task, weights, run.strategy.processes)
         elif stage != "fit" and not task._is_filled and any(True for _ in task.parameters()):
-            trained = home if folder.is_dir() and find_checkpoints(folder) else "a run"
+            trained = home if any(find_checkpoints(folder) for folder in folders if folder.is_dir()) else "a run"
             _log.warning(
                 "%s uses the parameters that %s was built with. For those of %s set ckpt_path, as in --ckpt_path best",
                 stage, type(task).__name__, trained,
@@ -162,8 +167,7 @@ class Origin:
         return checkpoint
 
 
-def _set_aside_newer(path: Path) -> None:
+def _set_aside_newer(path: Path, folders: Sequence[Path]) -> None:
     """Move what is newer than the newest valid checkpoint, and so damaged, out of the way: its name will be needed."""
-    found = find_checkpoints(path.parent)
-    for damaged in found[found.index(path) + 1 :]:
+    for damaged in find_newer(path, folders):
         set_aside(damaged)

@@ -19,6 +19,7 @@ from lumen.callbacks import (
     ProgressBar,
     ThroughputMonitor,
     choose_callbacks,
+    savers_of,
 )
 from lumen.checkpoint import (
     Checkpoint,
@@ -424,8 +425,8 @@ class Trainer(RunView):
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first `ModelCheckpoint`."""
-        return next((callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)), None)
+        """The `ModelCheckpoint` that says which checkpoint is best: the first with a monitor, else the first."""
+        return next(iter(savers_of(self.callbacks)), None)
 
     @property
     def estimated_stepping_batches(self) -> int:

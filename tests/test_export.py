@@ -560,7 +560,7 @@ def test_what_exists_is_never_overwritten(refused):
 def test_best_of_a_run_that_knows_none_says_what_would_make_one(refused):
     quiet_trainer(Path(), max_steps=2).fit(Regression(), loader())
     said = refused("runs/run", "--output", "x", "--which", "best", code=1)
-    assert "no checkpoint is known as best, because no monitor was set" in said
+    assert "no checkpoint is known as best, because no ModelCheckpoint that saves there has a monitor" in said
 
 
 def test_only_what_is_exported_needs_to_be_whole(refused):

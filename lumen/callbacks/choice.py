@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
+from lumen.callbacks.places import deciding_first
 from lumen.errors import ConfigError
+
+
+def savers_of(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]:
+    """Those that save, first the one that says for all which checkpoint is best."""
+    return deciding_first([callback for callback in callbacks if isinstance(callback, ModelCheckpoint)])
 
 
 def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, checkpointing: bool) -> list[Callback]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
-from lumen.callbacks.places import is_same, moment_of, place, unkept
+from lumen.callbacks.places import decides, deciding_first, is_same, moment_of, place, unkept
 from lumen.checkpoint import Saves
 from lumen.checkpoint.folder import clean_leftovers, find_checkpoints, remove_checkpoints
 from lumen.checkpoint.remote import as_place
@@ -41,6 +41,12 @@ class ModelCheckpoint(Callback):
 
     Which: what one of the rules keeps.
 
+    Several in a run: each has its own rules and its own best ones. In each directory the first of those that save there
+    and have a monitor (and a `save_top_k` other than 0) decides which checkpoint is best for others, such as
+    `lumen export --which best` and the star of `lumen runs`; of a run the first of all with a monitor does: for
+    `ckpt_path="best"`, `resume="best"` and `trainer.checkpoint_callback`. A run goes on from the newest checkpoint of
+    all its directories.
+
     How: every process writes its share. A save copies it and lets training go on while threads write, sync, commit, and
     then remove what no rule keeps. One save is under way at most; the next one waits for it, and so does the end of the
     run, whose own checkpoint is written at once. If it cannot be written, the run ends at the next boundary after that
@@ -57,7 +63,7 @@ class ModelCheckpoint(Callback):
         on_best: When: at every new best value of the monitor.
         at_end: When: at the end of training, and when the run is asked to leave.
         keep_last: Which: the newest n; 0: none but the very last; -1: all.
-        save_top_k: Which: the k best by the monitor; 0: none for being best; -1: all.
+        save_top_k: Which: the k best by the monitor; 0: none for being best, and none is known as best; -1: all.
         keep_every_n_steps: Which: those whose step is a multiple of n.
         dirpath: Where: default `checkpoints` in the run directory. Each run needs one of its own. A URL is whatever
             fsspec writes to: `s3://` and `gs://` need `pip install 'lumen[remote]'`.
@@ -140,6 +146,7 @@ class ModelCheckpoint(Callback):
         self._reserves_at_s = math.inf
         self._saves: Saves | None = None
         self._has_twin = False  # another one has its monitor
+        self._all: list[ModelCheckpoint] = []  # of the run in progress, itself too
 
     @property
     def best_model_path(self) -> str:
@@ -181,6 +188,8 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Start the clock, and finish what a kill between a commit and its clean-up left undone."""
         self._saves = trainer.run.saves
+        self._all = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
+        self._all = [each for each in self._all if each.dirpath is not None]
         self._saved_at_s = trainer.run.pulse.now_s
         self._epoch = trainer.current_epoch
         self._reserves_at_s = self._saved_at_s + self._reserves_after_s(trainer)
@@ -188,7 +197,8 @@ class ModelCheckpoint(Callback):
         if resumed is not None and resumed.path.parent == self.dirpath:
             self._prune(trainer, resumed.path)
         names = trainer.strategy.processes.on_rank_zero(self._look_around)
-        if names and (resumed is None or resumed.path.parent != self.dirpath):
+        is_newest = resumed is not None and (resumed.path.parent, [resumed.path.name]) == (self.dirpath, names[-1:])
+        if names and not (trainer.origin.stays or is_newest):
             raise ConfigError(
                 f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
                 'Choose another dirpath, or go on from them with Trainer(resume="auto").'
@@ -205,20 +215,38 @@ class ModelCheckpoint(Callback):
         """Save if one of the rules says so."""
         if self.dirpath is None:
             return
+        if self is self._all[0]:
+            self._save_what_is_due(trainer)
+        epoch_ended, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
+        if epoch_ended and self.monitor is not None:
+            trainer.require_logged("ModelCheckpoint", self.monitor)
+
+    def _save_what_is_due(self, trainer: Trainer) -> None:
+        """Let all save that want to, once each has its score: every checkpoint holds those of all."""
         run = trainer.run
         pulse, ending = run.pulse, run.is_ending
         if pulse.announced or ending:
             run.saves.settle()
-        due, value = self._is_due(trainer) or (self.at_end and ending), self._new_value(trainer)
-        self.current_score = self.current_score if value is None else value
-        if due:
-            self.save(trainer, value, at_once=ending)
-        elif pulse.now_s >= self._reserves_at_s and not ending:
-            self._reserves_at_s = math.inf
-            run.saves.reserve(self.asynchronous)
-        epoch_ended, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
-        if epoch_ended and self.monitor is not None:
-            trainer.require_logged("ModelCheckpoint", self.monitor)
+        due = [each for each in self._all if each._is_due(trainer) or (each.at_end and ending)]
+        for each in self._all:
+            each._note_score(trainer, saves=each in due)
+        for each in self._all:
+            if each in due:
+                each.save(trainer, at_once=ending)
+            elif pulse.now_s >= each._reserves_at_s and not ending:
+                each._reserves_at_s = math.inf
+                run.saves.reserve(each.asynchronous)
+
+    def _note_score(self, trainer: Trainer, *, saves: bool) -> None:
+        """Note the monitor's value, if it has a new one, as that of this boundary's checkpoint too."""
+        value = self._new_value(trainer)
+        if value is None:
+            return
+        self.current_score = value
+        if saves:
+            assert self.dirpath is not None
+            path, _ = trainer.strategy.processes.on_rank_zero(partial(place, trainer, self.dirpath))
+            self.scores[path.name] = value
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether one of the rules wants this boundary, be it the last one or not; alike on all ranks."""
@@ -244,7 +272,7 @@ class ModelCheckpoint(Callback):
 
     def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Let the run go."""
-        self._saves = None
+        self._saves, self._all = None, []
 
     @property
     def state_key(self) -> str:
@@ -260,12 +288,11 @@ class ModelCheckpoint(Callback):
         """Go on from there."""
         self.scores, self.current_score = state["scores"], state["current_score"]
 
-    def save(self, trainer: Trainer, score: float | None = None, *, at_once: bool = False) -> None:
+    def save(self, trainer: Trainer, *, at_once: bool = False) -> None:
         """Save this boundary, unless that is done, and remove what no rule keeps any more. Collective.
 
         Args:
             trainer: At a boundary.
-            score: The monitor's value, if it has a new one.
             at_once: Wait for the commit.
         """
         assert self.dirpath is not None
@@ -273,11 +300,10 @@ class ModelCheckpoint(Callback):
         if run.saves.moment != moment:
             run.saves.settle()
         path, saved = trainer.strategy.processes.on_rank_zero(partial(place, trainer, self.dirpath))
-        if score is not None:
-            self.scores[path.name] = score
         if not saved:
-            best = next(iter(self._ranked()), None)
-            info = {"best": best, "monitor": self.monitor, "finished": run.limit_reached}
+            chief = deciding_first(self._sharing(trainer, self.dirpath))[0]
+            best = next(iter(chief._ranked()), None)
+            info = {"best": best, "monitor": chief.monitor, "finished": run.limit_reached}
             run.saves.save(
                 path,
                 info,
@@ -310,8 +336,7 @@ class ModelCheckpoint(Callback):
 
     def _account(self, trainer: Trainer, newest: Path, committed: bool) -> list[Path]:
         """What is to be removed, now that the newest is committed; it has no score any more. Collective."""
-        savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        sharing = [saver for saver in savers if saver.dirpath is not None and is_same(saver.dirpath, newest.parent)]
+        sharing = self._sharing(trainer, newest.parent)
         rules = [partial(saver.kept, best=saver._top(saver._ranked())) for saver in sharing]
 
         def find() -> list[Path]:
@@ -323,6 +348,11 @@ class ModelCheckpoint(Callback):
             for saver in sharing:
                 saver.scores.pop(path.name, None)
         return doomed
+
+    def _sharing(self, trainer: Trainer, folder: Path) -> list[ModelCheckpoint]:
+        """Those that save in a folder."""
+        savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        return [saver for saver in savers if saver.dirpath is not None and is_same(saver.dirpath, folder)]
 
     def kept(self, found: list[Path], best: Collection[str]) -> set[Path]:
         """Which of some checkpoints, oldest first, the rules keep.
@@ -341,6 +371,8 @@ class ModelCheckpoint(Callback):
 
     def _ranked(self) -> dict[str, float]:
         """Scored checkpoints, best first; NaN is never best; of equals the earlier."""
+        if not decides(vars(self)):
+            return {}
         sign = 1.0 if self.mode == "min" else -1.0
         scored = [(name, score) for name, score in self.scores.items() if not math.isnan(score)]
         return dict(sorted(scored, key=lambda item: (sign * item[1], item[0])))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lumen.checkpoint.folder import find_unread, read_info
 from lumen.checkpoint.manifest import is_committed
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 
 Moment = tuple[int, int, int, bool]
 Rule = Callable[[list[Path]], set[Path]]
+Saver = TypeVar("Saver")
+
+
+def decides(given: Mapping[str, Any]) -> bool:
+    """Whether a `ModelCheckpoint` with these settings knows which checkpoint is best."""
+    return given.get("monitor") is not None and given.get("save_top_k") != 0
+
+
+def deciding_first(savers: Iterable[Saver]) -> list[Saver]:
+    """Callbacks that save, first the one that says for all which checkpoint is best: the first that `decides`."""
+    return sorted(savers, key=lambda saver: not decides(vars(saver)))
 
 
 def moment_of(trainer: Trainer) -> Moment:

@@ -61,6 +61,7 @@ def newest_valid(
     processes: Processes | None = None,
     *,
     sections: Sequence[str] | None = None,
+    beside: Sequence[Path] = (),
 ) -> Checkpoint | None:
     """Open the newest checkpoint of a folder whose every byte is right, or return None if there is none.
 
@@ -71,18 +72,20 @@ def newest_valid(
         report: Told of every damaged one: its name, what is wrong with it, and what is used instead.
         processes: Those that open it together; default: this one alone.
         sections: Only these are verified and can be read, as in `Checkpoint.open`.
+        beside: Other folders in which the run saves; where one has the same step, the one in `folder` is taken.
 
     Raises:
         CheckpointError: One cannot be judged: it has another format version, or this user may not read it.
     """
     processes = Processes() if processes is None else processes
-    candidates, tried = processes.on_rank_zero(partial(_not_left_over, folder)), set[Path]()
+    look = partial(_not_left_over, (folder, *beside))
+    candidates, tried = processes.on_rank_zero(look), set[Path]()
     while candidates:
         tried.add(path := candidates.pop())
         try:
             return Checkpoint.open(path, sections=sections, processes=processes)
         except CheckpointGone:  # its run has newer ones
-            found = processes.on_rank_zero(partial(_not_left_over, folder))
+            found = processes.on_rank_zero(look)
             candidates = [each for each in found if each not in tried]
         except CheckpointDamaged as error:
             instead = f"Trying {candidates[-1].name} instead." if candidates else "There is no older one."
@@ -90,14 +93,32 @@ def newest_valid(
     return None
 
 
-def _not_left_over(folder: Path) -> list[Path]:
-    return [path for path in _step_directories(folder) if not is_unseen(path)]
+def find_newer(path: Path, folders: Iterable[Path]) -> list[Path]:
+    """Return the committed checkpoints of some folders that show a later moment than one of them does."""
+    found = [each for folder in folders for each in find_checkpoints(folder)]
+    return [each for each in found if _age(each.name) > _age(path.name)]
+
+
+def _not_left_over(folders: Sequence[Path]) -> list[Path]:
+    """Oldest first; of equal steps the first folder's comes last."""
+    found = [path for folder in reversed(folders) for path in _step_directories(folder) if not is_unseen(path)]
+    return sorted(found, key=lambda path: _age(path.name))
 
 
 def _step_directories(folder: Path) -> list[Path]:
-    matches = [match for name in _names(folder) if (match := _STEP_NAME.fullmatch(name))]
-    matches.sort(key=lambda match: (int(match[1]), -1 if match[2] == "validating" else int(match[2] or 0)))
-    return [folder / match[0] for match in matches]
+    return [folder / name for name in sorted(filter(is_saved_name, _names(folder)), key=_age)]
+
+
+def is_saved_name(name: str) -> bool:
+    """Whether a checkpoint of this name is one to go on from."""
+    return _STEP_NAME.fullmatch(name) is not None
+
+
+def _age(name: str) -> tuple[int, int]:
+    """Steps and, of one step, the order of its moments."""
+    match = _STEP_NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), -1 if match[2] == "validating" else int(match[2] or 0)
 
 
 def _names(folder: Path) -> list[str]:

@@ -108,16 +108,22 @@ def is_weights(path: Weights | str | Path) -> bool:
 
 
 def find_checkpoint(
-    where: str, folder: Path, processes: Processes | None = None, *, sections: Sequence[str] | None = None
+    where: str,
+    folder: Path,
+    processes: Processes | None = None,
+    *,
+    sections: Sequence[str] | None = None,
+    beside: Sequence[Path] = (),
 ) -> Checkpoint | None:
     """The checkpoint that a `resume` or `ckpt_path` setting means. Collective: every one of `processes` must call this.
 
     Args:
-        where: "auto" or "last": the newest valid one of the run; "best": the one its monitor named best; otherwise
-            the path of a checkpoint or of a run directory.
+        where: "auto" or "last": the newest valid one of the run; "best": the one that the newest of `folder` names
+            best; otherwise the path of a checkpoint or of a run directory.
         folder: The checkpoints among which "auto", "last" and "best" choose.
         processes: Those that open it together, and read each byte once to verify it; default: this one alone.
         sections: Only these are verified and can be read, as in `Checkpoint.open`.
+        beside: Other folders in which the run saves, for "auto" and "last".
 
     Returns:
         None only for "auto" without any checkpoint.
@@ -130,17 +136,19 @@ def find_checkpoint(
     is_named, folder = processes.on_rank_zero(partial(_place, where, folder))
     if is_named:
         return Checkpoint.open(folder, sections=sections, processes=processes)
-    newest = newest_valid(folder, _log.warning, processes, sections=() if where == "best" else sections)
+    beside = beside if where in ("auto", "last") else ()
+    read = () if where == "best" else sections
+    newest = newest_valid(folder, _log.warning, processes, sections=read, beside=beside)
     if where == "best" and newest is not None:
         best = newest.info.get("best")
         if not best:
             raise CheckpointError(
-                f"{folder}: no checkpoint is known as best, because no monitor was set or it was never logged. "
-                "Set `monitor` of ModelCheckpoint, or use last or a path."
+                f"{folder}: no checkpoint is known as best, because no ModelCheckpoint that saves there has a monitor, "
+                "or it was never logged. Set `monitor` of ModelCheckpoint, or use last or a path."
             )
         return Checkpoint.open(folder / Path(best).name, sections=sections, processes=processes)
     if newest is None:
-        processes.on_rank_zero(partial(_check_none_needed, where, folder))
+        processes.on_rank_zero(partial(_check_none_needed, where, [folder, *beside]))
     return newest
 
 
@@ -169,8 +177,9 @@ def _place(where: str, folder: Path) -> tuple[bool, Path]:
         return False, path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def _check_none_needed(where: str, folder: Path) -> None:
-    if find_checkpoints(folder):
+def _check_none_needed(where: str, folders: Sequence[Path]) -> None:
+    folder = " and ".join(map(str, folders))
+    if any(map(find_checkpoints, folders)):
         raise CheckpointError(
             f"every checkpoint in {folder} is damaged; nothing was changed. Set trainer.resume to null for a new run."
         )

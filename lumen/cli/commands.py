@@ -19,6 +19,7 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace  # type: ignore[attr-defined]
 
 from lumen import session
+from lumen.callbacks.places import decides
 from lumen.checkpoint import PARTS, Weights, as_place, find_checkpoint, is_weights
 from lumen.checkpoint.manifest import STATE
 from lumen.cli import COMMANDS
@@ -235,22 +236,23 @@ def _seed(config: Namespace, checkpoint: Any) -> int:
     if config.seed_everything is not None:
         return checked_seed("seed_everything", config.seed_everything)
     name = config.trainer.name or config.model.class_path.rpartition(".")[2].lower()
-    folder = _dirpath(config.trainer.callbacks) or Path(config.trainer.default_root_dir) / name / "checkpoints"
+    own = Path(config.trainer.default_root_dir) / name / "checkpoints"
+    folder, *beside = _dirpaths(config.trainer.callbacks, own) or [own]
     goes_on = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
     if not goes_on or is_weights(checkpoint):
         return secrets.randbits(31)
-    found = find_checkpoint(str(checkpoint), folder, sections=(STATE,))  # the run verifies the rest
+    found = find_checkpoint(str(checkpoint), folder, sections=(STATE,), beside=beside)  # the run verifies the rest
     return int(found.state["seed"]) if found else secrets.randbits(31)
 
 
-def _dirpath(callbacks: Any) -> Path | None:
-    """Where the first `ModelCheckpoint` saves, if that is set."""
+def _dirpaths(callbacks: Any, own: Path) -> list[Path]:
+    """Where each `ModelCheckpoint` saves, first the one that says which checkpoint is best."""
     each = (
         callbacks.values() if isinstance(callbacks, dict) else callbacks if isinstance(callbacks, list) else [callbacks]
     )
     savers = [node for node in each if node is not None and node.class_path.endswith(".ModelCheckpoint")]
-    dirpath = savers[0].init_args.get("dirpath") if savers else None
-    return None if dirpath is None else as_place(dirpath)
+    arguments = sorted((node.init_args.as_dict() for node in savers), key=lambda given: not decides(given))
+    return [own if given.get("dirpath") is None else as_place(given["dirpath"]) for given in arguments]
 
 
 def _configure_optimizers(config: Namespace, task: TaskModule) -> dict[str, Any]:

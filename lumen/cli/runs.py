@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lumen.checkpoint.disk import names_in, readable
+from lumen.checkpoint.folder import is_saved_name
 from lumen.checkpoint.listing import Listed, has_checkpoints, list_checkpoints
 from lumen.checkpoint.manifest import MANIFEST
 from lumen.checkpoint.remote import RemotePath, as_place
@@ -68,8 +69,9 @@ class ShownRun:
 
     @property
     def newest_info(self) -> dict[str, Any]:
-        """What the newest checkpoint's manifest tells."""
-        return next((each.info for each in reversed(self.checkpoints) if each.info and not each.kind), {})
+        """What the manifest of the newest good checkpoint to go on from tells."""
+        good = [each for each in self.checkpoints if is_saved_name(each.path.name) and not each.problem]
+        return next((each.info for each in reversed(good) if each.info), {})
 
     def is_best(self, checkpoint: Listed) -> bool:
         """Whether the newest checkpoint calls this one the best."""
