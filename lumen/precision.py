@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,7 +18,9 @@ from torch.optim import Optimizer
 from lumen.errors import ConfigError, NonFiniteLoss
 from lumen.torch_internals import bare_step
 
+_log = logging.getLogger("lumen")
 _NO_CONTEXT = nullcontext()
+_MANY_IN_A_ROW = 5
 #: How torch's messages name a dtype that an operation does not have, or that does not fit the others.
 _COMPLAINTS = {
     torch.float16: r"\b(Half|HalfTensor|Float16)\b|primitive descriptor",
@@ -39,6 +42,8 @@ class Precision(ABC):
     handles_overflow = False
     #: The dtype of parameters and of what reaches the steps; None: whatever they have.
     dtype: torch.dtype | None = None
+    #: Updates that were skipped because gradients overflowed, in the whole run.
+    skipped_updates = 0
 
     @abstractmethod
     def forward(self) -> AbstractContextManager[Any]:
@@ -133,7 +138,8 @@ class BFloat16(Precision):
 class Float16(Precision):
     """Forward under autocast to float16 with a gradient scaler (Micikevicius et al., Mixed Precision Training, 2018).
 
-    An update whose gradients overflow is skipped and the scale halved. A scale below 1 means that the gradients are
+    An update whose gradients overflow is skipped and the scale halved, which is said once, and again where it happens
+    several times in a row. A scale below 1 means that the gradients are
     not finite at any scale, which is an error.
     """
 
@@ -144,6 +150,7 @@ class Float16(Precision):
         self._context = _Explaining(torch.autocast(device.type, torch.float16), "fp16", torch.float16)
         self._scaler = torch.amp.GradScaler(device.type, init_scale=init_scale, growth_interval=growth_interval)
         self._scale = init_scale
+        self._in_a_row = 0
 
     def forward(self) -> AbstractContextManager[Any]:
         """Autocast."""
@@ -171,16 +178,38 @@ class Float16(Precision):
                 f"fp16 gradients are not finite at any loss scale (it fell to {self._scale:g}). "
                 "Look for an overflow in the forward, lower the learning rate, or use precision: bf16."
             )
-        return self._scale >= before
+        if self._scale >= before:
+            self._in_a_row = 0
+            return True
+        self._count_skipped(before)
+        return False
+
+    def _count_skipped(self, scale: float) -> None:
+        self.skipped_updates += 1
+        self._in_a_row += 1
+        if self.skipped_updates == 1:
+            _log.warning(
+                "fp16: an update was skipped, because its gradients overflow at a loss scale of %g; the scale is "
+                "halved. A few such updates at the start are usual; how many there were is said at the end",
+                scale,
+            )
+        elif self._in_a_row % _MANY_IN_A_ROW == 0:
+            _log.warning(
+                "fp16: %d updates in a row were skipped, and the loss scale has fallen to %g. If that goes on, lower "
+                "the learning rate or use precision: bf16",
+                self._in_a_row,
+                self._scale,
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's scale and growth tracker."""
-        return self._scaler.state_dict()
+        """The scaler's scale and growth tracker, and how many updates were skipped."""
+        return self._scaler.state_dict() | {"skipped_updates": self.skipped_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the scale; a run that had none begins with this one's."""
         if "scale" in state:
-            self._scaler.load_state_dict(state)
+            self.skipped_updates = state.get("skipped_updates", 0)
+            self._scaler.load_state_dict({key: value for key, value in state.items() if key != "skipped_updates"})
             self._scale = float(state["scale"])
 
 

@@ -65,7 +65,7 @@ class Progress:
     validation_due: bool = False
     should_stop: bool = False
     elapsed_s: float = 0.0
-    weight_guess: float = 1.0
+    weight_guess: float = 0.0
     units: float = 0.0
     loader: Any = None
 
@@ -281,8 +281,7 @@ class Run:
         progress, counted = self.progress, weights.counted
         progress.advance(window, updated=updated)
         progress.micro_batches = self._first_micro_batch + len(window.sizes)
-        if counted:
-            progress.weight_guess = weights.next_guess
+        progress.weight_guess = weights.next_guess
         if updated:
             progress.units += weights.total
         self.waited_s += window.waited_s
@@ -417,7 +416,7 @@ class Run:
         strategy, self.weighs_batches = self.strategy, overrides(self.task, "batch_weight")
         self.weights = StepWeights(
             by_task=self.weighs_batches, world=strategy.world_size, scaled=self.precision.handles_overflow,
-            begin_agreement=strategy.begin_agreement if strategy.world_size > 1 else None,
+            begin_agreement=strategy.begin_agreement if strategy.world_size > 1 else None, gather=self.gather,
         )  # fmt: skip
 
     def start_clock(self) -> None:

@@ -89,6 +89,8 @@ def accumulate(
             loss, returned_weight = read_output(output)
             weights.left_out |= loss is None
         if loss is not None:
+            if weights.unseeded:
+                weights.seed(micro.number, returned_weight)
             share = weights.share(micro.weight, returned_weight)
             if check:
                 run.check_loss(loss, share)
@@ -113,6 +115,8 @@ def accumulate(
 
 def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weights: StepWeights) -> None:
     """The backward of a micro-batch; what the processes have to tell each other goes beside the last one."""
+    if weights.unseeded:
+        weights.seed(None)
     if micro.last:
         weights.begin_agreement()
         loss = run.strategy.carry_news(loss)

@@ -350,6 +350,8 @@ class Trainer(RunView):
             for hook in run.hooks.on_fit_end:
                 hook()
             run.saves.check_home()
+            if skipped := run.precision.skipped_updates:
+                _log.info("fp16: %d updates were skipped, because their gradients overflowed", skipped)
             _log.info(
                 "finished: %s at step %d, epoch %d", run.limit_reached, run.progress.step, run.progress.epochs_begun
             )

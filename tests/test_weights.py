@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 import lumen
 from lumen.data.weights import StepWeights
 from lumen.errors import NonFiniteLoss, TrainingError
-from tests.tasks import Regression, bare_trainer, loader, quiet_trainer
+from tests.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 
 
 def weighed(known, returned, *, alone=False, by_task=False, guess=1.0):
@@ -54,8 +54,8 @@ def test_totals_known_beforehand_need_no_correction():
         assert weights.correction == 1.0
 
 
-@pytest.mark.parametrize(("total", "guess"), [(1, 1.0), (3, 2.0), (1024, 1024.0), (1500.5, 1024.0), (0.3, 0.25)])
-def test_the_next_guess_is_a_power_of_two_near_the_total(total, guess):
+@pytest.mark.parametrize(("total", "guess"), [(1, 32.0), (31, 32.0), (100, 128.0), (1024, 1024.0), (1500.5, 2048.0)])
+def test_the_next_guess_is_a_power_of_two_near_the_total_and_falls_slowly(total, guess):
     _, weights = weighed([1, 1], [total / 2, total / 2], guess=64.0)
     assert weights.next_guess == guess
     assert weighed([1, 1], [None, None], guess=64.0)[1].next_guess == 64.0
@@ -111,7 +111,7 @@ def test_gradients_are_weighted_means_also_where_weights_come_out_of_the_forward
     trainer.fit(task, batches((3.0, 1.0), (5.0, 4.0), (-7.0, 0.0), (2.0, 1000.0), (4.0, 3000.0)))
     expected = [(3 * 1 + 5 * 4) / 5, (2 * 1000 + 4 * 3000) / 4000]
     assert task.gradients == [pytest.approx(value, rel=1e-14) for value in expected]
-    assert trainer.run.progress.weight_guess == 2048.0
+    assert trainer.run.progress.weight_guess == 4096.0
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -184,6 +184,66 @@ def test_parameters_that_are_not_finite_are_never_committed(tmp_path):
     second = trainer()
     second.fit(Root(None), loader())  # the mistake is corrected
     assert second.global_step == 8
+
+
+class Heavy(Regression):
+    """Weights come out of the forward; those of every second step may be others."""
+
+    def __init__(self, even, odd):
+        super().__init__()
+        self.even, self.odd = even, odd
+
+    def training_step(self, batch):
+        is_odd = self.trainer.run.progress.batches // 2 % 2
+        return 0.1 * super().training_step(batch), self.odd if is_odd else self.even
+
+
+def train_heavy(folder, even, odd, accumulate=2, **options):
+    trainer = bare_trainer(
+        folder, max_epochs=4, precision="fp16", accumulate_grad_batches=accumulate, log_level="INFO", **options
+    )
+    task = Heavy(even, odd)
+    trainer.fit(task, loader(80, 8))
+    return trainer.global_step, weights(task).tolist()
+
+
+def train_heavy_in_twos(folder, even, odd):
+    return train_heavy(folder, even, odd, 1, strategy="ddp")
+
+
+@pytest.mark.parametrize(("even", "odd", "skipped"), [(500, 500, 0), (1e6, 1e6, 0), (1e6, 1, 0), (1, 1e6, 1)])
+def test_fp16_uses_every_step_whatever_the_weights_are(tmp_path, caplog, group, even, odd, skipped):
+    """Where they rise, the first step that is so much larger than all before may overflow."""
+    caplog.set_level("INFO", "lumen")
+    steps, ours = train_heavy(tmp_path, even, odd)
+    assert 20 - skipped <= steps <= 20
+    assert caplog.text.count("an update was skipped") == caplog.text.count("updates were skipped") == 20 - steps
+    assert group(2).run(train_heavy_in_twos, tmp_path, even, odd) == [(steps, pytest.approx(ours, abs=1e-3))] * 2
+
+
+class Overflowing(Regression):
+    """Overflows in fp16 until the scale has fallen far."""
+
+    def training_step(self, batch):
+        return super().training_step(batch) * 2e4
+
+
+def test_a_skipped_fp16_update_is_said_once_and_again_where_many_follow_each_other(tmp_path, caplog):
+    caplog.set_level("INFO", "lumen")
+
+    def run(**options):
+        caplog.clear()
+        trainer = quiet_trainer(tmp_path, precision="fp16", log_level="INFO", resume="auto", **options)
+        trainer.fit(Overflowing(), loader(80, 8))
+        return trainer.run.precision.skipped_updates
+
+    skipped = run(max_steps=4)
+    assert skipped >= 5
+    assert caplog.text.count("an update was skipped, because its gradients overflow at a loss scale of 65536") == 1
+    assert "5 updates in a row were skipped, and the loss scale has fallen to 2048" in caplog.text
+    assert f"fp16: {skipped} updates were skipped" in caplog.text
+    assert run(max_steps=6) >= skipped  # all of the run's are counted
+    assert "an update was skipped" not in caplog.text
 
 
 class WeighedByBatch(Given):

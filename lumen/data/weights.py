@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import final
 
 from lumen.errors import TrainingError
 
+Answer = tuple[int, float | None] | None
 BeginAgreement = Callable[[Sequence[float], bool], Callable[[], list[float] | None]]
 
 
@@ -28,8 +30,10 @@ class StepWeights:
             loss, so that what overflows does not depend on it.
         begin_agreement: Begins to sum numbers over the processes; what it returns waits for the sums, None if none of
             them has news. None: there is one process.
+        gather: What each process says, on all of them. None: there is one process.
 
     Attributes:
+        unseeded: The guess is to be made of the first weight, by `seed`.
         total: The sum of the weights of this process; once they have agreed, of all.
         skipped: A hook of some process ended the epoch in this step.
         left_out: A micro-batch of this process counts nothing, although it was planned.
@@ -42,10 +46,11 @@ class StepWeights:
         world: int = 1,
         scaled: bool = False,
         begin_agreement: BeginAgreement | None = None,
+        gather: Callable[[Answer], list[Answer]] | None = None,
     ) -> None:
         self._by_task = by_task
         self._in_loss, self._in_gradients = (1, world) if scaled else (world, 1)
-        self._begin_agreement = begin_agreement
+        self._begin_agreement, self._gather = begin_agreement, gather
         self._world = world
         self.begin(0.0, 0, 1.0)
 
@@ -55,15 +60,33 @@ class StepWeights:
         Args:
             planned: The sum of the weights that are known before the forward, over all processes.
             micro_batches: Of all processes. The share of a single one on a single process is exactly 1.
-            guess: Stands in for an unknown sum: a power of two, so that multiplying by it rounds nothing.
+            guess: Stands in for an unknown sum: a power of two, so that multiplying by it rounds nothing. 0: none has
+                been made yet.
         """
         self.total = 0.0
         self.skipped = self.left_out = False
         self._planned = planned
         self._alone = micro_batches == self._world == 1
-        self._guess = guess
+        self._micro_batches, self._guess = micro_batches, guess or 1.0
+        # 16 bits alone mind how large what is summed becomes, and several processes would have to tell each other
+        self.unseeded = not guess and not self._by_task and (self._world == 1 or self._in_gradients > 1)
         self._returned: bool | None = None
         self._finish: Callable[[], list[float] | None] | None = None
+
+    def seed(self, number: int | None, returned: float | None = None) -> None:
+        """Make the first guess of the first weight there is, on all processes alike. Collective.
+
+        Args:
+            number: Of the micro-batch of this process in the step; None: it gives no loss.
+            returned: The weight that the task returned for it; None: none.
+        """
+        answer = None if number is None else (number, returned)
+        answers = [answer] if self._gather is None else self._gather(answer)
+        if given := [each for each in answers if each is not None]:
+            first = min(given, key=itemgetter(0))[1]
+            self.unseeded = False
+            total = (first or 0.0) * self._micro_batches
+            self._guess = _power_of_two(total) if 0.0 < total < math.inf else 1.0
 
     def share(self, known: float, returned: float | None) -> float:
         """What to multiply a micro-batch's mean loss with before backward.
@@ -149,8 +172,18 @@ class StepWeights:
 
     @property
     def next_guess(self) -> float:
-        """The power of two nearest below this step's total, for the next step: it keeps fp16 gradients in range."""
-        return 2.0 ** math.floor(math.log2(self.total)) if self._returned and self.total else self._guess
+        """The power of two nearest above this step's total, for the next step: it keeps fp16 gradients in range.
+
+        Not less than half of this step's guess: totals that go up and down must not overflow whenever they go up.
+        """
+        if self.unseeded:
+            return 0.0
+        return max(_power_of_two(self.total), self._guess / 2) if self._returned and self.total else self._guess
+
+
+def _power_of_two(number: float) -> float:
+    """The least one that is not less."""
+    return 2.0 ** math.ceil(math.log2(number))
 
 
 def _mixed() -> TrainingError:

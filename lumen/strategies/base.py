@@ -176,7 +176,7 @@ class Strategy(ABC):
 
     def correct_gradients(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
         """Multiply all gradients by a factor, when the weights of a step were known only after its backward."""
-        multiply([p.grad for p in parameters if p.grad is not None], factor)
+        multiply([p.grad for p in parameters if p.grad is not None], factor)  # of sparse ones torch multiplies the rows
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip by the norm over all gradients of all ranks.
@@ -184,11 +184,19 @@ class Strategy(ABC):
         Returns:
             The norm before clipping: a tensor without dimensions on the device.
         """
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
+        parameters = list(parameters)
+        try:
+            return nn.utils.clip_grad_norm_(parameters, max_norm)
+        except NotImplementedError:  # some are sparse
+            return nn.utils.clip_grad_norm_(_with_rows(parameters), max_norm)
 
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
         """Clamp every gradient element to [-max_value, max_value], as `torch.nn.utils.clip_grad_value_` does."""
-        nn.utils.clip_grad_value_(parameters, max_value)
+        parameters = list(parameters)
+        try:
+            nn.utils.clip_grad_value_(parameters, max_value)
+        except NotImplementedError:  # some are sparse, and others may be clamped by now
+            nn.utils.clip_grad_value_(_with_rows(parameters), max_value)
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective: every rank must call this."""
@@ -216,3 +224,17 @@ class Strategy(ABC):
 
     def teardown(self) -> None:
         """Give back what `setup` took."""
+
+
+def _with_rows(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """For each parameter with a sparse gradient a stand-in whose gradient is that one's rows, each row once."""
+    found: list[torch.Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None or not parameter.grad.is_sparse:
+            found.append(parameter)
+            continue
+        parameter.grad = parameter.grad.coalesce()
+        rows = parameter.grad.values()
+        found.append(torch.empty_like(rows))
+        found[-1].grad = rows
+    return found

@@ -17,7 +17,7 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.strategies.additions import Additions
 from lumen.strategies.base import Strategy
 from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
-from lumen.strategies.steps import Steps
+from lumen.strategies.steps import Steps, sparse_parameters
 from lumen.torch_internals import end_backward, need_reducer, norms, own_buffers
 
 _NO_CONTEXT = nullcontext()
@@ -96,11 +96,28 @@ class DDP(Strategy):
 
     def setup(self, task: nn.Module) -> None:
         """Move the task to the device; parameters and buffers become those of rank 0."""
+        self._check_sparse(task)
         self._task = task.to(self.device)
         self.sync_buffers(self._task)
         self._had_news, self._news = False, 0
         self._wrap()
         self._additions = Additions()
+
+    def _check_sparse(self, task: nn.Module) -> None:
+        """Gloo sums sparse gradients as they are; nothing else does.
+
+        Raises:
+            ConfigError: The task has some.
+        """
+        if not sparse_parameters(task) or self.world_size == 1:
+            return
+        if self.device.type != "cpu":
+            raise ConfigError("DDP: NCCL cannot sum the gradients of nn.Embedding(sparse=True). Set sparse=False.")
+        if self._compression is not None:
+            raise ConfigError(
+                "DDP: the gradients of nn.Embedding(sparse=True) cannot be communicated in 16 bits. Leave "
+                "gradient_compression out, or set sparse=False."
+            )
 
     def _wrap(self) -> None:
         assert self._task is not None

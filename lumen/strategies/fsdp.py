@@ -23,6 +23,7 @@ from lumen.strategies.additions import Additions
 from lumen.strategies.base import Strategy
 from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.strategies.sharding import ShardedTask
+from lumen.strategies.steps import sparse_parameters
 from lumen.strategies.units import find_units, modules_of
 from lumen.torch_internals import clamp, multiply
 
@@ -180,6 +181,11 @@ class FSDP(Strategy):
             ConfigError: There is no such class, a parameter cannot be cut up, or another strategy has done it.
         """
         assert self.device_mesh is not None
+        if sparse_parameters(task):
+            raise ConfigError(
+                "FSDP: the gradients of nn.Embedding(sparse=True) cannot be summed in parts. Set sparse=False, or use "
+                "strategy: ddp."
+            )
         self._task = task
         options = (
             self.device_mesh, self._wrap, self._reshard, self._offload, self._policy, self._output_dtype,

@@ -28,9 +28,27 @@ class Steps(nn.Module):
         """What a step returns; for None a loss of 0."""
         if step is not None:
             return getattr(self.task, step)(*args)
+        trained, sparse = [p for p in self.task.parameters() if p.requires_grad], sparse_parameters(self.task)
+        parts = [_nothing_of(p) for p in trained if id(p) in sparse]  # torch needs these in any case
         if self.anchor is not None:
-            return self.anchor * 0.0
-        trained = [p for p in self.task.parameters() if p.requires_grad]
-        real = [torch.view_as_real(p) if p.is_complex() else p for p in trained]
-        parts = [p.reshape(-1)[:1].sum() * 0.0 for p in real]
+            return torch.stack([self.anchor * 0.0, *parts]).sum()
+        parts += [_part_of(p) for p in trained if id(p) not in sparse]
         return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
+
+
+def sparse_parameters(task: nn.Module) -> set[int]:
+    """Ids of the parameters whose gradients are sparse."""
+    embeddings = [each for each in task.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse]
+    return {id(each.weight) for each in embeddings}
+
+
+def _part_of(parameter: nn.Parameter) -> torch.Tensor:
+    """0, whose gradient is 0 for each element."""
+    real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    return real.reshape(-1)[:1].sum() * 0.0
+
+
+def _nothing_of(parameter: nn.Parameter) -> torch.Tensor:
+    """0, whose gradient is sparse and holds no row: an optimizer may move whatever rows it holds."""
+    no_rows = torch.zeros(0, dtype=torch.long, device=parameter.device)
+    return nn.functional.embedding(no_rows, parameter, sparse=True).sum()
