@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 from lumen.errors import ConfigError
 from lumen.optim import Schedule, Warmup, needs_closure
 from lumen.precision import Precision
+from lumen.references import refer_to_current
 from lumen.task import TaskModule
 from lumen.torch_internals import schedules_in
 
@@ -255,11 +256,12 @@ def _paired(configs: list[SchedulerConfig]) -> list[SchedulerConfig]:
 
 
 def check_held(task: nn.Module, optimizer: Optimizer) -> None:
-    """Check that an optimizer holds the task's parameters alone.
+    """Check that an optimizer holds the task's parameters alone, and as they are now if it was given earlier ones.
 
     Raises:
-        ConfigError: Others would be neither saved nor, on several processes, trained alike.
+        ConfigError: Others would be neither saved nor, on several processes, trained alike; or it holds some twice.
     """
+    refer_to_current(optimizer)
     if strangers := len(_held(optimizer) - {id(parameter) for parameter in task.parameters()}):
         raise ConfigError(
             f"the optimizer holds {strangers} parameters that are not the task's. Build it in configure_optimizers, "

@@ -45,7 +45,7 @@ with suppress(ImportError):
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 need("Lumen", nn.Module(), "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-need("Lumen", torch.Tensor, "_version", "_is_view")
+need("Lumen", torch.Tensor, "_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
 need("Lumen", torch.UntypedStorage, "_cdata")
 need("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm")
 need("Lumen", torch.ops.aten.zero_.default, "_schema")
@@ -108,11 +108,33 @@ def copies(operation: str) -> bool:
     return operation in ("clone", "_to_copy")
 
 
+def copies_in_place(operation: str) -> bool:
+    """Whether the operation of a schema gives its first tensor, or tensors, the values of its second."""
+    return operation in ("copy_", "_foreach_copy_")
+
+
+def reset_name(module: nn.Module) -> str:
+    """Name of the method that gives a module its first values, if it has one."""
+    return "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
+
+
 def own_reset(module: nn.Module) -> Callable[[], Any] | None:
     """The method that gives a module its first values; None if it has none."""
-    name = "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
-    reset: Callable[[], Any] | None = getattr(module, name, None)
+    reset: Callable[[], Any] | None = getattr(module, reset_name(module), None)
     return reset
+
+
+Hooks = tuple[Any, Any]
+
+
+def hooks_of(parameter: Any) -> Hooks:
+    """The hooks on a parameter's gradient and on its accumulated gradient, where handles find them; None: no hooks."""
+    return parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+def give_hooks(parameter: Any, hooks: Hooks) -> None:
+    """Let these be the hooks of a parameter, beside the one whose they are: what is added or removed is for both."""
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
 def multiply(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from copy import deepcopy
 from unittest import mock
 
 import numpy as np
@@ -298,15 +299,6 @@ class Mixed(Deep):
         self.net.blocks[0].up.float()
 
 
-class Early(Deep):
-    def __init__(self):
-        super().__init__()
-        self.optimizer = torch.optim.AdamW(self.parameters())
-
-    def configure_optimizers(self):
-        return self.optimizer
-
-
 class Quadratic(Deep):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters())
@@ -321,7 +313,6 @@ REFUSED = [
     (Scalar, {}, "scale has no dimension.*shape \\(1,\\)"),
     (Lazy, {}, "more.weight has no shape"),
     (Mixed, {}, "several dtypes: net.blocks.0.up.weight in float32, net.blocks.0.down.weight in float64"),
-    (Early, {}, "not the task's. Build it in configure_optimizers"),
     (Quadratic, {}, "LBFGS works on all parameters as one vector"),
 ]
 
@@ -955,6 +946,122 @@ def test_a_write_that_would_be_lost_is_an_error(group, tmp_path, where):
 def test_a_write_between_forwards_is_kept(group, tmp_path, where):
     alone = torch.tensor(write_in(tmp_path, where, "single", accumulate_grad_batches=2))
     assert (torch.tensor(group(2).run(write_in, tmp_path, where)[0]) - alone).abs().max() < 1e-12
+
+
+# ---------------------------------------------------------------------- references and hooks
+
+
+class Held(Deep):
+    """Keeps references to its parameters, and has hooks on them, before and after they are cut up."""
+
+    def __init__(self, *, clips=False):
+        super().__init__()
+        self.clips = clips
+        self.held = {"weights": [self.net.first.weight], "all": list(self.parameters())}
+        self.shapes, self.view = [], None
+        self.net.blocks[1].up.weight.register_hook(self.halve)
+        self.net.first.bias.register_post_accumulate_grad_hook(self.mask)
+
+    def halve(self, gradient):
+        self.shapes.append(tuple(gradient.shape))
+        return gradient.clamp(-1e-3, 1e-3) if self.clips else gradient * torch.linspace(0, 1, gradient.shape[1])
+
+    def mask(self, parameter):
+        parameter.grad[::2] = 0
+        if self.clips:
+            parameter.grad.clamp_(-0.01, 0.01)
+
+    def on_fit_start(self):
+        self.net.last.weight.register_hook(self.halve)
+        self.undone = self.net.last.bias.register_hook(self.halve)
+
+    def training_step(self, batch):
+        self.undone.remove()
+        reads = 0.0 if self.view is None else self.view.sum()
+        return super().training_step(batch) + 0.1 * sum(each.square().sum() for each in self.held["weights"]) + reads
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.held["all"][2:], lr=1e-2)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": self.held["all"][:2]})
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_references_and_hooks_of_parameters_mean_what_they_do_on_one_device(group, tmp_path, world):
+    expected = fit(tmp_path, Held(), max_steps=6, max_epochs=None, accumulate_grad_batches=2)
+    for ours in group(world).run(train_held, tmp_path, 2 // world):
+        assert_equal(ours, expected)
+
+
+def train_held(folder, accumulate):
+    options = {"max_steps": 6, "max_epochs": None, "accumulate_grad_batches": accumulate}
+    local = [fit(folder, Held(clips=True), strategy=strategy, **options) for strategy in ("ddp", "fsdp")]
+    assert_equal(*local)  # what is not linear sees the process's own gradient
+    task = Held()
+    ours = fit(folder, task, strategy="fsdp", **options)
+    assert set(task.shapes) == {(3 * WIDTH, WIDTH), (1, WIDTH)}
+    assert [each.shape for each in task.held["all"]] == [each.shape for each in task.parameters()]
+    assert deepcopy(task.held["weights"][0]).shape == (WIDTH, FEATURES)
+    return ours
+
+
+class Early(Deep):
+    """Has built its optimizer before there were parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+def test_an_optimizer_that_was_built_too_early_trains_the_parts(group, tmp_path):
+    expected = fit(tmp_path, Deep(), max_steps=4, accumulate_grad_batches=2)
+    for ours in group(2).run(fit_early, tmp_path):
+        assert_equal(ours, expected)
+
+
+def fit_early(folder):
+    return fit(folder, Early(), max_steps=4, strategy="fsdp")
+
+
+def test_references_to_what_is_not_whole_are_one_clear_error(group, tmp_path):
+    group(2).run(refuse_references, tmp_path)
+
+
+def refuse_references(folder):
+    task = Held()
+    task.held["weights"].append(task.net.blocks[0].up.weight)
+    with pytest.raises(ConfigError, match=r"uses net.blocks.0.up.weight, by a reference .* Units are net.blocks.0"):
+        fit(folder, task, strategy="fsdp")
+    task = Held()
+    task.view = task.net.first.weight.t()
+    with pytest.raises(TrainingError, match=r"a gradient has come to net.first.weight through a view"):
+        fit(folder, task, strategy="fsdp")
+
+
+class Empty(Deep):
+    def __init__(self, requires_grad=True):
+        super().__init__()
+        self.net.first.more = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64), requires_grad)
+
+    def training_step(self, batch):
+        return super().training_step(batch) + self.net.first.more.sum()
+
+
+def test_a_parameter_without_elements_is_one_clear_error_if_it_is_to_be_trained(group, tmp_path):
+    expected = fit(tmp_path, Empty(), accumulate_grad_batches=2)
+    for ours in group(2).run(train_empty, tmp_path):
+        assert_equal(ours, expected)
+
+
+def train_empty(folder):
+    with pytest.raises(ConfigError, match=r"net.first.more has no elements to train. Set requires_grad"):
+        fit(folder, Empty(), strategy="fsdp")
+    return fit(folder, Empty(requires_grad=False), strategy="fsdp")
 
 
 class LoggingNorms(Regression):

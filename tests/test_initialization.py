@@ -1,6 +1,7 @@
 """Layers built in `configure_model` begin with the same bits under every strategy, and nobody holds all of them."""
 
 import gc
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -137,7 +138,9 @@ def test_they_depend_on_the_seed_and_the_names_and_on_nothing_else(tmp_path):
     assert_equal(first | {"noise": longer["noise"]}, {name: longer[name] for name in first}, 0.0)
     drawn = [name for name, value in first.items() if name.endswith("weight") and "norm" not in name]
     assert all((first[name] != other[name]).any() for name in drawn)
-    assert len({first[name].tobytes() for name in drawn}) == len(drawn) - 1  # two are tied
+    copies = [name for name in drawn if name.startswith("layers.layers.1.")]
+    assert all(np.array_equal(first[name], first[name.replace("layers.1.", "layers.0.")]) for name in copies)
+    assert len({first[name].tobytes() for name in drawn}) == len(drawn) - len(copies) - 1  # two are tied
 
 
 def test_they_are_those_of_the_modules_own_initialisers(tmp_path):
@@ -237,7 +240,40 @@ class Wrong(Zoo):
 class WrongWithOwn(Wrong):
     def init_weights(self, module, name):
         if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+            nn.init.zeros_(module.bias)
+
+
+class WrongWithSome(Wrong):
+    """Says how embeddings begin, and leaves all else to the modules themselves, in two ways."""
+
+    def init_weights(self, module, name):
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        elif name == "net.0":
             module.reset_parameters()
+        else:
+            super().init_weights(module, name)
+
+    def zeroed(self):
+        nn.init.zeros_(self.net[0].weight)
+
+    def replaced(self):
+        self.net.append(nn.Linear(1, 1))
+        self.net[1].weight = nn.Parameter(torch.zeros(1, 1))
+
+    def computed(self):
+        self.net.append(nn.Linear(FEATURES, 1))
+        self.net[1].weight = nn.Parameter(0.5 * self.net[0].weight.detach())
+
+    def averaged(self):
+        self.net.append(nn.Linear(FEATURES, 1))
+        with torch.no_grad():
+            self.net[1].weight.lerp_(self.net[0].weight, 0.5)
+
+    def turned(self):
+        self.net.append(nn.Linear(1, FEATURES))
+        self.net[1].weight = nn.Parameter(self.net[0].weight.detach().t().clone())
 
 
 class Meddling(Wrong):
@@ -266,12 +302,233 @@ class Meddling(Wrong):
         (WrongWithOwn, "constructor_only", "net.1.scale gets no values"),
         (WrongWithOwn, "loaded", r"net.0.weight was given data by copy_\(\)"),
         (WrongWithOwn, "copied", r"net.0.weight was given data by copy_\(\)"),
+        (
+            WrongWithSome,
+            "zeroed",
+            r"net.0.weight was made by uniform_\(.*\) (zero|fill)_\(.*\), would now",
+        ),
+        (WrongWithSome, "replaced", "net.1.weight was made by its constructor, would now be by uniform_"),
+        (WrongWithSome, "computed", r"net.1.weight was made by mul\(0.5\) of weight, would now be by uniform_"),
+        (WrongWithSome, "averaged", r"net.1.weight was made by uniform_\(.*\) lerp_\(0.5\), would now be by uniform_"),
+        (WrongWithSome, "turned", "net.1.weight was made by clone.* of weight, would now be by uniform_"),
         (Meddling, "two", "writes net.0.weight by zero_, which has its values already|writes net.0.weight by fill_"),
     ],
 )
 def test_values_that_would_be_lost_are_one_clear_error(tmp_path, task, way, message):
     with pytest.raises(ConfigError, match=message):
         initial(tmp_path, task(way), "single")
+
+
+# ---------------------------------------------------------------------- copies
+
+
+class Copying(Own):
+    """Copies what has no values yet, in every way; `own_bias` is what init_weights says of one of them."""
+
+    own_bias = False
+
+    def configure_model(self):
+        self.student = nn.Sequential(nn.Linear(FEATURES, 7), nn.Linear(7, 1))
+        self.teacher = deepcopy(self.student).requires_grad_(False)
+        self.second = deepcopy(self.teacher)
+        self.loaded = nn.Sequential(nn.Linear(FEATURES, 7), nn.Linear(7, 1))
+        self.loaded.load_state_dict(self.student.state_dict())
+        self.written = nn.Sequential(nn.Linear(FEATURES, 7), nn.Linear(7, 1))
+        self.moved = nn.Sequential(nn.Linear(FEATURES, 7), nn.Linear(7, 1))
+        with torch.no_grad():
+            for parameter, moved, source in zip(
+                self.written.parameters(), self.moved.parameters(), self.student.parameters(), strict=True
+            ):
+                parameter.copy_(source)
+                moved.data = source.data.clone()
+        self.rounded = deepcopy(self.student).bfloat16()
+        self.widened = deepcopy(self.rounded).float()
+        self.alone = nn.ParameterList([nn.Parameter(self.student[0].weight.detach().clone())])
+        self.apart = nn.Sequential(nn.Linear(FEATURES, 7), nn.Linear(7, 1))
+        self.gone = nn.ModuleList(deepcopy(nn.Linear(FEATURES, 3)) for _ in range(2))
+        template = nn.Linear(FEATURES, 3)
+        self.layers = nn.ModuleList(deepcopy(template) for _ in range(2))
+        self.requires_grad_(False)
+        self.student.requires_grad_(True)
+
+    def init_weights(self, module, name):
+        super(Own, self).init_weights(module, name)
+        if name == "second.1" and self.own_bias:
+            nn.init.ones_(module.bias)
+
+    def training_step(self, batch):
+        return nn.functional.mse_loss(self.student(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.student.parameters(), lr=1e-2)
+
+
+class CopyingWithOwn(Copying):
+    """Says how all linear layers begin."""
+
+    own_bias = True
+
+    def init_weights(self, module, name):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+        if name == "second.1":
+            nn.init.ones_(module.bias)
+
+
+COPIES = ("teacher", "second", "loaded", "written", "moved")
+
+
+def assert_copied(found, own_bias):
+    for key in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        student = found[f"student.{key}"]
+        for copy in COPIES:
+            if own_bias and (copy, key) == ("second", "1.bias"):
+                assert (found["second.1.bias"] == 1).all()
+            else:
+                assert np.array_equal(found[f"{copy}.{key}"], student), (copy, key)
+        rounded = torch.from_numpy(student).bfloat16().double().numpy()
+        assert np.array_equal(found[f"rounded.{key}"], rounded)
+        assert np.array_equal(found[f"widened.{key}"], rounded)
+    assert np.array_equal(found["alone.0"], found["student.0.weight"])
+    assert np.array_equal(found["layers.0.weight"], found["layers.1.weight"])
+    for one, other in (("student.0.weight", "apart.0.weight"), ("gone.0.weight", "gone.1.weight")):
+        assert not np.array_equal(found[one], found[other])
+
+
+@pytest.mark.parametrize("kind", [Copying, CopyingWithOwn])
+def test_copies_begin_with_the_values_of_their_source(group, tmp_path, kind):
+    alone = initial(tmp_path, kind(), "single")
+    assert_copied(alone, kind.own_bias)
+    for results in group(2).run(begin_as_copies, tmp_path, kind):
+        for ours in results:
+            assert_equal(ours, alone, 0.0)
+
+
+def begin_as_copies(folder, kind):
+    torch.manual_seed(torch.distributed.get_rank())
+    ways = ["ddp", ("FSDP", {"wrap_if": is_copy})]
+    return [initial(folder, kind(), way) for way in ways]
+
+
+def is_copy(name, module):
+    return name in ("second.0", "rounded", "widened", "layers.1")
+
+
+# ---------------------------------------------------------------------- references and hooks
+
+
+def quarter(parameter):
+    parameter.grad.mul_(0.25)
+
+
+class Referring(Own):
+    """Keeps references to its parameters, and puts hooks on them, while they are built."""
+
+    names = ("net.0.weight", "recurrent.weight_hh_l0")
+
+    def configure_model(self):
+        self.net = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 1))
+        self.recurrent = nn.LSTM(FEATURES, 3, batch_first=True)
+        self.kept = {"weights": [self.net[0].weight, self.recurrent.weight_hh_l0]}
+        self.seen = []
+        self.net[2].weight.register_hook(lambda gradient: self.seen.append(gradient.shape) or 0.5 * gradient)
+        self.net[0].bias.register_post_accumulate_grad_hook(quarter)
+        given = nn.Parameter(torch.empty(1, 7))
+        given.register_hook(lambda gradient: 3 * gradient)
+        self.net.add_module("3", nn.Linear(7, 1, bias=False))
+        self.net[3].weight = given
+        self.removed = self.net[0].weight.register_hook(lambda gradient: 0 * gradient)
+
+    def init_weights(self, module, name):
+        lumen.TaskModule.init_weights(self, module, name)
+        if name == "net.3":
+            nn.init.normal_(module.weight)
+
+    def training_step(self, batch):
+        self.removed.remove()
+        hidden = self.net[1](self.net[0](batch[0]))
+        output = self.net[2](hidden) + self.net[3](hidden) + self.recurrent(batch[0][:, None])[0].sum((1, 2))[:, None]
+        penalty = sum(weight.square().sum() for weight in self.kept["weights"])
+        return nn.functional.mse_loss(output, batch[1]) + 0.1 * penalty
+
+    def configure_optimizers(self):
+        others = [each for name, each in self.named_parameters() if name not in self.names]
+        return torch.optim.SGD([{"params": self.kept["weights"], "lr": 0.05}, {"params": others, "lr": 0.1}])
+
+
+def trained(folder, strategy, task=None, accumulate=1, **options):
+    task = Referring() if task is None else task
+    strategy = getattr(lumen, strategy[0])(**strategy[1]) if isinstance(strategy, tuple) else strategy
+    trainer = bare_trainer(
+        folder, strategy=strategy, max_steps=3, precision="fp64", accumulate_grad_batches=accumulate, **options
+    )
+    trainer.fit(task, loader(24, 8, dtype=torch.float64))
+    assert {tuple(shape) for shape in task.seen} == {(1, 7)}
+    return {name: whole(value).numpy() for name, value in task.state_dict().items()}
+
+
+class Named(Referring):
+    """The same without references and hooks: what the other one trains, written out."""
+
+    def configure_model(self):
+        super().configure_model()
+        self.seen.append((1, 7))
+        for holder in (self.net[2].weight, self.net[3].weight):
+            holder._backward_hooks.clear()
+        self.net[0].bias._post_accumulate_grad_hooks.clear()
+
+    def training_step(self, batch):
+        self.kept = {"weights": [self.net[0].weight, self.recurrent.weight_hh_l0]}
+        return super().training_step(batch)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.net[2].weight.grad.mul_(0.5)
+        self.net[3].weight.grad.mul_(3)
+        self.net[0].bias.grad.mul_(0.25)
+
+    def configure_optimizers(self):
+        self.kept = {"weights": [self.net[0].weight, self.recurrent.weight_hh_l0]}
+        return super().configure_optimizers()
+
+
+def test_references_and_hooks_from_configure_model_stay_those_of_the_parameters(group, tmp_path):
+    expected = trained(tmp_path, "single", Named())
+    assert_equal(trained(tmp_path, "single"), expected, 1e-12)
+    expected = trained(tmp_path, "single", Named(), accumulate=2)
+    for results in group(2).run(train_in_every_way, tmp_path):
+        for ours in results:
+            assert_equal(ours, expected, 1e-12)
+
+
+class Twice(Referring):
+    """Tells its parameters apart by what they were before they were cut up."""
+
+    def configure_optimizers(self):
+        kept = {id(weight) for weight in self.kept["weights"]}
+        others = [each for each in self.parameters() if id(each) not in kept]
+        return torch.optim.SGD([{"params": self.kept["weights"]}, {"params": others}], lr=0.1)
+
+
+def test_a_parameter_that_an_optimizer_would_hold_twice_is_one_clear_error(group, tmp_path):
+    group(2).run(refuse_twice, tmp_path)
+
+
+def refuse_twice(folder):
+    with pytest.raises(ConfigError, match="2 parameters are in two places of the optimizer"):
+        trained(folder, "fsdp", Twice())
+
+
+def train_in_every_way(folder):
+    for task, message in ((Referring(), "uses net.0.weight, by a reference"), (Named(), "uses parameters of a module")):
+        with pytest.raises(ConfigError, match=message):
+            trained(folder, "fsdp", task)
+    ways = ({"wrap_if": is_last}, {"wrap_if": is_last, "cpu_offload": True}, {"wrap_min_parameters": 1000})
+    return [trained(folder, strategy) for strategy in ("ddp", *(("FSDP", options) for options in ways))]
+
+
+def is_last(name, module):
+    return name in ("net.2", "net.3")
 
 
 # ---------------------------------------------------------------------- stages, checkpoints, number formats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
@@ -16,8 +17,19 @@ from torch.distributed.tensor import DTensor
 from lumen.batches import convert, tensors
 from lumen.errors import ConfigError, TrainingError
 from lumen.metric_objects import metrics_of
+from lumen.references import replace
 from lumen.strategies.steps import Steps
-from lumen.torch_internals import forget_iteration, is_view, need_to_shard, own_parameters, sum_unused, writes_to
+from lumen.torch_internals import (
+    Hooks,
+    forget_iteration,
+    give_hooks,
+    hooks_of,
+    is_view,
+    need_to_shard,
+    own_parameters,
+    sum_unused,
+    writes_to,
+)
 
 
 @final
@@ -63,15 +75,17 @@ class ShardedTask:
         self._in_forward = False
         self._versions: dict[str, tuple[nn.Parameter, int, bool]] = {}  # of whole parameters, when they became so
         self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._hooks: dict[str, Hooks] = {}
         self._hooked: set[int] = set()
         self._reshards = reshard
         self._syncs = True
         self._has_run = False
         offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
         names = {id(module): name for name, module in task.named_modules()}
-        attributes = [(module, key, p.__dict__) for module in task.modules() for key, p in _own(module) if p.__dict__]
+        attributes = [(module, key, {**p.__dict__}) for module in task.modules() for key, p in _own(module) if p.__dict__]
         for unit in self.units:
             own = _unsharded(unit)
+            before = [own_parameters(module)[key] for module, key in own]
             _check(own, names)
             _place(own, unit, device)
             is_root = unit is self.root
@@ -83,8 +97,10 @@ class ShardedTask:
                 mp_policy=MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, not is_root),
                 offload_policy=offload_policy,
             )
-            if self.is_watched:
-                self._watch(unit, own, names)
+            for (module, key), earlier in zip(own, before, strict=True):
+                assert earlier is not None
+                self._take_place(module, key, earlier, f"{names[id(module)]}.{key}".lstrip("."))
+            self._watch(unit, own, names)
             if not is_root:
                 unit.register_forward_hook(_not_compiled(self._capture))
         need_to_shard(self.root)
@@ -111,13 +127,48 @@ class ShardedTask:
             for name, (owner, key) in places.items():
                 whole = own_parameters(owner)[key]
                 assert whole is not None
-                self._note(name, whole)
-                if whole.requires_grad and id(whole) not in self._hooked and not isinstance(whole, DTensor):
-                    mark = partial(self._mark, name)
-                    whole.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
-                    self._hooked.add(id(whole))
+                if self.is_watched:
+                    self._note(name, whole)
+                if whole.requires_grad and not isinstance(whole, DTensor):
+                    self._hook(name, whole)
 
         unit.register_forward_pre_hook(_not_compiled(before))  # after fully_shard's own, when its parameters are whole
+
+    def _hook(self, name: str, whole: nn.Parameter) -> None:
+        """Let the hooks on a parameter see its whole gradient, as under every strategy."""
+        on_gradient, on_accumulated = self._hooks[name]
+        if on_gradient and not hooks_of(whole)[0]:
+            give_hooks(whole, (on_gradient, hooks_of(whole)[1]))
+        if id(whole) in self._hooked:
+            return
+        if on_accumulated is not None:
+            give_hooks(whole, (hooks_of(whole)[0], on_accumulated))
+        if self.is_watched:
+            whole.register_post_accumulate_grad_hook(partial(self._mark, name))  # type: ignore[no-untyped-call]
+        self._hooked.add(id(whole))
+
+    def _take_place(self, module: nn.Module, key: str, earlier: nn.Parameter, name: str) -> None:
+        """Let who refers to the parameter that was cut up find what its module holds; keep its hooks."""
+        on_gradient, on_accumulated = hooks_of(earlier)
+        on_gradient = OrderedDict() if on_gradient is None else on_gradient
+        give_hooks(own_parameters(module)[key], (on_gradient, None))  # those to come are seen too
+        self._hooks[name] = on_gradient, on_accumulated
+        replace(earlier, partial(self._current, module, key, name), name)
+
+    def _current(self, module: nn.Module, key: str, name: str) -> nn.Parameter | None:
+        """What a module holds now, for who refers to the parameter that was cut up.
+
+        Raises:
+            ConfigError: A step that trains needs all of it, and this process has a part.
+        """
+        parameter = own_parameters(module)[key]
+        if self._in_forward and isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"FSDP: training_step uses {name}, by a reference that is kept beside the module, while its unit is "
+                f"not gathered. Units are {self._names()}. Use it in the forward of its unit; or choose others (wrap): "
+                "what is in no unit is gathered for the whole step."
+            )
+        return parameter
 
     def _note(self, name: str, whole: nn.Parameter) -> None:
         """A parameter is whole: from now on a write to it would be lost, and whether it is trained."""
@@ -163,14 +214,17 @@ class ShardedTask:
         self.outputs.clear()
         self._in_forward = step == "training_step"
         try:
-            return self.root(step, *args)
+            output = self.root(step, *args)
+            if self._in_forward and any(isinstance(each, DTensor) for each in tensors(output)):
+                raise RuntimeError("the loss is made of mixed torch.Tensor and DTensor")
+            return output
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise ConfigError(
                 f"FSDP: {step} uses parameters of a module without calling that module, which is when they are "
-                f"gathered: {str(error).splitlines()[0]} Units are {self._names()}. Wrap modules that are called, such "
-                "as whole blocks."
+                f"gathered: {str(error).splitlines()[0]} Units are {self._names()}. "
+                "Wrap modules that are called, such as whole blocks."
             ) from error
         finally:
             self._in_forward = False
@@ -264,6 +318,8 @@ def _check(own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
             raise ConfigError(f"FSDP: {name} has no shape yet. Run a batch through lazy modules when they are built.")
         if parameter.ndim == 0:
             raise ConfigError(f"FSDP: {name} has no dimension to cut. Make it a parameter of shape (1,).")
+        if parameter.requires_grad and not parameter.numel():
+            raise ConfigError(f"FSDP: {name} has no elements to train. Set requires_grad of it to False.")
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
