@@ -82,7 +82,8 @@ class ShardedTask:
         self._has_run = False
         offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
         names = {id(module): name for name, module in task.named_modules()}
-        attributes = [(module, key, {**p.__dict__}) for module in task.modules() for key, p in _own(module) if p.__dict__]
+        modules = [*task.modules()]
+        attributes = [(module, key, {**p.__dict__}) for module in modules for key, p in _own(module) if p.__dict__]
         for unit in self.units:
             own = _unsharded(unit)
             before = [own_parameters(module)[key] for module, key in own]
