@@ -70,6 +70,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, list | tuple) and all(_fits(each, within[0]) for each in value)
     if origin is dict:
         return isinstance(value, dict) and all(_fits(each, within[1]) for each in value.values())
+    if hint is Any:
+        return True
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
     return isinstance(value, hint) if inspect.isclass(hint) and origin is None else True
