@@ -20,6 +20,7 @@ from lumen.torch_internals import (
     reset_name,
     schema_of,
     storage_id,
+    takes_shape_alone,
 )
 
 _Layout = tuple[Any, ...]
@@ -194,7 +195,7 @@ class Recorder(TorchDispatchMode):
 
     def _note_results(self, operation: str, result: Any, given: list[Any]) -> None:
         """Know what was made from the values of parameters on the meta device."""
-        if operation.endswith("_like") or operation.startswith("new_"):
+        if takes_shape_alone(operation):
             return
         sources = [(each, source) for each in _tensors(given) if (source := self.find(each))]
         for made in _tensors([result]) if sources else ():

@@ -113,6 +113,11 @@ def copies_in_place(operation: str) -> bool:
     return operation in ("copy_", "_foreach_copy_")
 
 
+def takes_shape_alone(operation: str) -> bool:
+    """Whether the operation of a schema makes a tensor like another one, whose values it does not read."""
+    return operation.endswith("_like") or operation.startswith("new_")
+
+
 def reset_name(module: nn.Module) -> str:
     """Name of the method that gives a module its first values, if it has one."""
     return "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
