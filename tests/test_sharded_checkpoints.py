@@ -19,6 +19,7 @@ from torchmetrics import CatMetric
 
 import lumen
 from lumen.checkpoint import Checkpoint
+from lumen.checkpoint.sharded import is_sharded
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.errors import CheckpointDamaged, CheckpointError, NonFiniteLoss, ProcessLost
 from lumen.strategies.processes import Processes
@@ -518,7 +519,9 @@ class Keeping(torch.optim.Optimizer):
             if not state:
                 state["kept"] = self.make(parameter)
             state["kept"] += self.make(parameter.grad)
-            parameter -= 0.01 * (parameter.grad + self.reach(state["kept"], parameter))
+            change = 0.01 * (parameter.grad + self.reach(state["kept"], parameter))
+            # torch 2.15 does not subtract in place what lies otherwise
+            parameter -= change.redistribute(placements=parameter.placements) if is_sharded(change) else change
 
     def reach(self, kept, parameter):
         if self.make is ring or isinstance(parameter, DTensor) != isinstance(kept, DTensor):
