@@ -142,6 +142,7 @@ class ModelCheckpoint(Callback):
         self.scores: dict[str, float] = {}
         self.current_score: float | None = None
         self._epoch = 0
+        self._is_wanted = False  # at the boundary in progress
         self._saved_at_s = 0.0
         self._reserves_at_s = math.inf
         self._saves: Saves | None = None
@@ -209,7 +210,8 @@ class ModelCheckpoint(Callback):
 
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
         """Say whether one of the rules wants this boundary saved: then all ranks agree before on whether they end."""
-        trainer.run.is_saving |= self.dirpath is not None and self._is_due(trainer)
+        self._is_wanted = self.dirpath is not None and self._is_due(trainer)
+        trainer.run.is_saving |= self._is_wanted
 
     def on_boundary_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Save if one of the rules says so."""
@@ -227,23 +229,24 @@ class ModelCheckpoint(Callback):
         pulse, ending = run.pulse, run.is_ending
         if pulse.announced or ending:
             run.saves.settle()
-        due = [each for each in self._all if each._is_due(trainer) or (each.at_end and ending)]
+        for each in self._all if ending else ():
+            each._is_wanted = each.at_end or each._is_due(trainer)
+        for each in self._all if run.fresh else ():
+            each._note_score(trainer)
         for each in self._all:
-            each._note_score(trainer, saves=each in due)
-        for each in self._all:
-            if each in due:
+            if each._is_wanted:
                 each.save(trainer, at_once=ending)
             elif pulse.now_s >= each._reserves_at_s and not ending:
                 each._reserves_at_s = math.inf
                 run.saves.reserve(each.asynchronous)
 
-    def _note_score(self, trainer: Trainer, *, saves: bool) -> None:
+    def _note_score(self, trainer: Trainer) -> None:
         """Note the monitor's value, if it has a new one, as that of this boundary's checkpoint too."""
         value = self._new_value(trainer)
         if value is None:
             return
         self.current_score = value
-        if saves:
+        if self._is_wanted:
             assert self.dirpath is not None
             path, _ = trainer.strategy.processes.on_rank_zero(partial(place, trainer, self.dirpath))
             self.scores[path.name] = value
