@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import itemgetter
 from typing import Any, final
 
+from lumen.datamodule import DataHooks, DataModule
 from lumen.errors import ConfigError
 from lumen.task import TaskModule
 
@@ -28,11 +30,90 @@ HOOKS = (
 )  # fmt: skip
 
 
-#: Methods of Lightning's modules that Lumen has no place for: defining one is an error instead of dead code.
-NOT_CALLED = (
-    "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping", "configure_callbacks",
-    "training_epoch_end", "validation_epoch_end", "test_epoch_end", "training_step_end", "validation_step_end",
-)  # fmt: skip
+_EPOCH_END = "Keep what the steps compute in a list of your own and read it in {}; means are self.log's business."
+_STEP_END = "Every process has its own batch: compute the loss in {} itself."
+_MODE = "Lumen puts every module into eval mode and back: set what you need in {}."
+_LOADER = "Do it in {}."
+_CLIP = (
+    "Set Trainer(gradient_clip_val=..., gradient_clip_algorithm=...), or change gradients in on_before_optimizer_step."
+)
+_BEFORE_TRAINING = "Write on_fit_start or on_train_start."
+_EVERY_EPOCH = "Write {0} for each stage: on_train_{1}, on_validation_{1}, on_test_{1}."
+_EITHER = {
+    "on_epoch_start": _EVERY_EPOCH.format("on_*_epoch_start", "epoch_start"),
+    "on_epoch_end": _EVERY_EPOCH.format("on_*_epoch_end", "epoch_end"),
+    "on_batch_start": "Write on_train_batch_start(batch, batch_idx).",
+    "on_batch_end": "Write on_train_batch_end(outputs, batch, batch_idx).",
+    "on_pretrain_routine_start": _BEFORE_TRAINING,
+    "on_pretrain_routine_end": _BEFORE_TRAINING,
+}
+_OF_LOADERS = {
+    "on_train_dataloader": _LOADER.format("train_dataloader"),
+    "on_val_dataloader": _LOADER.format("val_dataloader"),
+    "on_test_dataloader": _LOADER.format("test_dataloader"),
+    "on_predict_dataloader": _LOADER.format("predict_dataloader"),
+}
+#: Methods that were hooks in some Lightning 1 or 2, by whose they were, and what to write instead.
+NOT_CALLED: Mapping[str, Mapping[str, str]] = {
+    "task": _EITHER | _OF_LOADERS | {
+        "backward": "Return a scaled loss from training_step, or write on_before_backward and on_after_backward.",
+        "optimizer_step": "Write on_before_optimizer_step and on_train_batch_end, or an optimizer whose step does it; "
+        "warm-up is a scheduler's with interval: step.",
+        "optimizer_zero_grad": "Gradients are set to None before a step: write on_before_zero_grad to read them.",
+        "lr_scheduler_step": "Give the scheduler's interval, frequency and monitor in configure_optimizers, or write a "
+        "scheduler whose step does it.",
+        "configure_gradient_clipping": _CLIP,
+        "clip_gradients": _CLIP,
+        "configure_callbacks": "Give them to Trainer(callbacks=...).",
+        "configure_sharded_model": "Write configure_model.",
+        "training_step_end": _STEP_END.format("training_step"),
+        "validation_step_end": _STEP_END.format("validation_step"),
+        "test_step_end": _STEP_END.format("test_step"),
+        "predict_step_end": _STEP_END.format("predict_step"),
+        "training_epoch_end": _EPOCH_END.format("on_train_epoch_end"),
+        "validation_epoch_end": _EPOCH_END.format("on_validation_epoch_end"),
+        "test_epoch_end": _EPOCH_END.format("on_test_epoch_end"),
+        "predict_epoch_end": _EPOCH_END.format("on_predict_epoch_end"),
+        "on_validation_model_eval": _MODE.format("on_validation_start"),
+        "on_validation_model_train": _MODE.format("on_validation_end"),
+        "on_validation_model_zero_grad": "Gradients stay as they are; write on_validation_start to drop them.",
+        "on_test_model_eval": _MODE.format("on_test_start"),
+        "on_test_model_train": _MODE.format("on_test_end"),
+        "on_predict_model_eval": _MODE.format("on_predict_start"),
+        "on_predict_model_train": _MODE.format("on_predict_end"),
+        "tbptt_split_batch": "Split the sequence in the data, and keep the hidden state on the task, detached.",
+        "truncated_bptt_steps": "Split the sequence in the data, and keep the hidden state on the task, detached.",
+        "on_post_move_to_device": "Tie parameters in __init__ or configure_model: they stay tied.",
+        "get_progress_bar_dict": "Log with prog_bar=True; Trainer(callbacks=[lumen.ProgressBar(...)]) has the rest.",
+        "on_hpc_save": "Write on_save_checkpoint.",
+        "on_hpc_load": "Write on_load_checkpoint.",
+        "add_to_queue": "Nothing is spawned: the task that fit was given is the trained one.",
+        "get_from_queue": "Nothing is spawned: the task that fit was given is the trained one.",
+    },
+    "data module": _OF_LOADERS | {
+        "on_exception": "Write on_exception of the task or of a callback; teardown is always called.",
+        "on_save_checkpoint": "Write state_dict.",
+        "on_load_checkpoint": "Write load_state_dict.",
+        "on_hpc_save": "Write state_dict.",
+        "on_hpc_load": "Write load_state_dict.",
+    },
+    "callback": _EITHER | {
+        "on_init_start": "Write setup.",
+        "on_init_end": "Write setup.",
+        "on_before_accelerator_backend_setup": "Write setup.",
+        "on_configure_sharded_model": "Write on_fit_start; the task's configure_model builds its layers.",
+        "on_keyboard_interrupt": "Write on_exception: the exception is a KeyboardInterrupt.",
+    },
+}  # fmt: skip
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_OF_DATA = tuple(name for name in vars(DataHooks) if not name.startswith("_"))
+#: What a misspelt name may have meant.
+_MEANT: Mapping[str, tuple[str, ...]] = {
+    "task": (*HOOKS, *_STEPS, *_OF_DATA, "configure_optimizers", "configure_model"),
+    "data module": (*_OF_DATA, "setup", "teardown", "state_dict", "load_state_dict"),
+    "callback": (*HOOKS, "state_dict", "load_state_dict"),
+}
+_ALIKE = 0.9  # of difflib: one letter of ten; `training_stage` is further from `training_step`
 
 
 @final
@@ -69,6 +150,13 @@ def overrides(thing: Any, method: str) -> bool:
     )
 
 
+_GONE = {
+    "optimizer_idx": "A step is called once for all optimizers; several that step together are one "
+    "lumen.optim.MultiOptimizer.",
+    "hiddens": NOT_CALLED["task"]["tbptt_split_batch"],
+}
+
+
 def step_arguments(step: Callable[..., Any]) -> Callable[[tuple[Any, int, int]], tuple[Any, ...]]:
     """What takes from (batch, batch_idx, dataloader_idx) those that a step's signature asks for.
 
@@ -77,6 +165,10 @@ def step_arguments(step: Callable[..., Any]) -> Callable[[tuple[Any, int, int]],
     """
     names = ("batch", "batch_idx", "dataloader_idx")
     parameters = list(inspect.signature(step).parameters.values())
+    if gone := [parameter.name for parameter in parameters if parameter.name in _GONE]:
+        raise ConfigError(
+            f"{getattr(step, '__qualname__', step)}{inspect.signature(step)}: {gone[0]} is not given. {_GONE[gone[0]]}"
+        )
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return itemgetter(slice(3))
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -92,7 +184,7 @@ def step_arguments(step: Callable[..., Any]) -> Callable[[tuple[Any, int, int]],
 
 
 def check_training(task: Any, *, optimizer_given: bool) -> None:
-    """Check that a task defines what training calls, and nothing that it would not call.
+    """Check that a task defines what training calls.
 
     Raises:
         ConfigError: It does not.
@@ -103,12 +195,89 @@ def check_training(task: Any, *, optimizer_given: bool) -> None:
         raise ConfigError(f"{type(task).__name__} has no training_step. Define `training_step(self, batch)`.")
     if not optimizer_given and not overrides(task, "configure_optimizers"):
         task.configure_optimizers()
-    if replaced := [name for name in NOT_CALLED if hasattr(task, name)]:
-        raise ConfigError(
-            f"{type(task).__name__} defines {', '.join(replaced)}, which Lumen does not call. "
-            "Move the code to one of the hooks that help(lumen.Callback) draws."
-        )
     if not task.automatic_optimization:
         raise ConfigError(
             f"{type(task).__name__} sets automatic_optimization = False; this version has no manual optimization."
         )
+
+
+def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> None:
+    """Refuse methods that were hooks in Lightning and are not called here, and hooks that cannot be.
+
+    Raises:
+        ConfigError: There are some; the message says what to write instead.
+    """
+    for kind, owner in _owners(task, datamodule, callbacks):
+        if dead := [name for name in NOT_CALLED[kind] if _defines(owner, name)]:
+            said = "\n".join(f"  {name}: {NOT_CALLED[kind][name]}" for name in dead)
+            raise ConfigError(
+                f"{type(owner).__name__} defines what Lumen does not call of a {kind}. Write instead:\n{said}"
+            )
+        for name in HOOKS if kind != "data module" else ():
+            if overrides(owner, name):
+                _check_signature(owner, name, 2 if kind == "callback" else 0)
+
+
+def misspelt_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> list[str]:
+    """A sentence for each method that nobody calls and whose name nearly is that of a hook that its owner lacks."""
+    found = []
+    for kind, owner in _owners(task, datamodule, callbacks):
+        lacking = [name for name in _MEANT[kind] if not overrides(owner, name)]
+        for name in _own_methods(owner, kind):
+            near = difflib.get_close_matches(name, lacking, n=1, cutoff=_ALIKE)
+            if near and name[-1].isalpha():  # `train_dataloader_` is a helper's name
+                found.append(f"{type(owner).__name__}.{name} is not called. Is it meant to be {near[0]}?")
+    return found
+
+
+def _owners(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    yield "task", task
+    if datamodule is not None:
+        yield "data module", datamodule
+    yield from (("callback", callback) for callback in callbacks)
+
+
+def _defines(owner: Any, name: str) -> bool:
+    """Whether a user's class, a parent or a mixin of it, or the object itself, has a method of this name."""
+    found = vars(owner).get(name)
+    for each in type(owner).__mro__:
+        found = vars(each).get(name) if found is None and not _is_foreign(each) else found
+    return callable(found) or (name == "truncated_bptt_steps" and bool(found))
+
+
+def _is_lumens(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "lumen"
+
+
+def _is_foreign(kind: type) -> bool:
+    """Whether a class is Lumen's, torch's or Python's own."""
+    return _is_lumens(kind) or kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
+
+
+def _own_methods(owner: Any, kind: str) -> list[str]:
+    """Names of the methods that a user's classes bring: not those of mixins, nor what overrides anything else."""
+    own: dict[str, Any] = {}
+    others = set(NOT_CALLED[kind])
+    for each in type(owner).__mro__:
+        if not _is_foreign(each) and any(map(_is_lumens, each.__mro__)):
+            own.update(vars(each))
+        else:
+            others.update(vars(each))
+    methods = (name for name, value in own.items() if inspect.isfunction(value))
+    return [name for name in methods if name not in others and not name.startswith("_")]
+
+
+def _check_signature(owner: Any, name: str, before: int) -> None:
+    """Find out now whether a hook can be called with what it is called with."""
+    arguments = [*("trainer", "task")[:before], *list(inspect.signature(getattr(TaskModule, name)).parameters)[1:]]
+    hook = getattr(owner, name)
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:  # a function of C that does not tell
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise ConfigError(
+            f"{getattr(hook, '__qualname__', name)}{signature}: it is called with ({', '.join(arguments)})."
+        ) from None

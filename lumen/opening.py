@@ -20,6 +20,7 @@ from lumen.console import logger as _log
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError, LumenError
 from lumen.garbage import collected_every
+from lumen.hooks import check_hooks, misspelt_hooks
 from lumen.launch import relaunch
 from lumen.loop import StopRequested
 from lumen.precision import make_precision
@@ -51,6 +52,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
     if not isinstance(task, TaskModule):
         raise ConfigError(f"expected a TaskModule, found {type(task).__name__}. Subclass lumen.TaskModule.")
     datamodule = data if isinstance(data, DataModule) else None
+    check_hooks(task, datamodule, trainer.callbacks)
     trainer.name = type(task).__name__.lower() if trainer.name is None else trainer.name
     if trainer._running:
         raise ConfigError(f"this trainer is in a run; call {stage} after it, or use a second Trainer.")
@@ -70,6 +72,8 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         closing.enter_context(session.console_log(trainer.log_level, shown=first))
         if notice := unused_devices(strategy):
             _log.info(notice)
+        for notice in misspelt_hooks(task, datamodule, trainer.callbacks):
+            _log.warning(notice)
         closing.enter_context(strategy.processes.explained())
         strategy.connect()
         trainer.name = strategy.broadcast(trainer.name)

@@ -945,31 +945,31 @@ def contents(batch):
 NESTED = {
     "max_size_cycle": [
         {"pair": [[0, 1], [100, 101]], "deep": {"one": [200, 201]}},
-        {"pair": [[2], [102, 103]], "deep": {"one": [202]}},
-        {"pair": [[0, 1], [104, 105]], "deep": {"one": [200, 201]}},
+        {"pair": [[2], [102, 103]], "deep": {"one": [202, 203]}},
+        {"pair": [[0, 1], [104, 105]], "deep": {"one": [204]}},
     ],
     "max_size": [
         {"pair": [[0, 1], [100, 101]], "deep": {"one": [200, 201]}},
-        {"pair": [[2], [102, 103]], "deep": {"one": [202]}},
-        {"pair": [None, [104, 105]], "deep": {"one": None}},
+        {"pair": [[2], [102, 103]], "deep": {"one": [202, 203]}},
+        {"pair": [None, [104, 105]], "deep": {"one": [204]}},
     ],
     "min_size": [
         {"pair": [[0, 1], [100, 101]], "deep": {"one": [200, 201]}},
-        {"pair": [[2], [102, 103]], "deep": {"one": [202]}},
+        {"pair": [[2], [102, 103]], "deep": {"one": [202, 203]}},
     ],
-    "sequential": [[0, 1], [2], [100, 101], [102, 103], [104, 105], [200, 201], [202]],
+    "sequential": [[0, 1], [2], [100, 101], [102, 103], [104, 105], [200, 201], [202, 203], [204]],
 }
 
 
 @pytest.mark.parametrize("mode", NESTED)
 def test_the_mode_is_that_of_all_loaders_however_they_are_nested(tmp_path, mode):
-    nested = {"pair": [alphabet(3), alphabet(6, 100)], "deep": {"one": alphabet(3, 200)}}
+    nested = {"pair": [alphabet(3), alphabet(6, 100)], "deep": {"one": alphabet(5, 200)}}
     task, trainer = Structures(), bare_trainer(tmp_path, max_epochs=1)
     trainer.fit(task, lumen.CombinedLoader(nested, mode))
     assert [contents(batch) for batch, _ in task.epochs[0]] == NESTED[mode]
     assert trainer.num_training_batches == len(NESTED[mode])
     if mode == "sequential":
-        assert [number for _, number in task.epochs[0]] == [0, 0, 1, 1, 1, 2, 2]
+        assert [number for _, number in task.epochs[0]] == [0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_a_shorter_loader_in_a_nested_list_begins_again_by_itself(tmp_path):

@@ -424,7 +424,7 @@ def test_a_step_is_called_with_what_its_signature_has(tmp_path, kind, given):
 
 
 class TakesTooMuch(Regression):
-    def training_step(self, batch, batch_idx, dataloader_idx, optimizer_idx):
+    def training_step(self, batch, batch_idx, dataloader_idx, extra):
         pass
 
 

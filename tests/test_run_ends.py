@@ -165,7 +165,7 @@ def test_what_lightning_calls_and_lumen_does_not_is_an_error(tmp_path):
         def optimizer_step(self, *args):
             raise AssertionError("never called")
 
-    with pytest.raises(ConfigError, match="defines optimizer_step, which Lumen does not call"):
+    with pytest.raises(ConfigError, match="optimizer_step: Write on_before_optimizer_step"):
         fit(tmp_path, Overriding(), max_steps=1)
 
 
