@@ -22,7 +22,8 @@ from lumen.data.feed import Feed, Position
 from lumen.errors import TrainingError
 from lumen.feeds import open_feeds
 from lumen.inference import ordinary_afterwards
-from lumen.metric_objects import metric_states, restore_metrics
+from lumen.metric_objects import metrics_of
+from lumen.metric_stages import StatesApart
 from lumen.metrics import StageMetrics, for_loggers
 from lumen.modes import Modes
 from lumen.random import EVALUATIONS, make_key, preserved_generators, seed_generators
@@ -46,7 +47,7 @@ def train(run: Run) -> None:
     if run.trainer.enable_checkpointing:
         check_additions(run)
     run.start_weighing()
-    run.agree()
+    (run.has_metrics,) = run.agree(bool(metrics_of(run.task)))
     run.start_clock()
     run.finished = run.limit_reached is not None
     if run.finished and run.progress.in_epoch:  # killed between the last checkpoint and the end of its open epoch
@@ -205,7 +206,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     task, hooks = run.task, run.hooks
     run.write_row()
     before, modes = (run.stage, run.stage_metrics), Modes(task)
-    accumulated, run.records = metric_states(task), logger_states(run)
+    apart, run.records = StatesApart(task), logger_states(run)
     complete = False
     run.stage, run.stage_metrics = stage, StageMetrics()
     metrics, run.batch_samples = run.stage_metrics, 1
@@ -224,7 +225,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
             seed_generators(make_key(run.seed, EVALUATIONS[stage]))
             run.call_hooks(f"on_{name}_start")
             with ordinary(), no_gradients, run.strategy.evaluation():
-                if not evaluate_feeds(run, stage, name, feeds, rows, modes):
+                if not evaluate_feeds(run, stage, name, feeds, rows, modes, apart):
                     return False
                 complete = True
             metrics.closed = True
@@ -234,8 +235,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     finally:
         run.pulse.change_pace()
         metrics.reset_metrics()
-        if not complete:
-            restore_metrics(accumulated)
+        apart.restore(everything=not complete or stage == "sanity")
         run.loader_suffix, run.in_evaluation_pass = "", False
         run.stage, run.stage_metrics = before
         modes.restore()
@@ -250,6 +250,7 @@ def evaluate_feeds(
     feeds: list[Feed],
     rows: list[Numbered[dict[str, float | torch.Tensor]]],
     modes: Modes,
+    apart: StatesApart,
 ) -> bool:
     """The part of an evaluation in which the model is used, from its first hook to its values.
 
@@ -259,6 +260,7 @@ def evaluate_feeds(
     metrics = run.stage_metrics
     assert metrics is not None
     run.call_hooks(f"on_{name}_epoch_start")
+    apart.put_aside()
     for number, feed in enumerate(feeds):
         run.loader_suffix, run.in_evaluation_pass = loader_suffix(feeds, number), True
         outputs = evaluate_feed(run, stage, name, feed, number, rows)
@@ -269,6 +271,7 @@ def evaluate_feeds(
             run.predictions.append(in_order(run, outputs))
     run.loader_suffix, run.batch_samples = "", 1
     seed_generators(make_key(run.seed, EVALUATIONS[stage], 1))
+    apart.settle(run.gather if run.has_metrics else None)
     with modes.choosing():
         run.call_hooks(f"on_{name}_epoch_end")
     values = run.publish(metrics, run.gather)

@@ -93,8 +93,8 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         run = trainer._run = Run(
             trainer, task, datamodule, strategy, precision, trainer.plan, seed, trainer.callbacks, loggers
         )
-        ranks_with = strategy.processes.sum([float(run.is_logged), float(run.has_epoch_ends)])
-        run.is_logged, run.has_epoch_ends = (ranks > 0 for ranks in ranks_with)
+        ranks_with = strategy.processes.sum(list(map(float, (run.is_logged, run.has_epoch_ends, run.has_metrics))))
+        run.is_logged, run.has_epoch_ends, run.has_metrics = (ranks > 0 for ranks in ranks_with)
         run.stage, run.checkpoint, run.saves = stage, checkpoint, Saves(run, check_home)
         run.loaders = None if datamodule is not None else (data, val_loaders)
         task._run = run

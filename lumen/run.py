@@ -18,7 +18,7 @@ from lumen.doubts import Doubts
 from lumen.errors import ConfigError
 from lumen.hooks import Hooks, overrides, step_arguments
 from lumen.losses import LossCheck
-from lumen.metric_objects import Gather, share_metrics, unshare_metrics
+from lumen.metric_objects import Gather, metrics_of, share_metrics, unshare_metrics
 from lumen.metrics import StageMetrics, StepRow
 from lumen.optimizers import SchedulerConfig, check_held
 from lumen.plan import Plan
@@ -127,6 +127,7 @@ class Run:
         self.loggers = loggers
         self.hooks = Hooks(task, callbacks, trainer)
         self.is_logged, self.has_epoch_ends = bool(loggers), bool(self.hooks.on_train_epoch_end)  # on any rank
+        self.has_metrics = bool(metrics_of(task))  # on any rank
         self.progress = Progress()
         self.optimizer: Optimizer  # once `fit` has built it
         self.needs_closure = False  # it evaluates a step's loss several times

@@ -149,8 +149,9 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         Args:
             name: Unique within a stage; with `on_step` and `on_epoch` the two are named `x_step` and `x_epoch`.
             value: A number, a tensor of one element, or a `torchmetrics.Metric`, which is computed over the epoch and
-                reset at its end. (A metric of the task that is not logged computes over all processes too, where all
-                call `compute`, as in `on_validation_epoch_end`; within a step, over this process's batches.)
+                reset at its end; training and an evaluation within it may feed the same one. (A metric of the task that
+                is not logged computes over all processes too, where all call `compute`, as in
+                `on_validation_epoch_end`; within a step, over this process's batches.)
             weight: Samples (tokens, boxes) the value stands for in means, >= 0; with 0 it has no part. A tensor is read
                 at once, which waits where it lies on a device. Default: the samples of this batch.
             on_step: Write it at every `log_every_n_steps`-th step, averaged over the step's micro-batches. Default:

@@ -25,7 +25,7 @@ FLOORS = (
     {"errors", "worker", "garbage", "modes", "doubts", "instead"},
     {"torch_internals", "arguments"},
     {"random", "batches", "hyperparameters", "console", "agent", "accumulator", "arrival", "metric_objects"},
-    {"metrics", "precision", "optim", "inference", "references"},
+    {"metrics", "metric_stages", "precision", "optim", "inference", "references"},
     {"datamodule"},
     {"task"},
     {"strategies", "data"},

@@ -217,9 +217,9 @@ class MeasuringRows(Saying):
         self.log("val_error", self.error, on_step=True, on_epoch=True)
 
 
-@pytest.mark.parametrize(("make", "gathers"), [(Rows, 2), (MeasuringRows, 3)])
+@pytest.mark.parametrize(("make", "gathers"), [(Rows, 2), (MeasuringRows, 4)])
 @pytest.mark.parametrize("logger", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_validation_gathers_norms_values_metric_objects_and_rows_for_loggers_once_however_long_it_is(
+def test_a_validation_gathers_norms_values_rows_for_loggers_and_two_things_of_metric_objects_however_long_it_is(
     group, tmp_path, make, gathers, logger
 ):
     for one, three, long, three_long in group(2).run(validate, tmp_path, make, logger):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from lumen.accumulator import Accumulator
 from lumen.checkpoint.codec import JSON, Tensors, decode, encode
 from lumen.checkpoint.reader import Checkpoint
 from lumen.metric_objects import load_metric_state, merged_state, metric_state, metrics_of
+from lumen.metric_stages import updates_seen
 from lumen.run import Run
 
 
@@ -26,6 +28,7 @@ def own_values(run: Run) -> tuple[JSON, Tensors]:
     values = {
         "logged": run.train_metrics.state_dict(lambda metric: names.get(id(metric))),
         "torchmetrics": {name: metric_state(metric) for name, metric in metrics.items()},
+        "seen": updates_seen(run.task),
     }
     tensors: Tensors = {}
     encoded = encode(values, tensors, f"ranks[{run.strategy.rank}]")
@@ -42,11 +45,14 @@ def load_values(run: Run, checkpoint: Checkpoint) -> None:
     elif rank == 0:
         values = _merged([decode(each, extra) for each in ranks], metrics)
     else:
-        values = {"logged": {}, "torchmetrics": {}}
+        values = {"logged": {}, "torchmetrics": {}, "seen": {}}
     for name, metric in metrics.items():
         metric.reset()
         if name in values["torchmetrics"]:
             load_metric_state(metric, values["torchmetrics"][name])
+    seen = updates_seen(run.task)
+    seen.clear()
+    seen.update(values["seen"])
     run.train_metrics.load_state_dict(values["logged"], metrics.__getitem__, run.strategy.device)
 
 
@@ -63,6 +69,7 @@ def _merged(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> d
             for name in ranks[0]["torchmetrics"]
             if name in metrics
         },
+        "seen": sum((Counter(values["seen"]) for values in ranks), Counter()),
     }
 
 
