@@ -518,9 +518,8 @@ class Keeping(torch.optim.Optimizer):
             state = self.state[parameter]
             if not state:
                 state["kept"] = self.make(parameter)
-            state["kept"] += self.make(parameter.grad)
+            state["kept"] = state["kept"] + self.make(parameter.grad)  # torch 2.15: not in place, if it lies otherwise
             change = 0.01 * (parameter.grad + self.reach(state["kept"], parameter))
-            # torch 2.15 does not subtract in place what lies otherwise
             parameter -= change.redistribute(placements=parameter.placements) if is_sharded(change) else change
 
     def reach(self, kept, parameter):
