@@ -35,6 +35,14 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
     return convert(batch, moved)
 
 
+def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values of a tensor's shape into it, in place; elements that `expand` has made of one get the first's."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
+
+
 @final
 class CopyStream:
     """Copies batches to a CUDA device on a stream of its own, beside the kernels that the host has queued already.

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 
+from lumen.batches import fill
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.errors import ConfigError, TrainingError
@@ -170,7 +171,7 @@ def unnoticed(run: Run) -> Iterator[None]:
             buffers.update(held)
         with torch.no_grad():
             for buffer, before in values:
-                buffer.copy_(before)
+                fill(buffer, before)
 
 
 def update(run: Run, window: Window, weights: StepWeights, closure: Closure | None = None) -> bool:

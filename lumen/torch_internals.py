@@ -360,6 +360,12 @@ def need_groups() -> None:
         need("a run of several processes", dist.distributed_c10d, "_set_pg_timeout")
 
 
+def leave_out_expanded_buffers(module: nn.Module) -> None:
+    """Let a `DistributedDataParallel` that is made of a module not copy over buffers in which elements are one."""
+    names = [name for name, each in module.named_buffers() if 0 in each.stride() and not each.is_contiguous()]
+    module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
+
 def need_reducer(ddp: Any) -> None:
     """Look for what `end_backward` needs.
 

@@ -13,6 +13,7 @@ from typing import Literal, final
 
 import torch
 
+from lumen.batches import fill
 from lumen.checkpoint.codec import JSON
 from lumen.checkpoint.disk import check_file, opened, read_json, readable
 from lumen.checkpoint.manifest import STATE, Chunk, Manifest, Spec, is_unseen, read_manifest
@@ -124,7 +125,8 @@ class Checkpoint:
         """Read a tensor into an existing one, on any device, in place; of a sharded one into the part that is here.
 
         Raises:
-            CheckpointMismatch: There is no such tensor, or `destination` has another dtype or shape: nothing is cast.
+            CheckpointMismatch: There is no such tensor, or `destination` has another dtype or shape: nothing is cast;
+                or it has fewer elements in memory than it shows, and cannot hold the values.
             CheckpointDamaged: Its file changed since the checkpoint was opened.
         """
         spec = self._spec(section, name)
@@ -136,7 +138,13 @@ class Checkpoint:
             )
         own, (offsets, shape) = own_part(destination.detach()), own_box(destination)
         if own.device.type != "cpu" or not own.is_contiguous() or own.is_conj() or own.is_neg():
-            own.copy_(self.part(section, name, offsets, shape))
+            values = self.part(section, name, offsets, shape).to(own.device)
+            fill(own, values)
+            if 0 in own.stride() and not torch.allclose(own, values, rtol=0.0, atol=0.0, equal_nan=True):
+                raise CheckpointMismatch(
+                    f"{self.path}: {section}/{name} has different values where the model's, made by expand, has one in "
+                    "memory. Register it with clone()."
+                )
         else:  # as_strided: a single element counts as contiguous whatever its stride is
             flat = own.as_strided((own.numel(),), (1,)).view(torch.uint8)
             self._read(name, spec, offsets, flat.reshape(*shape, spec.dtype.itemsize))

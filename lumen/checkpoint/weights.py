@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lumen.batches import fill
 from lumen.checkpoint.codec import Tensors
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.sharded import own_box, own_part
@@ -101,7 +102,7 @@ def _copy(tensors: Tensors, sources: dict[str, str], checkpoint: Checkpoint) -> 
         if checkpoint.spec("model", source)[0] == tensors[name].dtype:
             checkpoint.copy_into("model", source, tensors[name])
         else:
-            own_part(tensors[name]).copy_(checkpoint.part("model", source, *own_box(tensors[name])))
+            fill(own_part(tensors[name]), checkpoint.part("model", source, *own_box(tensors[name])))
 
 
 def _match(

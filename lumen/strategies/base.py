@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lumen.batches import fill
 from lumen.strategies.all_gather import all_gather
 from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S, Processes
 from lumen.torch_internals import multiply, persistent_buffers
@@ -163,7 +164,7 @@ class Strategy(ABC):
             torch.distributed.broadcast(joined, 0)
             with torch.no_grad():
                 for buffer, values in zip(same, torch.split(joined, sizes), strict=True):
-                    buffer.copy_(values.view_as(buffer))
+                    fill(buffer, values.view_as(buffer))
 
     def evaluation(self) -> AbstractContextManager[Any]:
         """The context of an evaluation: no gradients are made in it."""

@@ -18,7 +18,7 @@ from lumen.strategies.additions import Additions
 from lumen.strategies.base import Strategy
 from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.strategies.steps import Steps, sparse_parameters
-from lumen.torch_internals import end_backward, need_reducer, norms, own_buffers
+from lumen.torch_internals import end_backward, leave_out_expanded_buffers, need_reducer, norms, own_buffers
 
 _NO_CONTEXT = nullcontext()
 _SAME = 1e-5  # relative difference of norms that devices of different kinds may compute of the same numbers
@@ -130,6 +130,7 @@ class DDP(Strategy):
         if any(self._trained):
             # a parameter that no rank has used must be without a gradient even where a rank was idle
             steps = Steps(self._task, anchored=self._options["find_unused_parameters"], flag=self._flag).to(self.device)
+            leave_out_expanded_buffers(steps)  # `sync_buffers` can
             self._ddp = DistributedDataParallel(steps, **self._options, **_NO_BUFFERS)
             need_reducer(self._ddp)
             if self._compression is not None:
