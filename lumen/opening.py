@@ -29,6 +29,7 @@ from lumen.run import Run
 from lumen.rundir import RunDirectory
 from lumen.strategies.choice import unused_devices
 from lumen.task import TaskModule
+from lumen.watch import watched
 
 if TYPE_CHECKING:
     from lumen.trainer import Trainer
@@ -116,6 +117,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
             closing.callback(datamodule.teardown, stage)
         for hook in reversed(run.hooks.teardown):
             closing.callback(hook, stage)
+        closing.enter_context(watched(run))
         try:
             with profiled(run, trainer.profiler, directory):
                 yield run

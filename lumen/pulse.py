@@ -29,12 +29,14 @@ class Pulse:
         announces: This process has done something beside the run that all are to look at; set by its thread.
         announced: A process has, as all know.
         now_s: The time, in seconds of rank 0's `time.monotonic`.
+        beats: How often it was looked at: each step and each batch of an evaluation is one.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._processes = strategy.processes
         self._every = self._left = 1
         self._answer: Callable[[], list[float]] | None = None  # under way
+        self.beats = 0
         self.requested: int | None = None
         self.stop_signal: int | None = None
         self.announces = self.announced = self._is_stale = False
@@ -42,6 +44,7 @@ class Pulse:
 
     def beat(self) -> None:
         """Look at the clock and for signals, if it is time to. Collective: every rank must call this."""
+        self.beats += 1
         if self._processes.world_size == 1:
             self.stop_signal, self.announced, self.now_s = self.requested, self.announces, time.monotonic()
             return

@@ -32,7 +32,7 @@ FLOORS = (
     {"hooks", "losses", "optimizers", "plan", "compilation", "pulse"},
     {"run"},
     {"feeds", "checkpoint", "loggers", "profilers", "step", "horizons"},
-    {"rundir", "session", "view", "origin", "launch", "recorder"},
+    {"rundir", "session", "watch", "view", "origin", "launch", "recorder"},
     {"callbacks", "loop", "initialization"},
     {"opening"},
     {"trainer"},
