@@ -6,7 +6,6 @@ a module draws is keyed by the seed and the module's name.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch import nn
 from lumen.checkpoint.sharded import from_part, is_sharded, own_part, placed_like
 from lumen.errors import ConfigError
 from lumen.hooks import overrides
-from lumen.random import Domain, make_key, preserved_generators, seed_generators
+from lumen.random import Domain, make_key, number_of, preserved_generators, seed_generators
 from lumen.recorder import Built, Recorder, put, storage_of
 from lumen.references import become
 from lumen.task import TaskModule
@@ -191,7 +190,7 @@ class DeferredInit:
             assert each is not None
             put(module, key, self._made[id(each)].blank("cpu"))
         self._recorder.written.clear()
-        seed_generators(make_key(seed, Domain.INIT, _number(name)))
+        seed_generators(make_key(seed, Domain.INIT, number_of(name)))
         with self._recorder, self._recorder.own_initialiser(module):
             self._task.init_weights(module, name)
         for key, each in tied:
@@ -248,11 +247,6 @@ def _problem(parameter: Built) -> str | None:
     if parameter.loses and built[-1] not in made:
         return f"{parameter.name} was given data by {built[-1]}"
     return None
-
-
-def _number(name: str) -> int:
-    """64 bits of a module's name."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 
 def _some(names: list[str]) -> str:

@@ -7,6 +7,7 @@ is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generator
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,7 @@ class Domain(IntEnum):
     HOOK = 9
     SANITY = 10
     LOADER = 11
+    KEPT = 12
 
 
 #: What an evaluation draws; its stage is also what tells its loaders from those of training.
@@ -80,6 +82,16 @@ def make_key(seed: int, domain: Domain, *words: int) -> int:
     return state ^ (state >> 32)
 
 
+def derived_key(key: int, word: int) -> int:
+    """Another key, made of a key and a number of 64 bits."""
+    return _scramble(_scramble(key) ^ word)
+
+
+def number_of(name: str) -> int:
+    """64 bits of a name, the same in every process: a word of keys."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+
+
 def seed_generators(key: int) -> None:
     """Set the global generators of torch (CPU and the accelerators in use), numpy and `random` to a 64-bit key.
 
@@ -99,7 +111,7 @@ def seed_generators(key: int) -> None:
 
 
 #: What a user's object may draw from, if it keeps a generator of its own.
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 
 
 @final
@@ -115,7 +127,7 @@ class GeneratorStates:
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = [generator.get_state() for generator in torch.cuda.default_generators] if in_use else []
         self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
-        self._others = [(generator, _state_of(generator)) for generator in others]
+        self._others = [(generator, state_of(generator)) for generator in others]
 
     def restore(self) -> None:
         """Put the generators back to that moment."""
@@ -127,18 +139,25 @@ class GeneratorStates:
         if self._mps is not None:
             torch.mps.set_rng_state(self._mps)
         for generator, state in self._others:
-            _set_state(generator, state)
+            set_state(generator, state)
 
 
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
+def _bits_of(generator: Any) -> Any:
+    """What is behind a new generator of numpy's, which may be kept alone."""
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+
+
+def state_of(generator: Any) -> Any:
+    """The state of one of `GENERATORS`."""
+    if isinstance(bits := _bits_of(generator), np.random.BitGenerator):
+        return bits.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
+def set_state(generator: Any, state: Any) -> None:
+    """Bring one of `GENERATORS` to a state that it had."""
+    if isinstance(bits := _bits_of(generator), np.random.BitGenerator):
+        bits.state = state
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     else:
@@ -149,8 +168,8 @@ def seed_generator(generator: Any, key: int) -> None:
     """Set one of `GENERATORS` to a 64-bit key."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(key)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(key).state
+    elif isinstance(bits := _bits_of(generator), np.random.BitGenerator):
+        bits.state = type(bits)(key).state
     else:
         generator.seed(key >> 32 if isinstance(generator, np.random.RandomState) else key)
 

@@ -1,16 +1,28 @@
 """What is drawn: by torch, numpy and `random`, in every stage and of every loader, independent and the same again."""
 
 import random
+from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
+from lumen.data.keyed import Draw, KeyedDataset
 from lumen.errors import ConfigError
 from lumen.random import Domain, make_key, seed_generators
-from tests.tasks import Seeing, bare_trainer, seen
+from tests.tasks import Saving, Seeing, bare_trainer, plain, seen
 
 # ---------------------------------------------------------------------- the generators of torch, numpy and `random`
 
@@ -231,3 +243,279 @@ def test_no_key_is_made_of_a_seed_that_another_one_stands_for(seed):
 def test_the_largest_seed_trains(tmp_path):
     task = seen(tmp_path, DataLoader(Words(4), 4, shuffle=True), seed=2**63 - 1)
     assert {row[0] for row in task.samples(0)} == {0, 1, 2, 3}
+
+
+# ---------------------------------------------------------------------- generators that objects keep
+
+
+class Slotted:
+    """Keeps a generator where no dictionary of attributes has it."""
+
+    __slots__ = ("__mine",)
+
+    def __init__(self, generator):
+        self.__mine = generator
+
+    def __call__(self):
+        return draw(self.__mine)
+
+
+@dataclass
+class Recipe:
+    """Keeps a generator as a field."""
+
+    generator: object
+
+    def __call__(self):
+        return draw(self.generator)
+
+
+class Compose:
+    """Transforms one after the other; the last one's number counts."""
+
+    def __init__(self, *transforms):
+        self.transforms = transforms
+
+    def __call__(self):
+        return [transform() for transform in self.transforms][-1]
+
+
+def draw(generator):
+    """A number of 24 bits from any kind of generator."""
+    if isinstance(generator, torch.Generator):
+        return int(torch.randint(0, 2**BITS, (), generator=generator))
+    if isinstance(generator, random.Random):
+        return generator.getrandbits(BITS)
+    if isinstance(generator, np.random.BitGenerator):
+        return int(generator.random_raw() % 2**BITS)
+    return int((generator.integers if isinstance(generator, np.random.Generator) else generator.randint)(0, 2**BITS))
+
+
+def closure(generator):
+    return lambda: draw(generator)
+
+
+GENERATOR = np.random.default_rng(5)
+
+
+def from_a_global_variable():
+    return draw(GENERATOR)
+
+
+class ByClass:
+    """Its generator is the class's."""
+
+    generator = np.random.RandomState(3)
+
+    def __call__(self):
+        return draw(self.generator)
+
+
+PLACES = {
+    "a torch.Generator": lambda: Recipe(torch.Generator().manual_seed(3)),
+    "a numpy Generator": lambda: Recipe(np.random.default_rng(3)),
+    "a numpy Generator without a seed": lambda: Recipe(np.random.default_rng()),
+    "a RandomState": lambda: Recipe(np.random.RandomState(3)),
+    "a bit generator": lambda: Recipe(np.random.Philox(3)),
+    "a random.Random": lambda: Recipe(random.Random(3)),
+    "slots": lambda: Slotted(np.random.default_rng(3)),
+    "a list of transforms": lambda: Compose(Slotted(random.Random(3)), Compose(Recipe(np.random.default_rng(3)))),
+    "a partial": lambda: partial(draw, np.random.default_rng(3)),
+    "a dictionary": lambda: partial(lambda made: draw(made["deep"][0]), {"deep": (random.Random(3),)}),
+    "a bound method": lambda: Recipe(np.random.default_rng(3)).__call__,
+    "a closure": lambda: closure(np.random.default_rng(3)),
+    "a global variable": lambda: from_a_global_variable,
+    "a class": ByClass,
+}
+
+
+class Transformed(Dataset):
+    """Each sample is its index and what a transform draws."""
+
+    def __init__(self, transform, samples=16):
+        self.transform, self.samples = transform, samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return torch.tensor([index, self.transform()])
+
+
+class Lazy(Transformed):
+    """Makes its generator when it first needs one, as is told for workers."""
+
+    def __init__(self, samples=16):
+        super().__init__(None, samples)
+
+    def __getitem__(self, index):
+        self.transform = self.transform or Recipe(np.random.default_rng())
+        return super().__getitem__(index)
+
+
+def collate_with(generator, samples):
+    return torch.stack(samples) + torch.tensor([0, draw(generator)])
+
+
+def made_of(place):
+    return Lazy() if place == "made in __getitem__" else Transformed(PLACES[place]())
+
+
+def drawn_by_index(task, epoch):
+    return {index: number for batch in task.epochs[epoch] for index, number in batch.tolist()}
+
+
+@pytest.mark.parametrize("place", [*PLACES, "made in __getitem__"])
+def test_a_generator_that_a_data_set_keeps_is_keyed_by_sample(tmp_path, place):
+    whole = seen(tmp_path, DataLoader(made_of(place), 4, shuffle=True), callbacks=[Saving(6, tmp_path / "six")])
+    first, second = drawn_by_index(whole, 0), drawn_by_index(whole, 1)
+    assert len(set(first.values()) | set(second.values())) == 32
+    resumed = seen(tmp_path, DataLoader(made_of(place), 4, shuffle=True), resume=tmp_path / "six")
+    assert plain(resumed.epochs[1]) == plain(whole.epochs[1])[2:]
+    assert len(resumed.epochs[1]) == 2
+
+
+@pytest.mark.parametrize("place", ["a numpy Generator without a seed", "a torch.Generator", "made in __getitem__"])
+def test_what_a_kept_generator_draws_does_not_depend_on_the_workers(tmp_path, place):
+    runs = [seen(tmp_path, DataLoader(made_of(place), 4, num_workers=number)) for number in (0, 2)]
+    for epoch in (0, 1):
+        assert drawn_by_index(runs[0], epoch) == drawn_by_index(runs[1], epoch)
+
+
+def test_what_a_worker_replaces_is_keyed_too(tmp_path):
+    def renew(worker):
+        torch.utils.data.get_worker_info().dataset.transform.generator = np.random.default_rng(worker)
+
+    runs = [
+        seen(tmp_path, DataLoader(made_of("a numpy Generator"), 4, num_workers=number, worker_init_fn=init))
+        for number, init in [(0, None), (2, renew)]
+    ]
+    assert drawn_by_index(runs[0], 1) == drawn_by_index(runs[1], 1)
+
+
+def test_generators_of_one_data_set_and_the_global_ones_draw_independently(tmp_path):
+    class Several(Dataset):
+        def __init__(self):
+            self.kept = [np.random.default_rng(1), np.random.default_rng(1), random.Random(1), torch.Generator()]
+            self.kept += [np.random.RandomState(1), np.random.MT19937(1)]
+
+        def __len__(self):
+            return 2_000
+
+        def __getitem__(self, index):
+            return torch.tensor([*first_words(), *map(draw, self.kept)])
+
+    task = seen(tmp_path, DataLoader(Several(), 2_000), max_epochs=1)
+    assert_independent(list(task.epochs[0][0].numpy().T))
+
+
+def test_a_generator_that_a_collate_function_keeps_is_keyed_by_batch(tmp_path):
+    def fit(**options):
+        collate = partial(collate_with, np.random.default_rng())
+        return seen(tmp_path, DataLoader(Transformed(lambda: 0), 4, collate_fn=collate), **options)
+
+    whole = fit(callbacks=[Saving(6, tmp_path / "six")])
+    assert len({number for epoch in (0, 1) for number in drawn_by_index(whole, epoch).values()}) == 8
+    assert plain(fit(resume=tmp_path / "six").epochs[1]) == plain(whole.epochs[1])[2:]
+
+
+def test_kept_generators_are_put_back_after_a_run(tmp_path):
+    kept = np.random.default_rng(3), torch.Generator().manual_seed(3)
+    for generator in kept:
+        seen(tmp_path, DataLoader(Transformed(Recipe(generator)), 4))
+        seen(tmp_path, DataLoader(Numbers(generator), 4))
+    assert [draw(generator) for generator in kept] == [
+        draw(np.random.default_rng(3)), draw(torch.Generator().manual_seed(3))
+    ]  # fmt: skip
+
+
+class Numbers(IterableDataset):
+    """A stream of what generators draw, in turn."""
+
+    def __init__(self, *generators):
+        self.generators = generators
+
+    def __iter__(self):
+        for _ in range(8):
+            yield torch.tensor([draw(generator) for generator in self.generators])
+
+
+class Halves(Sampler):
+    """Batches of two from each half of the data, each shuffled by a sampler with a generator of its own."""
+
+    def __init__(self, first, second):
+        self.samplers = [SubsetRandomSampler(range(16), first), SubsetRandomSampler(range(16, 32), second)]
+
+    def __iter__(self):
+        for first, second in zip(*self.samplers, strict=True):
+            yield [first, second]
+
+
+def torchs(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_generators_of_one_sampler_draw_independently_and_by_their_seeds(tmp_path):
+    def batches(*seeds):
+        data = DataLoader(TensorDataset(torch.arange(32)), batch_sampler=Halves(*map(torchs, seeds)))
+        return [batch[0].tolist() for epoch in seen(tmp_path, data).epochs.values() for batch in epoch]
+
+    one_and_two = batches(1, 2)
+    assert sum(second - first == 16 for first, second in one_and_two) < 8  # of 32
+    assert one_and_two == batches(1, 2)
+    assert one_and_two != batches(1, 3)
+    assert sum(second - first == 16 for first, second in batches(1, 1)) < 8
+
+
+def test_the_generators_of_one_stream_draw_independently_and_by_their_seeds(tmp_path):
+    def numbers(*generators):
+        return [batch.tolist() for batch in seen(tmp_path, DataLoader(Numbers(*generators), 8)).epochs[0]]
+
+    for make in (torchs, np.random.default_rng):
+        ((*rows,),) = numbers(make(1), make(2))
+        assert all(first != second for first, second in rows)
+        assert [rows] == numbers(make(1), make(2))
+        assert [rows] != numbers(make(1), make(3))
+    assert numbers(np.random.default_rng()) == numbers(np.random.default_rng())  # it has no seed to go by
+
+
+class Deeper(Sampler):
+    """Shuffles by a generator that something else keeps for it."""
+
+    def __init__(self, keeper):
+        self.keeper = keeper
+
+    def __iter__(self):
+        first = self.keeper() % 16
+        return iter([(first + 5 * number) % 16 for number in range(16)])
+
+    def __len__(self):
+        return 16
+
+
+@pytest.mark.parametrize("place", ["slots", "a list of transforms", "a partial", "a closure"])
+def test_a_generator_deep_in_a_sampler_is_keyed_by_epoch(tmp_path, place):
+    def fit(**options):
+        data = DataLoader(TensorDataset(torch.arange(16)), 4, sampler=Deeper(PLACES[place]()))
+        return seen(tmp_path, data, max_epochs=4, **options)
+
+    whole = fit(callbacks=[Saving(6, tmp_path / "six")])
+    assert len({tuple(whole.samples(epoch)) for epoch in range(4)}) > 1
+    resumed = fit(resume=tmp_path / "six")
+    assert [resumed.samples(epoch) for epoch in (1, 2, 3)] == [
+        whole.samples(1)[8:], whole.samples(2), whole.samples(3)
+    ]  # fmt: skip
+
+
+def test_a_generator_that_nothing_can_seed_is_warned_of(tmp_path, caplog):
+    seen(tmp_path, DataLoader(Transformed(Recipe(random.SystemRandom())), 4), log_level="WARNING")
+    messages = [message for message in caplog.messages if "cannot be seeded" in message]
+    assert len(messages) == 1
+    assert messages[0].startswith("dataset.transform.generator is a SystemRandom, which cannot be seeded")
+
+
+def test_data_that_keep_no_generator_cost_nothing_more():
+    for data in (Words(8), TensorDataset(torch.arange(8)), Transformed(lambda: random.getrandbits(8))):
+        keyed = KeyedDataset(data, default_collate, 7, single=False)
+        keyed.__getitems__(Draw(0, 0, [0, 1], by_place=False))
+        assert keyed.own.seed_all is seed_generators

@@ -178,6 +178,7 @@ class IndexedFeed(Feed):
 
     def close(self) -> None:
         """See `Feed.close`."""
+        self._batches.own.put_back()
         end_workers(self._iterator)
         self._iterator = None
         if self._loader is not None:  # its workers are persistent

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
+from lumen.data.generators import OwnGenerators
 from lumen.data.identity import known_length
 from lumen.errors import DataError
-from lumen.random import Domain, make_key, seed_generators
+from lumen.random import Domain, make_key
 from lumen.torch_internals import collates_as_ever
 
 
@@ -82,12 +83,17 @@ class KeyedDataset(Dataset[Any]):
         self.draws = can_draw(dataset)
         self.collate = collate
         self.keys_collate = self.draws or collate is not default_collate
+        roots = {"dataset": dataset} if self.draws else {}
+        self.own = OwnGenerators(roots | ({"collate_fn": collate} if collate is not default_collate else {}))
+        self.looks = self.keys_collate
         self.fetch_many = None if self.draws and not _fetches_many(dataset) else getattr(dataset, "__getitems__", None)
         self.stacks = collate is default_collate
         self.has_rows = self.stacks and not single and type(_under_subsets(dataset)) is TensorDataset
 
     def __getitem__(self, draw: Draw) -> Any:
         """The one sample of a draw: where the loader does not make batches."""
+        if self.looks:
+            return self._first(self.__getitem__, draw)
         try:
             return self.collate(self._fetch(draw)[0])
         except IndexError as error:
@@ -100,6 +106,8 @@ class KeyedDataset(Dataset[Any]):
         Raises:
             DataError: The data set has become shorter, or the sampler asks for what it never had.
         """
+        if self.looks:
+            return self._first(self.__getitems__, draw)
         try:
             if self.has_rows and (rows := take_rows(self.dataset, draw.indices)) is not None:
                 return rows
@@ -108,6 +116,13 @@ class KeyedDataset(Dataset[Any]):
         except IndexError as error:
             self._explain(draw, error)
             raise
+
+    def _first(self, make: Callable[[Draw], Any], draw: Draw) -> Any:
+        """The first of a process, whose generators are its own; once more if some were made only on the way."""
+        self.looks = False
+        self.own.look()
+        made = make(draw)
+        return make(draw) if self.own.look() else made
 
     def _explain(self, draw: Draw, error: IndexError) -> None:
         length = known_length(self.dataset)
@@ -120,20 +135,21 @@ class KeyedDataset(Dataset[Any]):
             ) from error
 
     def _fetch(self, draw: Draw) -> list[Any]:
+        seed_all = self.own.seed_all
         indices = draw.indices.tolist() if isinstance(draw.indices, np.ndarray) else draw.indices
         if self.fetch_many is not None:
             if self.draws:
-                seed_generators(make_key(self.seed, Domain.SAMPLE, draw.epoch, draw.start))
+                seed_all(make_key(self.seed, Domain.SAMPLE, draw.epoch, draw.start))
             samples = self.fetch_many(indices)
         elif self.draws:
             samples = []
             for place, index in enumerate(indices, draw.start):
-                seed_generators(make_key(self.seed, Domain.SAMPLE, draw.epoch, place if draw.by_place else index))
+                seed_all(make_key(self.seed, Domain.SAMPLE, draw.epoch, place if draw.by_place else index))
                 samples.append(self.dataset[index])
         else:
             samples = [self.dataset[index] for index in indices]
         if self.keys_collate:
-            seed_generators(make_key(self.seed, Domain.COLLATE, draw.epoch, draw.start))
+            seed_all(make_key(self.seed, Domain.COLLATE, draw.epoch, draw.start))
         return samples  # type: ignore[no-any-return]
 
 

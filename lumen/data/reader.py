@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lumen.console import logger as _log
 from lumen.data.feed import Position, SampleCounter
+from lumen.data.generators import OwnGenerators
 from lumen.data.samplers import begin_epoch
 from lumen.data.windows import ALONE, Item, Shard
 from lumen.data.workers import prepared_workers
@@ -45,6 +46,7 @@ class StreamReader:
         self._rewinds = rewinds
         self._shard = shard
         self._stateful = _stateful_part(loader)
+        self._own = OwnGenerators({"loader": loader}, by_seed=True)
         self._count = SampleCounter(loader)
         self._iterator: Iterator[Any] | None = None
         self._opened = self._exhausted = False
@@ -67,7 +69,7 @@ class StreamReader:
         stands_there = state is self._stands_at
         if fresh:
             self.go_to(state)
-        begin_epoch(self._loader, self._seed, epoch, position)
+        begin_epoch(self._loader, self._own, self._seed, epoch, position)
         found = not fresh and self.go_to(state)  # only now: its generators are not those of the epoch's beginning
         self._begin(epoch, position)
         self._read, self._samples = number, state["samples"] if number else 0
@@ -179,7 +181,8 @@ class StreamReader:
         return True
 
     def close(self) -> None:
-        """End the workers. A loader of the user's own can be iterated again."""
+        """End the workers. A loader of the user's own can be iterated again, with its generators where they were."""
+        self._own.put_back()
         end_workers(self._iterator)
         self._iterator = None
         if isinstance(self._loader, DataLoader):

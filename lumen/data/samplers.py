@@ -19,11 +19,12 @@ import torch
 from torch.utils.data import Sampler
 
 from lumen.data.feed import START, Position, count_steps
+from lumen.data.generators import OwnGenerators
 from lumen.data.identity import known_length
 from lumen.data.keyed import Draw
 from lumen.data.order import LARGE, cut_steps, epoch_order
 from lumen.errors import DataError
-from lumen.random import GENERATORS, Domain, GeneratorStates, make_key, seed_generator, seed_generators
+from lumen.random import Domain, GeneratorStates, make_key, seed_generators
 
 
 class Order(ABC):
@@ -145,6 +146,7 @@ class SampledOrder(Order):
 
     def __init__(self, sampler: Any, seed: int, *, batch_size: int, step_size: int, drop_last: bool) -> None:
         self._sampler, self._seed = sampler, seed
+        self._own = OwnGenerators({"sampler": sampler}, by_seed=True)
         self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
         self._per_step = -(-step_size // batch_size)
         self.measure()
@@ -156,7 +158,7 @@ class SampledOrder(Order):
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
         """See `Order.steps`."""
-        stream = _KeyedIterator(self._sampler, self._seed, epoch, position, _SAMPLES_AHEAD)
+        stream = _KeyedIterator(self._sampler, self._own, self._seed, epoch, position, _SAMPLES_AHEAD)
         stream.skip(position.samples)
         start = position.samples
         samples = None
@@ -193,6 +195,7 @@ class BatchedOrder(Order):
 
     def __init__(self, sampler: Any, seed: int, accumulate: int, *, single: bool = False) -> None:
         self._sampler, self._seed, self._accumulate, self._single = sampler, seed, accumulate, single
+        self._own = OwnGenerators({"sampler": sampler}, by_seed=True)
         self.measure()
 
     def measure(self, position: Position = START) -> None:
@@ -201,7 +204,7 @@ class BatchedOrder(Order):
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
         """See `Order.steps`."""
-        stream = _KeyedIterator(self._sampler, self._seed, epoch, position, _BATCHES_AHEAD, self._as_batch)
+        stream = _KeyedIterator(self._sampler, self._own, self._seed, epoch, position, _BATCHES_AHEAD, self._as_batch)
         stream.skip(position.batches)
         start = position.batches if self._single else position.samples
         left = None if limit is None else max(0, limit - position.batches)
@@ -235,7 +238,7 @@ def _batches(samples: int, batch_size: int, step_size: int, *, drop_last: bool) 
 
 
 def parts_of(loader: Any) -> Iterator[Any]:
-    """A loader with its samplers and data set, and theirs: what may hold a generator or want to know the epoch."""
+    """A loader with its samplers and data set, and theirs: what may want to know the epoch."""
     waiting, met = [loader], set[int]()
     while waiting:
         part = waiting.pop(0)
@@ -255,15 +258,10 @@ def _held_by(part: Any) -> Iterator[Any]:
             yield from value.values() if isinstance(value, dict) else value
 
 
-def own_generators(loader: Any) -> list[Any]:
-    """The generators that a loader and its parts keep."""
-    return [value for part in parts_of(loader) for value in _held_by(part) if isinstance(value, GENERATORS)]
-
-
-def begin_epoch(loader: Any, seed: int, epoch: int, position: Position) -> None:
+def begin_epoch(loader: Any, own: OwnGenerators, seed: int, epoch: int, position: Position) -> None:
     """Tell a loader or sampler which epoch begins, and key every generator that it keeps."""
-    for generator in own_generators(loader):
-        seed_generator(generator, make_key(seed, Domain.ORDER, position.key(epoch)))
+    own.look()
+    own.seed(make_key(seed, Domain.ORDER, position.key(epoch)))
     for part in parts_of(loader):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
@@ -279,6 +277,7 @@ class _KeyedIterator:
     def __init__(
         self,
         sampler: Any,
+        own: OwnGenerators,
         seed: int,
         epoch: int,
         position: Position,
@@ -286,12 +285,12 @@ class _KeyedIterator:
         convert: Callable[[Any], Any] = lambda given: given,
     ) -> None:
         self._position, self._ahead, self._convert = position, ahead, convert
-        self._own = own_generators(sampler)
+        self._own = own
         self._generators: GeneratorStates | None = None
         self._drawn: list[Any] = []
         self._digest = 0
         with self._as_if_alone():
-            begin_epoch(sampler, seed, epoch, position)
+            begin_epoch(sampler, own, seed, epoch, position)
             seed_generators(make_key(seed, Domain.ORDER, position.key(epoch)))
             self._iterator = iter(sampler)
         if self._iterator is sampler and epoch:
@@ -303,13 +302,13 @@ class _KeyedIterator:
     @contextmanager
     def _as_if_alone(self) -> Iterator[None]:
         """Put every generator to where the sampler left it, and afterwards back to where it was."""
-        outside = GeneratorStates(self._own)
+        outside = GeneratorStates(self._own.generators)
         if self._generators is not None:
             self._generators.restore()
         try:
             yield
         finally:
-            self._generators = GeneratorStates(self._own)
+            self._generators = GeneratorStates(self._own.generators)
             outside.restore()
 
     def take(self, number: int) -> list[Any]:

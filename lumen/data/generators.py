@@ -1,0 +1,222 @@
+"""Generators that a user's objects keep: found wherever they are kept, and keyed like the global ones."""
+
+from __future__ import annotations
+
+import dis
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from itertools import chain, islice
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, ModuleType
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from lumen.console import logger as _log
+from lumen.random import (
+    GENERATORS,
+    Domain,
+    derived_key,
+    make_key,
+    number_of,
+    seed_generator,
+    seed_generators,
+    set_state,
+    state_of,
+)
+
+#: At most so many objects are looked at, functions among them, and items of a list that may be data.
+_OBJECTS, _FUNCTIONS, _ITEMS, _FEW = 8192, 256, 1024, 64
+_LEAVES = (
+    type(None), str, bytes, bytearray, int, float, complex, range, type, ModuleType, BuiltinFunctionType, CodeType,
+    torch.Tensor, torch.device, torch.dtype, np.ndarray, np.generic, np.dtype,
+)  # fmt: skip
+_GLOBAL = (torch.default_generator, random.seed.__self__, np.random.mtrand._rand)  # type: ignore[attr-defined]
+#: Of these, objects hold nothing that a sample is made of.
+_MACHINERY = {"lumen", "threading", "_thread", "multiprocessing", "queue", "logging", "weakref", "asyncio"}
+#: Their code reads no generator of the user's.
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "lumen"}
+
+
+@final
+class OwnGenerators:
+    """The generators that objects keep, each with keys of its own: by its place in them.
+
+    They are found by a walk through attributes, slots, collections, what functions are bound to, and the global
+    variables that they read. One that is of no use, because nothing can seed it, is warned of.
+
+    Args:
+        roots: The objects, by name.
+        by_seed: The seed that the user gave a generator counts too, where it keeps one below 2**64: torch's do, and
+            numpy's `Generator`.
+    """
+
+    def __init__(self, roots: dict[str, Any], *, by_seed: bool = False) -> None:
+        self._roots, self._by_seed = roots, by_seed
+        self._words: dict[str, int] = {}  # by place, of when one was first seen there
+        self._found: list[tuple[int, Any]] = []
+        self._before: list[tuple[Any, Any]] = []  # the states that they had when they were found
+        self._seeded = False
+        self.look()
+
+    @property
+    def generators(self) -> list[Any]:
+        """Those that were found."""
+        return [generator for _, generator in self._found]
+
+    def look(self) -> bool:
+        """Find those that are kept now. Returns whether there are others than before."""
+        known = {id(generator) for generator, _ in self._before}
+        self._found = []
+        for place, generator in find_generators(self._roots):
+            new = place not in self._words
+            if new:
+                seed = _seed_of(generator) if self._by_seed else 0
+                self._words[place] = make_key(seed, Domain.KEPT, number_of(place))
+            if id(generator) in known or self._can_be_keyed(place, generator, warn=new):
+                self._found.append((self._words[place], generator))
+        others = [generator for _, generator in self._found if id(generator) not in known]
+        self._before += [(generator, state_of(generator)) for generator in others]
+        return bool(others)
+
+    def _can_be_keyed(self, place: str, generator: Any, *, warn: bool) -> bool:
+        try:
+            state = state_of(generator)
+            seed_generator(generator, 0)
+            set_state(generator, state)
+        except Exception as error:  # whatever it is made of
+            if warn:
+                _log.warning(
+                    "%s is a %s, which cannot be seeded (%s): what it draws is another thing in every run, and not "
+                    "repeated after a resume. Keep a torch.Generator, a numpy.random.Generator or a random.Random.",
+                    place, type(generator).__name__, error or type(error).__name__,
+                )  # fmt: skip
+            return False
+        return True
+
+    def seed(self, key: int) -> None:
+        """Set each to a key of its own that is made of this one."""
+        self._seeded = True
+        for word, generator in self._found:
+            seed_generator(generator, derived_key(key, word))
+
+    @property
+    def seed_all(self) -> Callable[[int], None]:
+        """What sets these and the global ones; where there are none, nothing but `seed_generators`."""
+        return self._seed_all if self._found else seed_generators
+
+    def _seed_all(self, key: int) -> None:
+        seed_generators(key)
+        self.seed(key)
+
+    def put_back(self) -> None:
+        """Bring those that were seeded here back to where they were."""
+        for generator, state in self._before if self._seeded else ():
+            set_state(generator, state)
+        self._seeded = False
+
+
+def _seed_of(generator: Any) -> int:
+    """The seed that a generator was made with; 0 where it does not tell, or was made without."""
+    if isinstance(generator, torch.Generator):
+        return generator.initial_seed()
+    seed = getattr(getattr(generator, "bit_generator", None), "seed_seq", None)
+    entropy = getattr(seed, "entropy", None)
+    return entropy if isinstance(entropy, int) and entropy < 1 << 64 else 0  # numpy's own choice has 128 bits
+
+
+def find_generators(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The generators that objects keep, and where: the same places in every process."""
+    waiting = deque(roots.items())
+    met: dict[int, Any] = {id(each): each for each in _GLOBAL}  # keeps them, so that their numbers stay theirs
+    functions = 0
+    while waiting and len(met) < _OBJECTS:
+        place, part = waiting.popleft()
+        if id(part) in met:
+            continue
+        met[id(part)] = part
+        if isinstance(part, GENERATORS):
+            yield place, part
+            continue
+        if isinstance(part, FunctionType):
+            functions += 1
+            held = _held_by_function(part) if functions <= _FUNCTIONS and not _is_of(part, _LIBRARIES) else ()
+        elif _is_of(type(part), _MACHINERY) or _is_at_work(part):
+            continue
+        else:
+            held = _held_by(part)
+            if id(kind := type(part)) not in met:
+                met[id(kind)] = kind
+                held = chain(held, _held_by_class(kind))
+        waiting += [(f"{place}.{name}", value) for name, value in held if not _is_leaf(value)]
+
+
+def _is_leaf(part: Any) -> bool:
+    """Whether there is nothing in it. Its type tells: what an object says of itself may be code of the user's."""
+    return issubclass(type(part), _LEAVES)
+
+
+def _is_of(thing: Any, modules: Iterable[str]) -> bool:
+    return (getattr(thing, "__module__", None) or "").partition(".")[0] in modules
+
+
+def _is_at_work(part: Any) -> bool:
+    """Whether it is an iterator of a `DataLoader`, with its workers and queues."""
+    kind = type(part)
+    return issubclass(kind, Iterator) and kind.__module__.startswith(("torch.utils.data.", "torchdata."))
+
+
+def _held_by(part: Any) -> Iterator[tuple[Any, Any]]:
+    """What an object keeps: its items if it is a collection, its attributes, and what is in slots."""
+    for collection in (list, tuple, deque):
+        if issubclass(type(part), collection):
+            yield from _items(collection.__iter__(part))
+    if issubclass(type(part), dict):
+        yield from _items(dict.values(part))
+    with suppress(AttributeError):
+        yield from list(object.__getattribute__(part, "__dict__").items())
+    for slot in _slots_of(type(part)):  # type: ignore[arg-type]
+        with suppress(AttributeError):  # nothing was put there
+            yield slot.__name__, slot.__get__(part)
+
+
+@lru_cache(maxsize=256)
+def _slots_of(kind: type) -> list[MemberDescriptorType]:
+    return [each for above in kind.__mro__ for each in vars(above).values() if isinstance(each, MemberDescriptorType)]
+
+
+def _items(values: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """Those of a collection, but for a long one that begins as data do."""
+    items = list(islice(values, _ITEMS))
+    if len(items) <= _FEW or not _is_leaf(items[0]):
+        yield from enumerate(items)
+
+
+def _held_by_class(kind: type) -> Iterator[tuple[str, Any]]:
+    for each in kind.__mro__:
+        if not _is_of(each, _LIBRARIES):
+            yield from list(vars(each).items())
+
+
+def _held_by_function(function: FunctionType) -> Iterator[tuple[Any, Any]]:
+    """What a function is bound to, and the global variables that it reads."""
+    yield from enumerate(function.__defaults__ or ())
+    yield from (function.__kwdefaults__ or {}).items()
+    yield from vars(function).items()
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is empty yet
+            yield name, cell.cell_contents
+    for name in sorted(_globals_of(function.__code__, function.__globals__)):
+        yield name, function.__globals__[name]
+
+
+def _globals_of(code: CodeType, values: dict[str, Any]) -> set[str]:
+    names = {name for name in code.co_names if name in values and not _is_leaf(values[name])}
+    if names:  # some are those of attributes
+        names &= {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return names.union(*(_globals_of(each, values) for each in inner))
