@@ -393,6 +393,19 @@ def test_what_a_worker_replaces_is_keyed_too(tmp_path):
     assert drawn_by_index(runs[0], 1) == drawn_by_index(runs[1], 1)
 
 
+def test_what_a_hook_replaces_is_keyed_too(tmp_path):
+    class Renewing(Seeing):
+        def on_train_epoch_start(self):
+            data.transform.generator = np.random.default_rng()
+
+    runs = []
+    for _ in range(2):
+        data = made_of("a numpy Generator")
+        runs.append(Renewing())
+        bare_trainer(tmp_path, max_epochs=2).fit(runs[-1], DataLoader(data, 4))
+    assert drawn_by_index(runs[0], 1) == drawn_by_index(runs[1], 1)
+
+
 def test_generators_of_one_data_set_and_the_global_ones_draw_independently(tmp_path):
     class Several(Dataset):
         def __init__(self):

@@ -112,6 +112,7 @@ class IndexedFeed(Feed):
             self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), own))
             self._renew_workers(self._loader)
             self._iterator = iter(self._loader)
+        self._batches.looks = self._batches.keys_collate
         load = self._load()
         if self._makes_batches:
             windows = self._follow(plan, load, position.batches)

@@ -75,6 +75,10 @@ class KeyedDataset(Dataset[Any]):
         collate: Makes a micro-batch of samples; where the loader makes no batches, converts the one sample.
         seed: Of the run.
         single: The loader makes no batches.
+
+    Attributes:
+        looks: The next is the first of a pass, and what the data set keeps may have changed.
+        own: The generators that it keeps.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, single: bool) -> None:
