@@ -35,7 +35,7 @@ _LEAVES = (
     type(None), str, bytes, bytearray, int, float, complex, range, type, ModuleType, BuiltinFunctionType, CodeType,
     torch.Tensor, torch.device, torch.dtype, np.ndarray, np.generic, np.dtype,
 )  # fmt: skip
-_GLOBAL = (torch.default_generator, random.seed.__self__, np.random.mtrand._rand)  # type: ignore[attr-defined]
+_GLOBAL = (torch.default_generator, random.seed.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
 #: Of these, objects hold nothing that a sample is made of.
 _MACHINERY = {"lumen", "threading", "_thread", "multiprocessing", "queue", "logging", "weakref", "asyncio"}
 #: Their code reads no generator of the user's.
