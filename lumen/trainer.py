@@ -153,7 +153,7 @@ class Trainer(RunView):
         precision: str | int = "fp32",
         matmul_precision: Literal["highest", "high", "medium"] | None = None,
         benchmark: bool | None = None,
-        compile: bool | str | list[str] | dict[str, Any] = False,
+        compile: bool | str | list[str] | dict[str, Any] | None = False,
         global_batch_size: int | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
