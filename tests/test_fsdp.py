@@ -981,7 +981,7 @@ class Held(Deep):
         return super().training_step(batch) + 0.1 * sum(each.square().sum() for each in self.held["weights"]) + reads
 
     def configure_optimizers(self):
-        return torch.optim.Adagrad(self.held["all"][2:], lr=1e-2)
+        return torch.optim.SGD(self.held["all"][2:], lr=1e-2, momentum=0.9)
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
