@@ -30,7 +30,7 @@ STRATEGIES = {
     "hybrid-4": (4, lambda: lumen.FSDP(sharding_strategy="hybrid_shard", shard_size=2)),
 }
 SHARDED = ("fsdp-2", "fsdp-4", "hybrid-4")
-OF_PROCESSES = ("ranks", "loggers", "sharded")  # in state.json: what depends on who writes
+OF_PROCESSES = ("ranks", "loggers", "sharded", "settings")  # in state.json: what depends on who writes
 
 
 class Block(nn.Module):

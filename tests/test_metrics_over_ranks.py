@@ -356,10 +356,10 @@ def test_a_name_of_steps_is_not_logged_in_a_hook_around_them_too(tmp_path):
 # ---------------------------------------------------------------------- decisions
 
 
-def stop_early(folder):
+def stop_early(folder, min_steps=0):
     task = Regression()
     stopping = lumen.EarlyStopping("val_loss", patience=1, min_delta=1.0)
-    trainer = bare_trainer(folder, strategy="ddp", max_epochs=10, callbacks=[stopping])
+    trainer = bare_trainer(folder, strategy="ddp", max_epochs=10, min_steps=min_steps, callbacks=[stopping])
     trainer.fit(task, loader(20), val_dataloaders=loader(13, batch_size=3, shuffle=False))
     return trainer.current_epoch, trainer.global_step, stopping.best_score, stopping.stopping_reason_message
 
@@ -368,6 +368,12 @@ def test_early_stopping_decides_alike_on_all_ranks(group, tmp_path):
     first, second = group(2).run(stop_early, tmp_path)
     assert first == second
     assert first[0] == 2
+
+
+def test_a_stop_that_waits_for_steps_leaves_all_ranks_there(group, tmp_path):
+    first, second = group(2).run(stop_early, tmp_path, 5)
+    assert first == second
+    assert first[:2] == (2, 5)  # two steps an epoch: in the middle of the third one
 
 
 class Plateau(Regression):
