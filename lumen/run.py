@@ -282,7 +282,8 @@ class Run:
         progress, counted = self.progress, weights.counted
         progress.advance(window, updated=updated)
         progress.micro_batches = self._first_micro_batch + len(window.sizes)
-        progress.weight_guess = weights.next_guess
+        if counted or not progress.weight_guess:
+            progress.weight_guess = weights.next_guess
         if updated:
             progress.units += weights.total
         self.waited_s += window.waited_s

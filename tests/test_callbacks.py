@@ -353,7 +353,7 @@ def test_what_the_optimizer_does_not_have_cannot_be_logged(tmp_path):
         (lambda: lumen.LambdaCallback(on_fit_end=3), "on_fit_end must be a function, found 3"),
         (lambda: lumen.ThroughputMonitor(window_s=-1), "window_s must be at least 0"),
         (lambda: lumen.ThroughputMonitor(batch_size_fn=len), "Samples are those the loader drew"),
-        (lambda: lumen.Trainer(callbacks=[3]), "not a lumen.Callback"),
+        (lambda: lumen.Trainer(callbacks=[3]), r"callbacks: expected .* found \[3\]"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(build, message):

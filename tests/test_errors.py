@@ -77,7 +77,7 @@ def test_a_task_that_cannot_be_trained_is_refused(tmp_path, task, options, messa
         ({"val_check_interval": 1.5}, r"in \(0, 1\]"),
         ({"val_check_interval": 0}, "at least 1 optimizer step"),
         ({"limit_val_batches": 1.5}, "fraction of at most 1.0"),
-        ({"gradient_clip_algorithm": "max"}, 'expected "norm" or "value"'),
+        ({"gradient_clip_algorithm": "max"}, "expected 'norm' or 'value'"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_when_the_trainer_is_built(options, message):

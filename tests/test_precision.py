@@ -62,7 +62,7 @@ def test_every_name_trains_evaluates_and_predicts_in_its_dtypes(tmp_path, names,
         ("fp16-true", "Use fp16 .* or bf16-true"),
         ("transformer-engine", "no precision is named 'transformer-engine'; use one of fp32, .*bf16-true.*fp64"),
         (8, "no precision is named 8"),
-        (16.0, "no precision is named 16.0"),
+        (16.0, "precision: expected a string or an int, found 16.0"),
     ],
 )
 def test_a_name_that_cannot_be_had_is_refused_at_once(name, answer):
@@ -357,7 +357,9 @@ def test_what_is_not_asked_for_is_left_alone(tmp_path):
         assert switches() == before
     finally:
         torch.backends.cuda.matmul.fp32_precision = "none"
-    with pytest.raises(ConfigError, match="matmul_precision: expected highest, high or medium, found 'tf32'"):
+    with pytest.raises(
+        ConfigError, match="matmul_precision: expected 'highest', 'high', 'medium' or None, found 'tf32'"
+    ):
         lumen.Trainer(max_epochs=1, matmul_precision="tf32")
 
 
