@@ -47,7 +47,7 @@ def metric_state(metric: Metric) -> MetricState:
 def load_metric_state(metric: Metric, state: MetricState) -> None:
     """Take over what `metric_state` gave, on the metric's device."""
     metric._update_count, states = state
-    metric._computed = None
+    metric._computed = metric._forward_cache = None  # of other samples
     for name, value in states.items():
         setattr(metric, name, _moved(value, metric.device))
 

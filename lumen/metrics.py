@@ -176,6 +176,11 @@ class StageMetrics:
                     f"self.log({name!r}): this {type(metric).__name__} is logged as {other!r} too. Fed by two loaders, "
                     "one metric gives the value of neither; make one metric for each loader."
                 )
+            if taken := _published(name, options) & _published(other, entry.options):
+                raise ConfigError(
+                    f"self.log({name!r}): {other!r} is logged as {taken.pop()!r} already, since it has values of steps "
+                    "and of epochs. Use another name."
+                )
         return _Entry(options, metric, is_tensor=isinstance(value, torch.Tensor))
 
     def step_values(
@@ -352,8 +357,8 @@ class StepRow:
             for name, (options, pairs) in self._latest.items()
         }
         means = _means(latest if gather is None else _of_ranks(gather(latest)), for_loggers)
-        norm = {"grad_norm": read[_NORM]} if _NORM in read else {}
-        return {name: float(value) for name, value in means.items()} | norm
+        norm = {"grad_norm": read[_NORM]} if _NORM in read else {}  # unless the user logs one
+        return norm | {name: float(value) for name, value in means.items()}
 
 
 def for_loggers(options: LogOptions) -> bool:
@@ -420,6 +425,13 @@ def _in_turn(ranks: Iterable[Iterable[T]]) -> list[T]:
 def _variant(name: str, of: str, options: LogOptions) -> str:
     """`x_step` or `x_epoch`; what tells loaders apart stays at the end."""
     return f"{name.removesuffix(options.suffix)}_{of}{options.suffix}"
+
+
+def _published(name: str, options: LogOptions) -> set[str]:
+    """Under which names values of a logged one can be read."""
+    if options.on_step and options.on_epoch:
+        return {_variant(name, "step", options), _variant(name, "epoch", options)}
+    return {name} if options.on_step or options.on_epoch else set()
 
 
 def as_weight(name: str, weight: Any) -> float:

@@ -309,8 +309,8 @@ class Run:
     def publish(self, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
         """Make the values of an epoch known to monitors, `callback_metrics` and the progress bar. Collective."""
         values = metrics.epoch_values(self.task, gather)
-        progress = self.progress
-        self.doubts.look(metrics.of_hooks, {progress.step, progress.epoch, progress.epoch + 1, *self.metrics.values()})
+        epoch = self.progress.epoch  # not the step: after one epoch a process may have kept as many batches
+        self.doubts.look(metrics.of_hooks, {epoch, epoch + 1, *self.metrics.values()})
         self.metrics.update(values)
         self.fresh.update(values)
         self.logged.update(values)

@@ -191,6 +191,25 @@ def test_what_is_no_number_cannot_be_logged(tmp_path, value, message):
         fit(tmp_path, Logs(lambda task, batch: task.log("x", value)), loader(8, 8))
 
 
+@pytest.mark.parametrize("names", [("x", "x_epoch"), ("x_epoch", "x"), ("x", "x_step")])
+def test_two_values_do_not_share_a_name(tmp_path, names):
+    """One of them would be lost, and the other stand in its place."""
+
+    def log(task, batch):
+        for name in names:
+            task.log(name, 1.0, on_step=name != "x_epoch", on_epoch=name != "x_step")
+
+    with pytest.raises(ConfigError, match=rf"self.log\('{names[1]}'\).*'x_(step|epoch)' already"):
+        fit(tmp_path, Logs(log), loader(8, 8))
+
+
+def test_a_norm_that_the_user_logs_is_not_replaced(tmp_path):
+    memory, _ = fit(
+        tmp_path, Logs(lambda task, batch: task.log("grad_norm", -1.0)), loader(16, 8), gradient_clip_val=1.0
+    )
+    assert memory.of("grad_norm") == [(1, -1.0), (2, -1.0)]
+
+
 @pytest.mark.parametrize("name", ["step", "epoch"])
 def test_the_names_of_a_rows_place_are_taken(tmp_path, name):
     with pytest.raises(ConfigError, match=f"every logged row has its {name} already"):

@@ -7,6 +7,7 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection, MinMaxMetric, 
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
 
 import lumen
+from lumen.errors import ConfigError
 from tests.tasks import Saving, bare_trainer, quiet_trainer
 from tests.test_metrics_over_ranks import Memory, numbers, predictions
 
@@ -204,6 +205,21 @@ def test_a_wrapper_and_what_it_wraps_are_kept_apart_together(tmp_path):
 
     rows = fit(tmp_path, Manual(MinMaxMetric(MeanMetric()), log_in=()))
     assert [row for _, row in rows] == [{"val": 102.0}, {"val": 102.0}, {"train": 3.5}] * 2
+
+
+def test_a_value_of_a_validation_batch_is_not_logged_as_that_of_a_step(tmp_path):
+    class Mixed(Shared):
+        def training_step(self, batch):
+            self.metric.update(batch[0])  # keeps no value of this batch
+            if self.global_step:
+                self.log("x", self.metric, on_step=True)
+            return self.weight * batch[0].mean()
+
+        def validation_step(self, batch):
+            self.metric(batch[0])
+
+    with pytest.raises(ConfigError, match="has no number for this batch"):
+        fit(tmp_path, Mixed(MeanMetric()), max_epochs=1, val_check_interval=1, log_every_n_steps=1)
 
 
 @pytest.mark.parametrize("step", [3, 4, 6])

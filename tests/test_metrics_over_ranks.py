@@ -285,6 +285,38 @@ def test_a_number_of_one_process_logged_as_that_of_all_is_told_once(group, tmp_p
         assert found["count"][0] == {"x": 5.0}  # as before; who reads the warning gets 10 below
 
 
+def log_of_own_samples_in_other_stages(folder):
+    class Callback(lumen.Callback):
+        def on_train_epoch_end(self, trainer, task):
+            task.log("of_training", len(task.kept))
+
+        def on_test_epoch_end(self, trainer, task):
+            task.log("of_test", sum(map(len, task.kept)) / 3)
+
+    class Trained(Keeps):
+        def training_step(self, batch):
+            self.kept.append(batch[0])
+            return super().training_step(batch)
+
+        def test_step(self, batch):
+            self.kept.append(batch[0])
+
+        def on_test_start(self):
+            self.kept.clear()
+
+    task = Trained(None)
+    options = {"strategy": "ddp", "log_level": "WARNING", "callbacks": [Callback()]}
+    _, messages = told(lambda: bare_trainer(folder, max_epochs=2, **options).fit(task, numbers(10)))
+    return messages + told(lambda: bare_trainer(folder, **options).test(task, numbers(5)))[1]
+
+
+def test_a_number_of_one_process_is_told_in_every_stage(group, tmp_path):
+    for messages in group(2).run(log_of_own_samples_in_other_stages, tmp_path):
+        training, test = messages
+        assert training.startswith("on_train_epoch_end logs 'of_training' as a number of each process (5, 5)")
+        assert test.startswith("on_test_epoch_end logs 'of_test' as a number of each process (1, 0.666667)")
+
+
 def log_with_a_word(folder):
     def at_end(task):
         own = task.all
@@ -310,7 +342,6 @@ def log_what_is_the_same_everywhere(folder):
             task.log("lr", trainer.optimizers[0].param_groups[0]["lr"])
 
         def on_train_epoch_end(self, trainer, task):
-            task.log("step_count", trainer.global_step)
             task.log("nothing", 0)
             task.log("again", trainer.callback_metrics["loss_of_epoch"])
             if trainer.is_global_zero:
