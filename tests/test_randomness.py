@@ -1,5 +1,6 @@
 """What is drawn: by torch, numpy and `random`, in every stage and of every loader, independent and the same again."""
 
+import pickle
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -532,3 +533,12 @@ def test_data_that_keep_no_generator_cost_nothing_more():
         keyed = KeyedDataset(data, default_collate, 7, single=False)
         keyed.__getitems__(Draw(0, 0, [0, 1], by_place=False))
         assert keyed.own.seed_all is seed_generators
+
+
+def test_a_data_set_that_travels_to_a_worker_is_keyed_there_without_the_states_of_here():
+    here = KeyedDataset(Transformed(Recipe(np.random.default_rng(3))), default_collate, 7, single=False)
+    drawn_here = here.__getitems__(Draw(0, 0, [0, 1], by_place=False))
+    there = pickle.loads(pickle.dumps(here))
+    assert not there.own.generators
+    there.looks = True  # as it travels: before anything is read
+    assert torch.equal(there.__getitems__(Draw(0, 0, [0, 1], by_place=False)), drawn_here)

@@ -63,6 +63,10 @@ class OwnGenerators:
         self._seeded = False
         self.look()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """How it travels to a worker, which looks for its own: generators and states need not come along twice."""
+        return self.__dict__ | {"_found": [], "_before": [], "_seeded": False}
+
     @property
     def generators(self) -> list[Any]:
         """Those that were found."""
