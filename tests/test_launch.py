@@ -188,7 +188,7 @@ def test_what_is_wrong_in_all_processes_is_said_once_with_exit_code_2():
 
 def test_help_and_print_config_start_nothing():
     words = ["-m", "lumen", "fit", "--config", "line.yaml", "--trainer.devices", "2"]
-    code, output = run(*words, "--print_config", LUMEN_LAUNCHER="nobody")
+    code, output = run(*words, "--print_config", LUMEN_LAUNCHER="1")  # it lives, and started somebody else
     assert (code, yaml.safe_load(output)["trainer"]["devices"]) == (0, 2)
 
 
