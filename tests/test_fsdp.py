@@ -849,7 +849,8 @@ class Large(lumen.TaskModule):
 
 def held_bytes():
     """Bytes of all tensors that this process holds, however many share them."""
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    tensors = [each for each in found if not each.is_meta and each.layout is torch.strided]  # sparse ones have several
     storages = [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 

@@ -270,7 +270,7 @@ def test_a_schedule_goes_on_with_another_optimizer(tmp_path, source):
         ({"resume_parts": ["model"]}, "but resume is None"),
         (
             {"resume": "best", "resume_parts": ["modle"]},
-            "expected some of model, optimizer, schedulers, progress, data",
+            "'model' or 'optimizer' or 'schedulers' or 'progress' or 'data' or None, found",
         ),
         ({"resume": "best", "resume_parts": []}, "expected some of model"),
         ({"resume": "best", "resume_parts": ["model", "data"]}, "Add progress, or leave out data"),

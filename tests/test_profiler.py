@@ -451,7 +451,7 @@ def test_a_profiler_goes_by_its_name():
     for name in ("torch", "pytorch"):
         assert isinstance(lumen.Trainer(max_epochs=1, profiler=name).profiler, lumen.TorchProfiler)
     assert lumen.Trainer(max_epochs=1).profiler is None
-    with pytest.raises(ConfigError, match="profiler: expected 'simple', 'torch', 'pytorch', .* found 'advanced'"):
+    with pytest.raises(ConfigError, match=r"profiler: expected 'simple', 'torch', 'pytorch', .* found 'advanced'"):
         lumen.Trainer(max_epochs=1, profiler="advanced")
 
 
