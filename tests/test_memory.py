@@ -80,7 +80,7 @@ def test_a_run_holds_no_more_after_many_steps_and_evaluations(tmp_path):
 )
 def test_one_small_object_a_step_would_be_seen(tmp_path, leak):
     growth = measure(tmp_path, 1_200, 400, 10, leak)
-    assert growth["blocks"] >= 700, growth
+    assert growth["blocks"] >= 500, growth  # one that does not leak has less than 300
     if leak != "number":  # which no collector tracks
         assert growth["objects" if leak == "object" else "tensors"] >= 700, growth
 
