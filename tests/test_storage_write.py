@@ -114,7 +114,7 @@ def test_the_manifest_tells_what_is_inside(tmp_path):
     assert same(checkpoint.info, read_info(path))
     assert same(checkpoint.info, {"step": 7, "metrics": {"loss": math.nan}, "finished": False, "best": (1, 2)})
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["format"] == 3
+    assert manifest["format"] == 4
     for name, record in manifest["files"].items():
         data = (path / name).read_bytes()
         assert record == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

@@ -18,7 +18,7 @@ from lumen.checkpoint.disk import check_inside, read_json, readable
 from lumen.checkpoint.remote import RemotePath
 from lumen.errors import CheckpointDamaged, CheckpointError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _FILE_NAME = re.compile(r"state\.json|[a-z_]+/[\w-]+\.safetensors", re.ASCII)
