@@ -82,9 +82,11 @@ def test_without_a_seed_it_is_0_and_says_so_unless_told_not_to(caplog):
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "7", True])
 def test_what_is_no_seed_is_an_error(tmp_path, seed):
-    for name, give in (("seed_everything", lumen.seed_everything), ("seed", lambda seed: lumen.Trainer(seed=seed))):
-        with pytest.raises(ConfigError, match=re.escape(f"{name}: a seed is an integer from 0 to 2**63 - 1, found")):
-            give(seed)
+    said = re.escape("a seed is an integer from 0 to 2**63 - 1, found")
+    with pytest.raises(ConfigError, match=f"^seed_everything: {said}"):
+        lumen.seed_everything(seed)
+    with pytest.raises(ConfigError, match=f"seed: ({said}|expected an int or None, found)"):
+        lumen.Trainer(seed=seed)
 
 
 def fit_with_a_seed_on_rank_0(path):
