@@ -192,10 +192,6 @@ class Trainer(RunView):
             raise ConfigError(
                 "global_batch_size and accumulate_grad_batches both say how large a step is. Set only one of them."
             )
-        if gradient_clip_algorithm not in ("norm", "value"):
-            raise ConfigError(
-                f'gradient_clip_algorithm: expected "norm" or "value", found {gradient_clip_algorithm!r}.'
-            )
         at_least(
             1, accumulate_grad_batches=accumulate_grad_batches, check_val_every_n_epoch=check_val_every_n_epoch,
             log_every_n_steps=log_every_n_steps, global_batch_size=global_batch_size, gc_every_n_steps=gc_every_n_steps,
@@ -210,8 +206,6 @@ class Trainer(RunView):
         self.strategy = make_strategy(strategy, accelerator, devices, num_nodes)
         self.precision = precision
         make_precision(precision, self.strategy.device)  # a wrong name is found now
-        if matmul_precision not in (None, "highest", "high", "medium"):
-            raise ConfigError(f"matmul_precision: expected highest, high or medium, found {matmul_precision!r}.")
         self.matmul_precision = matmul_precision
         self.benchmark = benchmark
         self.compilation = Compilation(compile)

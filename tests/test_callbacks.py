@@ -336,15 +336,15 @@ def test_what_the_optimizer_does_not_have_cannot_be_logged(tmp_path):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: lumen.EarlyStopping("x", mode="down"), "mode must be"),
+        (lambda: lumen.EarlyStopping("x", mode="down"), "mode: expected 'min' or 'max', found 'down'"),
         (lambda: lumen.EarlyStopping("x", patience=-1), "must be >= 0"),
         (lambda: lumen.EarlyStopping("x", check_on_train_epoch_end=True), "looked at when it has a new value"),
         (lambda: lumen.EarlyStopping("x", pacience=2), "no argument pacience. Did you mean patience"),
         (lambda: lumen.ProgressBar(refresh_rate=20), "no argument refresh_rate. refresh_per_second counts in time"),
         (lambda: lumen.ModelSummary(mode="full"), r"no argument mode. See help\(lumen.ModelSummary\)"),
-        (lambda: lumen.LearningRateMonitor("batch"), 'must be "step" or "epoch"'),
+        (lambda: lumen.LearningRateMonitor("batch"), "expected 'step' or 'epoch', found 'batch'"),
         (lambda: lumen.Timer("soon"), "expected a duration"),
-        (lambda: lumen.Timer(interval="minute"), 'must be "step" or "epoch"'),
+        (lambda: lumen.Timer(interval="minute"), "expected 'step' or 'epoch', found 'minute'"),
         (
             lambda: lumen.LambdaCallback(on_train_epoch_over=print),
             "Did you mean on_train_epoch_",

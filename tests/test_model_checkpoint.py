@@ -279,12 +279,12 @@ def test_the_checkpoint_callback_runs_after_all_others(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "up"}, "mode must be"),
+        ({"mode": "up"}, "ModelCheckpoint: mode: expected 'min' or 'max', found 'up'"),
         ({"every_n_train_steps": -1}, "every_n_train_steps must be at least 0, found -1"),
         ({"keep_every_n_steps": 0}, "keep_every_n_steps must be at least 1"),
         ({"keep_last": -2}, "keep_last must be at least -1"),
         ({"save_top_k": 3}, "save_top_k=3 needs a monitor"),
-        ({"train_time_interval": 10}, "expected a duration"),
+        ({"train_time_interval": 10}, "train_time_interval: expected a string, a timedelta"),
         ({"save_last": True}, "no argument save_last. The newest are always kept: keep_last says how many"),
         ({"filename": "{epoch}"}, "Checkpoints are named by their step"),
         ({"save_weights_only": True}, "init_from reads"),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
-from lumen.callbacks.arguments import refuse
+from lumen.arguments import checked
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
 
@@ -48,6 +48,7 @@ class EarlyStopping(Callback):
         "verbose": "Trainer(log_level='DEBUG') shows every value that is looked at.",
     }
 
+    @checked
     def __init__(
         self,
         monitor: str,
@@ -58,11 +59,7 @@ class EarlyStopping(Callback):
         check_finite: bool = True,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
-        **unknown: Any,
     ) -> None:
-        refuse(EarlyStopping, unknown)
-        if mode not in ("min", "max"):
-            raise ConfigError(f'EarlyStopping: mode must be "min" or "max", found {mode!r}.')
         if min_delta < 0 or patience < 0:
             raise ConfigError("EarlyStopping: min_delta and patience must be >= 0.")
         self.monitor = monitor

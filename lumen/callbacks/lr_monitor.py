@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from lumen.arguments import checked
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
 
@@ -26,16 +27,13 @@ class LearningRateMonitor(Callback):
         log_weight_decay: Log `weight_decay` too.
     """
 
+    @checked
     def __init__(
         self,
         logging_interval: Literal["step", "epoch"] = "step",
         log_momentum: bool = False,
         log_weight_decay: bool = False,
     ) -> None:
-        if logging_interval not in ("step", "epoch"):
-            raise ConfigError(
-                f'LearningRateMonitor: logging_interval must be "step" or "epoch", found {logging_interval!r}.'
-            )
         self.logging_interval = logging_interval
         self._wanted = ["lr", *["momentum"] * log_momentum, *["weight_decay"] * log_weight_decay]
 

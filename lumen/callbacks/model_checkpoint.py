@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
-from lumen.callbacks.arguments import refuse
+from lumen.arguments import checked
 from lumen.callbacks.base import Callback
 from lumen.callbacks.places import decides, deciding_first, is_same, moment_of, place, unkept
 from lumen.checkpoint import Saves
@@ -93,6 +93,7 @@ class ModelCheckpoint(Callback):
         "verbose": "Trainer(log_level='DEBUG') shows every save.",
     }
 
+    @checked
     def __init__(
         self,
         *,
@@ -108,11 +109,7 @@ class ModelCheckpoint(Callback):
         keep_every_n_steps: int | None = None,
         dirpath: str | Path | None = None,
         asynchronous: bool | None = None,
-        **unknown: Any,
     ) -> None:
-        refuse(ModelCheckpoint, unknown)
-        if mode not in ("min", "max"):
-            raise ConfigError(f'ModelCheckpoint: mode must be "min" or "max", found {mode!r}.')
         for name, value, least in (
             ("every_n_train_steps", every_n_train_steps, 0),
             ("every_n_epochs", every_n_epochs, 0),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lumen import console as terminal
-from lumen.callbacks.arguments import refuse
+from lumen.arguments import checked
 from lumen.callbacks.base import Callback
 from lumen.callbacks.display import number
 from lumen.errors import ConfigError
@@ -55,8 +55,8 @@ class ModelSummary(Callback):
         max_depth: Levels of modules to list; 0: the totals only; -1: all.
     """
 
-    def __init__(self, max_depth: int = 1, **unknown: Any) -> None:
-        refuse(ModelSummary, unknown)
+    @checked
+    def __init__(self, max_depth: int = 1) -> None:
         if max_depth < -1:
             raise ConfigError(f"ModelSummary: max_depth must be at least -1 (all levels), found {max_depth}.")
         self.max_depth = max_depth

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.optim import Optimizer
 
+from lumen.arguments import checked
 from lumen.callbacks.base import Callback
 from lumen.callbacks.places import place
 from lumen.checkpoint.remote import as_place
@@ -42,6 +43,7 @@ class OnExceptionCheckpoint(Callback):
         dirpath: Where all of them go, as `exception-step-N`. Default: where the run's checkpoints are.
     """
 
+    @checked
     def __init__(self, dirpath: str | Path | None = None) -> None:
         self.dirpath = None if dirpath is None else as_place(dirpath)
         self._boundary: Progress | None = None

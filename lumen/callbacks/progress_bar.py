@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 
+from lumen.arguments import checked
 from lumen.arrival import Arrival
-from lumen.callbacks.arguments import refuse
 from lumen.callbacks.base import Callback
 from lumen.callbacks.display import Board, Display, Line, NoDisplay, choose_display, duration, number, size, speed
 from lumen.callbacks.throughput import Throughput, memory_mb
@@ -50,8 +50,8 @@ class ProgressBar(Callback):
         "theme": "The bar has the terminal's own colours.",
     }
 
-    def __init__(self, refresh_per_second: float = 10.0, plain_every_s: float = 10.0, **unknown: Any) -> None:
-        refuse(ProgressBar, unknown)
+    @checked
+    def __init__(self, refresh_per_second: float = 10.0, plain_every_s: float = 10.0) -> None:
         if not refresh_per_second > 0:
             raise ConfigError(f"ProgressBar: refresh_per_second must be more than 0, found {refresh_per_second}.")
         if not plain_every_s >= 0:

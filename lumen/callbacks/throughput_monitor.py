@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 
-from lumen.callbacks.arguments import refuse
+from lumen.arguments import checked
 from lumen.callbacks.base import Callback
 from lumen.callbacks.peaks import peak_flop_per_s
 from lumen.callbacks.throughput import Throughput, memory_mb
@@ -58,8 +58,8 @@ class ThroughputMonitor(Callback):
         "available_flops": "The device's peak is known or left out.",
     }
 
-    def __init__(self, measure_flops: bool = False, window_s: float = 0.0, **unknown: Any) -> None:
-        refuse(ThroughputMonitor, unknown)
+    @checked
+    def __init__(self, measure_flops: bool = False, window_s: float = 0.0) -> None:
         if not window_s >= 0:
             raise ConfigError(f"ThroughputMonitor: window_s must be at least 0, found {window_s}.")
         self.measure_flops = measure_flops

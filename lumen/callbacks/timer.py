@@ -6,6 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from lumen.arguments import checked
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
 from lumen.plan import Duration, duration_s
@@ -31,9 +32,8 @@ class Timer(Callback):
         interval: "step" ends it at the next boundary, "epoch" at the end of the epoch.
     """
 
+    @checked
     def __init__(self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step") -> None:
-        if interval not in ("step", "epoch"):
-            raise ConfigError(f'Timer: interval must be "step" or "epoch", found {interval!r}.')
         self.interval = interval
         self._duration_s = None if duration is None else duration_s("Timer: duration", duration)
         self._started_s: dict[str, float] = {}
