@@ -30,7 +30,7 @@ class Gaps:
 
     def enable(self) -> None:
         """Begin."""
-        self._profile = profile(activities=[self._activity])
+        self._profile = profile(activities=[self._activity], acc_events=True)  # torch 2.11 warns of a second cycle
         self._profile.start()
 
     def disable(self) -> None:
