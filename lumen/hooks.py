@@ -144,7 +144,8 @@ class Hooks:
 
 def overrides(thing: Any, method: str) -> bool:
     """Whether a user's object changed a method that its Lumen base class defines as doing nothing."""
-    found = vars(thing).get(method) or getattr(type(thing), method, None)  # its own, or its class's
+    own = vars(thing)
+    found = own[method] if method in own else getattr(type(thing), method, None)  # None: the object goes without it
     return found is not None and not str(found.__module__).startswith(
         ("lumen.task", "lumen.datamodule", "lumen.callbacks.base")
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable
-from types import FrameType
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from types import FrameType, SimpleNamespace
 from typing import Any, final
 
 from lumen.errors import ConfigError
@@ -35,21 +36,31 @@ class HasHyperparameters:
         """What `save_hyperparameters` collected; saved in every checkpoint."""
         return self.__dict__.setdefault("_hparams", Hyperparameters())  # type: ignore[no-any-return]
 
-    def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = ()) -> None:
+    @property
+    def logged_hparams(self) -> dict[str, Any]:
+        """Those of `hparams` that loggers record."""
+        return {name: value for name, value in self.hparams.items() if name not in vars(self).get("_unlogged", ())}
+
+    def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = (), logger: bool = True) -> None:
         """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call it inside `__init__`.
 
         The arguments of every class of the object are collected, also when a base class makes the call.
 
         Args:
-            names: Only these arguments (names), or instead one dictionary or dataclass to keep as it is.
-            ignore: Names to leave out: arguments that are no plain data, such as a module.
+            names: Only these arguments (names), or instead one dictionary, namespace or dataclass to keep as it is.
+            ignore: Names to leave out, in the calls of base classes too: arguments that are no plain data, such as a
+                module.
+            logger: False: keep them in `hparams` and in checkpoints alone, not in what loggers record.
+
+        Raises:
+            ConfigError: It has no such argument, or there is nothing to keep by name.
         """
         frame = inspect.currentframe()
         collected = _constructor_arguments(self, frame.f_back if frame else None)
-        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+        ignored = self.__dict__.setdefault("_hparams_ignored", set[str]())
+        ignored |= {ignore} if isinstance(ignore, str) else set(ignore)
         if names and not isinstance(names[0], str):
-            given = names[0]
-            collected = dataclasses.asdict(given) if dataclasses.is_dataclass(given) else dict(given)  # type: ignore[arg-type]
+            collected = _as_dictionary(names[0])
         elif names:
             if unknown := [name for name in names if name not in collected]:
                 raise ConfigError(
@@ -57,7 +68,24 @@ class HasHyperparameters:
                     f"there are: {', '.join(collected) or 'none'}."
                 )
             collected = {name: collected[name] for name in names}
-        self.hparams.update({name: value for name, value in collected.items() if name not in ignored})
+        self.hparams.update(collected)
+        unlogged = self.__dict__.setdefault("_unlogged", set[str]())
+        unlogged.difference_update(collected) if logger else unlogged.update(collected)
+        for name in ignored:
+            self.hparams.pop(name, None)
+
+
+def _as_dictionary(given: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        return dataclasses.asdict(given)
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, SimpleNamespace | Namespace):
+        return dict(vars(given))
+    raise ConfigError(
+        f"save_hyperparameters: expected names of arguments, or a dictionary, namespace or dataclass, found {given!r}. "
+        "Call it without arguments to keep those of __init__."
+    )
 
 
 def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:

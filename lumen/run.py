@@ -162,8 +162,9 @@ class Run:
         self.hook = ""  # that is being called, of those around steps
         # how a batch reaches the task
         self.step_arguments = {
-            step: step_arguments(getattr(task, step))
+            step: step_arguments(function)
             for step in ("training_step", "validation_step", "test_step", "predict_step")
+            if (function := getattr(task, step)) is not None
         }
         self.weighs_batches = False  # once training begins: whether the task has batch_weight
         self.weights: StepWeights

@@ -333,7 +333,7 @@ class Trainer(RunView):
                     return
             self._started = True
             owners = {"model": task, "data": run.datamodule}
-            hyperparameters = {name: dict(owner.hparams) for name, owner in owners.items() if owner is not None}
+            hyperparameters = {name: owner.logged_hparams for name, owner in owners.items() if owner is not None}
             for logger in run.loggers:
                 logger.log_hyperparams(hyperparameters)
             for hook in run.hooks.on_fit_start:

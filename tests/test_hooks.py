@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 import lumen
 from lumen.batches import move
 from lumen.callbacks import Callback
+from lumen.errors import ConfigError
 from lumen.hooks import HOOKS
-from tests.tasks import Regression, bare_trainer, loader
+from tests.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 OF_THE_TASK = ("prepare_data", "configure_model", "configure_optimizers", *TRANSFERS)
@@ -544,3 +545,14 @@ def test_a_step_sees_the_batch_on_the_device_also_when_training(tmp_path):
     bare_trainer(tmp_path, max_steps=1).fit(task, Doubling())
     (batch,) = loader(8, 8, shuffle=False)
     assert task.sums == [(2 * part).sum().item() for part in batch]
+
+
+def test_a_step_or_loader_that_is_set_to_none_is_not_there(tmp_path):
+    task = Regression()
+    task.validation_step = None
+    task.train_dataloader = None
+    trainer = quiet_trainer(tmp_path, max_epochs=1)
+    trainer.fit(task, loader(), val_dataloaders=loader())
+    assert "val_loss" not in trainer.callback_metrics
+    with pytest.raises(ConfigError, match="has no validation_step"):
+        trainer.validate(task, loader())

@@ -1,6 +1,8 @@
 """Checkpoints used outside of the run that wrote them, and the hyperparameters they carry."""
 
+import argparse
 import re
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from torch import nn
 
 import lumen
 from lumen.checkpoint import Checkpoint
-from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError
 from tests.tasks import FEATURES, Regression, Saving, bare_trainer, loader, quiet_trainer
 
 
@@ -252,6 +254,73 @@ def test_hyperparameters_are_collected_through_inheritance():
             super().__init__(lr * 2)
 
     assert Child(3, secret=4, deep=5).hparams == {"width": 3, "lr": 0.1, "momentum": 0.9, "deep": 5}
+
+
+@pytest.mark.parametrize("kind", [dict, argparse.Namespace, types.SimpleNamespace])
+def test_hyperparameters_may_be_one_namespace(kind):
+    class Kept(lumen.TaskModule):
+        def __init__(self, config):
+            super().__init__()
+            self.save_hyperparameters(config, ignore="left_out")
+
+    assert Kept(kind(width=3, left_out=4)).hparams == {"width": 3}
+
+
+@pytest.mark.parametrize("given", [5, 0.5, None, [1]])
+def test_what_has_no_names_is_no_set_of_hyperparameters(given):
+    class Kept(lumen.TaskModule):
+        def __init__(self, given):
+            super().__init__()
+            self.save_hyperparameters(given)
+
+    with pytest.raises(
+        ConfigError, match="expected names of arguments, or a dictionary, namespace or dataclass, found"
+    ):
+        Kept(given)
+
+
+@pytest.mark.parametrize("base_first", [True, False])
+def test_what_a_subclass_ignores_is_ignored_by_its_base_too(base_first):
+    class Base(lumen.TaskModule):
+        def __init__(self, width):
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Derived(Base):
+        def __init__(self, width, module):
+            if base_first:
+                super().__init__(width)
+            else:
+                nn.Module.__init__(self)
+            self.save_hyperparameters(ignore=["module"])
+            if not base_first:
+                super().__init__(width)
+
+    assert Derived(3, nn.ReLU()).hparams == {"width": 3}
+
+
+def test_hyperparameters_can_be_kept_from_loggers(tmp_path):
+    class Kept(Regression):
+        def __init__(self, token, lr=0.1):
+            super().__init__()
+            self.save_hyperparameters("token", logger=False)
+
+    class Noting(lumen.Logger):
+        def open(self, directory, *, resumed):
+            pass
+
+        def log_hyperparams(self, params):
+            self.params = params["model"]
+
+        def log_metrics(self, metrics, step, epoch):
+            pass
+
+    noting = Noting()
+    quiet_trainer(tmp_path, max_steps=1, logger=noting).fit(Kept("secret"), loader())
+    assert "token" not in noting.params
+    assert "lr" in noting.params
+    kept = Kept.load_from_checkpoint(tmp_path / "runs/run", token="another")
+    assert kept.hparams["token"] == "another"
 
 
 def test_hyperparameters_by_name_dictionary_and_dataclass():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -248,10 +249,21 @@ def _move_schedulers(run: Run) -> None:
                 config.move_to(progress.units, counted=True)
 
 
+def _without_those_of_bases(kind: type[Task], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters but for those that only a base class takes, to which the class gives them itself."""
+    taken = inspect.signature(kind).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return dict(saved)
+    constructors = [vars(base)["__init__"] for base in kind.__mro__[1:] if "__init__" in vars(base)]
+    by_bases = {name for each in constructors for name in inspect.signature(each).parameters}
+    return {name: value for name, value in saved.items() if name in taken or name not in by_bases}
+
+
 def load_task(kind: type[Task], path: Path, *, strict: bool, overrides: Mapping[str, Any]) -> Task:
     """Build a task from a checkpoint's hyperparameters and load its parameters; see `load_from_checkpoint`."""
     checkpoint = find_named(path)
-    hyperparameters = decode(checkpoint.state["hyperparameters"], checkpoint.tensors("extra")) | dict(overrides)
+    saved = decode(checkpoint.state["hyperparameters"], checkpoint.tensors("extra"))
+    hyperparameters = _without_those_of_bases(kind, saved) | dict(overrides)
     try:
         task = kind(**hyperparameters)
     except TypeError as error:
