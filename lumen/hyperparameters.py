@@ -39,7 +39,7 @@ class HasHyperparameters:
     @property
     def logged_hparams(self) -> dict[str, Any]:
         """Those of `hparams` that loggers record."""
-        return {name: value for name, value in self.hparams.items() if name not in vars(self).get("_unlogged", ())}
+        return {name: value for name, value in self.hparams.items() if name not in vars(self).get("hparams_unlogged", ())}
 
     def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = (), logger: bool = True) -> None:
         """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call it inside `__init__`.
@@ -57,7 +57,7 @@ class HasHyperparameters:
         """
         frame = inspect.currentframe()
         collected = _constructor_arguments(self, frame.f_back if frame else None)
-        ignored = self.__dict__.setdefault("_hparams_ignored", set[str]())
+        ignored = self.__dict__.setdefault("hparams_ignored", set[str]())
         ignored |= {ignore} if isinstance(ignore, str) else set(ignore)
         if names and not isinstance(names[0], str):
             collected = _as_dictionary(names[0])
@@ -69,7 +69,7 @@ class HasHyperparameters:
                 )
             collected = {name: collected[name] for name in names}
         self.hparams.update(collected)
-        unlogged = self.__dict__.setdefault("_unlogged", set[str]())
+        unlogged = self.__dict__.setdefault("hparams_unlogged", set[str]())
         unlogged.difference_update(collected) if logger else unlogged.update(collected)
         for name in ignored:
             self.hparams.pop(name, None)
