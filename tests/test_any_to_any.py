@@ -229,6 +229,7 @@ def test_what_is_tied_frozen_uneven_or_empty_is_read_elsewhere(group, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.time_limit(400)
 def test_any_strategy_reads_any(group, tmp_path):
     check(group, tmp_path, [*STRATEGIES], [(source, reader) for source in STRATEGIES for reader in STRATEGIES])
 
