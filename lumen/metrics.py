@@ -357,8 +357,10 @@ class StepRow:
             for name, (options, pairs) in self._latest.items()
         }
         means = _means(latest if gather is None else _of_ranks(gather(latest)), for_loggers)
-        norm = {"grad_norm": read[_NORM]} if _NORM in read else {}  # unless the user logs one
-        return norm | {name: float(value) for name, value in means.items()}
+        values = {name: float(value) for name, value in means.items()}
+        if _NORM in read:
+            values.setdefault("grad_norm", read[_NORM])  # the user may log one
+        return values
 
 
 def for_loggers(options: LogOptions) -> bool:
