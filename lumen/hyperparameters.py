@@ -39,7 +39,9 @@ class HasHyperparameters:
     @property
     def logged_hparams(self) -> dict[str, Any]:
         """Those of `hparams` that loggers record."""
-        return {name: value for name, value in self.hparams.items() if name not in vars(self).get("hparams_unlogged", ())}
+        return {
+            name: value for name, value in self.hparams.items() if name not in vars(self).get("hparams_unlogged", ())
+        }
 
     def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = (), logger: bool = True) -> None:
         """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call it inside `__init__`.
