@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lumen.errors import ConfigError
 
-#: The versions of torch that the whole suite has passed with.
+#: The versions of torch that Lumen was tried with.
 TRIED = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 
 
