@@ -187,7 +187,7 @@ def _next_claim(path: Path, launchers: Collection[str]) -> dict[str, Any]:
     """What tells this claim from all others but those of the same run in earlier attempts of the same launch."""
     _claims[key := os.path.realpath(path)] += 1
     digests = sorted(hashlib.sha256(each.encode()).hexdigest()[:12] for each in launchers)
-    return {"launchers": digests[:_MOST_LAUNCHERS], "number": _claims[key]}
+    return {"launchers": digests[:_MOST_LAUNCHERS], "name": path.name, "number": _claims[key]}
 
 
 def _of_earlier_attempt(path: Path, claim: dict[str, Any]) -> Path | None:
@@ -195,7 +195,8 @@ def _of_earlier_attempt(path: Path, claim: dict[str, Any]) -> Path | None:
     numbered = re.compile(re.escape(path.name) + r"(-[0-9]+)?")
     for name in filter(numbered.fullmatch, os.listdir(path.parent)):
         holder = RunDirectory.last_holder(path.with_name(name))
-        if holder.get("number") == claim["number"] and {*claim["launchers"]} & {*holder.get("launchers", ())}:
+        is_same_run = all(holder.get(key) == claim[key] for key in ("name", "number"))  # a run may be called run-2
+        if is_same_run and {*claim["launchers"]} & {*holder.get("launchers", ())}:
             return path.with_name(name)
     return None
 

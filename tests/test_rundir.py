@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lumen import rundir
 from lumen.checkpoint.folder import find_checkpoints
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.errors import ConfigError, RunDirectoryError
@@ -304,3 +305,21 @@ def test_a_file_system_without_locks_is_warned_about_and_used(tmp_path, monkeypa
             RunDirectory.claim(tmp_path, "gpt", reuse=True)
     monkeypatch.undo()
     RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
+
+
+def test_what_is_started_again_takes_the_directory_of_its_own_name_and_number(tmp_path):
+    claims = [("gpt-2", False), ("gpt", False), ("gpt", False)]
+
+    def attempt():
+        found = []
+        for name, reuse in claims:
+            with RunDirectory.claim(tmp_path, name, reuse=reuse, launchers={"one launch"}) as run:
+                found.append((run.path.name, run.restarted))
+        return found
+
+    assert attempt() == [("gpt-2", False), ("gpt", False), ("gpt-3", False)]
+    rundir._claims.clear()  # as in a new process
+    assert attempt() == [("gpt-2", True), ("gpt", True), ("gpt-3", True)]
+    rundir._claims.clear()
+    with RunDirectory.claim(tmp_path, "gpt", reuse=False, launchers={"another one"}) as run:
+        assert (run.path.name, run.restarted) == ("gpt-4", False)
