@@ -181,6 +181,9 @@ TOOLS = """
     import torch._dynamo
     lumen.Trainer()
     list(DataLoader(Noisy(), 8, num_workers=1))
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":  # ends a moment after its worker
+            thread.join()
     UNTOUCHED = state()
 """
 FINISHED = "finished: max_epochs=3 reached at step 15, epoch 3\n"
