@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -176,21 +178,11 @@ def _float32_matmul(precision: str | None) -> Iterator[None]:
 
 def write_environment(directory: Path, strategy: Strategy) -> None:
     """Record what the run runs on, as `environment.json`."""
-    versions = {}
-    for package in ("lumen", "torch", "numpy", "torchmetrics", "safetensors"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    libc = "".join(platform.libc_ver())
     record = {
         "command": sys.orig_argv,
         "working_directory": os.getcwd(),
         "host": platform.node(),
-        # not platform.platform(), which starts a process
-        "platform": "-".join(filter(None, [platform.system(), platform.release(), platform.machine(), libc])),
-        "python": platform.python_version(),
-        "packages": versions,
+        **_software(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "strategy": strategy.__class__.__name__,
@@ -200,3 +192,19 @@ def write_environment(directory: Path, strategy: Strategy) -> None:
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
     (directory / "environment.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+@cache
+def _software() -> dict[str, Any]:
+    """What stays for as long as the process: each is a file that is read, some of them large."""
+    versions = {}
+    for package in ("lumen", "torch", "numpy", "torchmetrics", "safetensors"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    libc = "".join(platform.libc_ver())
+    return {
+        # not platform.platform(), which starts a process
+        "platform": "-".join(filter(None, [platform.system(), platform.release(), platform.machine(), libc])),
+        "python": platform.python_version(),
+        "packages": versions,
+    }

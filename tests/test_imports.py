@@ -70,6 +70,36 @@ def test_every_public_name_can_be_had_without_what_is_heavy(tmp_path):
     assert not HEAVY & (added - before)
 
 
+#: Prints what is opened by a run, after some and after many others, but for source that torch reads where it is seeded.
+OPENED = """
+import os, sys, tempfile
+import lumen
+from tests.tasks import Regression, loader
+
+def fit():
+    trainer = lumen.Trainer(max_steps=2, seed=1, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(Regression(), loader())
+
+fit()
+kinds, opened = ("open", "os.listdir", "os.scandir"), []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event in kinds else None)
+for directories in (10, 100):
+    for number in range(2, directories):
+        os.makedirs(f"runs/regression-{number}", exist_ok=True)
+    opened.clear()
+    fit()
+    name = f"regression-{directories}"
+    paths = {os.path.relpath(each).replace(name, "NAME") for each in opened if not each.isdigit()}
+    print(*sorted(path for path in paths - {os.path.relpath(tempfile.gettempdir())} if not path.endswith(".py")))
+"""
+
+
+def test_a_later_run_opens_its_own_files_only_however_many_there_are_before_it(tmp_path):
+    few, many = python(OPENED, tmp_path).splitlines()[-2:]
+    assert few == many
+    assert {path for path in few.split() if not path.startswith("runs/NAME")} == {"runs"}
+
+
 def test_a_run_imports_nothing_heavy_that_it_does_not_use(tmp_path):
     before = imported("from tests.tasks import Regression, loader\nRegression().configure_optimizers()", tmp_path)
     assert "torch._dynamo" in before  # of any optimizer
