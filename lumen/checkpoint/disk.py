@@ -9,8 +9,10 @@ import os
 import secrets
 import shutil
 import stat
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
 from typing import final
@@ -20,6 +22,7 @@ from lumen.checkpoint.remote import RemotePath, opened_remotely, uploaded
 from lumen.errors import CheckpointDamaged, CheckpointError
 
 _PIECE_BYTES = 4 << 20  # hashed and then written while it is still in the processor's cache
+_MOST_OPEN = 64  # files at once: tensors are read in turn from the files of so many processes
 
 PROBE = "probe"
 
@@ -113,6 +116,42 @@ def opened(path: Path, *, whole: bool = False) -> BufferedReader:
         OSError: It cannot be read; `readable` explains that.
     """
     return opened_remotely(path, whole=whole) if isinstance(path, RemotePath) else open(path, "rb")
+
+
+@final
+class _Descriptor:
+    """A file that is open for reading until nobody has this any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number)
+
+
+@final
+class Files:
+    """Reads pieces of the files in a directory of this machine; each is opened once. For several threads.
+
+    Args:
+        directory: What they are in.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._opened = lru_cache(_MOST_OPEN)(lambda name: _Descriptor(directory / name))
+        self.free = self._opened.cache_clear
+
+    def read_into(self, name: str, start: int, view: memoryview) -> int:
+        """Fill memory with the bytes of a file from `start` on.
+
+        Returns:
+            How many bytes there were.
+
+        Raises:
+            OSError: It cannot be read; `readable` explains that.
+        """
+        file, done = self._opened(name), 0
+        while done < len(view) and (count := os.preadv(file.number, [view[done:]], start + done)):
+            done += count
+        return done
 
 
 def names_in(folder: Path) -> list[str]:
@@ -209,11 +248,15 @@ def check_inside(directory: Path, name: str) -> None:
     """
     if isinstance(directory, RemotePath):  # where there are no links
         return
-    path, root, real = directory / name, os.path.realpath(directory), os.path.realpath(directory / name)
-    if os.path.commonpath([root, real]) != root:
-        raise CheckpointDamaged(f"{path} is a link that leaves the checkpoint.")
+    path, above = directory / name, Path(name).parents[-2::-1]
     with readable(path):
-        if not stat.S_ISREG(os.stat(real).st_mode):  # opening a pipe would wait for ever
+        modes = [os.lstat(each).st_mode for each in (*(directory / each for each in above), path)]
+        if any(map(stat.S_ISLNK, modes)):
+            root, real = os.path.realpath(directory), os.path.realpath(path)
+            if os.path.commonpath([root, real]) != root:
+                raise CheckpointDamaged(f"{path} is a link that leaves the checkpoint.")
+            modes.append(os.stat(real).st_mode)
+        if not stat.S_ISREG(modes[-1]):  # opening a pipe would wait for ever
             raise CheckpointDamaged(f"{path} is not a regular file.")
 
 
@@ -225,13 +268,14 @@ def check_file(directory: Path, name: str, size: int, sha256: str | None) -> Non
     """
     path = directory / name
     check_inside(directory, name)
-    with readable(path), opened(path, whole=True) as file:
-        found = file.seek(0, os.SEEK_END)
+    with readable(path):
+        found = path.size() if isinstance(path, RemotePath) else os.stat(path).st_size
         if found != size:
             raise CheckpointDamaged(f"{path} has {found} bytes instead of {size}.")
-        file.seek(0)
-        if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise CheckpointDamaged(f"{path} was changed: its checksum is wrong.")
+        if sha256 is not None:
+            with opened(path, whole=True) as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                    raise CheckpointDamaged(f"{path} was changed: its checksum is wrong.")
 
 
 def read_json(path: Path) -> dict[str, JSON]:

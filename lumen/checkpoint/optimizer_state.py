@@ -206,10 +206,12 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
         state = parts[place].state
         for name, entries in found.get("state", {}).items():
             parameter = parameters[name]
-            state[parameter] = decode(entries, state_of(name, parameter))
-            counts = isinstance(entries, dict) and "step" in entries
-            if counts and parameter not in moves_with_it:  # it counts on the host
-                state[parameter]["step"] = decode(entries["step"], tensors)
+            own = state_of(name, parameter)
+            if isinstance(entries, dict) and "step" in entries and parameter not in moves_with_it:
+                places = {key: tensors if key == "step" else own for key in entries}  # it counts on the host
+                state[parameter] = {key: decode(entry, places[key]) for key, entry in entries.items()}
+            else:
+                state[parameter] = decode(entries, own)
         for key, value in decode(found.get("shared", {}), tensors).items():
             state[key] = value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 
 from lumen.batches import fill
 from lumen.checkpoint.codec import JSON
-from lumen.checkpoint.disk import check_file, opened, read_json, readable
+from lumen.checkpoint.disk import Files, check_file, read_json, readable
 from lumen.checkpoint.manifest import STATE, Chunk, Manifest, Spec, is_unseen, read_manifest
 from lumen.checkpoint.remote import Pieces, RemotePath
 from lumen.checkpoint.safetensors_files import check_header
@@ -47,7 +47,7 @@ class Checkpoint:
         self._sections = manifest.sections
         self._begins = begins
         sizes = {name: size for name, (size, _) in manifest.files.items()}
-        self._far = Pieces(path, sizes) if isinstance(path, RemotePath) else None
+        self._files = Pieces(path, sizes) if isinstance(path, RemotePath) else Files(path)
 
     @staticmethod
     def open(
@@ -119,7 +119,7 @@ class Checkpoint:
             section: "model", "optimizer" or "extra".
             read: What reads the tensor of a name; default: `tensor`.
         """
-        return _Tensors(self.names(section), partial(self.tensor, section) if read is None else read)
+        return _Tensors(self._section(section), partial(self.tensor, section) if read is None else read)
 
     def copy_into(self, section: str, name: str, destination: torch.Tensor) -> None:
         """Read a tensor into an existing one, on any device, in place; of a sharded one into the part that is here.
@@ -150,9 +150,8 @@ class Checkpoint:
             self._read(name, spec, offsets, flat.reshape(*shape, spec.dtype.itemsize))
 
     def free(self) -> None:
-        """Give back the memory of what was read ahead from far away; everything can still be read."""
-        if self._far is not None:
-            self._far.free()
+        """Close its files, or give back the memory of what was read ahead; everything can still be read."""
+        self._files.free()
 
     def _section(self, section: str) -> Mapping[str, Spec]:
         if section not in self._sections:
@@ -203,12 +202,7 @@ class Checkpoint:
         """Fill a contiguous uint8 tensor with the bytes of a file that begin there."""
         path, view = self.path / file, data.reshape(-1).numpy().data
         with _present(self.path), readable(path):
-            if self._far is not None:
-                count = self._far.read_into(file, begin, view)
-            else:
-                with opened(path) as local:
-                    local.seek(begin)
-                    count = local.readinto(view)
+            count = self._files.read_into(file, begin, view)
         if count != len(view):
             raise CheckpointDamaged(f"{path} became shorter while it was read.")
 
@@ -223,7 +217,7 @@ def _open(path: Path, verify: str, sections: Sequence[str] | None, processes: Pr
             if sections is None or name.partition("/")[0] in sections
         }
         largest_first = sorted(files, key=lambda name: -files[name][0])
-        hashed = largest_first[processes.rank :: processes.world_size] if verify == "checksums" else []
+        hashed = set(largest_first[processes.rank :: processes.world_size] if verify == "checksums" else ())
         for name, (size, sha256) in files.items():
             check_file(path, name, size, sha256 if name in hashed else None)
         contents = {file: held for file, held in manifest.contents.items() if file in files}
@@ -254,8 +248,8 @@ def _present(path: Path) -> Iterator[None]:
 
 @final
 class _Tensors(Mapping[str, torch.Tensor]):
-    def __init__(self, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
-        self._names = dict.fromkeys(names)
+    def __init__(self, names: Mapping[str, Spec], read: Callable[[str], torch.Tensor]) -> None:
+        self._names = names
         self._read = read
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -56,6 +56,10 @@ class RemotePath(PosixPath):
         except FileNotFoundError:
             return None
 
+    def size(self) -> int:
+        """Of this object, in bytes."""
+        return int(self.call("info")["size"])
+
     def names(self) -> list[str]:
         """Names of what is directly below it; none where nothing is."""
         try:
@@ -150,7 +154,7 @@ def uploaded(place: RemotePath) -> Iterator[Callable[[bytes | memoryview], int]]
         with suppress(Exception):
             file.discard()
         raise
-    if (found := place.call("info")["size"]) != size:
+    if (found := place.size()) != size:
         raise OSError(errno.EREMOTE, f"it has {found} bytes instead of {size} after the upload", str(place))
 
 
@@ -160,7 +164,7 @@ class _Object(io.RawIOBase):
 
     def __init__(self, place: RemotePath) -> None:
         self._place = place
-        self._size = int(place.call("info")["size"])
+        self._size = place.size()
         self._at = 0
 
     def readable(self) -> bool:

@@ -130,11 +130,12 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue
 
 def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
     """What hooks have frozen, unfrozen, or put into another mode; after the optimizer was built as at the start."""
+    frozen, evaluating = set(modes["frozen"]), set(modes["evaluating"])
     for name, parameter in task.named_parameters():
-        if parameter.requires_grad == (name in modes["frozen"]):
-            parameter.requires_grad_(name not in modes["frozen"])
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
     for name, module in task.named_modules():
-        module.training = name not in modes["evaluating"]
+        module.training = name not in evaluating
 
 
 def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
