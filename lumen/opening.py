@@ -14,7 +14,7 @@ from lumen import session
 from lumen.callbacks import ModelCheckpoint, OnExceptionCheckpoint, savers_of
 from lumen.callbacks.places import is_same
 from lumen.checkpoint import Checkpoint, Saves, check_writable
-from lumen.checkpoint.folder import find_checkpoints
+from lumen.checkpoint.folder import newest_committed
 from lumen.checkpoint.owners import key_of
 from lumen.console import logger as _log
 from lumen.datamodule import DataModule
@@ -211,7 +211,7 @@ def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
         hook(interruption)
     saved = False
     with suppress(LumenError):  # a store that does not answer shall not hide why the run ends
-        saved = directory is not None and any(map(find_checkpoints, checkpoints_of(trainer, directory)))
+        saved = directory is not None and any(map(newest_committed, checkpoints_of(trainer, directory)))
     if saved and directory is not None:
         _log.info("stopped at step %d. Go on with:\n  %s", run.progress.step, session.resume_command(directory))
     else:

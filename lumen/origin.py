@@ -22,7 +22,7 @@ from lumen.checkpoint import (
     load_model_and_data,
     load_weights,
 )
-from lumen.checkpoint.folder import find_checkpoints, find_newer, set_aside
+from lumen.checkpoint.folder import find_newer, newest_committed, set_aside
 from lumen.errors import ConfigError
 from lumen.random import chosen_seed
 from lumen.run import Run
@@ -155,10 +155,12 @@ class Origin:
             _log.info("parameters from %s", checkpoint.path if checkpoint else None)
         if checkpoint is not None:
             load_model_and_data(run, checkpoint, self.parts if stage == "fit" else PARTS)
+            if stage != "fit":
+                checkpoint.free()
         elif weights is not None:
             load_weights(task, weights, run.strategy.processes)
         elif stage != "fit" and not task._is_filled and any(True for _ in task.parameters()):
-            trained = home if any(find_checkpoints(folder) for folder in folders if folder.is_dir()) else "a run"
+            trained = home if any(newest_committed(folder) for folder in folders if folder.is_dir()) else "a run"
             _log.warning(
                 "%s uses the parameters that %s was built with. For those of %s set ckpt_path, as in --ckpt_path best",
                 stage, type(task).__name__, trained,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from lumen.arguments import checked
 from lumen.callbacks.base import Callback
-from lumen.callbacks.places import decides, deciding_first, is_same, moment_of, place, unkept
+from lumen.callbacks.places import decides, deciding_first, is_same, lost, moment_of, place, unkept
 from lumen.checkpoint import Saves
-from lumen.checkpoint.folder import clean_leftovers, find_checkpoints, remove_checkpoints
+from lumen.checkpoint.folder import clean_leftovers, find_unread, newest_committed, remove_checkpoints
 from lumen.checkpoint.remote import as_place
 from lumen.errors import ConfigError
 from lumen.plan import Duration, duration_s
@@ -145,6 +145,7 @@ class ModelCheckpoint(Callback):
         self._saves: Saves | None = None
         self._has_twin = False  # another one has its monitor
         self._all: list[ModelCheckpoint] = []  # of the run in progress, itself too
+        self._seen: set[Path] = set()  # where it saves, when it last looked; of rank 0
 
     @property
     def best_model_path(self) -> str:
@@ -169,8 +170,8 @@ class ModelCheckpoint(Callback):
     @property
     def last_model_path(self) -> str:
         """Directory of the newest checkpoint; "" before there is one."""
-        found = [] if self.dirpath is None else find_checkpoints(self.dirpath)
-        return str(found[-1]) if found else ""
+        newest = None if self.dirpath is None else newest_committed(self.dirpath)
+        return "" if newest is None else str(newest)
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Start anew, and find out where checkpoints go."""
@@ -185,7 +186,7 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Start the clock, and finish what a kill between a commit and its clean-up left undone."""
-        self._saves = trainer.run.saves
+        self._saves, self._seen = trainer.run.saves, set()
         self._all = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
         self._all = [each for each in self._all if each.dirpath is not None]
         self._saved_at_s = trainer.run.pulse.now_s
@@ -194,16 +195,15 @@ class ModelCheckpoint(Callback):
         resumed = trainer.run.checkpoint
         if resumed is not None and resumed.path.parent == self.dirpath:
             self._prune(trainer, resumed.path)
-        names = trainer.strategy.processes.on_rank_zero(self._look_around)
-        is_newest = resumed is not None and (resumed.path.parent, [resumed.path.name]) == (self.dirpath, names[-1:])
-        if names and not (trainer.origin.stays or is_newest):
+        newest, gone = trainer.strategy.processes.on_rank_zero(self._look_around)
+        if not (newest is None or trainer.origin.stays or (resumed is not None and resumed.path == newest)):
             raise ConfigError(
                 f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
                 'Choose another dirpath, or go on from them with Trainer(resume="auto").'
             )
         if self.given_dirpath is not None:  # else the holder of the run's lock has done it
             trainer.strategy.processes.on_rank_zero(partial(clean_leftovers, self.given_dirpath))
-        self.scores = {name: score for name, score in self.scores.items() if name in names}
+        self.scores = {name: score for name, score in self.scores.items() if name not in gone}
 
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
         """Say whether one of the rules wants this boundary saved: then all ranks agree before on whether they end."""
@@ -325,9 +325,11 @@ class ModelCheckpoint(Callback):
             return min(_SHORT_RUN_S, self.train_time_interval_s / 2)
         return self.train_time_interval_s / 2
 
-    def _look_around(self) -> list[str]:
-        """Names of the checkpoints that lie where this one saves."""
-        return [] if self.dirpath is None else [path.name for path in find_checkpoints(self.dirpath)]
+    def _look_around(self) -> tuple[Path | None, set[str]]:
+        """The newest checkpoint where this one saves, and which of those with a score are no more."""
+        if self.dirpath is None:
+            return None, set(self.scores)
+        return newest_committed(self.dirpath), lost(self.dirpath, self.scores, self._ranked(), max(1, self.save_top_k))
 
     def _prune(self, trainer: Trainer, newest: Path) -> None:
         """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
@@ -341,7 +343,9 @@ class ModelCheckpoint(Callback):
 
         def find() -> list[Path]:
             trainer.run.saves.wait_for_removals()  # what is being removed shall not be found once more
-            return unkept(rules, newest)
+            found = find_unread(newest.parent, known=self._seen)
+            self._seen = {*found}
+            return unkept(rules, newest, found)
 
         doomed = trainer.strategy.processes.on_rank_zero(find) if committed else []
         for path in doomed if committed else [newest]:

@@ -51,7 +51,7 @@ def place(trainer: Trainer, folder: Path) -> tuple[Path, bool]:
         path = folder / f"{name}-validating"
         return path, is_committed(path)
     later = -1  # the numbers of this step's moments never come again, even when a checkpoint of one is removed
-    for path in find_unread(folder):
+    for path in find_unread(folder, step=trainer.global_step):
         found = re.fullmatch(f"{name}(?:-([0-9]+))?", path.name)
         if found is None:
             continue
@@ -70,14 +70,36 @@ def is_same(folder: Path, other: Path) -> bool:
     return os.path.realpath(folder) == os.path.realpath(other)
 
 
-def unkept(rules: Iterable[Rule], newest: Path) -> list[Path]:
-    """What no rule keeps of all that has the name and the manifest of a checkpoint, which is not read.
+def lost(folder: Path, names: Iterable[str], best: Iterable[str], wanted: int) -> set[str]:
+    """Which of some checkpoints are no more.
+
+    Whether one is intact takes reading all of its manifest: that is found out of the best alone.
+
+    Args:
+        folder: Where they lay.
+        names: Theirs.
+        best: Of these, the best first.
+        wanted: How many of the best are to be intact.
+    """
+    gone = set(names) - {path.name for path in find_unread(folder)}
+    for name in best:
+        if name in gone or not is_committed(folder / name):
+            gone.add(name)
+            continue
+        wanted -= 1
+        if wanted == 0:
+            break
+    return gone
+
+
+def unkept(rules: Iterable[Rule], newest: Path, found: list[Path]) -> list[Path]:
+    """What no rule keeps of checkpoints that lie together.
 
     Args:
         rules: Each is told of all, oldest first, and returns what it keeps.
         newest: It was committed or verified by this process, so it is kept whatever the others are worth.
+        found: All, oldest first.
     """
-    found = find_unread(newest.parent)
     found = found[: found.index(newest) + 1] if newest in found else []  # what lies behind it is damaged: no rule's
     kept = {newest}.union(*(rule(found) for rule in rules))
     return [path for path in found if path not in kept]

@@ -6,15 +6,15 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from lumen.checkpoint.disk import PROBE, explained, fsync_directory, names_in, readable, remove_tree
-from lumen.checkpoint.manifest import MANIFEST, is_committed, is_unseen, read_manifest
+from lumen.checkpoint.manifest import MANIFEST, is_committed, is_unseen, read_head
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone
@@ -34,7 +34,7 @@ def read_info(path: Path) -> dict[str, Any]:
         CheckpointDamaged: It was never committed, or its manifest was changed.
         CheckpointError: It has another format version, or this user may not read it.
     """
-    return read_manifest(path).info
+    return read_head(path).info
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -42,16 +42,37 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return [path for path in _step_directories(folder) if is_committed(path)]
 
 
-def find_unread(folder: Path) -> list[Path]:
+def newest_committed(folder: Path) -> Path | None:
+    """Return the newest committed checkpoint of a folder, or None; no manifest of an older one is read."""
+    return next(filter(is_committed, reversed(_step_directories(folder))), None)
+
+
+def find_unread(folder: Path, *, known: Collection[Path] = (), step: int | None = None) -> list[Path]:
     """Return what has the name and the manifest of a checkpoint in a folder, oldest first; no file is read.
 
     A manifest of many shards and tensors takes about a second.
+
+    Args:
+        folder: Where the checkpoints are.
+        known: Had a manifest before; of these the names alone are looked for.
+        step: Only what shows a moment of it; default: of all steps.
     """
-    found = []
-    for path in _step_directories(folder):
+    found = [path for path in _step_directories(folder) if step in (None, _age(path.name)[0])]
+    there = _with_manifest(folder, [path for path in found if path not in known])
+    return [path for path in found if path in known or path in there]
+
+
+def _with_manifest(folder: Path, paths: Sequence[Path]) -> set[Path]:
+    """Which of some directories in a folder have a manifest; far away one request tells it of many objects."""
+    if isinstance(folder, RemotePath) and len(paths) > 1:
+        with readable(folder):
+            there = {each.parent for each in folder.below() if each.name == MANIFEST}
+        return {path for path in paths if path in there}
+    found = set()
+    for path in paths:
         with readable(path):
             if (path / MANIFEST).is_file():
-                found.append(path)
+                found.add(path)
     return found
 
 
@@ -78,31 +99,31 @@ def newest_valid(
         CheckpointError: One cannot be judged: it has another format version, or this user may not read it.
     """
     processes = Processes() if processes is None else processes
-    look = partial(_not_left_over, (folder, *beside))
-    candidates, tried = processes.on_rank_zero(look), set[Path]()
-    while candidates:
-        tried.add(path := candidates.pop())
+    tried: set[Path] = set()
+    look = partial(_newest_two, (folder, *beside), tried)  # anew each time: a run that goes on has newer ones
+    while candidates := processes.on_rank_zero(look):
+        tried.add(path := candidates[0])
         try:
             return Checkpoint.open(path, sections=sections, processes=processes)
-        except CheckpointGone:  # its run has newer ones
-            found = processes.on_rank_zero(look)
-            candidates = [each for each in found if each not in tried]
+        except CheckpointGone:
+            continue
         except CheckpointDamaged as error:
-            instead = f"Trying {candidates[-1].name} instead." if candidates else "There is no older one."
+            instead = f"Trying {candidates[1].name} instead." if candidates[1:] else "There is no older one."
             report(f"{path.name} is damaged and is not used: {error} {instead}")
     return None
 
 
 def find_newer(path: Path, folders: Iterable[Path]) -> list[Path]:
     """Return the committed checkpoints of some folders that show a later moment than one of them does."""
-    found = [each for folder in folders for each in find_checkpoints(folder)]
-    return [each for each in found if _age(each.name) > _age(path.name)]
+    newer = [each for folder in folders for each in _step_directories(folder) if _age(each.name) > _age(path.name)]
+    return [each for each in newer if is_committed(each)]
 
 
-def _not_left_over(folders: Sequence[Path]) -> list[Path]:
-    """Oldest first; of equal steps the first folder's comes last."""
-    found = [path for folder in reversed(folders) for path in _step_directories(folder) if not is_unseen(path)]
-    return sorted(found, key=lambda path: _age(path.name))
+def _newest_two(folders: Sequence[Path], tried: Collection[Path]) -> list[Path]:
+    """What is not left over and was not tried, the newest first; of equal steps the first folder's."""
+    found = [path for folder in reversed(folders) for path in _step_directories(folder)]
+    found.sort(key=lambda path: _age(path.name))
+    return [*islice((path for path in reversed(found) if path not in tried and not is_unseen(path)), 2)]
 
 
 def _step_directories(folder: Path) -> list[Path]:
@@ -218,12 +239,15 @@ def commit(temporary: Path, directory: Path) -> None:
 
 def clean_leftovers(folder: Path) -> None:
     """Remove what killed saves left behind. Only for the holder of the run's lock: a living save looks the same."""
-    for name in sorted(_names(folder)):
+    names = sorted(_names(folder))
+    saved = [folder / name for name in names if isinstance(folder, RemotePath) and SAVED_NAME.fullmatch(name)]
+    unseen = {*saved} - _with_manifest(folder, saved)
+    for name in names:
         leftover, temporary = folder / name, _TEMPORARY.fullmatch(name)
         try:
             if temporary and temporary[1] == PROBE:
                 leftover.unlink()
-            elif (temporary or (SAVED_NAME.fullmatch(name) and is_unseen(leftover))) and is_ours(leftover):
+            elif (temporary or leftover in unseen) and is_ours(leftover):
                 remove_tree(leftover)
         except OSError as error:
             warnings.warn(f"The leftover {leftover} of a killed save cannot be removed: {error}.", stacklevel=2)

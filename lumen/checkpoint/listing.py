@@ -10,7 +10,7 @@ from typing import Any, final
 
 from lumen.checkpoint.disk import check_file, names_in, readable
 from lumen.checkpoint.folder import SAVED_NAME
-from lumen.checkpoint.manifest import MANIFEST, is_unseen, read_manifest
+from lumen.checkpoint.manifest import MANIFEST, is_unseen, read_head
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath
 from lumen.errors import CheckpointError
@@ -82,14 +82,14 @@ def _look(path: Path, kind: str, *, verify: bool) -> Listed:
         if is_unseen(path):
             listed.kind = "tmp"
             return listed
-        manifest = read_manifest(path)
+        head = read_head(path)
         own_bytes, listed.committed_s = _status(path / MANIFEST)
-        listed.info = manifest.info
-        listed.size_bytes = own_bytes + sum(size for size, _ in manifest.files.values())
+        listed.info = head.info
+        listed.size_bytes = own_bytes + sum(size for size, _ in head.files.values())
         if verify:
             Checkpoint.open(path)
         else:
-            for name, (size, _) in manifest.files.items():
+            for name, (size, _) in head.files.items():
                 check_file(path, name, size, None)
         if kind == "damaged":
             listed.problem = f"{path} was set aside when a run went on from an older one."

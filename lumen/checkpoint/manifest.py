@@ -6,15 +6,16 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 
 from lumen.checkpoint.codec import JSON, decode, named_dtype
-from lumen.checkpoint.disk import check_inside, read_json, readable
+from lumen.checkpoint.disk import check_inside, opened, parse_json, readable
 from lumen.checkpoint.remote import RemotePath
 from lumen.errors import CheckpointDamaged, CheckpointError
 
@@ -22,6 +23,9 @@ FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _FILE_NAME = re.compile(r"state\.json|[a-z_]+/[\w-]+\.safetensors", re.ASCII)
+_FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
+_IN_HEAD = ("format", "lumen", "info", "files")
+Parsed = TypeVar("Parsed")
 
 
 @final
@@ -42,6 +46,20 @@ class Spec:
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Head:
+    """What a manifest says of a checkpoint but for its tensors.
+
+    Attributes:
+        files: Size in bytes and sha256 of every file, by its path in the checkpoint.
+        info: What was given as `info` to `write_checkpoint`.
+    """
+
+    files: Mapping[str, tuple[int, str]]
+    info: dict[str, Any]
 
 
 @final
@@ -70,6 +88,19 @@ def digest(manifest: Mapping[str, JSON]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def text_of(manifest: Mapping[str, JSON]) -> bytes:
+    """Return what is written of a manifest: JSON in three lines.
+
+    The first is a checksum of the others, so that nobody has to parse them to find out that they are intact; the second
+    is what a listing shows; all tensors are in the third.
+    """
+    whole = {**manifest, "digest": digest(manifest)}
+    head = json.dumps({key: whole[key] for key in _IN_HEAD}, allow_nan=False)
+    rest = json.dumps({key: value for key, value in whole.items() if key not in _IN_HEAD}, allow_nan=False)
+    lines = f"{head[1:-1]},\n{rest[1:]}".encode()
+    return b'{"sha256": "%b",\n%b' % (hashlib.sha256(lines).hexdigest().encode(), lines)
+
+
 def is_unseen(path: Path) -> bool:
     """Whether this is no checkpoint, or not yet, or no longer, where none can be renamed."""
     with readable(path):
@@ -77,13 +108,13 @@ def is_unseen(path: Path) -> bool:
 
 
 def is_committed(directory: Path) -> bool:
-    """Whether there is a manifest whose digest is right, whatever its format version.
+    """Whether there is a manifest that is as it was written, whatever its format version.
 
     Raises:
         CheckpointError: This user may not read it.
     """
     try:
-        _read_json(directory)
+        _read_text(directory)
     except CheckpointDamaged:
         return False
     return True
@@ -96,34 +127,65 @@ def read_manifest(directory: Path) -> Manifest:
         CheckpointDamaged: There is none, or it was changed, or it contradicts itself.
         CheckpointError: It has another format version, or this user may not read it.
     """
-    manifest, path = _read_json(directory), directory / MANIFEST
-    if manifest.get("format") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path} has format {manifest.get('format')!r} (by Lumen {manifest.get('lumen')!r}), but this Lumen reads "
-            f"format {FORMAT_VERSION}. Use the Lumen that wrote it."
-        )
-    try:
-        return _parse(manifest)
-    except (KeyError, TypeError, ValueError, AttributeError, CheckpointDamaged) as error:
-        raise CheckpointDamaged(f"{path} is malformed: {type(error).__name__}: {error}.") from error
+    path, text = directory / MANIFEST, _read_text(directory)
+    return _parsed(path, parse_json(path, text), _parse)
 
 
-def _read_json(directory: Path) -> dict[str, JSON]:
+def read_head(directory: Path) -> Head:
+    """Return what a manifest says of a checkpoint but for its tensors, which are not parsed; else as `read_manifest`.
+
+    Raises:
+        CheckpointDamaged: There is no manifest, or it was changed, or it contradicts itself.
+        CheckpointError: It has another format version, or this user may not read it.
+    """
+    path, text = directory / MANIFEST, _read_text(directory)
+    if first := _FIRST_LINE.match(text):
+        end = text.find(b",\n", first.end())
+        text = b"{%b}" % text[first.end() : end]
+    return _parsed(path, parse_json(path, text), _parse_head)
+
+
+def _read_text(directory: Path) -> bytes:
+    """The bytes of a manifest that is as it was written."""
     path = directory / MANIFEST
     with readable(directory):
         there = path.exists() or path.is_symlink()
     if not there:
         raise CheckpointDamaged(f"{directory} is no committed checkpoint: it has no {MANIFEST}.")
     check_inside(directory, MANIFEST)
-    manifest = read_json(path)
-    if manifest.get("digest") != digest(manifest):
+    with readable(path), opened(path) as file:
+        text = file.read()
+    if first := _FIRST_LINE.match(text):
+        is_right = hashlib.sha256(memoryview(text)[first.end() :]).hexdigest().encode() == first[1]
+    else:  # it was not written as by `text_of`
+        manifest = parse_json(path, text)
+        is_right = manifest.get("digest") == digest(manifest)
+    if not is_right:
         raise CheckpointDamaged(f"{path} was changed or cut off: its digest is wrong.")
-    return manifest
+    return text
+
+
+def _parsed(path: Path, manifest: dict[str, JSON], parse: Callable[[dict[str, JSON]], Parsed]) -> Parsed:
+    """What a manifest of this format holds."""
+    if manifest.get("format") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format {manifest.get('format')!r} (by Lumen {manifest.get('lumen')!r}), but this Lumen reads "
+            f"format {FORMAT_VERSION}. Use the Lumen that wrote it."
+        )
+    try:
+        return parse(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError, CheckpointDamaged) as error:
+        raise CheckpointDamaged(f"{path} is malformed: {type(error).__name__}: {error}.") from error
+
+
+def _parse_head(manifest: dict[str, JSON]) -> Head:
+    files = {name: (_count(record["bytes"]), str(record["sha256"])) for name, record in manifest["files"].items()}
+    _check_file_names(files)
+    return Head(files, dict(decode(manifest["info"], {})))
 
 
 def _parse(manifest: dict[str, JSON]) -> Manifest:
-    files = {name: (_count(record["bytes"]), str(record["sha256"])) for name, record in manifest["files"].items()}
-    _check_file_names(files)
+    head = _parse_head(manifest)
     sections = {
         section: {name: _parse_spec(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
         for section, tensors in manifest["sections"].items()
@@ -132,7 +194,7 @@ def _parse(manifest: dict[str, JSON]) -> Manifest:
     for alias, name in aliases.items():
         if name not in sections["model"]:
             raise ValueError(f"{alias!r} is an alias of {name!r}, which is not there")
-    return Manifest(files, sections, _contents(files, sections), aliases, dict(decode(manifest["info"], {})))
+    return Manifest(head.files, sections, _contents(head.files, sections), aliases, head.info)
 
 
 def _count(value: JSON) -> int:
@@ -161,19 +223,36 @@ def _parse_spec(where: str, tensor: JSON) -> Spec:
 
 def _check_cover(where: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
     """Check that chunks fill a shape exactly: inside it, as many elements as it has, none of them twice."""
+    if len(chunks) == 1 and (chunks[0].offsets, chunks[0].shape) == ((0,) * len(shape), shape):
+        return
     for chunk in chunks:
         if any(o + n > size for o, n, size in zip(chunk.offsets, chunk.shape, shape, strict=True)):
             raise ValueError(f"a chunk of {where} in {chunk.file} exceeds its shape {list(shape)}")
     covered = sum(math.prod(chunk.shape) for chunk in chunks)
     if covered != math.prod(shape):
         raise ValueError(f"the chunks of {where} have {covered} of its {math.prod(shape)} elements")
-    ordered = sorted((chunk for chunk in chunks if math.prod(chunk.shape)), key=lambda chunk: chunk.offsets)
-    for i, one in enumerate(ordered):
-        for other in ordered[i + 1 :]:
-            if shape and other.offsets[0] >= one.offsets[0] + one.shape[0]:
-                break  # all further ones start behind it in the first dimension
+    groups = [[chunk for chunk in chunks if math.prod(chunk.shape)]]
+    while groups:
+        group = groups.pop()
+        cuts = (_apart(group, dim) for dim in range(len(shape)))
+        if parts := next((parts for parts in cuts if len(parts) > 1), []):
+            groups += parts
+            continue
+        for one, other in combinations(group, 2):
             if _overlap(one, other):
                 raise ValueError(f"the chunks of {where} in {one.file} and {other.file} overlap")
+
+
+def _apart(chunks: list[Chunk], dim: int) -> list[list[Chunk]]:
+    """Chunks by what lies between two cuts through the whole tensor, across a dimension."""
+    groups: list[list[Chunk]] = []
+    end = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
+        if not groups or chunk.offsets[dim] >= end:
+            groups.append([])
+        groups[-1].append(chunk)
+        end = max(end, chunk.offsets[dim] + chunk.shape[dim])
+    return groups
 
 
 def _overlap(one: Chunk, other: Chunk) -> bool:

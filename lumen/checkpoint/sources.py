@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal, final
 
 from lumen.checkpoint.disk import read_json, readable
-from lumen.checkpoint.folder import find_checkpoints, newest_valid
+from lumen.checkpoint.folder import newest_committed, newest_valid
 from lumen.checkpoint.manifest import MANIFEST, Chunk, Manifest, Spec, read_manifest
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath, as_place
@@ -179,7 +179,7 @@ def _place(where: str, folder: Path) -> tuple[bool, Path]:
 
 def _check_none_needed(where: str, folders: Sequence[Path]) -> None:
     folder = " and ".join(map(str, folders))
-    if any(map(find_checkpoints, folders)):
+    if any(map(newest_committed, folders)):
         raise CheckpointError(
             f"every checkpoint in {folder} is damaged; nothing was changed. Set trainer.resume to null for a new run."
         )

@@ -16,7 +16,7 @@ import lumen
 from lumen.checkpoint.codec import JSON, encode
 from lumen.checkpoint.disk import explained, fsync_directory, make_directory, new_file, readable, remove_tree
 from lumen.checkpoint.folder import commit, refuse_foreign, set_aside, temporary_name
-from lumen.checkpoint.manifest import FORMAT_VERSION, MANIFEST, STATE, digest
+from lumen.checkpoint.manifest import FORMAT_VERSION, MANIFEST, STATE, text_of
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath
 from lumen.checkpoint.safetensors_files import write_safetensors
@@ -157,9 +157,7 @@ class _Save:
                     else:  # another process's own
                         sections[section][name] = entry
         files[STATE] = _write_bytes(root / STATE, self._state_bytes)
-        manifest = self._manifest | {"files": files, "sections": sections}
-        manifest["digest"] = digest(manifest)
-        _write_bytes(root / MANIFEST, json.dumps(manifest, allow_nan=False).encode())
+        _write_bytes(root / MANIFEST, text_of(self._manifest | {"files": files, "sections": sections}))
         fsync_directory(root)
 
 

@@ -70,8 +70,8 @@ class ShownRun:
     @property
     def newest_info(self) -> dict[str, Any]:
         """What the manifest of the newest good checkpoint to go on from tells."""
-        good = [each for each in self.checkpoints if is_saved_name(each.path.name) and not each.problem]
-        return next((each.info for each in reversed(good) if each.info), {})
+        good = (each for each in reversed(self.checkpoints) if is_saved_name(each.path.name) and not each.problem)
+        return next((each.info for each in good if each.info), {})
 
     def is_best(self, checkpoint: Listed) -> bool:
         """Whether the newest checkpoint calls this one the best."""
