@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
@@ -161,7 +163,8 @@ class Live(Display):
     """A picture at the bottom of a terminal, below everything that is printed meanwhile.
 
     It is drawn by the training loop itself: a thread of its own would take its time from the loop at any moment, and
-    would be copied half alive into forked loader workers.
+    would be copied half alive into forked loader workers. It is taken away when a debugger (`breakpoint()`, pdb, ipdb)
+    asks for a command, and is there again when the loop draws next.
 
     Args:
         interval_s: Seconds between two pictures at least; more where drawing is slow.
@@ -170,6 +173,7 @@ class Live(Display):
     def __init__(self, interval_s: float) -> None:
         self._shortest_interval_s = self.interval_s = interval_s
         self._live: RichLive | None = None
+        self._forget_debuggers: Callable[[], None]  # from the first picture on
 
     @staticmethod
     def is_possible() -> bool:
@@ -191,6 +195,7 @@ class Live(Display):
             )
             atexit.register(self._live.stop)  # whatever happens, the cursor comes back
             self._live.start()
+            self._give_way()
         self._live.update(board, refresh=True)
         self.interval_s = max(self._shortest_interval_s, (perf_counter() - start) / _DRAWING_SHARE)
 
@@ -198,9 +203,30 @@ class Live(Display):
         """Draw."""
         self.draw(board)
 
+    def _give_way(self) -> None:
+        """Take the picture away before a debugger of this process asks for its first command."""
+        from pdb import Pdb
+
+        interact = Pdb.interaction
+
+        def interaction(debugger: Pdb, *args: Any) -> Any:
+            self._clear()
+            debugger.stdout = getattr(debugger.stdout, "rich_proxied_file", debugger.stdout)  # as it is now
+            return interact(debugger, *args)
+
+        Pdb.interaction = interaction  # type: ignore[method-assign, assignment]
+        self._forget_debuggers = partial(setattr, Pdb, "interaction", interact)
+
+    def _clear(self) -> None:
+        """Take the picture away."""
+        if self._live is not None:
+            self._live.transient = True
+        self.close()
+
     def close(self) -> None:
         """Leave the last picture where it is and give the terminal back."""
         if self._live is not None:
+            self._forget_debuggers()
             self._live.stop()
             atexit.unregister(self._live.stop)
             self._live = None
