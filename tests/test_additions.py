@@ -281,3 +281,99 @@ def test_every_key_of_lightnings_checkpoints_has_its_answer(tmp_path):
     fit(tmp_path)
     fit(tmp_path, asking, max_steps=4, resume="auto")
     assert asking.asked
+
+
+# ---------------------------------------------------------------------- states that come late
+
+
+class Late(lumen.Callback):
+    """Makes its state in one of its hooks."""
+
+    def __init__(self, hook, ask="state_dict"):
+        setattr(self, hook, self.make)
+        self.hook = hook
+        if ask == "state_dict":
+            self.state_dict = lambda: {"weight": self.weight, "mean": self.total / self.steps}
+            self.load_state_dict = self.take
+        else:
+            self.on_save_checkpoint = lambda trainer, task, checkpoint: checkpoint.update(
+                weight=self.weight, mean=self.total / self.steps
+            )
+            self.on_load_checkpoint = lambda trainer, task, checkpoint: self.take(checkpoint)
+        self.total = self.steps = 0
+        self.taken = None
+
+    def make(self, trainer, task, *_):
+        self.weight = task.net[0].weight.detach().clone()
+
+    def on_train_batch_end(self, *_):
+        self.steps += 1
+        self.total += 2
+
+    def take(self, state):
+        self.taken = state["mean"]
+
+
+LATE = ("setup", "on_fit_start", "on_train_start", "on_train_batch_start")
+
+
+@pytest.mark.parametrize("ask", ["state_dict", "on_save_checkpoint"])
+@pytest.mark.parametrize("hook", LATE)
+def test_a_state_may_be_made_in_any_hook_before_the_save(tmp_path, hook, ask):
+    fit(tmp_path, late := Late(hook, ask))
+    assert late.taken is None
+    fit(tmp_path, late := Late(hook, ask), max_steps=4, resume="auto")
+    assert late.taken == 2
+
+
+@pytest.mark.parametrize("hook", LATE)
+def test_who_makes_a_state_late_may_come_late_too(tmp_path, hook, caplog):
+    fit(tmp_path)
+    fit(tmp_path, late := Late(hook), max_steps=4, resume="auto", log_level="INFO")
+    assert late.taken is None
+    assert "holds no state of all: Late begins anew" in caplog.text
+
+
+def test_a_data_modules_state_may_come_with_training(tmp_path):
+    class Data(lumen.DataModule):
+        def train_dataloader(self):
+            return loader()
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            self.batches = getattr(self, "batches", 0) + 1
+            return batch
+
+        def state_dict(self):
+            return {"batches": self.batches}
+
+        def load_state_dict(self, state):
+            self.batches = state["batches"]
+
+    for steps in (3, 5):
+        trainer = quiet_trainer(tmp_path, max_steps=steps, resume="auto")
+        trainer.fit(Regression(), data := Data())
+    assert data.batches == 5
+
+
+def test_a_state_that_cannot_be_asked_for_is_a_warning_before_training_and_an_error_at_the_save(tmp_path, caplog):
+    class Broken(lumen.Callback):
+        def state_dict(self):
+            return {"x": self.never_made}
+
+    task = Trained()
+    with pytest.raises(AttributeError, match="never_made"):
+        fit(tmp_path, Broken(), task=task, log_level="WARNING")
+    assert task.steps == 3
+    assert "what is to be saved cannot be tried before training" in caplog.text
+    assert "test_additions.py line" in caplog.text
+
+
+def test_a_state_that_cannot_be_saved_is_an_error_before_anything_is_trained(tmp_path):
+    class Module(lumen.Callback):
+        def state_dict(self):
+            return {"x": nn.Linear(1, 1)}
+
+    task = Trained()
+    with pytest.raises(CheckpointError, match=r"^callbacks\..*Module\.x: an object of type Linear"):
+        fit(tmp_path, Module(), task=task)
+    assert task.steps == 0

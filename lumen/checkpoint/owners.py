@@ -50,13 +50,20 @@ def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: Path) -> 
         elif state and key in owners:
             raise ambiguous(key)
     lost = [key for key, state in saved.items() if state and key not in owners]
-    new = [key for key, them in owners.items() if not saved.get(key) and any(each.state_dict() for each in them)]
+    new = [key for key, them in owners.items() if not saved.get(key) and any(map(_has_state, them))]
     begin = f"{', '.join(new)} {'begin' if len(new) > 1 else 'begins'} anew"
     if lost:
         more = f"; {begin}" if new else ""
         _log.warning("%s holds the state of %s, which this run does not have%s", path, ", ".join(lost), more)
     elif new:
         _log.info("%s holds no state of all: %s", path, begin)
+
+
+def _has_state(thing: Any) -> bool:
+    try:
+        return bool(thing.state_dict())
+    except Exception:  # it may be made when training begins: who is asked for it now has one
+        return True
 
 
 def ambiguous(key: str) -> ConfigError:

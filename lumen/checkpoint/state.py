@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,7 +19,8 @@ from lumen.checkpoint.ranks import own_values
 from lumen.checkpoint.sharded import is_cut, is_sharded
 from lumen.checkpoint.share import check_tensors
 from lumen.checkpoint.weights import model_tensors
-from lumen.errors import NonFiniteLoss
+from lumen.console import logger as _log
+from lumen.errors import LumenError, NonFiniteLoss
 from lumen.hyperparameters import HasHyperparameters
 from lumen.run import Run
 from lumen.strategies.processes import Processes
@@ -44,12 +46,21 @@ def logger_states(run: Run) -> dict[str, Any]:
     return run.absent_records | states_of(run.loggers)
 
 
-def capture(run: Run, *, with_additions: bool = True) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:
+def _of_user(run: Run) -> dict[str, Any]:
+    """What the task, the data module and the callbacks have to say."""
+    return {
+        "callbacks": {key: state for key, state in states_of(run.callbacks).items() if state},
+        "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
+        **added_to_checkpoint(run),
+    }
+
+
+def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:
     """Everything a resumed run needs, but for what each process has by itself.
 
     Args:
         run: The run.
-        with_additions: With what the task and the callbacks add by `on_save_checkpoint`.
+        complete: With what the task, the data module and the callbacks say when they are asked.
 
     Returns:
         Tensors by section ("model", "optimizer", "extra"), aliases of tied tensors, and the JSON state.
@@ -67,20 +78,18 @@ def capture(run: Run, *, with_additions: bool = True) -> tuple[dict[str, Tensors
         "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
         "monitors": [(config.known, config.unread) for config in run.schedulers],
         "configured": run.configured,
-        "callbacks": {key: state for key, state in states_of(run.callbacks).items() if state},
         "loggers": logger_states(run) if run.records is None else run.records,
         "metrics": run.metrics,
         "hyperparameters": dict(task.hparams),
         "data_hyperparameters": dict(run.datamodule.hparams) if isinstance(run.datamodule, HasHyperparameters) else {},
-        "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
         "extra_state": _extra_state(task),
         "modes": modes_of(task),
         "built": run.built,
         "settings": trainer_settings(run),
         "data": data_read(run),
     }
-    if with_additions:
-        parts |= added_to_checkpoint(run)
+    if complete:
+        parts |= _of_user(run)
     state = {name: encode(part, extra, name) for name, part in parts.items()}
     state["optimizer"] = _capture_optimizer(run, optimizer)
     is_cut_up = any(is_sharded(tensor) for tensor in model.values())
@@ -98,23 +107,26 @@ def _capture_optimizer(run: Run, tensors: Tensors) -> dict[str, Any]:
 
 
 def check_savable(run: Run) -> None:
-    """Find out before any work whether everything in a run can be saved. Collective: every rank must call this.
+    """Find out before any work whether what Lumen knows by itself can be saved. Collective: every rank must call this.
 
     Raises:
         CheckpointError: Something cannot; the message names it.
     """
 
     def check() -> None:
-        sections, _, _ = capture(run, with_additions=False)
+        sections, _, _ = capture(run, complete=False)
         check_tensors(sections | {"ranks": own_values(run)[1]})
 
     run.strategy.processes.together(check)
 
 
 def check_additions(run: Run) -> None:
-    """Find out whether what the task and the callbacks add can be saved. Collective: every rank must call this.
+    """Find out whether what the task, the data module and the callbacks say can be saved.
 
-    Call it when training begins: what they add may not be there before.
+    Call it when training begins: what they have to say may not be there before. Where it still is not, so that asking
+    fails, only a save will tell.
+
+    Collective: every rank must call this.
 
     Raises:
         CheckpointError: Something cannot; the message names its owner and its key.
@@ -122,7 +134,19 @@ def check_additions(run: Run) -> None:
 
     def check() -> None:
         extra = Tensors()
-        for name, part in added_to_checkpoint(run).items():
+        try:
+            said = _of_user(run)
+        except LumenError:
+            raise
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            _log.warning(
+                "what is to be saved cannot be tried before training: %s line %d, in %s: %r. If it comes with training "
+                "that is well; else every save will fail so",
+                at.filename, at.lineno, at.name, error,
+            )  # fmt: skip
+            return
+        for name, part in said.items():
             encode(part, extra, name)
         check_tensors({"extra": extra})
 
