@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lumen.batches import move
-from lumen.errors import ConfigError
 from lumen.hyperparameters import HasHyperparameters
 
 if TYPE_CHECKING:
@@ -23,17 +22,6 @@ class Attached:
     def __getstate__(self) -> dict[str, Any]:
         """Copies and workers get it without the run it is in."""
         return {name: value for name, value in self.__dict__.items() if name != "_run"}
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer of the run.
-
-        Raises:
-            ConfigError: There is none.
-        """
-        if self._run is None:
-            raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
-        return self._run.trainer  # type: ignore[no-any-return]
 
 
 class DataHooks:
@@ -73,6 +61,11 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
     Return ordinary `torch.utils.data.DataLoader`s. Lumen keeps their data set, collate function, workers and pinning,
     and decides which sample comes when; `shuffle=True` means an order that is a pure function of (seed, epoch).
     """
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The trainer of the run; None before the first one."""
+        return None if self._run is None else self._run.trainer
 
     def setup(self, stage: str) -> None:
         """Build data sets for a stage: "fit", "validate", "test" or "predict"."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torchmetrics import Metric
 
+    from lumen.trainer import Trainer
+
 
 class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
     """A model, its losses and its optimizer.
@@ -217,6 +219,17 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         return self._run.strategy.all_gather(data, sync_grads=sync_grads)
 
     # ------------------------------------------------------------------ the run
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer of the run.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if self._run is None:
+            raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
+        return self._run.trainer  # type: ignore[no-any-return]
 
     @property
     def device(self) -> torch.device:

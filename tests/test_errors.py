@@ -121,8 +121,25 @@ def test_evaluating_without_a_step_is_refused(tmp_path):
 def test_what_exists_only_during_a_run_says_so_outside_of_one():
     with pytest.raises(ConfigError, match="not attached to a trainer"):
         _ = Regression().trainer
+    assert lumen.DataModule().trainer is None
     with pytest.raises(ConfigError, match="has not started a run"):
         _ = lumen.Trainer().global_step
+
+
+def test_a_data_module_may_ask_whether_it_is_in_a_run(tmp_path):
+    class Data(lumen.DataModule):
+        def __init__(self):
+            super().__init__()
+            self.seen = [self.trainer]
+
+        def train_dataloader(self):
+            self.seen.append(self.trainer)
+            return loader(batch_size=8 if self.trainer is None else 8 * self.trainer.world_size)
+
+    data, trainer = Data(), quiet_trainer(tmp_path, max_steps=1)
+    assert len(data.train_dataloader()) == 7
+    trainer.fit(Regression(), data)
+    assert data.seen == [None, None, trainer]
 
 
 def test_an_error_in_a_users_step_keeps_its_traceback_and_closes_the_run(tmp_path):
