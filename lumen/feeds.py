@@ -23,6 +23,7 @@ _METHODS = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
+NO_TRAINING = "there is no batch to train on: {}. Look at where the data comes from, or lower the batch_size."
 
 
 def open_feeds(run: Run) -> None:
@@ -32,7 +33,7 @@ def open_feeds(run: Run) -> None:
     the `current_epoch` that the undisturbed run had.
 
     Raises:
-        DataError: There is no training data.
+        DataError: There is no training data, or it is empty.
     """
     progress, every = run.progress, run.plan.reload_every_n_epochs
     due = progress.epoch - progress.epoch % every if every else 0
@@ -63,11 +64,12 @@ def _open_feeds(run: Run) -> None:
     plan.limit("train", run.train_feed)
     plan.check_validation(run.train_feed)
     if run.train_feed.length == 0:
-        _log.warning("the training loader is empty")
+        raise DataError(NO_TRAINING.format(run.train_feed.nothing()))
     if overrides(run.task, "validation_step") and plan.limits["validate"] != 0:
         run.eval_feeds = eval_feeds(run, "validate", required=False)
     elif run.loaders is not None and run.loaders[1] is not None and plan.limits["validate"] != 0:
         _log.warning("%s has no validation_step: the validation data is not used", type(run.task).__name__)
+    run.bind_steps()
 
 
 def one_source(loaders: Any, datamodule: DataModule | None) -> Any:
@@ -113,6 +115,8 @@ def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:
     for feed, name in zip(feeds, given if isinstance(given, Mapping) else [""] * len(feeds), strict=True):
         feed.name = str(name)
         run.plan.limit(stage, feed)
+        if feed.length == 0:
+            run.say_empty(stage, feed)
     return feeds
 
 

@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import takewhile
 from operator import itemgetter
 from typing import Any, final
 
@@ -105,6 +106,7 @@ NOT_CALLED: Mapping[str, Mapping[str, str]] = {
         "on_keyboard_interrupt": "Write on_exception: the exception is a KeyboardInterrupt.",
     },
 }  # fmt: skip
+_TOLD_OF_LOADERS = {f"on_{stage}_batch_{at}" for stage in ("validation", "test", "predict") for at in ("start", "end")}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _OF_DATA = tuple(name for name in vars(DataHooks) if not name.startswith("_"))
 #: What a misspelt name may have meant.
@@ -130,10 +132,12 @@ class Hooks:
         self._calls: dict[str, tuple[Callable[..., Any], ...]] = {}
         for name in HOOKS:
             calls: list[Callable[..., Any]] = [
-                partial(getattr(callback, name), trainer, task) for callback in callbacks if overrides(callback, name)
+                partial(_fitted(callback, name, 2), trainer, task)
+                for callback in callbacks
+                if overrides(callback, name)
             ]
             if overrides(task, name):
-                calls.append(getattr(task, name))
+                calls.append(_fitted(task, name, 0))
             self._calls[name] = tuple(calls)
 
     def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
@@ -158,8 +162,15 @@ _GONE = {
 }
 
 
-def step_arguments(step: Callable[..., Any]) -> Callable[[tuple[Any, int, int]], tuple[Any, ...]]:
+def step_arguments(
+    step: Callable[..., Any], *, several: bool = False
+) -> Callable[[tuple[Any, int, int]], tuple[Any, ...]]:
     """What takes from (batch, batch_idx, dataloader_idx) those that a step's signature asks for.
+
+    Args:
+        step: As the task has it; a decorator that keeps its signature (`functools.wraps`) is looked through.
+        several: There are several loaders, one read after the other. Only then `*args` and a third argument that has a
+            default and another name get the last of the three.
 
     Raises:
         ConfigError: It asks for something else.
@@ -170,11 +181,14 @@ def step_arguments(step: Callable[..., Any]) -> Callable[[tuple[Any, int, int]],
         raise ConfigError(
             f"{getattr(step, '__qualname__', step)}{inspect.signature(step)}: {gone[0]} is not given. {_GONE[gone[0]]}"
         )
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return itemgetter(slice(3))
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    chosen = [names.index(p.name) if p.name in names[1:] else place for place, p in enumerate(positional)]
-    if not positional or max(chosen) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
+    given = max(sum(p.default is p.empty for p in positional), 3 if several else 2)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        chosen = list(range(given))
+    else:
+        asked = takewhile(lambda each: each[0] < given or each[1].name in names, enumerate(positional))
+        chosen = [names.index(p.name) if p.name in names[1:] else place for place, p in asked]
+    if not chosen or max(chosen) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
         raise ConfigError(
             f"{getattr(step, '__qualname__', step)}{inspect.signature(step)}: a step takes (batch), (batch, batch_idx) "
             "or (batch, batch_idx, dataloader_idx)."
@@ -270,15 +284,47 @@ def _own_methods(owner: Any, kind: str) -> list[str]:
 
 def _check_signature(owner: Any, name: str, before: int) -> None:
     """Find out now whether a hook can be called with what it is called with."""
-    arguments = [*("trainer", "task")[:before], *list(inspect.signature(getattr(TaskModule, name)).parameters)[1:]]
-    hook = getattr(owner, name)
-    try:
-        signature = inspect.signature(hook)
-    except ValueError:  # a function of C that does not tell
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError:
+    hook, arguments = getattr(owner, name), _arguments(name, before)
+    if not (_takes(hook, arguments) or _takes(hook, _without_loader(arguments))):
         raise ConfigError(
-            f"{getattr(hook, '__qualname__', name)}{signature}: it is called with ({', '.join(arguments)})."
-        ) from None
+            f"{getattr(hook, '__qualname__', name)}{inspect.signature(hook)}: it is called with "
+            f"({', '.join(arguments)})."
+        )
+
+
+def _arguments(name: str, before: int) -> list[str]:
+    """What a hook is called with."""
+    return [*("trainer", "task")[:before], *list(inspect.signature(getattr(TaskModule, name)).parameters)[1:]]
+
+
+def _without_loader(arguments: list[str]) -> list[str]:
+    return [name for name in arguments if name != "dataloader_idx"]
+
+
+def _takes(hook: Callable[..., Any], arguments: list[str]) -> bool:
+    try:
+        inspect.signature(hook).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C that does not tell
+        return True
+    return True
+
+
+def _fitted(owner: Any, name: str, before: int) -> Callable[..., Any]:
+    """An object's hook; without the number of the loader, the last argument, where it does not take that."""
+    hook = getattr(owner, name)
+    fits = name not in _TOLD_OF_LOADERS or _takes(hook, _arguments(name, before))
+    return hook if fits else _WithoutLoader(hook)
+
+
+@final
+class _WithoutLoader:
+    """A hook that does not take the number of the loader."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook, self.__self__ = hook, getattr(hook, "__self__", hook)
+
+    def __call__(self, *arguments: Any) -> None:
+        """Call it without."""
+        self._hook(*arguments[:-1])

@@ -19,8 +19,9 @@ import torch
 from lumen.batches import move
 from lumen.checkpoint.state import check_additions, logger_states
 from lumen.data.feed import Feed, Position
-from lumen.errors import TrainingError
-from lumen.feeds import open_feeds
+from lumen.data.windows import Window
+from lumen.errors import DataError, TrainingError
+from lumen.feeds import NO_TRAINING, open_feeds
 from lumen.inference import ordinary_afterwards
 from lumen.metric_objects import metrics_of
 from lumen.metric_stages import StatesApart
@@ -74,14 +75,17 @@ def train_epoch(run: Run) -> None:
     run.stage_metrics = run.train_metrics
 
     feed = run.measure()  # hooks may have changed the data
-    windows = feed.windows(0 if plan.same_batches else progress.epoch, progress.position, plan.limit("train", feed))
-    window = next(windows, None)
+    limit = plan.limit("train", feed)
+    windows = feed.windows(0 if plan.same_batches else progress.epoch, progress.position, limit)
+    window, skipped = next(windows, None), limit == 0
+    if window is None and fresh and not (progress.step or skipped):
+        raise DataError(NO_TRAINING.format(feed.nothing()))
     over = progress.validation_due and finish_step(run, updated=True, last=window is None)  # saved while validating
     while window is not None and not over:
         try:
             updated = train_step(run, window)
         except EpochSkipped:
-            run.in_train_step = False
+            run.in_train_step, skipped = False, True
             break
         run.write_row()  # of a step before, whose values have arrived meanwhile
         if updated and progress.step % plan.log_every_n_steps == 0:
@@ -90,14 +94,35 @@ def train_epoch(run: Run) -> None:
         over = finish_step(run, updated=updated, last=window.last)
         window = None if over else next(windows, None)
 
-    end_epoch(run, complete=not over)
     if fresh and not over and run.weighted_windows == weighted_before:
-        if plan.max_epochs is None:
-            raise TrainingError(
-                f"epoch {progress.epoch - 1} made no optimizer step, so training would never end: every micro-batch "
-                "was skipped, or the loader is empty. Look at the loader and at what training_step returns."
-            )
-        _log.warning("epoch %d made no optimizer step", progress.epoch - 1)
+        say_idle(run, skipped=skipped)
+    end_epoch(run, complete=not over)
+
+
+def say_idle(run: Run, *, skipped: bool) -> None:
+    """Say that an epoch has made no step.
+
+    Args:
+        run: The run.
+        skipped: As it was asked to, by a hook or a limit of 0 batches.
+
+    Raises:
+        TrainingError: None was ever made, or the run would never end.
+    """
+    progress = run.progress
+    if skipped:
+        why = "a hook has left it before its first step, or limit_train_batches is 0."
+    elif progress.batches:
+        why = (
+            f"training_step returned None, or the weight 0, for all of its {progress.batches} micro-batches. Does it "
+            "end with `return loss`?"
+        )
+    else:
+        why = f"there was no batch: {run.measure().nothing()}."
+    if run.plan.max_epochs is None or not (skipped or progress.step):
+        endless = ", so training would never end" if run.plan.max_epochs is None else ""
+        raise TrainingError(f"epoch {progress.epoch} made no optimizer step{endless}: {why}")
+    _log.warning("epoch %d made no optimizer step: %s", progress.epoch, why)
 
 
 def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
@@ -315,7 +340,9 @@ def evaluate_feed(
     step, domain, metrics = f"{name}_step", EVALUATIONS[stage], run.stage_metrics
     assert metrics is not None
     outputs: list[Numbered[Any]] = []
-    for window in feed.windows(0, Position(), run.plan.limit(stage, feed)):
+    window: Window | None = None
+    limit = run.plan.limit(stage, feed)
+    for window in feed.windows(0, Position(), limit):
         for micro in window:
             if micro.idle and micro.batch is None:
                 continue
@@ -340,4 +367,6 @@ def evaluate_feed(
         run.pulse.beat()
         if run.pulse.stop_signal is not None:
             break
+    if window is None and limit != 0 and feed.length != 0:
+        run.say_empty(stage, feed)
     return outputs

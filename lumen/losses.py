@@ -11,6 +11,14 @@ import torch
 
 from lumen.errors import NonFiniteLoss
 
+Place = tuple[int, int, int]  # step, epoch, and number of the micro-batch in the run
+
+
+def place_of(where: Place) -> str:
+    """In words."""
+    step, epoch, micro_batch = where
+    return f"step {step} (epoch {epoch}, micro-batch {micro_batch} of the run)"
+
 
 @final
 class LossCheck:
@@ -18,12 +26,16 @@ class LossCheck:
 
     On CUDA each value travels to pinned memory behind the step's work and is read when it has arrived, so the error
     may come some steps late; it names the true step, and `flush` before a commit keeps checkpoints clean.
+
+    Args:
+        told: Says which operation of the newest forward was the first to go wrong: then the host waits for each value.
     """
 
-    def __init__(self) -> None:
-        self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor, float | None, tuple[int, int, int]]] = deque()
+    def __init__(self, told: Callable[[], str] | None = None) -> None:
+        self._told = told
+        self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor, float | None, Place]] = deque()
 
-    def check(self, loss: torch.Tensor, share: float | None, where: Callable[[], tuple[int, int, int]]) -> None:
+    def check(self, loss: torch.Tensor, share: float | None, where: Callable[[], Place]) -> None:
         """Look at one loss or gradient norm.
 
         Args:
@@ -34,9 +46,9 @@ class LossCheck:
         Raises:
             NonFiniteLoss: This one, or on CUDA an earlier one, is NaN or infinite.
         """
-        if not loss.is_cuda:
+        if not loss.is_cuda or self._told is not None:
             if not math.isfinite(value := loss.item()):
-                raise _refusal(value, share, where())
+                raise _refusal(value, share, where(), self._told)
             return
         arriving = torch.empty((), dtype=loss.dtype, pin_memory=True)
         arriving.copy_(loss.detach().reshape(()), non_blocking=True)
@@ -59,23 +71,23 @@ class LossCheck:
     def _read_oldest(self) -> None:
         _, value, share, where = self._under_way.popleft()
         if not math.isfinite(value.item()):
-            raise _refusal(value.item(), share, where)
+            raise _refusal(value.item(), share, where, None)
 
 
-def _refusal(value: float, share: float | None, where: tuple[int, int, int]) -> NonFiniteLoss:
-    step, epoch, micro_batch = where
-    place = f"step {step} (epoch {epoch}, micro-batch {micro_batch} of the run)"
+def _refusal(value: float, share: float | None, where: Place, told: Callable[[], str] | None) -> NonFiniteLoss:
+    place, on_demand = place_of(where), "with detect_anomaly: true to find the operation."
     if share is None:
         return NonFiniteLoss(
             f"the gradient norm of {place} is {value}, although its losses are finite: the derivative of sqrt at 0, "
-            "for example, or 0/0 behind torch.where. Run with detect_anomaly: true to find the operation."
+            f"for example, or 0/0 behind torch.where.{f' Run {on_demand}' if told is None else ''}"
         )
+    found = "" if told is None else f"\n{told()}"
     if not share:
         return NonFiniteLoss(
             f"the loss of {place} is {value} although its weight is 0: a mean over nothing, and 0 x NaN is NaN. "
-            "Divide by max(count, 1), or return None for such a micro-batch."
+            f"Divide by max(count, 1), or return None for such a micro-batch.{found}"
         )
     return NonFiniteLoss(
-        f"the loss of {place} is {value}. Lower the learning rate, clip gradients, look at this batch, or run with "
-        "detect_anomaly: true to find the operation."
+        f"the loss of {place} is {value}. Lower the learning rate, clip gradients, look at this batch"
+        + (f", or run {on_demand}" if told is None else f".{found}")
     )

@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from lumen.errors import ConfigError
+from lumen.errors import ConfigError, TrainingError
 from lumen.optim import Schedule, Warmup, needs_closure
 from lumen.precision import Precision
 from lumen.references import refer_to_current
 from lumen.task import TaskModule
-from lumen.torch_internals import schedules_in
+from lumen.torch_internals import StepGuard, schedules_in
 
 _log = logging.getLogger("lumen")
 
@@ -103,6 +103,7 @@ def _kind_of(scheduler: Any) -> str:
 
 
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "warmup_steps", "warmup_start", "name")
+_ACCEPTED = {*_KEYS, "reduce_on_plateau"}
 
 
 def build_optimizers(
@@ -124,6 +125,11 @@ def build_optimizers(
             "Give it self.parameters(); if layers are built in configure_model, build the optimizer from them."
         ) from error
     optimizers, schedulers = _unpack(returned)
+    if strangers := [type(each).__name__ for each in optimizers if not isinstance(each, Optimizer)]:
+        raise ConfigError(
+            f"configure_optimizers returned {strangers[0]}; expected a torch.optim.Optimizer, "
+            '([optimizer], [scheduler]), or {"optimizer": ..., "lr_scheduler": ...}.'
+        )
     if len(optimizers) != 1:
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers; a training has exactly one. If several shall "
@@ -131,11 +137,6 @@ def build_optimizers(
             "groups of one optimizer."
         )
     optimizer = optimizers[0]
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"configure_optimizers returned {type(optimizer).__name__}; expected a torch.optim.Optimizer, "
-            '([optimizer], [scheduler]), or {"optimizer": ..., "lr_scheduler": ...}.'
-        )
     if precision.handles_overflow and needs_closure(optimizer):
         raise ConfigError(
             f"{type(optimizer).__name__} evaluates the loss several times in one step, which a gradient scaler cannot "
@@ -166,8 +167,10 @@ def _unpack(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
             scheduler = {"scheduler": scheduler, "monitor": returned["monitor"]}
         return [returned["optimizer"]], [] if scheduler is None else [scheduler]
     if isinstance(returned, (list, tuple)):
-        if len(returned) == 2 and all(isinstance(part, (list, tuple)) for part in returned):
-            return returned[0], returned[1]
+        if len(returned) == 2 and isinstance(returned[0], (list, tuple)):
+            return returned[0], returned[1] if isinstance(returned[1], (list, tuple)) else [returned[1]]
+        if len(returned) == 1 and isinstance(returned[0], Mapping):
+            return _unpack(returned[0])
         return returned, []
     return [returned], []
 
@@ -175,16 +178,22 @@ def _unpack(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 def _configs(given: Any) -> list[SchedulerConfig]:
     """An entry of the user's: one scheduler, or two where a warm-up counts steps and what follows it does not."""
     options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-    if unknown := set(options) - set(_KEYS):
+    if unknown := set(options) - _ACCEPTED:
         raise ConfigError(f"lr_scheduler: unknown key {', '.join(sorted(unknown))}; there are {', '.join(_KEYS)}.")
     if "scheduler" not in options:
         raise ConfigError(f"lr_scheduler: the key 'scheduler' is missing; found {', '.join(options) or 'no key'}.")
     options.pop("name", None)
+    reduces = options.pop("reduce_on_plateau", None)  # which Lightning has to be told
     warmup_steps, warmup_start = options.pop("warmup_steps", 0), options.pop("warmup_start", 0.0)
     config = SchedulerConfig(**options)
     _check_config(config)
     scheduler = config.scheduler
     followed = scheduler.scheduler if isinstance(scheduler, Warmup) else scheduler
+    if reduces and not isinstance(followed, ReduceLROnPlateau):
+        raise ConfigError(
+            f"lr_scheduler: reduce_on_plateau is set for {type(followed).__name__}, but only a ReduceLROnPlateau is "
+            "given values of its monitor. Leave it out, or derive the scheduler from ReduceLROnPlateau."
+        )
     if not isinstance(followed, ReduceLROnPlateau):
         config.monitor = None
     if warmup_steps:
@@ -284,3 +293,23 @@ def _warn_of_left_out(task: nn.Module, optimizer: Optimizer) -> None:
             len(left_out),
             ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else ""),
         )
+
+
+def guard(optimizer: Optimizer, is_allowed: Callable[[], bool]) -> StepGuard:
+    """Refuse steps of an optimizer that nobody is to make.
+
+    Args:
+        optimizer: The one that trains.
+        is_allowed: Asked where somebody else than the run may be calling it.
+    """
+
+    def refuse() -> None:
+        if not is_allowed():
+            raise TrainingError(
+                f"{type(optimizer).__name__}.step was called in a training step, where Lumen calls it once: the "
+                "parameters would move twice. Leave step, zero_grad and backward out of training_step and the hooks, "
+                "and return the loss. Change gradients in on_before_optimizer_step; for several micro-batches in one "
+                "step set accumulate_grad_batches; an optimizer that steps otherwise is a subclass with such a step."
+            )
+
+    return StepGuard(optimizer, refuse)

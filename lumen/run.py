@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, final
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.optim import Optimizer
 
+from lumen.anomalies import OperationFinder
 from lumen.batches import CopyStream, move
 from lumen.data.feed import Feed, Position
 from lumen.data.weights import StepWeights
@@ -17,7 +19,7 @@ from lumen.datamodule import DataModule
 from lumen.doubts import Doubts
 from lumen.errors import ConfigError
 from lumen.hooks import Hooks, overrides, step_arguments
-from lumen.losses import LossCheck
+from lumen.losses import LossCheck, Place
 from lumen.metric_objects import Gather, metrics_of, share_metrics, unshare_metrics
 from lumen.metrics import StageMetrics, StepRow
 from lumen.optimizers import SchedulerConfig, check_held
@@ -27,11 +29,13 @@ from lumen.pulse import Pulse
 from lumen.random import Domain, make_key, seed_generators
 from lumen.strategies import Strategy
 from lumen.task import TaskModule
+from lumen.torch_internals import StepGuard
 
 if TYPE_CHECKING:
     from lumen.checkpoint import Checkpoint, Saves
     from lumen.loggers import Logger
 
+_log = logging.getLogger("lumen")
 _STOPPED = "stopped early"
 _ZERO_GRAD = Optimizer.zero_grad  # as it is now: somebody may replace it
 
@@ -131,6 +135,8 @@ class Run:
         self.progress = Progress()
         self.optimizer: Optimizer  # once `fit` has built it
         self.needs_closure = False  # it evaluates a step's loss several times
+        self.is_updating = False  # its step is called by the run
+        self.step_guard: StepGuard | None = None
         self._held = 0  # parameters of the optimizer that are known to be the task's
         self.built_groups: list[list[str]] = []  # names of the parameters in its groups, when it was built
         self.schedulers: list[SchedulerConfig] = []
@@ -151,6 +157,7 @@ class Run:
         self.fresh: set[str] = set()
         self.logged: set[str] = set()
         self.has_ended_epoch = self.has_validated = False  # since this part of the run began
+        self.empty: list[str] = []  # why evaluation loaders give nothing
         self.predictions: list[list[Any]] = []
         # what self.log reads
         self.stage_metrics: StageMetrics | None = None
@@ -161,11 +168,7 @@ class Run:
         self.doubts = Doubts()
         self.hook = ""  # that is being called, of those around steps
         # how a batch reaches the task
-        self.step_arguments = {
-            step: step_arguments(function)
-            for step in ("training_step", "validation_step", "test_step", "predict_step")
-            if (function := getattr(task, step)) is not None
-        }
+        self.bind_steps()
         self.weighs_batches = False  # once training begins: whether the task has batch_weight
         self.weights: StepWeights
         self._transfer_hooks = self._find_transfer_hooks()
@@ -182,7 +185,8 @@ class Run:
         self.samples_seen = 0
         self.has_units = False  # the task weighs its micro-batches
         self.weighted_windows = 0
-        self.losses = LossCheck()
+        finds = torch.is_anomaly_enabled()
+        self.losses = LossCheck(OperationFinder.over(precision, self._where).told if finds else None)
         self.kept: tuple[Any, MicroBatch] | None = None  # a batch that gave a loss, to stand in for one that gives none
         self._first_micro_batch = 0  # of the step in progress
         self._clock_s = self._validated_at_s = self.pulse.now_s
@@ -195,9 +199,20 @@ class Run:
             batch = hook(batch, dataloader_idx)
         return batch
 
+    def bind_steps(self) -> None:
+        """Find out what the steps are called with, now that these loaders are open."""
+        evaluates_several = len(self.eval_feeds) > 1 or any(feed.in_turn for feed in self.eval_feeds)
+        several = dict.fromkeys(("validation_step", "test_step", "predict_step"), evaluates_several)
+        several["training_step"] = self.train_feed is not None and self.train_feed.in_turn
+        self._step_arguments = {
+            step: step_arguments(function, several=of_several)
+            for step, of_several in several.items()
+            if (function := getattr(self.task, step)) is not None
+        }
+
     def call_step(self, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Run a step of the task with the arguments its signature has."""
-        return self.strategy.call(step, *self.step_arguments[step]((batch, batch_idx, dataloader_idx)))
+        return self.strategy.call(step, *self._step_arguments[step]((batch, batch_idx, dataloader_idx)))
 
     def _find_transfer_hooks(self) -> list[Callable[[Any, int], Any]]:
         device, dtype = self.strategy.device, self.precision.dtype
@@ -244,6 +259,10 @@ class Run:
             held += group["params"]
         return held
 
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Those of what the optimizer moves."""
+        return [parameter.grad for parameter in self.parameters]
+
     def zero_grad(self) -> None:
         """Drop the gradients of the step before, once it is sure that the optimizer moves the task alone."""
         held = 0
@@ -274,7 +293,7 @@ class Run:
         if not self.precision.handles_overflow:
             self.losses.check(norm, None, self._where)
 
-    def _where(self) -> tuple[int, int, int]:
+    def _where(self) -> Place:
         """The step in progress, its epoch, and its newest micro-batch."""
         return self.progress.step + 1, self.progress.epoch, self.progress.micro_batches - 1
 
@@ -325,6 +344,14 @@ class Run:
             values.clear()
         for scheduler in self.schedulers:
             scheduler.unread, scheduler.known = None, False
+
+    def say_empty(self, stage: str, feed: Feed) -> None:
+        """Say once that an evaluation reads nothing from a loader; who misses its values hears of it again."""
+        stage = "validate" if stage == "sanity" else stage
+        why = f"the loader{f' {feed.name}' if feed.name else ''} to {stage} is empty: {feed.nothing()}"
+        if why not in self.empty:
+            self.empty.append(why)
+            _log.warning("%s. It gives no values", why)
 
     @property
     def all_have_logged(self) -> bool:
@@ -495,6 +522,8 @@ class Run:
     def close(self) -> None:
         """End the loaders' workers; the task is again one without a run, whose `log` does nothing."""
         self.stage = ""
+        if self.step_guard is not None:
+            self.step_guard.remove()
         self.close_feeds()
         unshare_metrics(self.task)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from numbers import Real
 from typing import Any, final
 
 import torch
@@ -14,9 +13,10 @@ import torch
 from lumen.batches import fill
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
-from lumen.errors import ConfigError, TrainingError
+from lumen.errors import TrainingError
 from lumen.metric_objects import metric_states, restore_metrics
 from lumen.metrics import StageMetrics
+from lumen.outputs import read_output, without_gradient
 from lumen.random import GeneratorStates
 from lumen.run import Run
 from lumen.torch_internals import own_buffers, writes_to
@@ -85,8 +85,11 @@ def accumulate(
     output = loss = part = None
     with strategy.gradient_sync(micro.last):
         if not micro.idle:
+            before = None if run.weighted_windows else run.gradients()
             with precision.forward():
                 output = run.call_step("training_step", batch, micro.index, micro.loader)
+            if before is not None:
+                refuse_own_backward(run, before)
             loss, returned_weight = read_output(output)
             weights.left_out |= loss is None
         if loss is not None:
@@ -95,7 +98,7 @@ def accumulate(
             share = weights.share(micro.weight, returned_weight)
             if check:
                 run.check_loss(loss, share)
-            if share or strategy.communicates:
+            if share or (strategy.communicates and loss.requires_grad):
                 part = loss if share == 1.0 else loss * share
         if part is not None:
             for hook in hooks.on_before_backward:
@@ -115,13 +118,28 @@ def accumulate(
 
 
 def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weights: StepWeights) -> None:
-    """The backward of a micro-batch; what the processes have to tell each other goes beside the last one."""
+    """The backward of a micro-batch; what the processes have to tell each other goes beside the last one.
+
+    Raises:
+        TrainingError: There is none, or somebody has made it already.
+    """
+    if not loss.requires_grad:
+        raise without_gradient(run.task)
     if weights.unseeded:
         weights.seed(None)
     if micro.last:
         weights.begin_agreement()
         loss = run.strategy.carry_news(loss)
-    run.precision.backward(loss)
+    try:
+        run.precision.backward(loss)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise TrainingError(
+            "the graph of the loss that training_step returned has had its backward already. Lumen calls it: leave "
+            "loss.backward() out and return the loss. What is kept from an earlier step (a hidden state, an embedding) "
+            "has to be detached before it is used in a later one."
+        ) from error
 
 
 def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> None:
@@ -187,7 +205,9 @@ def update(run: Run, window: Window, weights: StepWeights, closure: Closure | No
             run.check_gradient(run.grad_norm)
         if closure is not None:
             closure.hand_over(weights)
+        run.is_updating = True
         updated = run.precision.step(run.optimizer, closure)
+        run.is_updating = False
     else:
         _log.warning("update after step %d skipped: the weights of its micro-batches sum to 0", run.progress.step)
     run.count(window, weights, updated=updated)
@@ -312,29 +332,22 @@ def weigh(run: Run, window: Window) -> Iterable[MicroBatch]:
     return micro_batches
 
 
-def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:
-    """Loss and weight out of what `training_step` returned."""
-    loss, weight = output, None
-    if isinstance(output, torch.Tensor) and output.numel() == 1:
-        return output, None
-    if isinstance(output, dict) and "loss" in output:
-        loss, weight = output["loss"], output.get("weight")
-    elif isinstance(output, tuple) and len(output) == 2:
-        loss, weight = output
-    if loss is None:
-        return None, None
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise _wrong_output("loss", loss)
-    if weight is None:
-        return loss, None
-    if not isinstance(weight, Real) and not (isinstance(weight, torch.Tensor) and weight.numel() == 1):
-        raise _wrong_output("weight", weight)
-    return loss, float(weight)
+def refuse_own_backward(run: Run, before: Sequence[torch.Tensor | None]) -> None:
+    """Find out whether `training_step` has touched gradients, while the first step of a run is made.
 
+    Args:
+        run: The run.
+        before: The gradients before it was called.
 
-def _wrong_output(part: str, value: Any) -> ConfigError:
-    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    return ConfigError(
-        "training_step must return a scalar loss, (loss, weight), a dictionary with 'loss' (and 'weight'), or None; "
-        f"the {part} found is {found}."
-    )
+    Raises:
+        TrainingError: It has.
+    """
+    for old, new in zip(before, run.gradients(), strict=False):
+        if old is not new:
+            did = "a backward" if new is not None else "zero_grad"
+            raise TrainingError(
+                f"training_step has called {did} itself: the gradients of the optimizer's parameters are not what they "
+                "were before. Lumen calls zero_grad, backward and the optimizer's step: return the loss, or the sum of "
+                "several. For gradients that are used within the step call torch.autograd.grad, which leaves those of "
+                "parameters alone."
+            )

@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import cache
 from importlib import import_module
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -169,17 +169,43 @@ except (ImportError, AttributeError):
     _WRAPPER = None  # every step is called with its wrapper, whoever listens there
 
 
+@final
+class StepGuard:
+    """Hears of every call of an optimizer's `step`, and is no listener to `bare_step`.
+
+    Args:
+        optimizer: It.
+        refuse: Called then; raises where the call is not to be.
+    """
+
+    def __init__(self, optimizer: Optimizer, refuse: Callable[[], None]) -> None:
+        self._refuse = refuse
+        hears = hasattr(optimizer, "_optimizer_step_pre_hooks")  # not of a class that leaves out Optimizer.__init__
+        self._handle = optimizer.register_step_pre_hook(self) if hears else None
+
+    def __call__(self, *_: Any) -> None:
+        """As torch calls its hooks."""
+        self._refuse()
+
+    def remove(self) -> None:
+        """Let everybody call it again."""
+        if self._handle is not None:
+            self._handle.remove()
+
+
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
     """`optimizer.step`, without the wrapper that torch puts around it where nobody listens there.
 
     The wrapper calls hooks, and opens a range for profilers, which takes longer than the update of a small model.
     """
-    step = type(optimizer).step
+    step, hooks = type(optimizer).step, getattr(optimizer, "_optimizer_step_pre_hooks", None)
     if (
         _WRAPPER is None
         or getattr(step, "__code__", None) is not _WRAPPER
         or "step" in vars(optimizer)
-        or getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or hooks is None
+        or len(hooks) > 1
+        or (hooks and type(next(iter(hooks.values()))) is not StepGuard)
         or getattr(optimizer, "_optimizer_step_post_hooks", True)
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks

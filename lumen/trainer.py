@@ -45,7 +45,7 @@ from lumen.instead import INSTEAD
 from lumen.loggers import CSVLogger, Logger
 from lumen.opening import checkpoints_of, opened
 from lumen.optim import needs_closure
-from lumen.optimizers import build_optimizers
+from lumen.optimizers import build_optimizers, guard
 from lumen.origin import Origin
 from lumen.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
 from lumen.precision import make_precision
@@ -120,7 +120,7 @@ class Trainer(RunView):
         seed: Of everything random: 0 to 2**63 - 1. Default: that of `seed_everything`, else drawn once and recorded;
             when resuming the checkpoint's counts.
         deterministic: Use deterministic algorithms only; an operation that has none is an error.
-        detect_anomaly: Find the operation whose backward made a NaN; slow.
+        detect_anomaly: Find the operation that made a loss NaN or infinite, or whose backward made a NaN; slow.
         sync_batchnorm: Let BatchNorm see the batches of all processes: each becomes a `torch.nn.SyncBatchNorm`, which
             needs CUDA.
         profiler: `simple`: a table of where the time goes; `torch`: traces of `torch.profiler`; or a `Profiler`.
@@ -313,6 +313,7 @@ class Trainer(RunView):
                     task, configure_optimizers or task.configure_optimizers, run.precision
                 )
             run.needs_closure = needs_closure(run.optimizer)
+            run.step_guard = guard(run.optimizer, lambda: run.is_updating or not run.in_train_step)
             self.strategy.check_optimizer(run.optimizer)
             run.built_groups = groups_of(task, run.optimizer)
             run.configured, run.built = configured(run), modes_of(task)
@@ -402,6 +403,7 @@ class Trainer(RunView):
         with opened(self, "predict", task, data, data) as run:
             self._start(run, ckpt_path)
             run.eval_feeds = eval_feeds(run, "predict")
+            run.bind_steps()
             if not loop.evaluate(run, "predict", run.eval_feeds):
                 raise loop.StopRequested
             return run.predictions[0] if len(run.predictions) == 1 else run.predictions
@@ -493,6 +495,7 @@ class Trainer(RunView):
         with opened(self, stage, task, data, data) as run:
             self._start(run, ckpt_path)
             run.eval_feeds = eval_feeds(run, stage)
+            run.bind_steps()
             if not loop.evaluate(run, stage, run.eval_feeds):
                 raise loop.StopRequested
             suffixes = [loop.loader_suffix(run.eval_feeds, number) for number in range(len(run.eval_feeds))]

@@ -88,10 +88,11 @@ class RunView(ABC):
         run = self.run
         if monitor not in run.logged and run.all_have_logged:
             since = " since the run went on" if monitor in run.metrics else ""
+            empty = "".join(f"But {why}. " for why in run.empty)
             raise ConfigError(
                 f"{who}: the monitor {monitor!r} was never logged{since}; logged so far: "
-                f"{', '.join(sorted(run.logged)) or 'nothing'}. Use one of these or log it, once an epoch or in "
-                "validation."
+                f"{', '.join(sorted(run.logged)) or 'nothing'}. {empty}Use one of these or "
+                "log it, once an epoch or in validation."
             )
 
     @property

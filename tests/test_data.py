@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import traceback
 import tracemalloc
 from collections import Counter
 from itertools import islice
@@ -30,8 +31,8 @@ import lumen
 from lumen.data.feed import Position
 from lumen.data.loaders import make_feed
 from lumen.data.order import Permutation, cut_steps, epoch_order
-from lumen.errors import ConfigError, DataError, TrainingError
-from tests.tasks import Drawing, Saving, Seeing, bare_trainer, numbers, plain, seen
+from lumen.errors import ConfigError, DataError
+from tests.tasks import Drawing, Saving, Seeing, bare_trainer, numbers, plain, quiet_trainer, seen
 
 # ---------------------------------------------------------------------- order
 
@@ -591,26 +592,94 @@ def test_a_global_batch_is_cut_out_of_a_users_sampler(tmp_path):
 # ---------------------------------------------------------------------- nothing to read
 
 
+class Silent(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
 EMPTY = {
-    "no samples": lambda: DataLoader(TensorDataset(torch.empty(0, 6)), 4),
-    "fewer than one batch": lambda: DataLoader(numbers(3), 4, drop_last=True),
-    "an empty list": list,
-    "an empty stream": lambda: DataLoader(Subset(numbers(), []), 4, sampler=SubsetRandomSampler([])),
+    "no samples": (lambda: DataLoader(TensorDataset(torch.empty(0, 6)), 4), "TensorDataset has no samples"),
+    "fewer than one batch": (
+        lambda: DataLoader(numbers(3), 4, drop_last=True),
+        "TensorDataset has 3 samples, fewer than the batch_size 4, and drop_last=True leaves out a batch that is not f",
+    ),
+    "a part of them": (
+        lambda: DataLoader(numbers(9), 4, drop_last=True, sampler=SubsetRandomSampler([1, 2])),
+        "SubsetRandomSampler has 2 samples, fewer than the batch_size 4, and drop_last=True",
+    ),
+    "an empty list": (list, "list gave nothing"),
+    "an empty sampler": (
+        lambda: DataLoader(Subset(numbers(), []), 4, sampler=SubsetRandomSampler([])),
+        "SubsetRandomSampler has no samples",
+    ),
+    "an empty batch sampler": (lambda: DataLoader(numbers(), batch_sampler=[]), "the list of the loader gives nothing"),
+    "an empty stream": (lambda: DataLoader(Silent(), 4), "Silent gave nothing"),
+    "a stream of less than a batch": (
+        lambda: DataLoader(Stream(), 40, drop_last=True),
+        "Stream gave no samples, or fewer than the batch_size 40, which drop_last=True leaves out",
+    ),
+    "loaders": (
+        lambda: lumen.CombinedLoader(
+            {"a": DataLoader(numbers(2), 4, drop_last=True), "b": DataLoader(numbers(2), 1)}, "min_size"
+        ),
+        "a: TensorDataset has 2 samples, fewer than the batch_size 4",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", EMPTY)
-def test_an_empty_loader_ends_its_epochs_with_a_warning(tmp_path, kind, caplog):
-    trainer, task = bare_trainer(tmp_path, max_epochs=2, log_level="WARNING"), Seeing()
-    trainer.fit(task, EMPTY[kind]())
-    assert (trainer.global_step, trainer.current_epoch, task.epochs) == (0, 2, {})
-    assert "epoch 0 made no optimizer step" in caplog.text
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 2}])
+def test_an_empty_training_loader_is_an_error_that_says_what_is_empty(tmp_path, kind, limit):
+    make, why = EMPTY[kind]
+    task = Seeing()
+    with pytest.raises(DataError, match=f"there is no batch to train on: {why}"):
+        bare_trainer(tmp_path, **limit).fit(task, make())
+    assert task.epochs == {}
 
 
-@pytest.mark.parametrize("kind", EMPTY)
-def test_an_empty_loader_and_only_max_steps_is_an_error(tmp_path, kind):
-    with pytest.raises(TrainingError, match="the loader is empty"):
-        bare_trainer(tmp_path, max_steps=2).fit(Seeing(), EMPTY[kind]())
+def test_what_is_known_to_be_empty_is_found_before_anything_is_written(tmp_path):
+    with pytest.raises(DataError, match="there is no batch to train on"):
+        quiet_trainer(tmp_path, max_epochs=1).fit(Seeing(), EMPTY["no samples"][0]())
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+class Logging(Seeing):
+    """Logs in every stage."""
+
+    def training_step(self, batch):
+        self.log("loss", 1.0)
+        return super().training_step(batch)
+
+    def validation_step(self, batch):
+        self.log("val_loss", 1.0)
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.parametrize("kind", sorted(EMPTY.keys() - {"loaders"}))
+def test_an_empty_evaluation_loader_is_one_warning(tmp_path, kind, caplog):
+    make, why = EMPTY[kind]
+    trainer = bare_trainer(tmp_path, max_epochs=3, log_level="WARNING")
+    trainer.fit(
+        Logging(), DataLoader(numbers(8), 4), val_dataloaders={"good": DataLoader(numbers(8), 4), "bad": make()}
+    )
+    assert trainer.global_step == 6
+    assert caplog.text.count("is empty") == 1
+    assert f"the loader bad to validate is empty: {why}" in caplog.text
+    assert set(trainer.callback_metrics) == {"val_loss/good", "loss"}
+    for stage in ("validate", "test", "predict") if kind != "an empty list" else ():  # that is no loader
+        caplog.clear()
+        getattr(trainer, stage)(Logging(), make())
+        assert caplog.text.count(f"the loader to {stage} is empty: {why}") == 1
+
+
+@pytest.mark.parametrize("callback", [lumen.EarlyStopping("val_loss"), lumen.ModelCheckpoint(monitor="val_loss")])
+def test_a_monitor_that_an_empty_loader_never_gives_is_an_error_that_says_so(tmp_path, callback):
+    trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=[callback])
+    with pytest.raises(
+        ConfigError, match=r"'val_loss' was never logged; .* the loader to validate is empty: TensorData"
+    ):
+        trainer.fit(Logging(), DataLoader(numbers(8), 4), EMPTY["fewer than one batch"][0]())
 
 
 def test_an_iterator_that_can_be_read_once_is_not_silently_empty_afterwards(tmp_path):
@@ -621,3 +690,182 @@ def test_an_iterator_that_can_be_read_once_is_not_silently_empty_afterwards(tmp_
     endless = iter(lambda: torch.zeros(4), None)
     task = seen(tmp_path, endless, max_epochs=3, limit_train_batches=2)
     assert [len(task.epochs[epoch]) for epoch in range(3)] == [2, 2, 2]
+
+
+# ---------------------------------------------------------------------- StopIteration is no end of the data
+
+
+class Stopping(Dataset):
+    """Raises StopIteration at one of its samples, as a `next` on an empty iterator does."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index if index != 9 else next(iter(()))
+
+
+class StoppingAtOnce(Stopping):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class StoppingInside(IterableDataset):
+    def __iter__(self):
+        for index in range(20):
+            yield Stopping()[index]
+
+
+def stops(samples):
+    return torch.tensor([Stopping()[sample] for sample in samples])
+
+
+STOPPING = {
+    "a sample": (lambda **how: DataLoader(Stopping(), 4, **how), "Stopping raised StopIteration at the samples 8, 9"),
+    "several samples": (lambda **how: DataLoader(StoppingAtOnce(), 4, **how), "StoppingAtOnce raised StopIteration at"),
+    "a single sample": (lambda **how: DataLoader(Stopping(), None, **how), "Stopping raised StopIteration at the sam"),
+    "a collate function": (
+        lambda **how: DataLoader(range(20), 4, collate_fn=stops, **how),
+        "range raised StopIteration at the samples 8, 9",
+    ),
+    "a stream": (
+        lambda **how: DataLoader(StoppingInside(), 4, **how),
+        "StoppingInside raised StopIteration after [0-9] batches of the epoch",
+    ),
+    "a stream's collate function": (
+        lambda **how: DataLoader(Counted(), 4, collate_fn=stops, **how),
+        "Counted raised StopIteration in its collate function",
+    ),
+}
+
+
+class Counted(IterableDataset):
+    def __iter__(self):
+        return iter(range(20))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", STOPPING)
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_a_stop_iteration_in_the_data_never_ends_it(tmp_path, kind, workers, stage):
+    make, message = STOPPING[kind]
+    options = {"max_epochs": 1} if stage == "fit" else {}
+    task = Logging()
+    with pytest.raises(DataError, match=message) as caught:
+        getattr(bare_trainer(tmp_path, **options), stage)(task, make(num_workers=workers))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "next(iter(()))" in shown  # where it was raised is to be seen
+
+
+# ---------------------------------------------------------------------- iterables that are their own iterators
+
+
+class Restarting:
+    """Its `__iter__` begins anew and returns itself, as a prefetcher's does."""
+
+    def __init__(self, batches=5):
+        self.batches, self.at = batches, 0
+
+    def __len__(self):
+        return self.batches
+
+    def __iter__(self):
+        self.at = 0
+        return self
+
+    def __next__(self):
+        if self.at == self.batches:
+            raise StopIteration
+        self.at += 1
+        return torch.tensor([float(self.at)])
+
+
+class Exhausted(Restarting):
+    """One that only seems to."""
+
+    def __iter__(self):
+        assert self.batches
+        return self
+
+
+class Once(Restarting):
+    def __iter__(self):
+        return self
+
+
+class Validated(Seeing):
+    """Keeps the batches of each validation."""
+
+    def on_validation_epoch_start(self):
+        self.validated = [*getattr(self, "validated", []), []]
+
+    def validation_step(self, batch):
+        self.validated[-1].append(batch.item())
+
+    test_step = validation_step
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_a_loader_that_begins_anew_and_returns_itself_is_read_as_any_other(tmp_path, limit):
+    task, all_of_it = Validated(), [1.0, 2.0, 3.0, 4.0, 5.0][:limit]
+    trainer = bare_trainer(tmp_path, max_epochs=3, limit_train_batches=limit, limit_val_batches=limit)
+    trainer.fit(task, Restarting(), Restarting())
+    assert [task.samples(epoch) for epoch in range(3)] == [all_of_it] * 3
+    assert task.validated == [[1.0, 2.0]] + [all_of_it] * 3  # the sanity check first
+    task.validated = []
+    for _ in range(2):
+        trainer.validate(task, loader := Restarting())
+        trainer.validate(task, loader)
+    assert task.validated == [all_of_it] * 4
+
+
+def test_such_loaders_are_read_together_and_one_after_the_other(tmp_path):
+    class Both(Seeing):
+        def samples(self, epoch):
+            return [tuple(part if part is None else part.item() for part in batch) for batch in self.epochs[epoch]]
+
+    task = Both()
+    bare_trainer(tmp_path, max_epochs=2).fit(task, [Restarting(2), Restarting(5)])
+    assert task.samples(0) == task.samples(1) == [(1, 1), (2, 2), (1, 3), (2, 4), (1, 5)]
+    task = seen(tmp_path, lumen.CombinedLoader([Restarting(2), Restarting(3)], "sequential"))
+    assert task.samples(0) == task.samples(1) == [1, 2, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [Exhausted, Once])
+def test_a_loader_that_does_not_begin_anew_is_an_error_and_not_empty(tmp_path, kind):
+    with pytest.raises(DataError, match=f"a {kind.__name__}, which can be read only once"):
+        seen(tmp_path, kind())
+    with pytest.raises(DataError, match=f"a {kind.__name__}, which can be read only once"):
+        bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=-1).fit(Validated(), Restarting(), kind())
+
+
+class RestartingIndices:
+    """A sampler that is its own iterator."""
+
+    def __init__(self, indices):
+        self.indices = indices
+
+    def __len__(self):
+        return len(self.indices)
+
+    def __iter__(self):
+        self.rest = list(self.indices)
+        return self
+
+    def __next__(self):
+        if not self.rest:
+            raise StopIteration
+        return self.rest.pop(0)
+
+
+def test_a_sampler_may_begin_anew_and_return_itself(tmp_path):
+    task = seen(tmp_path, DataLoader(numbers(), 2, sampler=RestartingIndices([3, 1, 2])))
+    assert task.samples(0) == task.samples(1) == [3, 1, 2]
+    task = seen(tmp_path, DataLoader(numbers(), batch_sampler=RestartingIndices([[3, 1], [2]])))
+    assert task.samples(0) == task.samples(1) == [3, 1, 2]
+
+
+def test_a_sampler_that_can_be_read_once_is_not_empty_in_the_second_validation(tmp_path):
+    validated = DataLoader(numbers(), 1, sampler=(number for number in range(3)))
+    with pytest.raises(DataError, match="a generator, which can be read only once"):
+        bare_trainer(tmp_path, max_epochs=1).fit(Logging(), DataLoader(numbers(8), 4), validated)

@@ -204,6 +204,33 @@ def test_a_signature_that_lumen_cannot_serve_is_an_error_before_anything_runs(tm
         bare_trainer(tmp_path, max_steps=1, callbacks=[owners["callback"]]).fit(owners["task"], loader())
 
 
+def test_hooks_of_evaluation_batches_may_do_without_the_number_of_the_loader(tmp_path):
+    seen = []
+
+    class Quietly(lumen.Callback):
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(("callback starts", batch_idx))
+
+        def on_test_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append(("callback ends", batch_idx))
+
+    class Ported(Regression):
+        def on_validation_batch_end(self, outputs, batch, batch_idx):
+            seen.append(("task ends", batch_idx))
+
+        def on_predict_batch_start(self, batch, batch_idx):
+            seen.append(("task predicts", batch_idx))
+
+    trainer, task = bare_trainer(tmp_path, callbacks=[Quietly()]), Ported()
+    for stage in ("validate", "test", "predict"):
+        getattr(trainer, stage)(task, [loader(16, 8), loader(8, 8)])
+    assert seen == [
+        ("callback starts", 0), ("task ends", 0), ("callback starts", 1), ("task ends", 1), ("callback starts", 0),
+        ("task ends", 0), ("callback ends", 0), ("callback ends", 1), ("callback ends", 0),
+        ("task predicts", 0), ("task predicts", 1), ("task predicts", 0),
+    ]  # fmt: skip
+
+
 # ---------------------------------------------------------------------- misspelt names
 
 

@@ -1,5 +1,6 @@
 """How long a run is, what a step may take and return, and which micro-batches make an update."""
 
+import functools
 import time
 from datetime import timedelta
 
@@ -10,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.errors import ConfigError, DataError, TrainingError
-from tests.tasks import FEATURES, Regression, bare_trainer, loader, network, quiet_trainer, regression_data
+from lumen.optim import Lookahead, MultiOptimizer
+from tests.tasks import FEATURES, Regression, bare_trainer, loader, network, quiet_trainer, regression_data, weights
 
 
 class Recorded(Regression):
@@ -406,6 +408,53 @@ class TakesAnything(Regression):
         return loss_of(self, args[0])
 
 
+class TakesBatchAndAnything(Regression):
+    def training_step(self, batch, *args, **kwargs):
+        self.given = [len(batch), *args, *kwargs.values()]
+        return loss_of(self, batch)
+
+
+class TakesAllAndAnything(Regression):
+    def training_step(self, batch, batch_idx, dataloader_idx, *more):
+        self.given = [len(batch), batch_idx, dataloader_idx, *more]
+        return loss_of(self, batch)
+
+
+class TakesMore(Regression):
+    def training_step(self, batch, batch_idx, how="own", why=None):
+        self.given = [len(batch), batch_idx, how, why]
+        return loss_of(self, batch)
+
+
+class TakesNoMoreThanThree(Regression):
+    def training_step(self, batch, batch_idx, how="own", dataloader_idx=0):
+        self.given = [len(batch), batch_idx, how, dataloader_idx]
+        return loss_of(self, batch)
+
+
+def passing_on(step):
+    @functools.wraps(step)
+    def wrapper(*args, **kwargs):
+        return step(*args, **kwargs)
+
+    return wrapper
+
+
+class Wrapped(Regression):
+    @passing_on
+    def training_step(self, batch, batch_idx):
+        self.given = [len(batch), batch_idx]
+        return loss_of(self, batch)
+
+
+class Bound(Regression):
+    def step(self, how, batch, number):
+        self.given = [len(batch), number, how]
+        return loss_of(self, batch)
+
+    training_step = functools.partialmethod(step, "bound")
+
+
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
@@ -414,13 +463,54 @@ class TakesAnything(Regression):
         (TakesLoader, [2, 1, 0]),
         (TakesBatchAndLoader, [2, 0]),
         (TakesOtherNames, [2, 1]),
-        (TakesAnything, [2, 1, 0]),
+        (TakesAnything, [2, 1]),
+        (TakesBatchAndAnything, [2, 1]),
+        (TakesAllAndAnything, [2, 1, 0]),
+        (TakesMore, [2, 1, "own", None]),
+        (TakesNoMoreThanThree, [2, 1, "own", 0]),
+        (Wrapped, [2, 1]),
+        (Bound, [2, 1, "bound"]),
     ],
 )
 def test_a_step_is_called_with_what_its_signature_has(tmp_path, kind, given):
     task = kind()
     bare_trainer(tmp_path, max_steps=2).fit(task, loader())
     assert task.given == given
+
+
+class Several(Regression):
+    """Notes what its steps are called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = {}
+
+    def note(self, step, *arguments):
+        self.given.setdefault(step, []).append(arguments)
+
+    def training_step(self, batch, *others):
+        self.note("training", *others)
+        return loss_of(self, batch)
+
+    def validation_step(self, *args, **kwargs):
+        self.note("validation", *args[1:])
+
+    def test_step(self, batch, number, place=None):
+        self.note("test", number, place)
+
+
+def test_the_number_of_the_loader_is_given_to_whoever_takes_anything_where_there_are_several(tmp_path):
+    def pair():
+        return [loader(8, 8), loader(8, 8)]
+
+    task, trainer = Several(), bare_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(task, lumen.CombinedLoader(pair(), "sequential"), pair())
+    trainer.test(task, pair())
+    assert task.given == {"training": [(0, 0), (1, 1)], "validation": [(0, 0), (0, 1)], "test": [(0, 0), (0, 1)]}
+    task = Several()
+    trainer.fit(task, loader(8, 8), loader(8, 8))
+    trainer.test(task, loader(8, 8))
+    assert task.given == {"training": [(0,)], "validation": [(0,)], "test": [(0, None)]}
 
 
 class TakesTooMuch(Regression):
@@ -477,41 +567,209 @@ def test_every_form_of_a_loss_trains_alike(tmp_path, form):
 
 
 @pytest.mark.parametrize(
-    "form",
+    ("form", "message"),
     [
-        lambda loss: loss.item(),
-        lambda loss: loss.expand(3),
-        lambda loss: "loss",
-        lambda loss: (loss, 1, 2),
-        lambda loss: [loss],
-        lambda loss: {"los": loss},
-        lambda loss: {},
-        lambda loss: {"loss": 3.0},
-        lambda loss: (loss, torch.ones(4)),
-        lambda loss: (loss, "many"),
-        lambda loss: (loss, {"accuracy": 1.0}),
+        (lambda loss: loss.item(), r"the loss found is float [\d.]+\. Return the tensor itself, not its value"),
+        (lambda loss: 3, "the loss found is int 3. Return the tensor itself"),
+        (lambda loss: loss.detach().numpy(), "the loss found is ndarray. Return the tensor itself"),
+        (lambda loss: loss.expand(3), r"a tensor of shape \(3,\) and torch.float32. Bring it to one number, by mean"),
+        (lambda loss: loss.expand(0), r"a tensor of shape \(0,\) and torch.float32. It is empty"),
+        (lambda loss: loss.long(), r"a tensor of shape \(\) and torch.int64. Whole numbers have no gradient"),
+        (lambda loss: loss > 0, r"a tensor of shape \(\) and torch.bool. Whole numbers have no gradient"),
+        (lambda loss: loss * 1j, r"a tensor of shape \(\) and torch.complex64. A complex number cannot be minimised"),
+        (lambda loss: "loss", "the loss found is str 'loss'. Return the loss"),
+        (lambda loss: (loss, 1, 2), "the loss found is tuple of 3. Return the loss"),
+        (lambda loss: [loss], "the loss found is list of 1. Return the loss"),
+        (lambda loss: {"los": loss, "logits": 1}, "dict with the keys 'los', 'logits'. Name the loss 'loss' in it"),
+        (lambda loss: {}, "dict with the keys of none. Name the loss"),
+        (lambda loss: {"loss": 3.0}, "the loss found is float 3.0. Return the tensor itself"),
+        (lambda loss: (loss, torch.ones(4)), r"the weight found is a tensor of shape \(4,\)"),
+        (lambda loss: (loss, "many"), "the weight found is str 'many'. A weight is one number"),
+        (lambda loss: (loss, {"accuracy": 1.0}), "the weight found is dict with the keys 'accuracy'"),
     ],
 )
-def test_a_wrong_return_is_one_clear_error(tmp_path, form):
-    with pytest.raises(ConfigError, match="training_step must return"):
+def test_a_wrong_return_is_one_clear_error(tmp_path, form, message):
+    with pytest.raises(TrainingError, match=f"training_step must return .*; .*{message}"):
         bare_trainer(tmp_path, max_steps=1).fit(Returns(form), loader())
+
+
+def without_gradients(loss):
+    torch.set_grad_enabled(False)
+    return loss.detach()
+
+
+class Frozen(Regression):
+    def on_train_start(self):
+        self.freeze()
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (Returns(lambda loss: loss.detach()), "it was detached, made anew by torch.tensor"),
+        (Returns(lambda loss: {"loss": torch.tensor(loss.item())}), "it was detached, made anew by torch.tensor"),
+        (Returns(lambda loss: (loss.detach(), 3)), "it was detached"),
+        (Returns(without_gradients), r"gradients are switched off, by torch.set_grad_enabled\(False\)"),
+        (Frozen(), "no parameter of the task has requires_grad. Unfreeze"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_loss_without_a_gradient_is_one_clear_error(tmp_path, task, message, precision):
+    trainer = bare_trainer(tmp_path, max_steps=1, precision=precision)
+    try:
+        with pytest.raises(TrainingError, match=f"a loss without a gradient .*: {message}"):
+            trainer.fit(task, loader())
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def test_a_constant_of_weight_0_leaves_a_micro_batch_out(tmp_path):
+    def every_second(loss):
+        task.calls += 1
+        return (torch.zeros(()), 0) if task.calls % 2 else (loss, 1)
+
+    task = Returns(every_second)
+    task.calls = 0
+    trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(task, loader(32, 8))
+    assert trainer.global_step == 2
 
 
 @pytest.mark.parametrize("form", [lambda loss: None, lambda loss: {"loss": None}, lambda loss: (None, 3)])
-def test_an_endless_run_that_never_makes_a_step_is_an_error(tmp_path, form):
-    with pytest.raises(TrainingError, match="epoch 0 made no optimizer step, so training would never end"):
-        bare_trainer(tmp_path, max_steps=1).fit(Returns(form), loader())
+@pytest.mark.parametrize("limit", [{"max_steps": 1}, {"max_epochs": 2}])
+def test_a_run_that_never_makes_a_step_is_an_error(tmp_path, form, limit):
+    endless = ", so training would never end" if "max_steps" in limit else ""
+    why = "training_step returned None, or the weight 0, for all of its 7 micro-batches. Does it end with `return loss`"
+    with pytest.raises(TrainingError, match=f"epoch 0 made no optimizer step{endless}: {why}"):
+        bare_trainer(tmp_path, **limit).fit(Returns(form), loader())
 
 
-def test_epochs_of_none_change_nothing_and_end(tmp_path, caplog):
-    task = Returns(lambda loss: None)
-    before = [parameter.clone() for parameter in task.parameters()]
+def test_a_later_epoch_of_none_changes_nothing_and_ends(tmp_path, caplog):
+    class Late(Regression):
+        def training_step(self, batch):
+            return None if self.current_epoch else super().training_step(batch)
+
+        def on_train_epoch_start(self):
+            self.before = [parameter.clone() for parameter in self.parameters()]
+
+    task = Late()
     trainer = bare_trainer(tmp_path, max_epochs=2, log_level="WARNING")
     trainer.fit(task, loader(16, 8))
-    assert (trainer.global_step, trainer.current_epoch) == (0, 2)
-    assert all(torch.equal(*pair) for pair in zip(before, task.parameters(), strict=True))
+    assert (trainer.global_step, trainer.current_epoch) == (2, 2)
+    assert all(torch.equal(*pair) for pair in zip(task.before, task.parameters(), strict=True))
     assert "the weights of its micro-batches sum to 0" in caplog.text
     assert "epoch 1 made no optimizer step" in caplog.text
+
+
+# ---------------------------------------------------------------------- what a step does itself, and Lumen does too
+
+
+def stepping(kind=torch.optim.SGD, scheduler=False, inside=lambda optimizer: optimizer, **options):
+    """A task with an optimizer, perhaps with a scheduler, which wraps its step, or within another optimizer."""
+
+    class Stepping(Returns):
+        def configure_optimizers(self):
+            optimizer = inside(kind(self.parameters(), **{"lr": 0.01} | options))
+            if not scheduler:
+                return optimizer
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    return Stepping
+
+
+OPTIMIZERS = {
+    "plain": stepping(),
+    "with a scheduler": stepping(scheduler=True),
+    "in Lookahead": stepping(inside=Lookahead),
+    "in MultiOptimizer": stepping(inside=lambda optimizer: MultiOptimizer([optimizer])),
+    "with a closure": stepping(torch.optim.LBFGS, max_iter=3),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_step_of_the_optimizer_by_the_user_is_an_error(tmp_path, kind, at):
+    def also_steps(loss):
+        if task.global_step + 1 == at:
+            task.optimizers().step(*[lambda: loss] * (kind == "with a closure"))
+        return loss
+
+    task = OPTIMIZERS[kind](also_steps)
+    trainer = bare_trainer(tmp_path, max_steps=4)
+    with pytest.raises(TrainingError, match="step was called in a training step, where Lumen calls it once"):
+        trainer.fit(task, loader())
+    assert trainer.global_step == at - 1
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_steps_of_the_run_and_after_it_are_nobodys_error(tmp_path, kind, precision):
+    if kind == "with a closure" and precision == "fp16":
+        pytest.skip("refused")
+    task = OPTIMIZERS[kind](lambda loss: loss)
+    trainer = bare_trainer(tmp_path, max_steps=3, precision=precision)
+    trainer.fit(task, loader())
+    assert trainer.global_step == 3
+    before = weights(task)
+    loss = loss_of(task, next(iter(loader())))
+    loss.backward()
+    trainer.optimizers[0].step(*[lambda: loss.detach()] * (kind == "with a closure"))
+    assert not torch.equal(weights(task), before)
+
+
+def backward_too(loss):
+    loss.backward()
+    return loss
+
+
+def backward_with_the_graph_kept(loss):
+    loss.backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("form", [backward_too, backward_with_the_graph_kept])
+def test_a_backward_by_the_user_is_an_error(tmp_path, form):
+    with pytest.raises(TrainingError, match="training_step has called a backward itself"):
+        bare_trainer(tmp_path, max_steps=2).fit(Returns(form), loader())
+
+
+def test_a_zero_grad_by_the_user_within_a_step_is_an_error(tmp_path):
+    def drop(loss):
+        task.optimizers().zero_grad()
+        return loss
+
+    task = Returns(drop)
+    bare_trainer(tmp_path, max_steps=2).fit(task, loader())  # alone in its step it does nothing
+    with pytest.raises(TrainingError, match="training_step has called zero_grad itself"):
+        bare_trainer(tmp_path, max_steps=2, accumulate_grad_batches=2).fit(task, loader())
+
+
+def test_gradients_that_leave_those_of_parameters_alone_are_the_users_own(tmp_path):
+    class Penalised(Regression):
+        def training_step(self, batch):
+            inputs, targets = batch[0].requires_grad_(), batch[1]
+            loss = nn.functional.mse_loss(self(inputs), targets)
+            (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            return loss + gradient.square().mean()
+
+    trainer = bare_trainer(tmp_path, max_steps=3, accumulate_grad_batches=2)
+    trainer.fit(Penalised(), loader())
+    assert trainer.global_step == 3
+
+
+def test_a_graph_kept_from_an_earlier_step_is_a_clear_error(tmp_path):
+    class Recurrent(Regression):
+        hidden = torch.zeros(())
+
+        def training_step(self, batch):
+            self.hidden = (self.hidden + self(batch[0]).mean()).tanh()
+            return self.hidden.square()
+
+    with pytest.raises(TrainingError, match=r"has had its backward already\. .*a hidden state.* has to be detached"):
+        bare_trainer(tmp_path, max_steps=3).fit(Recurrent(), loader())
+
+
+# ---------------------------------------------------------------------- gradients
 
 
 def test_gradients_can_be_read_after_the_update_until_the_next_step_begins(tmp_path):

@@ -348,6 +348,10 @@ def with_schedule(wrap):
         (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": scheduler}, 0.05),
         (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}}, 0.05),
         (lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "name": "halving"}]), 0.05),
+        (lambda optimizer, scheduler: ([optimizer], scheduler), 0.05),
+        (lambda optimizer, scheduler: ([optimizer], {"scheduler": scheduler, "reduce_on_plateau": False}), 0.05),
+        (lambda optimizer, scheduler: [{"optimizer": optimizer, "lr_scheduler": scheduler}], 0.05),
+        (lambda optimizer, scheduler: ({"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}},), 0.05),
         (lambda optimizer, scheduler: ([optimizer], [scheduler, StepLR(optimizer, 1, gamma=0.1)]), 0.1 * 0.5 * 0.1),
     ],
 )
@@ -364,6 +368,16 @@ def test_every_documented_form_is_understood(tmp_path, wrap, last_rate):
     [
         (lambda parameters: None, "returned NoneType; expected a torch.optim.Optimizer"),
         (lambda parameters: 0.1, "returned float"),
+        (
+            with_schedule(lambda optimizer, scheduler: (optimizer, scheduler)),
+            r"returned StepLR; expected a torch.optim.Optimizer, \(\[optimizer\], \[scheduler\]\)",
+        ),
+        (
+            with_schedule(
+                lambda optimizer, scheduler: ([optimizer], {"scheduler": scheduler, "reduce_on_plateau": True})
+            ),
+            "reduce_on_plateau is set for StepLR",
+        ),
         (lambda parameters: [], "returned 0 optimizers"),
         (lambda parameters: [SGD(parameters, lr=0.1)] * 2, "returned 2 optimizers"),
         (lambda parameters: {"optimiser": SGD(parameters, lr=0.1)}, "the keys optimiser"),

@@ -100,6 +100,7 @@ class CombinedFeed(Feed):
         self, loader: CombinedLoader, open_feed: Callable[[Any, int], Feed], accumulate: int, shard: Shard
     ) -> None:
         self._mode, self._accumulate, self._shard = loader.mode, accumulate, shard
+        self.in_turn = loader.mode == "sequential"
         self._places, self._skeleton = list(loader.flattened), _skeleton(loader.loaders, count())
         self._feeds = [open_feed(part, number) for number, part in enumerate(loader.flattened.values())]
         self.length = self._length()
@@ -192,6 +193,12 @@ class CombinedFeed(Feed):
             samples = next(item.samples for item in items if item is not None)
             yield Item(_filled(self._skeleton, batches), samples)
 
+    def nothing(self) -> str:
+        """See `Feed.nothing`."""
+        named = zip(self._places, self._feeds, strict=True)
+        found = [f"{'.'.join(map(str, place))}: {feed.nothing()}" for place, feed in named if not feed.length]
+        return "; ".join(found) or f"none of the {len(self._feeds)} loaders gave a batch"
+
     def steps(self, limit: int | None) -> int | None:
         """See `Feed.steps`."""
         return count_steps(self.length, limit, self._accumulate)
@@ -239,7 +246,10 @@ class _Part:
         self._windows = None
         item = self.next(turn)
         if item is None:
-            raise DataError("one of several training loaders is empty, so it cannot begin again. Leave it out.")
+            raise DataError(
+                "one of several training loaders is empty, so it cannot begin again beside the longer ones: "
+                f"{self._feed.nothing()}. Leave it out."
+            )
         return item
 
     def state(self) -> dict[str, Any]:

@@ -64,10 +64,12 @@ class Feed(ABC):
     Attributes:
         length: Micro-batches of an epoch as one process would count them; None if the loader does not know.
         name: Of an evaluation loader that was given one.
+        in_turn: It reads several loaders, one after the other.
     """
 
     length: int | None
     name: str = ""
+    in_turn = False
 
     @abstractmethod
     def measure(self, position: Position = START) -> None:
@@ -90,6 +92,10 @@ class Feed(ABC):
             position: What was consumed of the epoch before.
             limit: Micro-batches of the epoch to use at most.
         """
+
+    @abstractmethod
+    def nothing(self) -> str:
+        """Why there is no batch, as far as can be told: what is empty, or smaller than a batch."""
 
     @abstractmethod
     def steps(self, limit: int | None) -> int | None:

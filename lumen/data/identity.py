@@ -22,6 +22,17 @@ def known_length(thing: Any) -> int | None:
         return None
 
 
+def reads_once(thing: Any, iterator: Any) -> bool:
+    """Whether an iterable can be read only once, so far as can be told from the iterator that it gave.
+
+    That is the iterable itself: an iterator, unless it has an `__iter__` of its own that does more than return it.
+    """
+    if iterator is not thing:
+        return False
+    code = getattr(type(thing).__iter__, "__code__", None)
+    return code is None or code.co_code == Iterator.__iter__.__code__.co_code
+
+
 def describe(dataset: Any) -> str:
     """A line that two different data sets hardly share: classes, lengths, and a digest of what subsets take.
 

@@ -173,6 +173,10 @@ class IndexedFeed(Feed):
             sizes = {number: size for told in shard.gather(own) for number, size in told.items()}
             yield Step(items, [sizes[number] for number in range(len(draws))], dealt, state)
 
+    def nothing(self) -> str:
+        """See `Feed.nothing`."""
+        return self._order.nothing()
+
     def steps(self, limit: int | None) -> int | None:
         """See `Feed.steps`."""
         return self._order.count(limit)

@@ -100,7 +100,7 @@ class KeyedDataset(Dataset[Any]):
             return self._first(self.__getitem__, draw)
         try:
             return self.collate(self._fetch(draw)[0])
-        except IndexError as error:
+        except (IndexError, StopIteration) as error:
             self._explain(draw, error)
             raise
 
@@ -108,7 +108,8 @@ class KeyedDataset(Dataset[Any]):
         """The micro-batch of a draw.
 
         Raises:
-            DataError: The data set has become shorter, or the sampler asks for what it never had.
+            DataError: The data set has become shorter, the sampler asks for what it never had, or fetching raised
+                StopIteration.
         """
         if self.looks:
             return self._first(self.__getitems__, draw)
@@ -117,7 +118,7 @@ class KeyedDataset(Dataset[Any]):
                 return rows
             samples = self._fetch(draw)
             return (self.stacks and stack(samples)) or self.collate(samples)
-        except IndexError as error:
+        except (IndexError, StopIteration) as error:
             self._explain(draw, error)
             raise
 
@@ -128,7 +129,9 @@ class KeyedDataset(Dataset[Any]):
         made = make(draw)
         return make(draw) if self.own.look() else made
 
-    def _explain(self, draw: Draw, error: IndexError) -> None:
+    def _explain(self, draw: Draw, error: IndexError | StopIteration) -> None:
+        if isinstance(error, StopIteration):
+            raise early_end(self.dataset, f"at the samples {', '.join(map(str, draw.indices[:8]))}") from error
         length = known_length(self.dataset)
         beyond = [index for index in draw.indices if isinstance(index, (int, np.integer)) and index >= (length or 0)]
         if length is not None and beyond:
@@ -155,6 +158,20 @@ class KeyedDataset(Dataset[Any]):
         if self.keys_collate:
             seed_all(make_key(self.seed, Domain.COLLATE, draw.epoch, draw.start))
         return samples  # type: ignore[no-any-return]
+
+
+def early_end(data: Any, where: str) -> DataError:
+    """The error of a StopIteration that would pass for the end of the data.
+
+    Args:
+        data: What raised it, or its collate function did.
+        where: It was raised.
+    """
+    return DataError(
+        f"{type(data).__name__} raised StopIteration {where}, in the middle of the data. It comes of next() on an "
+        "iterator that has ended: give next() a default, or let the data set end where that does. The traceback says "
+        "where."
+    )
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -11,9 +11,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from lumen.console import logger as _log
 from lumen.data.feed import Position, SampleCounter
 from lumen.data.generators import OwnGenerators
+from lumen.data.identity import reads_once
+from lumen.data.keyed import early_end
 from lumen.data.samplers import begin_epoch
 from lumen.data.windows import ALONE, Item, Shard
-from lumen.data.workers import prepared_workers
+from lumen.data.workers import prepared
 from lumen.errors import DataError
 from lumen.random import Domain, make_key, seed_generators
 from lumen.torch_internals import end_persistent_workers, end_workers
@@ -41,7 +43,7 @@ class StreamReader:
     """
 
     def __init__(self, loader: Any, seed: int, *, rewinds: bool, shard: Shard = ALONE) -> None:
-        self._loader = loader
+        self._loader, self._source = loader, getattr(loader, "dataset", loader)
         self._seed = seed
         self._rewinds = rewinds
         self._shard = shard
@@ -49,7 +51,7 @@ class StreamReader:
         self._own = OwnGenerators({"loader": loader}, by_seed=True)
         self._count = SampleCounter(loader)
         self._iterator: Iterator[Any] | None = None
-        self._opened = self._exhausted = False
+        self._opened = self._exhausted = self._was_read = False
         self._read = self._samples = 0
         self.cut = {name: getattr(loader, name) for name in _CUTTING} if isinstance(loader, DataLoader) else {}
         self._stands_at: dict[str, Any] | None = None  # the state that the loader itself is in, if it is in one
@@ -121,6 +123,8 @@ class StreamReader:
         if batch is _END and not may_end_at_once:
             self._begin(epoch, position)  # it was cut exactly where the data ends, or its end was loaded just now
             batch = self._next(key, self._read)
+        if batch is _END and self._was_read and self._iterator is self._loader:
+            raise self._read_before()  # its __iter__ does not begin anew
         while batch is not _END:
             samples = self._count(batch)
             self._read += 1
@@ -136,21 +140,29 @@ class StreamReader:
             if self._loader.num_workers and self._shard.rank:  # each has a seed of its own: they cannot agree by it
                 own = [self._shard.rank, 3]
         seed_generators(make_key(self._seed, Domain.ORDER, position.key(epoch), *own))
-        with prepared_workers(self._loader):
+        with prepared(self._loader):
             self._iterator = iter(self._loader)
-        was_read = self._exhausted or (self._opened and self._rewinds) or (epoch and not self._opened)
-        if self._iterator is self._loader and was_read:
-            raise DataError(
-                f"the loader is a {type(self._loader).__name__}, which can be read only once, and it has been read. "
-                "Give an object whose __iter__ begins anew: a DataLoader, a list, or a class of your own."
-            )
+        self._was_read = bool(self._exhausted or (self._opened and self._rewinds) or (epoch and not self._opened))
+        if self._was_read and reads_once(self._loader, self._iterator):
+            raise self._read_before()
         self._opened, self._exhausted = True, False
+
+    def _read_before(self) -> DataError:
+        return DataError(
+            f"the loader is a {type(self._loader).__name__}, which can be read only once, and it has been read. "
+            "Give an object whose __iter__ begins anew: a DataLoader, a list, or a class of your own."
+        )
 
     def _next(self, key: int, number: int) -> Any:
         assert self._iterator is not None
         of_all = number * self._shard.world + self._shard.rank if number else 0
         seed_generators(make_key(self._seed, Domain.SAMPLE, key, of_all))
-        batch = next(self._iterator, _END)
+        try:
+            batch = next(self._iterator, _END)
+        except RuntimeError as error:  # what a generator makes of a StopIteration inside it
+            if "generator raised StopIteration" not in str(error):
+                raise
+            raise early_end(self._source, f"after {number} batches of the epoch") from error
         self._exhausted = batch is _END
         return batch
 
@@ -179,6 +191,13 @@ class StreamReader:
             self._stateful.load_state_dict(deepcopy(state["loader"]))
         self._stands_at = None
         return True
+
+    def nothing(self) -> str:
+        """Why there is no batch, as far as can be told."""
+        name, size = type(self._source).__name__, self.cut.get("batch_size")
+        if size and self.cut["drop_last"]:
+            return f"{name} gave no samples, or fewer than the batch_size {size}, which drop_last=True leaves out"
+        return f"{name} gave nothing"
 
     def close(self) -> None:
         """End the workers. A loader of the user's own can be iterated again, with its generators where they were."""

@@ -20,7 +20,7 @@ from torch.utils.data import Sampler
 
 from lumen.data.feed import START, Position, count_steps
 from lumen.data.generators import OwnGenerators
-from lumen.data.identity import known_length
+from lumen.data.identity import known_length, reads_once
 from lumen.data.keyed import Draw
 from lumen.data.order import LARGE, cut_steps, epoch_order
 from lumen.errors import DataError
@@ -49,6 +49,10 @@ class Order(ABC):
         Raises:
             DataError: The position belongs to another order.
         """
+
+    @abstractmethod
+    def nothing(self) -> str:
+        """See `Feed.nothing`."""
 
     @abstractmethod
     def cut(self) -> dict[str, int | None]:
@@ -94,6 +98,10 @@ class PlainOrder(Order):
                 f"{type(self._dataset).__name__} now has {here}. Give it the data it had."
             )
         self.length = _batches(self._samples, self._batch_size, self._step_size, drop_last=self._drop_last)
+
+    def nothing(self) -> str:
+        """See `Order.nothing`."""
+        return _too_few(self._dataset, self._samples, self._batch_size, drop_last=self._drop_last)
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
         """See `Order.steps`."""
@@ -145,7 +153,7 @@ class SampledOrder(Order):
     """
 
     def __init__(self, sampler: Any, seed: int, *, batch_size: int, step_size: int, drop_last: bool) -> None:
-        self._sampler, self._seed = sampler, seed
+        self._sampler, self._seed, self._begun = sampler, seed, False
         self._own = OwnGenerators({"sampler": sampler}, by_seed=True)
         self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
         self._per_step = -(-step_size // batch_size)
@@ -156,9 +164,14 @@ class SampledOrder(Order):
         samples, cut = known_length(self._sampler), (self._batch_size, self._step_size)
         self.length = None if samples is None else _batches(samples, *cut, drop_last=self._drop_last)
 
+    def nothing(self) -> str:
+        """See `Order.nothing`."""
+        return _too_few(self._sampler, known_length(self._sampler), self._batch_size, drop_last=self._drop_last)
+
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
         """See `Order.steps`."""
-        stream = _KeyedIterator(self._sampler, self._own, self._seed, epoch, position, _SAMPLES_AHEAD)
+        again, self._begun = self._begun or epoch > 0, True
+        stream = _KeyedIterator(self._sampler, self._own, self._seed, epoch, position, _SAMPLES_AHEAD, again)
         stream.skip(position.samples)
         start = position.samples
         samples = None
@@ -195,6 +208,7 @@ class BatchedOrder(Order):
 
     def __init__(self, sampler: Any, seed: int, accumulate: int, *, single: bool = False) -> None:
         self._sampler, self._seed, self._accumulate, self._single = sampler, seed, accumulate, single
+        self._begun = False
         self._own = OwnGenerators({"sampler": sampler}, by_seed=True)
         self.measure()
 
@@ -202,9 +216,15 @@ class BatchedOrder(Order):
         """See `Order.measure`."""
         self.length = known_length(self._sampler)
 
+    def nothing(self) -> str:
+        """See `Order.nothing`."""
+        return f"the {type(self._sampler).__name__} of the loader gives nothing"
+
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
         """See `Order.steps`."""
-        stream = _KeyedIterator(self._sampler, self._own, self._seed, epoch, position, _BATCHES_AHEAD, self._as_batch)
+        again, self._begun = self._begun or epoch > 0, True
+        given = self._sampler, self._own, self._seed, epoch, position
+        stream = _KeyedIterator(*given, _BATCHES_AHEAD, again, self._as_batch)
         stream.skip(position.batches)
         start = position.batches if self._single else position.samples
         left = None if limit is None else max(0, limit - position.batches)
@@ -229,6 +249,15 @@ class BatchedOrder(Order):
         if not hasattr(given, "__iter__") or not (batch := list(given)):
             raise DataError(f"a batch sampler gave {given!r}. It must give lists of at least one index.")
         return batch
+
+
+def _too_few(source: Any, samples: int | None, batch_size: int, *, drop_last: bool) -> str:
+    """What to say of samples, those of all processes together, that fill no batch."""
+    name = type(source).__name__
+    if not (samples or drop_last) or samples == 0:
+        return f"{name} has no samples"
+    has = "gives fewer samples" if samples is None else f"has {samples} samples, fewer"
+    return f"{name} {has} than the batch_size {batch_size}, and drop_last=True leaves out a batch that is not full"
 
 
 def _batches(samples: int, batch_size: int, step_size: int, *, drop_last: bool) -> int:
@@ -268,6 +297,7 @@ def begin_epoch(loader: Any, own: OwnGenerators, seed: int, epoch: int, position
 
 
 _SAMPLES_AHEAD, _BATCHES_AHEAD = 1024, 64  # drawn at once, because changing generators costs more than drawing
+_END = object()
 
 
 @final
@@ -282,6 +312,7 @@ class _KeyedIterator:
         epoch: int,
         position: Position,
         ahead: int,
+        again: bool,
         convert: Callable[[Any], Any] = lambda given: given,
     ) -> None:
         self._position, self._ahead, self._convert = position, ahead, convert
@@ -293,11 +324,13 @@ class _KeyedIterator:
             begin_epoch(sampler, own, seed, epoch, position)
             seed_generators(make_key(seed, Domain.ORDER, position.key(epoch)))
             self._iterator = iter(sampler)
-        if self._iterator is sampler and epoch:
+        if again and reads_once(sampler, self._iterator):
             raise DataError(
                 f"the sampler is a {type(sampler).__name__}, which can be read only once. "
                 "Give an object whose __iter__ begins anew: a list, or a Sampler."
             )
+        if self._iterator is sampler:
+            self._iterator = _rest_of(sampler)
 
     @contextmanager
     def _as_if_alone(self) -> Iterator[None]:
@@ -335,6 +368,12 @@ class _KeyedIterator:
 
     def state(self) -> dict[str, Any]:
         return {"kind": "sampler", "order": self._digest}
+
+
+def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
+    """What is left of an iterator, which may begin anew when it is asked for one."""
+    while (given := next(iterator, _END)) is not _END:
+        yield given
 
 
 def _word(given: Any) -> str:

@@ -93,6 +93,10 @@ class StreamFeed(Feed):
                 own += [item] * dealt.count(None)
             yield Step(own, sizes, dealt, self._reader.state())
 
+    def nothing(self) -> str:
+        """See `Feed.nothing`."""
+        return self._reader.nothing()
+
     def steps(self, limit: int | None) -> int | None:
         """See `Feed.steps`."""
         return count_steps(self.length, limit, self._accumulate)
@@ -239,6 +243,10 @@ class ShardedStreamFeed(Feed):
         states = list(self._states)
         states[self._shard.rank] = self._reader.last_state()
         return {"kind": "stream in parts", "ranks": states, "ended": True}
+
+    def nothing(self) -> str:
+        """See `Feed.nothing`."""
+        return self._reader.nothing()
 
     def steps(self, limit: int | None) -> int | None:
         """See `Feed.steps`."""

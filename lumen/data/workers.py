@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
+from lumen.data.keyed import early_end
 from lumen.garbage import collect_in_worker
 
 _GRACE_S = 30
@@ -49,14 +50,26 @@ def _limit_threads() -> None:
 
 
 @contextmanager
-def prepared_workers(loader: Any) -> Iterator[None]:
-    """The context in which a loader of the user's own starts workers that `init_worker` prepares."""
-    if not isinstance(loader, DataLoader) or not loader.num_workers:
+def prepared(loader: Any) -> Iterator[None]:
+    """The context in which a loader of the user's own begins a pass.
+
+    It starts workers that `init_worker` prepares, and a StopIteration of its collate function does not end the data.
+    """
+    if not isinstance(loader, DataLoader):
         yield
         return
-    user_init = loader.worker_init_fn
-    loader.worker_init_fn = partial(init_worker, loader.dataset, user_init)
+    before = loader.worker_init_fn, loader.collate_fn
+    if loader.num_workers:
+        loader.worker_init_fn = partial(init_worker, loader.dataset, loader.worker_init_fn)
+    loader.collate_fn = partial(_collate, loader.dataset, loader.collate_fn)
     try:
         yield
     finally:
-        loader.worker_init_fn = user_init
+        loader.worker_init_fn, loader.collate_fn = before
+
+
+def _collate(dataset: Any, collate: Callable[[Any], Any], samples: Any) -> Any:
+    try:
+        return collate(samples)
+    except StopIteration as error:
+        raise early_end(dataset, "in its collate function") from error
