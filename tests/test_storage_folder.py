@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lumen
-from lumen.checkpoint import manifest
+from lumen.checkpoint import Checkpoint, manifest
 from lumen.checkpoint.folder import (
     clean_leftovers,
     find_checkpoints,
@@ -287,6 +287,52 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     small(tmp_path / "step-4")
     clean_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["step-4"]
+
+
+class MovesAway(lumen.Callback):
+    """Somebody moves a checkpoint to another disk while the run goes on, and leaves a link to it."""
+
+    def __init__(self, folder, elsewhere, *, loses=False):
+        self.folder, self.elsewhere, self.loses = folder, elsewhere, loses
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        if trainer.global_step == 2:
+            trainer.run.saves.wait()
+            os.rename(self.folder / "step-00000002", self.elsewhere / "moved")
+            (self.folder / "step-00000002").symlink_to(self.elsewhere / "moved")
+        if trainer.global_step == 3 and self.loses:
+            shutil.rmtree(self.elsewhere / "moved")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_moved_behind_a_link_ends_no_run_and_is_left_to_who_has_moved_it(tmp_path, caplog, asynchronous):
+    folder, elsewhere = tmp_path / "kept", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    saver = lumen.ModelCheckpoint(dirpath=folder, every_n_train_steps=1, keep_last=2, asynchronous=asynchronous)
+    trainer = quiet_trainer(tmp_path, max_steps=6, callbacks=[MovesAway(folder, elsewhere), saver], log_level="INFO")
+    trainer.fit(Regression(), loader(50, 8))
+    assert names(folder) == ["step-00000005", "step-00000006"]
+    assert Checkpoint.open(elsewhere / "moved").info["finished"] is None
+    said = f"{folder / 'step-00000002'} is a link: it is removed, what it leads to stays: {elsewhere / 'moved'}"
+    assert caplog.messages.count(said) == 1
+    clean_leftovers(folder)
+    assert names(folder) == ["step-00000005", "step-00000006"]
+
+
+def test_a_run_goes_on_from_a_checkpoint_behind_a_link_and_outlives_one_that_leads_nowhere(tmp_path):
+    folder, elsewhere = tmp_path / "kept", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    fit(tmp_path, 2)
+    os.rename(folder / "step-00000002", elsewhere / "step")
+    (folder / "step-00000002").symlink_to(elsewhere / "step")
+    fit(tmp_path, 3, keep_last=1)
+    assert names(folder) == ["step-00000003"]
+    assert (elsewhere / "step/manifest.json").is_file()
+    other = tmp_path / "other/kept"
+    saver = lumen.ModelCheckpoint(dirpath=other, every_n_train_steps=1, keep_last=2)
+    moving = MovesAway(other, elsewhere, loses=True)
+    quiet_trainer(tmp_path, max_steps=6, callbacks=[moving, saver]).fit(Regression(), loader(50, 8))
+    assert names(other) == ["step-00000002", "step-00000005", "step-00000006"]
 
 
 def test_what_no_save_has_left_behind_is_not_cleaned(tmp_path):

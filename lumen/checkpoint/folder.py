@@ -17,6 +17,7 @@ from lumen.checkpoint.disk import PROBE, explained, fsync_directory, names_in, r
 from lumen.checkpoint.manifest import MANIFEST, is_committed, is_unseen, read_head
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.remote import RemotePath
+from lumen.console import logger as _log
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone
 from lumen.strategies.processes import Processes
 
@@ -163,12 +164,19 @@ def is_ours(path: Path) -> bool:
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint; a kill meanwhile never leaves half of one that readers would see.
 
+    Of one that somebody has moved away and put a link to in its place only the link: the rest is theirs.
+
     Raises:
         CheckpointError: It is no checkpoint, or it cannot be removed.
     """
     with explained("remove", path):
         if not (path / MANIFEST).is_file():
             raise CheckpointError(f"{path} is no checkpoint (it has no {MANIFEST}), so it is not removed.")
+        if path.is_symlink():
+            _log.info("%s is a link: it is removed, what it leads to stays: %s", path, os.path.realpath(path))
+            path.unlink()
+            fsync_directory(path.parent)
+            return
         doomed = temporary_name(path)
         if doomed != path:
             os.rename(path, doomed)
