@@ -190,13 +190,36 @@ def _open_logs(trainer: Trainer, directory: Path, closing: ExitStack) -> None:
             session.log_file(directory / "logs" / f"{began}-rank{strategy.rank}.log", trainer.log_level)
         )
         strategy.barrier()  # all are open before anything can fail and give the directory back
-    _log.info("the run is in %s", directory)
+    session.record("the run is in %s", directory)
+    closing.enter_context(_failure_recorded(trainer, directory))
+    closing.enter_context(strategy.processes.explained())  # what is recorded is what is raised
+
+
+@contextmanager
+def _failure_recorded(trainer: Trainer, directory: Path) -> Iterator[None]:
+    """Write what a run fails by, with its traceback, into the logs of each process that it ends."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:  # it was asked to stop
+            raise
+        step = trainer.run.progress.step if trainer._started else 0
+        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        session.record("failed: %s (step %d)", first_line, step, error=error)
+        if trainer.world_size > 1 and _stays(trainer):
+            error.add_note(f"The tracebacks of all ranks are in {directory / 'logs'}.")
+        raise
 
 
 def _give_back_if_unused(trainer: Trainer, directory: Path) -> None:
     """Leave nothing behind of a run that failed before its training began: its name stays free."""
-    if not trainer._started:
+    if not _stays(trainer):
         shutil.rmtree(directory, ignore_errors=True)  # the failure is what is to be seen
+
+
+def _stays(trainer: Trainer) -> bool:
+    """Whether the run's directory is kept: training has begun, or it did in an earlier part of the run."""
+    return trainer._started or trainer.origin.stays
 
 
 def _has_record(checkpoint: Checkpoint | None, logger: str) -> bool:
@@ -213,7 +236,7 @@ def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
     with suppress(LumenError):  # a store that does not answer shall not hide why the run ends
         saved = directory is not None and any(map(newest_committed, checkpoints_of(trainer, directory)))
     if saved and directory is not None:
-        _log.info("stopped at step %d. Go on with:\n  %s", run.progress.step, session.resume_command(directory))
+        session.record("stopped at step %d. Go on with:\n  %s", run.progress.step, session.resume_command(directory))
     else:
-        _log.info("stopped at step %d; no checkpoint was saved", run.progress.step)
+        session.record("stopped at step %d; no checkpoint was saved", run.progress.step)
     raise interruption from None

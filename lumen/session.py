@@ -18,7 +18,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -53,6 +53,7 @@ def stop_signals(run: Run) -> Iterator[None]:
         if run.pulse.requested is not None:
             for known, handler in before.items():
                 signal.signal(known, handler)
+            record("stopped at once: %s", signal.Signals(number).name)
             if run.saves.is_writing:
                 logger.warning("%s: leaving when the checkpoint under way is written", signal.Signals(number).name)
             raise interruption(number)
@@ -106,10 +107,34 @@ def _is_on_the_terminal(handler: logging.Handler) -> bool:
     return stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
 
 
+@final
+class _LogFile(logging.FileHandler):
+    """A log of a run."""
+
+
+def record(message: str, *args: Any, error: BaseException | None = None) -> None:
+    """Say how a run stands. Its log files have it whatever `log_level` is: `lumen runs` reads them.
+
+    Args:
+        message: How, as for a logger.
+        args: What goes into it.
+        error: What has failed, with its traceback: only for the files, since whoever gets the error shows it.
+    """
+    level = logging.INFO if error is None else logging.ERROR
+    if error is None and logger.isEnabledFor(level):
+        logger.log(level, message, *args)
+        return
+    trace = None if error is None else (type(error), error, error.__traceback__)
+    said = logger.makeRecord(logger.name, level, __file__, 0, message, args, trace)
+    for handler in logger.handlers:
+        if isinstance(handler, _LogFile):
+            handler.handle(said)
+
+
 @contextmanager
 def log_file(path: Path, level: str) -> Iterator[None]:
     """Append Lumen's messages to a file."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     with _handler(handler, level):
         yield

@@ -52,6 +52,7 @@ from lumen.precision import make_precision
 from lumen.profilers import Profiler, make_profiler
 from lumen.random import Domain, checked_seed, make_key, seed_generators
 from lumen.run import Run
+from lumen.session import record
 from lumen.strategies import Strategy, make_strategy
 from lumen.task import TaskModule
 from lumen.view import RunView
@@ -132,7 +133,8 @@ class Trainer(RunView):
         enable_progress_bar: Show progress: a bar in a terminal, plain lines elsewhere.
         enable_checkpointing: Save checkpoints.
         enable_model_summary: Print a table of the model at the start.
-        log_level: Of `run.log` and the terminal: DEBUG, INFO, WARNING or ERROR.
+        log_level: Of `run.log` and the terminal: DEBUG, INFO, WARNING or ERROR. How the run began and ended, with the
+            traceback of what it failed by, is in `run.log` at every level.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD
@@ -329,7 +331,7 @@ class Trainer(RunView):
             if self.enable_checkpointing:
                 check_savable(run)  # what cannot be saved is found now, not after the first epoch
             if checkpoint is not None and (reason := run.limit_reached):
-                _log.info("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
+                record("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
                 if not run.progress.in_epoch:
                     return
             self._started = True
@@ -347,9 +349,7 @@ class Trainer(RunView):
             run.saves.check_home()
             if skipped := run.precision.skipped_updates:
                 _log.info("fp16: %d updates were skipped, because their gradients overflowed", skipped)
-            _log.info(
-                "finished: %s at step %d, epoch %d", run.limit_reached, run.progress.step, run.progress.epochs_begun
-            )
+            record("finished: %s at step %d, epoch %d", run.limit_reached, run.progress.step, run.progress.epochs_begun)
 
     def validate(
         self,

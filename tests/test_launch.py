@@ -1,5 +1,6 @@
 """Several processes: who starts them, how they end, and what is seen of it."""
 
+import json
 import os
 import re
 import shutil
@@ -239,11 +240,21 @@ def fails_with_its_own_error_last():
     code, output = run("train.py", "error", "9", "2")
     lines = output.splitlines()
     assert code == 1, output
-    assert lines[-1] == "KeyError: 'what the user did'", output
+    assert lines[-2:] == ["KeyError: 'what the user did'", "The tracebacks of all ranks are in runs/run/logs."], output
     assert output.count("Traceback") == 1, output
     (folder,) = left_in_tmp()
     assert f"rank 1 failed; the output of the ranks above 0 is in {folder}" in lines
     assert not Path("after").exists()
+    (log,) = Path("runs/run/logs").glob("*-rank1.log")
+    assert log.read_text().endswith("KeyError: 'what the user did'\n")
+    assert "Traceback (most recent call last):" in log.read_text()
+    (first,) = Path("runs/run/logs").glob("*-rank0.log")
+    assert "failed: ProcessLost: rank 0 lost another process of the run" in first.read_text()
+    run_log = Path("runs/run/run.log").read_text()
+    assert run_log.endswith(first.read_text()[-200:])
+    code, output = run("-m", "lumen", "runs", "--json")
+    (shown,) = json.loads(output)
+    assert (code, shown["status"], shown["error"]) == (0, "failed", "KeyError: 'what the user did' (step 1)")
 
 
 @pytest.mark.slow

@@ -276,6 +276,12 @@ def test_an_error_is_one_traceback_and_leaves_nothing(notebook):
     assert trace.endswith("RuntimeError: a mistake of the user")
     assert "another exception" not in trace
     assert len(re.findall(r"^(?:File|Cell) ", trace, re.MULTILINE)) <= 12
+    notebook.run("""
+        log = Path("runs/failed/run.log").read_text()
+        assert log.count("Traceback (most recent call last):") == 1, log
+        assert log.endswith("RuntimeError: a mistake of the user\\n"), log
+        assert "in fail\\n" in log, log
+    """)
     notebook.run("assert not (left := changes()), left")
 
 

@@ -144,6 +144,109 @@ def test_how_a_run_stands_is_told_by_its_lock_and_by_what_it_said_last(listed):
     assert listed()["line-2"]["status"] == "unknown"
 
 
+ENDINGS = """
+import os, signal
+from tests.cli_tasks import Line
+
+class Asked(Line):
+    def training_step(self, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch)
+
+class AskedTwice(Line):
+    def training_step(self, batch):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch)
+
+class Killed(Line):
+    def training_step(self, batch):
+        if self.global_step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch)
+
+class Wordy(Line):
+    def training_step(self, batch):
+        if self.global_step == 1:
+            raise RuntimeError("what is wrong\\nand what it comes from")
+        return super().training_step(batch)
+"""
+
+
+@pytest.mark.parametrize("level", ["DEBUG", "INFO", "WARNING", "CRITICAL"])
+def test_how_a_run_has_ended_is_known_at_every_log_level(listed, level):
+    Path("endings.py").write_text(ENDINGS)
+    words = ["--trainer.log_level", level, "--trainer.name"]
+    fit(*words, "finished")
+    fit(*words, "short", "--trainer.max_steps=1", "--trainer.max_epochs=null")
+    with pytest.raises(KeyError, match="nothing"):
+        fit("--model=tests.cli_tasks.Broken", *words, "failed")
+    with pytest.raises(RuntimeError, match="what is wrong"):
+        fit("--model=endings.Wordy", *words, "wordy")
+    with pytest.raises(SystemExit, match="143"):
+        fit("--model=endings.Asked", *words, "stopped")
+    assert main(["fit", "--config=line.yaml", "--model=endings.AskedTwice", *words, "at-once"]) == 130
+    found = listed()
+    assert {name: (run["status"], run["error"]) for name, run in found.items()} == {
+        "finished": ("finished", None),
+        "short": ("finished", None),
+        "failed": ("failed", "KeyError: 'nothing' (step 0)"),
+        "wordy": ("failed", "RuntimeError: what is wrong (step 1)"),
+        "stopped": ("stopped", None),
+        "at-once": ("stopped", None),
+    }
+    fit(*words, "failed", "--trainer.resume=auto")
+    assert (listed()["failed"]["status"], listed()["failed"]["error"]) == ("finished", None)
+
+
+def test_a_killed_run_has_failed_at_every_log_level(listed):
+    Path("endings.py").write_text(ENDINGS)
+    with pytest.raises(KeyError):
+        fit("--model=tests.cli_tasks.Broken", "--trainer.name=killed")
+    words = ["fit", "--config=line.yaml", "--model=endings.Killed", "--trainer.log_level=CRITICAL"]
+    ended = subprocess.run([*LUMEN, *words, "--trainer.name=killed", "--trainer.resume=auto"], env=ENVIRONMENT)
+    assert ended.returncode == -9
+    run = listed()["killed"]
+    assert (run["status"], run["error"]) == ("failed", None)  # of that before it nothing is said any more
+
+
+def test_the_log_of_a_failed_run_has_the_whole_traceback_and_the_list_of_runs_its_last_line(shown, capsys):
+    with pytest.raises(KeyError, match="nothing"):
+        fit("--model=tests.cli_tasks.Broken", "--trainer.log_level=ERROR")
+    assert "Traceback" not in capsys.readouterr().err  # whoever gets the error shows it
+    log = Path("runs/line/run.log").read_text()
+    assert log.count("Traceback (most recent call last):") == 1
+    assert log.count(" ERROR failed: KeyError: 'nothing' (step 0)\n") == 1
+    assert f'File "{ROOT / "tests/cli_tasks.py"}", line ' in log
+    assert '    return {}["nothing"]\n' in log
+    assert log.endswith("KeyError: 'nothing'\n")
+    assert shown().splitlines()[-1].split(maxsplit=7)[1:] == ["failed", *"-----", "KeyError: 'nothing' (step 0)"]
+    text = re.sub(r"\x1b\[[0-9;]*m", "", terminal(80))
+    assert "runs/line  failed" in text
+    assert "  KeyError: 'nothing' (step 0)" in text
+
+
+def test_an_error_of_lumen_and_one_at_the_very_end_are_in_the_log_too(listed, capsys):
+    Path("ends.py").write_text(
+        "import torch, lumen\nfrom tests.cli_tasks import Line\n\n"
+        "class Infinite(Line):\n"
+        "    def training_step(self, batch):\n        return super().training_step(batch) / 0\n\n"
+        "class Late(lumen.Callback):\n"
+        "    def teardown(self, trainer, task, stage):\n        raise OSError('too late')\n"
+    )
+    assert main(["fit", "--config=line.yaml", "--model=ends.Infinite", "--trainer.name=infinite"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    with pytest.raises(OSError, match="too late"):
+        fit("--trainer.callbacks=ends.Late", "--trainer.name=late")
+    found = listed()
+    assert (found["infinite"]["status"], found["late"]["status"]) == ("failed", "failed")
+    assert found["infinite"]["error"] == f"NonFiniteLoss: {line.removeprefix('error: ')} (step 0)"
+    assert found["late"]["error"] == "OSError: too late (step 9)"
+    assert "in teardown" in Path("runs/late/run.log").read_text()
+
+
 def newer(name):
     return any(path.name > name for path in find_checkpoints(Path("runs/line/checkpoints")))
 

@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 import time
+import traceback
 from functools import partial
 
 import pytest
@@ -163,6 +164,33 @@ def warn_on_every_rank(tmp_path):
         )  # fmt: skip
         trainer.fit(Regression(), loader())
         return file.getvalue()
+
+
+def test_each_rank_that_fails_leaves_its_traceback_and_says_where_all_are(group, tmp_path):
+    shown = group(2).run(fail_on_every_rank, tmp_path)
+    directory = tmp_path / "runs" / "run"
+    for rank, log in enumerate(sorted((directory / "logs").iterdir())):
+        assert shown[rank].endswith(
+            f"KeyError: 'of rank {rank}'\nThe tracebacks of all ranks are in {directory}/logs.\n"
+        )
+        text = log.read_text()
+        assert text.count("Traceback (most recent call last):") == 1
+        assert text.endswith(f"KeyError: 'of rank {rank}'\n")
+        assert "in training_step" in text
+    assert (directory / "run.log").read_text().endswith("KeyError: 'of rank 0'\n")
+
+
+class FailsOnEach(Regression):
+    def training_step(self, batch):
+        if self.global_step == 1:
+            raise KeyError(f"of rank {self.trainer.global_rank}")
+        return super().training_step(batch)
+
+
+def fail_on_every_rank(tmp_path):
+    with pytest.raises(KeyError) as caught:
+        quiet_trainer(tmp_path, strategy="ddp", max_steps=2, log_level="CRITICAL").fit(FailsOnEach(), loader())
+    return "".join(traceback.format_exception(caught.value))
 
 
 def test_loggers_of_other_ranks_take_everything_and_write_nothing(group, tmp_path):

@@ -42,8 +42,9 @@ def main(args: list[str] | None = None) -> int:
     except LumenError as error:
         if os.environ.get("LUMEN_DEBUG") == "1":
             traceback.print_exc()
-        if not report(error, f"error: {error}"):
-            print(f"error: {error}", file=stderr)
+        text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
+        if not report(error, text):
+            print(text, file=stderr)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         stdout.flush()  # here, where a closed pipe is no error, and not when Python exits

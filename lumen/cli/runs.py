@@ -25,21 +25,23 @@ from lumen.checkpoint.manifest import MANIFEST
 from lumen.checkpoint.remote import RemotePath, as_place
 from lumen.cli.words import Words, size
 from lumen.console import stderr, stdout
-from lumen.errors import ConfigError, LumenError, RunDirectoryError
+from lumen.errors import ConfigError, LumenError, ProcessLost, RunDirectoryError
 from lumen.rundir import RunDirectory
 
 _MORE = (
     "Nothing is changed, and no job is disturbed. Running: a live process holds the run; stopped: it was asked to; "
-    "failed: it ended without a word, by an error or a kill. Exit code 1: --verify found damage."
+    "failed: it ended by an error, whose traceback is in run.log, or by a kill. Exit code 1: --verify found damage."
 )
 _STYLES = {"running": "bold green", "finished": "green", "stopped": "yellow", "failed": "bold red", "unknown": "dim"}
+_BEGUN, _FAILED = "the run is in ", "failed: "
 _ENDS = {  # what the log of a run says last that is no longer running
     "finished: ": "finished",
     "nothing to do: ": "finished",
-    "stopped at step ": "stopped",
-    "the run is in ": "failed",
+    "stopped at ": "stopped",
+    _BEGUN: "failed",
+    _FAILED: "failed",
 }
-_LOG_LINE = re.compile(rf"^[-0-9]+ [:,0-9]+ INFO ({'|'.join(_ENDS)})", re.M)
+_LOG_LINE = re.compile(rf"^([-0-9]+ [:,0-9]+) (?:INFO|ERROR) ({'|'.join(_ENDS)})(.*)$", re.M)
 _LOG_TAIL_BYTES = 1 << 20
 
 
@@ -53,6 +55,7 @@ class ShownRun:
         checkpoints: What lies where its checkpoints are.
         problem: Why that cannot be read, or None.
         status: One of `_STYLES`.
+        error: What it failed by, in a line, or None.
         holder: The live job that has it: its `host`, `pid` and `started`.
     """
 
@@ -60,6 +63,7 @@ class ShownRun:
     checkpoints: list[Listed] = field(default_factory=list)
     problem: str | None = None
     status: str = "unknown"
+    error: str | None = None
     holder: dict[str, Any] | None = None
 
     @property
@@ -164,19 +168,40 @@ def _look(path: Path, *, verify: bool) -> ShownRun:
             shown.holder = RunDirectory.is_locked(path)
     except (RunDirectoryError, UserWarning):
         return shown
-    shown.status = "running" if shown.holder else _how_it_ended(shown)
+    if shown.holder:
+        shown.status = "running"
+    else:
+        _find_end(shown)
     return shown
 
 
-def _how_it_ended(shown: ShownRun) -> str:
+def _find_end(shown: ShownRun) -> None:
     """What the run's own log says last, else its newest checkpoint."""
+    said = _said_in(shown.path / "run.log")
+    shown.status = _ENDS[said[-1][1]] if said else _by_checkpoint(shown)
+    if shown.status == "failed":
+        begun = max((when for when, what, _ in said if what == _BEGUN), default="")
+        of_ranks = sorted((shown.path / "logs").glob("*-rank*.log"))
+        newest = [log for log in of_ranks if log.name.rpartition("-")[0] == of_ranks[-1].name.rpartition("-")[0]]
+        logs = [shown.path / "run.log", *newest]
+        shown.error = _first_failure([each for log in logs for each in _said_in(log) if each[0] >= begun])
+
+
+def _first_failure(said: list[tuple[str, str, str]]) -> str | None:
+    """What the ranks failed by; the first of those that did not only lose another one."""
+    failures = [line for _, what, line in sorted(said) if what == _FAILED]
+    causes = [line for line in failures if not line.startswith(f"{ProcessLost.__name__}: ")]
+    return next(iter(causes or failures), None)
+
+
+def _said_in(log: Path) -> list[tuple[str, str, str]]:
+    """What a log says of how the run stands: when, which of `_ENDS`, and the rest of the line."""
     try:
-        with open(shown.path / "run.log", "rb") as file:
+        with open(log, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
-            said = _LOG_LINE.findall(file.read().decode(errors="replace"))
+            return _LOG_LINE.findall(file.read().decode(errors="replace"))
     except OSError:
-        said = []
-    return _ENDS[said[-1]] if said else _by_checkpoint(shown)
+        return []
 
 
 def _by_checkpoint(shown: ShownRun) -> str:
@@ -208,6 +233,7 @@ def _record(shown: ShownRun) -> dict[str, Any]:
         "path": str(shown.path),
         "status": shown.status,
         **{key: holder.get(key) for key in ("host", "pid", "started")},
+        "error": shown.error,
         "problem": shown.problem,
         "checkpoints": checkpoints,
         "temporary": [each.path.name for each in shown.checkpoints if each.kind == "tmp"],
@@ -242,8 +268,8 @@ def _print(found: Sequence[ShownRun]) -> None:
             size_bytes = "-" if each.size_bytes is None else str(each.size_bytes)
             described = each.path.name, str(each.info.get("epoch", "-")), _time(each, "seconds") or "-", size_bytes
             rows.append((*run, *described, state, _printable(each.problem or metrics)))
-        if not shown.committed:
-            rows.append((*run, *"-----", _printable(shown.problem or "no checkpoints")))
+        if shown.error or not shown.committed:
+            rows.append((*run, *"-----", _printable(shown.problem or shown.error or "no checkpoints")))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(map(str.ljust, row, widths)).rstrip(), file=stdout)
@@ -305,6 +331,8 @@ def _notes(shown: ShownRun) -> Iterator[tuple[str, str]]:
         yield shown.problem, "red"
     elif not shown.committed:
         yield "  no checkpoints", "dim"
+    if shown.error:
+        yield f"  {shown.error}", "red"
     for each in shown.checkpoints:
         if each.problem:
             yield f"  {each.problem}", "red"
