@@ -55,7 +55,7 @@ def download(url: str, path: str | Path, sha256: str, timeout_s: float = 60.0) -
         DataError: The server cannot be reached, the file ends early, or its hash is another one. What was at ``path``
             is untouched then.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)

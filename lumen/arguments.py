@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, wraps
 from numbers import Integral, Real
@@ -96,6 +97,20 @@ def _names(hint: Any) -> Iterator[str]:
         yield f"a {origin.__name__} of " + " or ".join(_names(within[-1]))
     else:
         yield _NAMES.get(hint) or f"a {getattr(hint, '__name__', hint)}"
+
+
+def local_path(path: str | Path) -> Path:
+    """A path of this machine that somebody wrote: `~` is the home directory, as in a shell.
+
+    Raises:
+        ConfigError: It is empty, which pathlib takes for the working directory.
+    """
+    if not str(path):
+        raise ConfigError(
+            "a path is empty, which names nothing. Give one, or None for none; an attribute such as best_model_path is "
+            "empty until there is a checkpoint."
+        )
+    return Path(os.path.expanduser(str(path)))
 
 
 def at_least(least: float, **numbers: float | None) -> None:

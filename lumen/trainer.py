@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, final
 from torch import nn
 
 from lumen import loop
-from lumen.arguments import at_least, checked
+from lumen.arguments import at_least, checked, local_path
 from lumen.callbacks import (
     Callback,
     ModelCheckpoint,
@@ -212,7 +212,7 @@ class Trainer(RunView):
         self.benchmark = benchmark
         self.compilation = Compilation(compile)
         self.fast_dev_run = int(fast_dev_run)
-        self.default_root_dir = Path(default_root_dir)
+        self.default_root_dir = local_path(default_root_dir)
         self.name = name
         self.origin = self._origin = Origin(resume, resume_parts, init_from)
         self.seed = None if seed is None else checked_seed("seed", seed)
@@ -480,7 +480,8 @@ class Trainer(RunView):
             raise ConfigError(f"{stage}: there is no model, and no run before this one. Give one: {stage}(model, ...).")
         if data is None:
             data = self._run.datamodule
-        if ckpt_path is None and (best := self.checkpoint_callback) is not None and best.best_model_path:
+        best = self.checkpoint_callback
+        if ckpt_path is None and best is not None and best.monitor is not None and best.best_model_path:
             ckpt_path = best.best_model_path
             _log.info("%s: with the best parameters of the run before, %s", stage, ckpt_path)
         return self._run.task, data, ckpt_path

@@ -7,6 +7,7 @@ import signal
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.checkpoint.folder import read_info
-from lumen.errors import ConfigError, TrainingError
+from lumen.errors import CheckpointError, ConfigError, TrainingError
 from tests.tasks import Regression, loader, quiet_trainer
 from tests.test_callbacks import Scripted, fit
 
@@ -175,6 +176,20 @@ def test_the_callback_knows_its_best_checkpoints(tmp_path):
 
 
 # ---------------------------------------------------------------------- where
+
+
+def test_without_a_monitor_the_newest_checkpoint_is_the_best_one_as_in_lightning(tmp_path):
+    plain = lumen.ModelCheckpoint(every_n_epochs=2)
+    assert plain.best_model_path == ""
+    seen = []
+    watch = lumen.LambdaCallback(on_train_epoch_start=lambda trainer, task: seen.append(plain.best_model_path[-2:]))
+    trainer = fit(tmp_path, [9, 5, 1, 2], [watch, plain])
+    assert seen == ["", "", "04", "04"]
+    assert plain.best_model_path == plain.last_model_path == str(tmp_path / "runs/run/checkpoints/step-00000008")
+    assert (plain.best_model_score, plain.best_k_models, plain.kth_best_model_path) == (None, {}, "")
+    with pytest.raises(CheckpointError, match=r"no checkpoint is known as best.* use last or a path"):
+        trainer.validate(ckpt_path="best")
+    assert Checkpoint.open(Path(plain.best_model_path)).info["step"] == 8
 
 
 def test_checkpoints_can_lie_elsewhere(tmp_path):

@@ -50,10 +50,10 @@ def shown(directory, capsys):
     [
         ((BEST, WORST), 4, [4, 12]),
         ((WORST, BEST), 12, [12, 4]),
-        ((PLAIN, BEST, WORST), 4, ["", 4, 12]),
-        ((WORST | {"save_top_k": 0}, BEST, PLAIN), 4, ["", 4, ""]),
-        ((PLAIN, WORST, PLAIN), 12, ["", 12, ""]),
-        ((PLAIN, BEST | {"every_n_epochs": 0, "keep_last": 0, "at_end": False}), 4, ["", 4]),
+        ((PLAIN, BEST, WORST), 4, [12, 4, 12]),
+        ((WORST | {"save_top_k": 0}, BEST, PLAIN), 4, ["", 4, 12]),
+        ((PLAIN, WORST, PLAIN), 12, [12, 12, 12]),
+        ((PLAIN, BEST | {"every_n_epochs": 0, "keep_last": 0, "at_end": False}), 4, [12, 4]),
     ],
 )
 def test_everybody_names_one_checkpoint_as_the_best(tmp_path, capsys, caplog, options, best, own):
@@ -160,7 +160,10 @@ def test_checkpoints_of_another_run_are_left_alone(tmp_path):
 
 def test_without_a_monitor_where_it_is_looked_for_there_is_no_best_one(tmp_path):
     trainer = fit(tmp_path, savers(PLAIN, {"monitor": "loss", "save_top_k": 0}))
-    assert trainer.checkpoint_callback.best_model_path == ""
+    plain, silent = trainer.checkpoint_callback, trainer.callbacks[-1]
+    assert (plain.monitor, silent.monitor) == (None, "loss")
+    assert plain.best_model_path == plain.last_model_path != ""  # as in Lightning
+    assert silent.best_model_path == ""
     with pytest.raises(CheckpointError, match="no ModelCheckpoint that saves there has a monitor"):
         trainer.validate(Both(), DATA, ckpt_path="best")
 

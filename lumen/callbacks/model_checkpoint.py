@@ -73,7 +73,7 @@ class ModelCheckpoint(Callback):
             taken before the first save: at once with `every_n_train_steps`, else after 10 seconds.
 
     Attributes:
-        best_model_path: Directory of the best checkpoint, or "".
+        best_model_path: Directory of the best checkpoint, without a monitor of the newest one, or "".
         best_model_score: Its value, or None.
         best_k_models: Values of the `save_top_k` best by directory, the best one first.
         kth_best_model_path: Directory of the worst of these, or "".
@@ -149,7 +149,9 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_model_path(self) -> str:
-        """Directory of the best checkpoint; "" before there is one."""
+        """Directory of the best checkpoint, without a monitor of the newest one; "" before there is one."""
+        if self.monitor is None:
+            return self.last_model_path if self.save_top_k else ""
         return self._path(next(iter(self._committed()), None))
 
     @property

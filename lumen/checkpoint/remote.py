@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path, PosixPath
 from typing import Any, final
 
+from lumen.arguments import local_path
 from lumen.errors import ConfigError
 
 _PART_BYTES = 16 << 20  # of an upload or a download: what a store takes well, and what memory it needs beside a tensor
@@ -103,10 +104,10 @@ class RemotePath(PosixPath):
 
 
 def as_place(path: str | Path) -> Path:
-    """A path of this machine, or a `RemotePath` where it is a URL.
+    """A path of this machine, in which `~` is the home directory, or a `RemotePath` where it is a URL.
 
     Raises:
-        ConfigError: It is a URL that pathlib has spoilt, or one with wildcards.
+        ConfigError: It is empty, a URL that pathlib has spoilt, or one with wildcards.
     """
     if isinstance(path, RemotePath):
         return path
@@ -114,7 +115,7 @@ def as_place(path: str | Path) -> Path:
     if isinstance(path, Path) and re.match("[a-z][a-z0-9+.-]+:$", path.parts[0] if path.parts else ""):
         raise ConfigError(f"{text}: pathlib takes slashes out of URLs. Give a string instead.")
     if "://" not in text:
-        return Path(text)
+        return local_path(text)
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
     if found := re.search(r"[*?\[\]]", text):

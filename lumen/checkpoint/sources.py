@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, final
 
+from lumen.arguments import local_path
 from lumen.checkpoint.disk import read_json, readable
 from lumen.checkpoint.folder import newest_committed, newest_valid
 from lumen.checkpoint.manifest import MANIFEST, Chunk, Manifest, Spec, read_manifest
@@ -85,7 +86,7 @@ def refuse_pickle(path: str) -> None:
     Raises:
         ConfigError: It is one by its name; says how to convert it.
     """
-    place = Path(path.partition("?")[0])
+    place = local_path(path.partition("?")[0])
     if place.suffix in PICKLES and not place.is_dir():
         raise ConfigError(_CONVERT.format(path=path, name=place.name, stem=place.stem))
 

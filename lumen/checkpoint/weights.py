@@ -6,11 +6,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from lumen.arguments import local_path
 from lumen.batches import fill
 from lumen.checkpoint.codec import Tensors
 from lumen.checkpoint.reader import Checkpoint
@@ -79,7 +79,7 @@ def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> No
     """
     with open_weights(str(weights.path), processes) as checkpoint:
         _fill(model, checkpoint, weights, processes, cast=True)
-        _log.info("parameters from %s", checkpoint.path if Path(weights.path).is_dir() else weights.path)
+        _log.info("parameters from %s", checkpoint.path if local_path(weights.path).is_dir() else weights.path)
 
 
 def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes: Processes, *, cast: bool) -> None:

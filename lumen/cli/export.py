@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from lumen import session
+from lumen.arguments import local_path
 from lumen.checkpoint.export import Exported, export
 from lumen.cli.words import Words, size
 from lumen.console import stdout
@@ -53,7 +54,7 @@ def run(words: list[str]) -> int:
         help="Such as 5GB: several files in the directory, with model.safetensors.index.json. Default: one file.",
     )
     given = parser.read(words)
-    output = Path(given.output)
+    output = local_path(given.output)
     with session.console_log("INFO"):
         exported = export(
             given.source,

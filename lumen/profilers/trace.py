@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
+from lumen.arguments import local_path
 from lumen.errors import ConfigError
 from lumen.profilers.base import Profiler, make_table, show
 
@@ -70,7 +71,7 @@ class TorchProfiler(Profiler):
         self.profile_memory = profile_memory
         self.with_stack = with_stack
         self.row_limit = row_limit
-        self.given_dirpath = None if dirpath is None else Path(dirpath)
+        self.given_dirpath = None if dirpath is None else local_path(dirpath)
 
     def start(self, run: Run, directory: Path | None) -> None:
         """See `Profiler.start`."""
