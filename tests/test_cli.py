@@ -175,6 +175,113 @@ def test_print_config_is_a_config_that_means_the_same(capsys):
     assert config["optimizer"]["class_path"] == "torch.optim.SGD"
 
 
+@pytest.mark.parametrize("flags", ["", "skip_default", "skip_unset", "skip_null", "skip_default,skip_unset"])
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_print_config_leaves_out_what_it_is_told_to(capsys, command, flags):
+    words = ["--model.lr", "0.3", "--optimizer", "SGD", "--trainer.callbacks.bar", "ProgressBar"]
+    assert main([command, "--config", "line.yaml", *words, "--print_config"]) == 0
+    everything = capsys.readouterr().out
+    assert main([command, "--config", "line.yaml", *words, f"--print_config={flags}"]) == 0
+    printed = capsys.readouterr().out
+    config = yaml.safe_load(printed)
+    assert ("max_steps" in config["trainer"]) == (flags == "")
+    assert ("precision" in config["trainer"]) == ("skip_default" not in flags)
+    assert config["model"]["init_args"]["lr"] == 0.3
+    assert config["optimizer"]["class_path"] == "torch.optim.SGD"
+    assert main([command, "--config", write("printed.yaml", printed), "--print_config"]) == 0
+    assert capsys.readouterr().out == everything
+    assert not Path("runs").exists()
+
+
+def test_the_help_names_every_flag_of_print_config_and_no_other_is_taken(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    (described,) = re.findall(r"--print_config\S* (.*?) --seed_everything", text)
+    assert re.findall("=(\\w+)", described) == ["flags", "skip_default", "skip_unset"]
+    assert "comments" not in described
+    for word in ("comments", "skip_defaults"):
+        assert main(["fit", "--config", "line.yaml", f"--print_config={word}"]) == 2
+        said = f"--print_config={word}: expected one of skip_default, skip_unset, skip_null.\n"
+        assert capsys.readouterr().err == f"error: {said}"
+
+
+# ---------------------------------------------------------------------- lists that grow
+
+
+def listed_callbacks(capsys, *words, config="line.yaml"):
+    capsys.readouterr()
+    assert main(["fit", "--config", config, *words, "--print_config=skip_default"]) == 0
+    return yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
+
+
+EARLY = {"class_path": "lumen.EarlyStopping", "init_args": {"monitor": "val_loss", "patience": 7}}
+EARLY_WORDS = [
+    "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.patience=7", "--trainer.callbacks.monitor", "val_loss"
+]  # fmt: skip
+
+
+def test_a_plus_adds_to_a_list_and_what_follows_is_for_what_was_added(capsys):
+    write(
+        "listed.yaml", {"trainer": {"callbacks": [{"class_path": "tests.cli_tasks.Loud", "init_args": {"volume": 5}}]}}
+    )
+    files = ["--config", "listed.yaml"]
+    write(
+        "bare.yaml",
+        CONFIG | {"trainer": {key: CONFIG["trainer"][key] for key in CONFIG["trainer"] if key != "callbacks"}},
+    )
+    loud = {"class_path": "tests.cli_tasks.Loud", "init_args": {"volume": 5}}
+    bar = {"class_path": "lumen.LearningRateMonitor"}
+    more = [*EARLY_WORDS, "--trainer.callbacks+", "LearningRateMonitor"]
+    assert listed_callbacks(capsys, *files, *EARLY_WORDS, config="bare.yaml") == [loud, EARLY]
+    assert listed_callbacks(capsys, *files, *more, config="bare.yaml") == [loud, EARLY, bar]
+    assert listed_callbacks(capsys, *EARLY_WORDS, config="bare.yaml") == [EARLY]
+    in_one = ["--trainer.callbacks+", "{class_path: EarlyStopping, patience: 7, monitor: val_loss}"]
+    assert listed_callbacks(capsys, *files, *in_one, config="bare.yaml") == [loud, EARLY]
+    several = [
+        "--trainer.callbacks+",
+        "[{class_path: EarlyStopping, patience: 7, monitor: val_loss}, LearningRateMonitor]",
+    ]
+    assert listed_callbacks(capsys, *files, *several, config="bare.yaml") == [loud, EARLY, bar]
+    of_words = ["--trainer.callbacks=[LearningRateMonitor]", *EARLY_WORDS]
+    assert listed_callbacks(capsys, *files, *of_words, config="bare.yaml") == [bar, EARLY]
+    single = ["--trainer.callbacks=LearningRateMonitor", *EARLY_WORDS]
+    assert listed_callbacks(capsys, *single, config="bare.yaml") == [bar, EARLY]
+
+
+def test_a_plus_adds_to_callbacks_that_have_names(capsys):
+    found = listed_callbacks(
+        capsys, *EARLY_WORDS, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=x"
+    )
+    assert list(found) == ["spy", "earlystopping", "earlystopping2"]
+    assert found["earlystopping"] == EARLY
+    trainer, _ = fit(*EARLY_WORDS)
+    assert sum(type(each).__name__ == "EarlyStopping" for each in trainer.callbacks) == 1
+
+
+def test_a_plus_adds_to_any_list_of_any_class():
+    write("many.yaml", {"model": {"init_args": {"widths": [3]}}})
+    _, task = fit("--model.widths+=4", "--config", "many.yaml", "--model.widths+", "[5, 6]")
+    assert tuple(task.hparams.widths) == (3, 4, 5, 6)
+    _, task = fit("--model.widths+=4")  # to the default
+    assert tuple(task.hparams.widths) == (1, 2, 4)
+
+
+def test_what_is_wrong_with_what_was_added_is_said(capsys):
+    words = ["fit", "--config", "line.yaml", "--trainer.callbacks=[LearningRateMonitor]"]
+    assert main([*words, "--trainer.callbacks+=EarlyStoping"]) == 2
+    said = "trainer.callbacks.1 (the command line): lumen has no class EarlyStoping. Did you mean EarlyStopping?"
+    assert said in capsys.readouterr().err
+    assert main([*words, *EARLY_WORDS, "--trainer.callbacks.patince=3"]) == 2
+    said = "trainer.callbacks.1.patince (the command line): EarlyStopping has no option patince. Did you mean patience?"
+    assert said in capsys.readouterr().err
+    assert main(["fit", "--config", "line.yaml", "--trainer.callbacks+=EarlyStopping"]) == 2
+    said = "trainer.callbacks.earlystopping (the command line): EarlyStopping needs monitor. Set it."
+    assert said in capsys.readouterr().err
+    assert main(["fit", "--config", "line.yaml", "--model.widths+=wide"]) == 2
+    assert "model.widths (the command line): expected a list of int, found [1, 2, 'wide']." in capsys.readouterr().err
+
+
 def test_a_nested_class_and_a_dataclass_are_built():
     write("nested.yaml", {"model": {"init_args": {"noise": {"scale": 0.5}, "encoder": {"class_path": "ReLU"}}}})
     _, task = fit("--config", "nested.yaml", "--model.noise.kind", "uniform", "--model.encoder.inplace", "true")

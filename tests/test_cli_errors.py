@@ -201,6 +201,31 @@ def test_a_class_that_is_not_there_is_named_with_the_nearest_one(refused, words,
     assert message in fit(refused, *words)
 
 
+def test_a_module_that_is_not_found_is_said_with_where_it_was_looked_for(refused, monkeypatch, tmp_path):
+    for folder in ("project/configs", "project/package", "elsewhere", "added"):
+        Path(folder).mkdir(parents=True)
+    Path("project/my_tasks_of_c11.py").write_text("from tests.cli_tasks import Line\n")
+    config = CONFIG.replace("tests.cli_tasks.Line", "my_tasks_of_c11.Line")
+    Path("project/configs/mine.yaml").write_text(config)
+    monkeypatch.chdir("elsewhere")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "added"))
+    fit_words = ["fit", "--config", "../project/configs/mine.yaml"]
+    looked = f"It was looked for in {tmp_path}/elsewhere (where lumen was started), {tmp_path}/added and among what is"
+    advice = f"It is in {tmp_path}/project: start lumen there, or add that to PYTHONPATH."
+    begin = (
+        "model (../project/configs/mine.yaml): cannot import my_tasks_of_c11.Line: there is no module my_tasks_of_c11."
+    )
+    assert refused(*fit_words) == f"{begin} {looked} installed. {advice}\n"
+    said = refused(*fit_words, "--model", "package.Line")
+    assert f"there is no module package. {looked} installed. It is in {tmp_path}/project: start" in said
+    said = refused(*fit_words, "--model", "nowhere_at_all.Line")
+    assert "Start lumen in the directory that it is in, or add that to PYTHONPATH." in said
+    said = refused(*fit_words, "--model", "tests.cli_task.Line")
+    assert f"Did you mean cli_tasks or tasks? It was looked for in {Path(cli_tasks.__file__).parent}." in said
+    monkeypatch.chdir(tmp_path / "project")
+    assert main(["fit", "--config", "configs/mine.yaml", "--print_config"]) == 0
+
+
 def test_an_import_error_inside_a_users_module_is_the_users_own():
     Path("needy.py").write_text("import not_installed_anywhere\n")
     with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):

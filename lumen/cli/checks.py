@@ -8,8 +8,10 @@ import os
 import pkgutil
 import sys
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from importlib import import_module
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -18,8 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lumen.arguments import local_path
 from lumen.callbacks import Callback
-from lumen.cli.layers import Keys, Settings
+from lumen.cli.layers import Added, Keys, Settings
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError
 from lumen.task import TaskModule
@@ -40,11 +43,11 @@ def check(settings: Settings, top: ArgumentParser, groups: Mapping[str, type]) -
     problems += _wrong(settings, (), top, {key: value for key, value in plain.items() if key in known})
     for key, kind in groups.items():
         problems += _check(settings, (key,), kind, tree.get(key) or {})[0]
-    for path, node in _nodes(tree, ()):
+    for path, node in nodes(tree, ()):
         callback = path[:2] == ("trainer", "callbacks") and len(path) <= 3
         where, base = settings.where((*path, "class_path")), Callback if callback else BASES.get(".".join(path))
         try:
-            kind = find_class(node.get("class_path", ""), base, where)
+            kind = find_class(node.get("class_path", ""), base, where, settings.files)
         except ConfigError as error:
             problems.append(str(error))
             continue
@@ -61,8 +64,14 @@ def check(settings: Settings, top: ArgumentParser, groups: Mapping[str, type]) -
     return links
 
 
-def find_class(name: str, base: type | None, where: str = "") -> Any:
+def find_class(name: str, base: type | None, where: str = "", files: Sequence[str] = ()) -> Any:
     """Import a class by its full name, or find it by its short one among the imported classes of a base.
+
+    Args:
+        name: Its name.
+        base: What it must be derived from.
+        where: Who names it, for errors.
+        files: The config files, in whose directories its module may be.
 
     Returns:
         None for a short name without a base: jsonargparse finds it by the type of its parameter.
@@ -75,10 +84,8 @@ def find_class(name: str, base: type | None, where: str = "") -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # of what the user's module imports
-        parent, _, missing = error.name.rpartition(".")
-        modules = pkgutil.iter_modules(sys.modules[parent].__path__ if parent else [os.getcwd()])
-        hint = _nearest(missing, (module.name for module in modules))
-        raise ConfigError(f"{where}: cannot import {name}: there is no module {error.name}.{hint}") from error
+        text = f"{where}: cannot import {name}: there is no module {error.name}.{_where_it_may_be(error.name, files)}"
+        raise ConfigError(text) from error
     known = {key: getattr(owner, key, None) for key in dir(owner)} if owner else _subclasses(base or object)
     if short not in known:
         what = f"{module or 'lumen'} has no class {short}." if short else "no class is named."
@@ -89,18 +96,36 @@ def find_class(name: str, base: type | None, where: str = "") -> Any:
     return found
 
 
+def _where_it_may_be(missing: str, files: Sequence[str]) -> str:
+    """Where a module was looked for, which has nearly its name, and which directory of a config file has it."""
+    parent, _, short = missing.rpartition(".")
+    looked_in = [*sys.modules[parent].__path__] if parent else [os.getcwd()]
+    hint = _nearest(short, (module.name for module in pkgutil.iter_modules(looked_in)))
+    if parent:
+        return f"{hint} It was looked for in {', '.join(looked_in)}."
+    around = [place for file in files for place in Path(os.path.abspath(local_path(file))).parents]
+    found = next((place for place in around if (place / f"{short}.py").is_file() or (place / short).is_dir()), None)
+    it_is = "Start lumen in the directory that it is in" if found is None else f"It is in {found}: start lumen there"
+    others = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    everywhere = ", ".join([f"{os.getcwd()} (where lumen was started)", *others])
+    return f"{hint} It was looked for in {everywhere} and among what is installed. {it_is}, or add that to PYTHONPATH."
+
+
 def _check(settings: Settings, path: Keys, kind: type, given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """What is wrong with the arguments of a class, and which are missing. Classes in them are checked elsewhere."""
     parser = ArgumentParser(exit_on_error=False)
     supplied = SUPPLIED.get(path[0], ()) if len(path) < 3 else ()
     added = parser.add_class_arguments(kind, skip={*supplied}, fail_untyped=False)
+    for name, value in given.items():
+        if isinstance(value, Added) and isinstance(default := parser.get_defaults().get(name), list | tuple):
+            value[:0] = default
     instead = getattr(kind, "INSTEAD", {})  # what serves for an argument of Lightning's
     problems = [
         _unknown(settings, (*path, name), kind.__name__, added, instead.get(name, ""))
         for name in given
         if name not in added
     ]
-    values = {name: value for name, value in given.items() if name in added and not any(_nodes(value, ()))}
+    values = {name: value for name, value in given.items() if name in added and not any(nodes(value, ()))}
     constructors = [vars(owner)["__init__"] for owner in kind.__mro__ if "__init__" in vars(owner)]
     parameters = ChainMap(*({**inspect.signature(each).parameters} for each in constructors))
     required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
@@ -146,12 +171,32 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
-def _nodes(value: Any, path: Keys) -> Iterator[tuple[Keys, dict[str, Any]]]:
+def without_defaults(record: Mapping[str, Any], top: ArgumentParser, groups: Iterable[str]) -> dict[str, Any]:
+    """Settings as plain data, of which what options and classes have by default is left out."""
+    defaults, left = top.get_defaults().as_dict(), deepcopy(dict(record))
+    for _, node in nodes(left, ()):
+        kind, given = find_class(node["class_path"], None), node.pop("init_args", None) or {}
+        parser = ArgumentParser(exit_on_error=False)
+        if inspect.isclass(kind):
+            parser.add_class_arguments(kind, fail_untyped=False)
+        if given := _differing(given, parser.get_defaults().as_dict()):
+            node["init_args"] = given
+    for key in groups:
+        left[key] = _differing(left[key], defaults[key])
+    return {key: value for key, value in _differing(left, defaults).items() if value != {}}
+
+
+def _differing(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    return {name: value for name, value in given.items() if name not in plain or value != plain[name]}
+
+
+def nodes(value: Any, path: Keys) -> Iterator[tuple[Keys, dict[str, Any]]]:
     """Every class in a tree, with its place."""
     if isinstance(value, dict) and ("class_path" in value or "init_args" in value):
         yield path, value
     for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from _nodes(item, (*path, str(key)))
+        yield from nodes(item, (*path, str(key)))
 
 
 def _subclasses(base: type) -> dict[str, Any]:

@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace  # type: ignore[attr-defined]
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, get_loader, set_loader  # type: ignore[attr-defined]
 
 from lumen import session
+from lumen.arguments import local_path
 from lumen.callbacks.places import decides
 from lumen.checkpoint import PARTS, Weights, as_place, find_checkpoint, is_weights
 from lumen.checkpoint.manifest import STATE
 from lumen.cli import COMMANDS
-from lumen.cli.checks import BASES, SUPPLIED, check, find_class
-from lumen.cli.layers import Settings, parse_words
-from lumen.cli.outputs import SaveConfig, check_output, dump, show_metrics, show_predictions, write_results
+from lumen.cli.checks import BASES, SUPPLIED, check, find_class, without_defaults
+from lumen.cli.layers import Settings, parse_words, plain
+from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
+from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stdout
 from lumen.errors import ConfigError
 from lumen.hooks import overrides
@@ -101,6 +103,21 @@ _GROUPS = {
     "lr_schedule": Schedule,
     "trainer": Trainer,
 }
+_LEFT_OUT = {"skip_default": "default", "skip_unset": "unset", "skip_null": "unset"}
+_PRINT_CONFIG = (
+    "Print the settings as a config file, and do nothing else. =skip_default leaves out what has its default, "
+    "=skip_unset what is null; both with a comma."
+)
+_of_jsonargparse = get_loader("yaml")
+
+
+def _load_value(text: str) -> Any:
+    """What jsonargparse makes of a value that is a text, if that can be meant."""
+    load_yaml(text)
+    return _of_jsonargparse(text)
+
+
+set_loader("yaml", _load_value, (yaml.YAMLError,))
 
 
 def run(command: str, words: list[str]) -> int:
@@ -114,6 +131,7 @@ def run(command: str, words: list[str]) -> int:
         except ArgumentError as error:
             raise ConfigError(f"{error}. For the options of a class write --model.help module.Class.") from error
     pairs = parse_words(words)
+    left_out = _flags([text for key, text in pairs if key == "print_config"])
     files = [text for key, text in pairs if key == "config"] or _config_of_run(dict(pairs).get("ckpt_path"))
     settings = Settings(command, files, [(key, text) for key, text in pairs if key not in ("config", "print_config")])
     if files and not settings.tree["trainer"].get("name"):
@@ -122,19 +140,22 @@ def run(command: str, words: list[str]) -> int:
     for name in links:
         parser.link_arguments("data", f"model.init_args.{name}", partial(_take, name), apply_on="instantiate")
     config = _parse(parser, settings)
-    record = yaml.safe_load(parser.dump(config, skip_unset=False))
-    record = {key: value for key, value in record.items() if key not in ("config", "output", "ckpt_path")}
+    record = _recorded(parser, config)
     if not config.optimizer and any(
         value is not None for value in (config.lookahead.k, *vars(config.parameter_groups).values())
     ):
         raise ConfigError(
             "lookahead and parameter_groups: they need the optimizer that they are for. Set optimizer too."
         )
-    if any(key == "print_config" for key, _ in pairs):
-        print(dump(record), end="", file=stdout)
+    if left_out is not None:
+        if "unset" in left_out:
+            record = _recorded(parser, config, skip_unset=True)
+        if "default" in left_out:
+            record = without_defaults(record, parser, _GROUPS)
+        print(dump_yaml(record), end="", file=stdout)
         return 0
-    if output := config.get("output"):
-        check_output(command, Path(output))
+    if (output := config.get("output")) is not None:
+        check_output(command, local_path(output))
     processes = _processes(config.trainer)
     if processes.are_missing:
         return launch(processes.world_size, ["-m", "lumen", command, *words])
@@ -161,13 +182,28 @@ def run(command: str, words: list[str]) -> int:
         return 0
     if command == "predict":
         results = [batch for loader in built.trainer.run.predictions for batch in loader]
-        show_predictions(results, kept=bool(output))
+        show_predictions(results, kept=output is not None)
     else:
         title = f"{command}, {getattr(where, 'path', where) or 'no checkpoint'}"
         show_metrics(results, built.trainer.run.eval_feeds, title)
-    if output:
-        write_results(results, Path(output))
+    if output is not None:
+        write_results(results, local_path(output))
     return 0
+
+
+def _recorded(parser: ArgumentParser, config: Namespace, *, skip_unset: bool = False) -> dict[str, Any]:
+    """The settings of a run as plain data: what `lumen fit --config` repeats it from."""
+    record = yaml.safe_load(parser.dump(config, skip_unset=skip_unset))
+    return {key: value for key, value in record.items() if key not in ("config", "output", "ckpt_path")}
+
+
+def _flags(given: list[str]) -> set[str] | None:
+    """What `--print_config` is to leave out; None if it is not there."""
+    words = [word for text in given for word in text.split(",") if word not in ("", "true")]
+    for word in words:
+        if word not in _LEFT_OUT:
+            raise ConfigError(f"--print_config={word}: expected one of {', '.join(_LEFT_OUT)}.")
+    return {_LEFT_OUT[word] for word in words} if given else None
 
 
 def _processes(trainer: Namespace) -> Processes:
@@ -185,6 +221,7 @@ def _make_parser(command: str) -> ArgumentParser:
     )
     parser = ArgumentParser(usage=usage, description=f"{COMMANDS[command]} {order}", exit_on_error=False)
     parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of settings; the last one wins.")
+    next(each for each in parser._actions if "--print_config" in each.option_strings).help = _PRINT_CONFIG
     parser.add_argument("--seed_everything", type=int | None, help="The run's seed. Default: drawn and recorded.")
     if command != "fit":
         help_text = "best, last, the path of a checkpoint or run, or weights as trainer.init_from has them."
@@ -200,7 +237,7 @@ def _make_parser(command: str) -> ArgumentParser:
 
 def _parse(parser: ArgumentParser, settings: Settings) -> Namespace:
     try:
-        return parser.parse_object(settings.tree)  # type: ignore[no-any-return]
+        return parser.parse_object(plain(settings.tree))  # type: ignore[no-any-return]
     except ArgumentError as error:  # what check could not see: a short name inside another class, a dataclass's field
         text = str(error).replace("Expected a dot import path string:", "there is no class")
         reason = re.search(r"(?:- (?!Problem|Expected a <class)|class_path '.+':\n +(?! |Parser))(.+)", text)
@@ -236,7 +273,7 @@ def _seed(config: Namespace, checkpoint: Any) -> int:
     if config.seed_everything is not None:
         return checked_seed("seed_everything", config.seed_everything)
     name = config.trainer.name or config.model.class_path.rpartition(".")[2].lower()
-    own = Path(config.trainer.default_root_dir) / name / "checkpoints"
+    own = local_path(config.trainer.default_root_dir) / name / "checkpoints"
     folder, *beside = _dirpaths(config.trainer.callbacks, own) or [own]
     goes_on = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
     if not goes_on or is_weights(checkpoint):
@@ -299,5 +336,6 @@ def _built(node: Namespace, subject: Any) -> Any:
 
 def _config_of_run(checkpoint: str | None) -> list[str]:
     """The saved configuration of the run that a path of a checkpoint or run lies in."""
-    places = [Path(checkpoint), *Path(checkpoint).absolute().parents[:2]] if checkpoint else []
+    path = None if checkpoint is None else local_path(checkpoint)
+    places = [] if path is None else [path, *path.absolute().parents[:2]]
     return [str(place / "config.yaml") for place in places if (place / "config.yaml").is_file()][:1]

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from lumen.callbacks import Callback
 from lumen.checkpoint.safetensors_files import write_safetensors
+from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stderr, stdout
 from lumen.data.feed import Feed
 from lumen.errors import ConfigError, DataError
@@ -41,15 +42,18 @@ class SaveConfig(Callback):
             return
         self._record["trainer"] |= {"name": trainer.run_directory.name, "resume": None, "resume_parts": None}
         path = trainer.run_directory / "config.yaml"
-        if path.exists() and yaml.safe_load(before := path.read_text(encoding="utf-8")) != self._record:
+        if path.exists() and not _means(before := path.read_text(encoding="utf-8"), self._record):
             kept = (path.with_name(f"config-{number}.yaml") for number in count(1))
             _write(next(other for other in kept if not other.exists()), before)
-        _write(path, dump(self._record))
+        _write(path, dump_yaml(self._record))
 
 
-def dump(record: dict[str, Any]) -> str:
-    """A configuration as YAML."""
-    return yaml.safe_dump(record, sort_keys=False, allow_unicode=True, width=120)
+def _means(text: str, record: dict[str, Any]) -> bool:
+    """Whether a file holds this configuration; one that cannot be read holds another."""
+    try:
+        return bool(load_yaml(text) == record)
+    except yaml.YAMLError:
+        return False
 
 
 def check_output(command: str, path: Path) -> None:
