@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Concatenate, ParamSpec, final
 
@@ -41,46 +42,67 @@ class _Table:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.columns: list[str] = []
         self.rows = 0
+        self._beside = path.with_suffix(".csv.tmp")
+        self._beside.unlink(missing_ok=True)  # of one that was killed
+        self._columns: dict[str, None] = {}  # in order; a name is found without looking at the others
         self._file: IO[str] | None = None
         if path.exists():
             with path.open(newline="") as file:
                 reader = csv.reader(file)
-                self.columns = next(reader, [])
+                self._columns = dict.fromkeys(next(reader, []))
                 self.rows = sum(1 for _ in reader)
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns, in their order."""
+        return list(self._columns)
 
     @_explained
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row; a name not seen before rewrites the file with one more column."""
-        new = [name for name in row if name not in self.columns]
+        new = [name for name in row if name not in self._columns]
         if new:
-            self.rewrite([*self.columns, *new], self.rows)
+            self.rewrite([*self._columns, *new], self.rows)
         if self._file is None:
             self._file = self.path.open("a", newline="")
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "removed")
-        csv.writer(self._file).writerow([row.get(name, "") for name in self.columns])
+        csv.writer(self._file).writerow([row.get(name, "") for name in self._columns])
         self._file.flush()
         self.rows += 1
 
     @_explained
     def rewrite(self, columns: list[str], rows: int) -> None:
-        """Keep the first rows and the given columns."""
+        """Keep the first rows and the given columns: in a file beside, which takes this one's place when it is whole.
+
+        One row is held at a time, however many there are.
+        """
         self.close()
-        kept: list[dict[str, str]] = []
-        if self.path.exists():
-            with self.path.open(newline="") as file:
-                kept = [row for row, _ in zip(csv.DictReader(file), range(rows), strict=False)]
-        temporary = self.path.with_suffix(".csv.tmp")
-        with temporary.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows([row.get(name) or "" for name in columns] for row in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
-        self.columns, self.rows = columns, len(kept)
+        try:
+            with self._beside.open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(columns)
+                writer.writerows(self._read(columns, rows))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(self._beside, self.path)
+        finally:
+            self._beside.unlink(missing_ok=True)
+        self._columns, self.rows = dict.fromkeys(columns), min(rows, self.rows)
+
+    def _read(self, columns: list[str], rows: int) -> Iterator[list[str]]:
+        """The first rows, each with the given columns; what a row does not have is empty."""
+        if not self._columns:
+            return
+        with self.path.open(newline="") as file:
+            reader = csv.reader(file)
+            width = len(header := next(reader))
+            place_of = {name: place for place, name in enumerate(header)}
+            places = [place_of.get(name, width) for name in columns]
+            for row in islice(reader, rows):
+                cells = row + [""] * (width + 1 - len(row))
+                yield [cells[place] for place in places]
 
     @_explained
     def flush(self) -> None:
