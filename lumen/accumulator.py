@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 
-Reduction = Literal["mean", "sum", "min", "max"]
+from lumen.logged import Reduction
+
 _FOLD_AT = 64  # tensors kept before they are summed on their device; fixed, so that sums do not depend on saves
 
 

@@ -50,3 +50,11 @@ INSTEAD = {
     "weights_save_path": "Use ModelCheckpoint(dirpath=...) in callbacks.",
     "weights_summary": "Use enable_model_summary, or a ModelSummary in callbacks.",
 }
+
+#: The same for `self.log` and `self.log_dict`.
+INSTEAD_IN_LOG = {
+    "enable_graph": "Leave it out: what is logged has no graph.",
+    "metric_attribute": "Leave it out: a metric of the task is found by itself.",
+    "rank_zero_only": "Leave it out: any rank may log, also one alone.",
+    "sync_dist_group": "Leave it out: values are those of all processes.",
+}

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import zip_longest
-from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final, get_args
+from itertools import chain, zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import nn
 
-from lumen.accumulator import Accumulator, Reduction
+from lumen.accumulator import Accumulator
 from lumen.arrival import Arrival
 from lumen.doubts import HookValue
 from lumen.errors import ConfigError
+from lumen.logged import Given, How, LogOptions, Reduction, as_metric, as_number, check_name, log_options
 from lumen.metric_objects import Gather, compute_over_ranks, metrics_of
 
 if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a metric has imported it
@@ -28,60 +28,21 @@ T = TypeVar("T")
 _NORM = "grad_norm", -1  # beside places of logged values
 
 
-class LogOptions(NamedTuple):
-    """How one name is logged. The first call of a stage decides; a later call that differs is an error."""
-
-    on_step: bool
-    on_epoch: bool
-    prog_bar: bool
-    logger: bool
-    reduce_fx: Reduction
-    suffix: str = ""  # of the name, where several loaders log the same one
-    hook: str = ""  # around steps, where a number is of a process and nothing says how those become one
-
-
-#: The arguments of `log_options`.
-How = tuple[bool, bool | None, bool | None, bool, bool, Reduction, str, str]
 #: What was logged in a window under each name: how, and the values with their weights.
 Latest = dict[str, tuple[LogOptions, list[tuple[float | torch.Tensor, float]]]]
-
-
-def log_options(
-    in_step: bool,
-    on_step: bool | None,
-    on_epoch: bool | None,
-    prog_bar: bool,
-    logger: bool,
-    reduce_fx: Reduction,
-    suffix: str,
-    hook: str,
-) -> LogOptions:
-    """The options of a call of `log`; what it leaves open follows from where it is.
-
-    Args:
-        in_step: A number is logged in a training step.
-        on_step: As given.
-        on_epoch: As given.
-        prog_bar: As given.
-        logger: As given.
-        reduce_fx: As given.
-        suffix: Of the name.
-        hook: See `LogOptions`.
-    """
-    on_step, on_epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
-    return LogOptions(on_step, on_epoch, prog_bar, logger, reduce_fx, suffix, hook)
 
 
 @final
 class _Entry:
     """One logged name."""
 
-    __slots__ = ("epoch", "how", "is_tensor", "latest", "metric", "options", "window")
+    __slots__ = ("epoch", "how", "is_tensor", "latest", "loaders", "metric", "options", "window")
 
     def __init__(self, options: LogOptions, metric: Metric | None, *, is_tensor: bool = False) -> None:
         self.options = options
         self.is_tensor = is_tensor  # its first value
-        self.how: How | None = None  # of the newest call, which most others repeat
+        self.how: Given | None = None  # of the newest call, which most others repeat
+        self.loaders: tuple[str, ...] = ()  # of an evaluation, during which it was logged; "" is outside of them
         self.metric = metric
         self.epoch = Accumulator(options.reduce_fx)
         self.latest: list[tuple[float | torch.Tensor, float]] = []
@@ -95,6 +56,7 @@ class _Report(NamedTuple):
     kind: str | None  # class of the torchmetrics object
     place: str | None  # name of the module that it is in the task
     sums: tuple[float, float]
+    loaders: tuple[str, ...]
 
     @property
     def mean(self) -> float:
@@ -119,10 +81,14 @@ class StageMetrics:
         self.closed = False
         self.of_hooks: dict[str, HookValue] = {}
         self._entries: dict[str, _Entry] = {}
+        self._owners: dict[str, str] = {}  # under which names values can be read, and as what they are logged
+        self._fed: dict[tuple[int, str], str] = {}  # the same of metric objects, without what tells loaders apart
+        self._how: Given | None = None  # of the newest call that was looked at, and its options
+        self._options: LogOptions
         self._has_steps = False  # somebody logs values of single steps
         self._computed: tuple[Any, list[Any]] | None = None  # what all ranks had seen then, and the metrics' values
 
-    def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, how: How) -> None:
+    def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, how: Given) -> None:
         """Collect a value; nobody waits for a CUDA device."""
         entry = self._entries.get(name)
         if entry is None or entry.how != how:
@@ -137,7 +103,7 @@ class StageMetrics:
                     f"self.log({name!r}, ..., on_step=True): the {type(entry.metric).__name__} has no number for this "
                     "batch (update() keeps none). Call it as metric(preds, target); log parts of a dictionary apart."
                 )
-        number = _read(name, value)
+        number = as_number(name, value)
         if options.on_step:
             self._has_steps = True
             if entry.window != self.window:
@@ -147,41 +113,49 @@ class StageMetrics:
         if options.on_epoch and entry.metric is None:
             entry.epoch.add(number, weight)
 
-    def _entry_for(self, name: str, value: Any, how: How) -> _Entry:
-        options, entry = log_options(*how), self._entries.get(name)
+    def _entry_for(self, name: str, value: Any, how: Given) -> _Entry:
+        entry = self._entries.get(name)
+        if how != self._how:
+            self._options = log_options(name, How(*how))
+            self._how = how
+        options = self._options
         if entry is None:
-            entry = self._entries[name] = self._new_entry(name, value, options)
+            entry = self._new_entry(name, value, options)
         elif entry.options != options:
             raise ConfigError(
                 f"self.log({name!r}) was called with {options} after {entry.options}. "
                 "Log one name always with the same options, or use two names."
             )
         entry.how = how
+        if (loader := how[-1]) not in entry.loaders:
+            entry.loaders += (loader,)
         return entry
 
     def _new_entry(self, name: str, value: Any, options: LogOptions) -> _Entry:
-        if name in ("step", "epoch"):
-            raise ConfigError(f"self.log({name!r}): every logged row has its {name} already. Use another name.")
-        if options.reduce_fx not in get_args(Reduction):
+        check_name(name)
+        metric = as_metric(name, value)
+        other = self._fed.get((id(metric), name.removesuffix(options.suffix)))
+        if other is not None:
             raise ConfigError(
-                f"self.log({name!r}, reduce_fx={options.reduce_fx!r}): expected one of "
-                f"{', '.join(get_args(Reduction))}. Log a torchmetrics.Metric for any other reduction."
+                f"self.log({name!r}): this {type(metric).__name__} is logged as {other!r} too. Fed by two loaders, "
+                "one metric gives the value of neither; make one metric for each loader."
             )
-        metric = _as_metric(name, value)
-        stem = name.removesuffix(options.suffix)
-        for other, entry in self._entries.items():
-            same_name = other.removesuffix(entry.options.suffix) == stem
-            if metric is not None and metric is entry.metric and same_name:
+        for published in _published(name, options):
+            if published in self._owners:
                 raise ConfigError(
-                    f"self.log({name!r}): this {type(metric).__name__} is logged as {other!r} too. Fed by two loaders, "
-                    "one metric gives the value of neither; make one metric for each loader."
+                    f"self.log({name!r}): {self._owners[published]!r} is logged as {published!r} already, since it has "
+                    "values of steps and of epochs. Use another name."
                 )
-            if taken := _published(name, options) & _published(other, entry.options):
-                raise ConfigError(
-                    f"self.log({name!r}): {other!r} is logged as {taken.pop()!r} already, since it has values of steps "
-                    "and of epochs. Use another name."
-                )
-        return _Entry(options, metric, is_tensor=isinstance(value, torch.Tensor))
+        return self._add(name, _Entry(options, metric, is_tensor=isinstance(value, torch.Tensor)))
+
+    def _add(self, name: str, entry: _Entry) -> _Entry:
+        """Take in a name, so that the next one is compared with none but those that it could be confused with."""
+        self._entries[name] = entry
+        for published in _published(name, entry.options):
+            self._owners[published] = name
+        if entry.metric is not None:
+            self._fed[id(entry.metric), name.removesuffix(entry.options.suffix)] = name
+        return entry
 
     def step_values(
         self, keep: Callable[[LogOptions], bool] = lambda _: True, gather: Gather | None = None
@@ -225,6 +199,19 @@ class StageMetrics:
             if entry.options.on_epoch and keep(entry.options)
         ]
 
+    def loaders(self) -> dict[str, tuple[str, ...]]:
+        """By the names of `epoch_values` what tells the loaders apart that each was logged for; "": none."""
+        entries = [entry for entry in self._entries.values() if entry.options.on_epoch]
+        return {name: entry.loaders for name, entry in zip(self.epoch_names(), entries, strict=True)}
+
+    def of_steps(self) -> dict[str, str]:
+        """Names of values of single steps, and under which name each has, or would have, its value of the epoch."""
+        return {
+            each: _variant(name, "epoch", entry.options)
+            for name, entry in self._entries.items()
+            for each in ((name, _variant(name, "step", entry.options)) if entry.options.on_step else ())
+        }
+
     def epoch_values(self, model: nn.Module, gather: Gather | None = None) -> dict[str, float]:
         """The value of each name over the epoch, `x_epoch` where `x_step` exists too. Waits for the device.
 
@@ -261,7 +248,8 @@ class StageMetrics:
         """The epoch's values over all ranks; their names become known here."""
         modules = metrics_of(model)
         counts = [module._update_count for module in modules.values()]
-        answers = gather(({name: _report(entry, modules) for name, entry in self._entries.items()}, counts))
+        places = {id(module): place for place, module in modules.items()}
+        answers = gather(({name: _report(entry, places) for name, entry in self._entries.items()}, counts))
         reports = _by_name([report for report, _ in answers])
         for name, ranks in reports.items():
             _, kind, place = _agreed(name, [report[:3] for report in ranks])
@@ -271,7 +259,8 @@ class StageMetrics:
                     "other's. Make it an attribute of the task (a list of them an nn.ModuleList)."
                 )
             if name not in self._entries:
-                self._entries[name] = _Entry(ranks[0].options, None if place is None else modules[place])
+                self._add(name, _Entry(ranks[0].options, None if place is None else modules[place]))
+            self._entries[name].loaders = tuple(dict.fromkeys(chain.from_iterable(each.loaders for each in ranks)))
         self._entries = {name: self._entries[name] for name in reports}  # the same order everywhere
         self.of_hooks = {
             name: HookValue(entry.options.hook, [report.mean for report in reports[name]], entry.is_tensor)
@@ -324,7 +313,7 @@ class StageMetrics:
         """Take over what `state_dict` gave."""
         for name, saved in state.items():
             metric = None if saved["metric"] is None else metric_named(saved["metric"])
-            entry = self._entries[name] = _Entry(LogOptions(**saved["options"]), metric)
+            entry = self._add(name, _Entry(LogOptions(**saved["options"]), metric))
             entry.epoch = Accumulator.from_state(saved["epoch"], device)
 
 
@@ -380,19 +369,22 @@ def _means(latest: Latest, keep: Callable[[LogOptions], bool]) -> dict[str, floa
     values: dict[str, float | torch.Tensor] = {}
     for name, (options, pairs) in latest.items():
         if keep(options):
-            window = Accumulator(options.reduce_fx)
-            for value, weight in pairs:
-                window.add(value, weight)
             values[_variant(name, "step", options) if options.on_epoch else name] = (
-                pairs[0][0] if len(pairs) == 1 else window.compute()
+                pairs[0][0] if len(pairs) == 1 else _reduced(pairs, options.reduce_fx)
             )
     return values
 
 
-def _report(entry: _Entry, modules: Mapping[str, Metric]) -> _Report:
-    place = next((place for place, module in modules.items() if module is entry.metric), None)
+def _reduced(pairs: Iterable[tuple[float | torch.Tensor, float]], reduction: Reduction) -> float | torch.Tensor:
+    window = Accumulator(reduction)
+    for value, weight in pairs:
+        window.add(value, weight)
+    return window.compute()
+
+
+def _report(entry: _Entry, places: Mapping[int, str]) -> _Report:
     kind = None if entry.metric is None else type(entry.metric).__name__
-    return _Report(entry.options, kind, place, entry.epoch.sums())
+    return _Report(entry.options, kind, places.get(id(entry.metric)), entry.epoch.sums(), entry.loaders)
 
 
 def _by_name(ranks: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
@@ -429,62 +421,8 @@ def _variant(name: str, of: str, options: LogOptions) -> str:
     return f"{name.removesuffix(options.suffix)}_{of}{options.suffix}"
 
 
-def _published(name: str, options: LogOptions) -> set[str]:
+def _published(name: str, options: LogOptions) -> tuple[str, ...]:
     """Under which names values of a logged one can be read."""
     if options.on_step and options.on_epoch:
-        return {_variant(name, "step", options), _variant(name, "epoch", options)}
-    return {name} if options.on_step or options.on_epoch else set()
-
-
-def as_weight(name: str, weight: Any) -> float:
-    """A weight that a user gives, as a plain number: a tensor would make sums in its own dtype.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    try:
-        number = float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise ConfigError(f"self.log({name!r}): expected a finite weight >= 0, found {weight!r}.")
-    return number
-
-
-def _as_metric(name: str, value: Any) -> Metric | None:
-    if isinstance(value, (torch.Tensor, Real)):
-        if isinstance(value, torch.Tensor) and value.is_complex():
-            raise ConfigError(f"self.log({name!r}): expected a real number, found {value.dtype}. Log its parts.")
-        return None
-    from torchmetrics import Metric
-
-    if isinstance(value, Metric):
-        return value
-    raise _refusal(name, value)
-
-
-def _refusal(name: str, value: Any) -> ConfigError:
-    return ConfigError(
-        f"self.log({name!r}): cannot log an object of type {type(value).__name__} here. "
-        "Log a number, a tensor of one element or a torchmetrics.Metric, always the same of them under one name."
-    )
-
-
-def _read(name: str, value: Any) -> float | torch.Tensor:
-    if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1:  # the common case first
-        return value.item()
-    if not isinstance(value, torch.Tensor):
-        if not isinstance(value, Real):
-            raise _refusal(name, value)
-        return float(value)
-    if value.numel() != 1:
-        raise ConfigError(f"self.log({name!r}): expected one number, found a tensor of shape {tuple(value.shape)}.")
-    if hasattr(value, "full_tensor"):
-        raise ConfigError(
-            f"self.log({name!r}): a part of this number lies on every process, since it was computed from parameters "
-            "or gradients that are cut up. Log value.full_tensor(), computed by every process."
-        )
-    if value.device.type in ("cpu", "mps"):  # MPS has no float64 to sum in
-        return value.item()
-    # a copy: a buffer may change in place, and a CUDA graph uses its memory again
-    return value.detach().reshape(()).to(torch.float64, copy=True)
+        return _variant(name, "step", options), _variant(name, "epoch", options)
+    return (name,) if options.on_step or options.on_epoch else ()

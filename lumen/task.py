@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from pathlib import Path
@@ -10,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from lumen.accumulator import Reduction
 from lumen.batches import as_tensors
 from lumen.datamodule import Attached, DataHooks
 from lumen.errors import ConfigError
 from lumen.hyperparameters import HasHyperparameters
-from lumen.metrics import as_weight
+from lumen.logged import Reduction, as_weight, check_name, items_of, unknown_option
 from lumen.torch_internals import own_reset
 
 if TYPE_CHECKING:
@@ -131,16 +131,17 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         self,
         name: str,
         value: float | torch.Tensor | Metric,
-        *,
-        weight: float | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
         prog_bar: bool = False,
         logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        *,
+        weight: float | None = None,
         reduce_fx: Reduction | None = None,
         add_dataloader_idx: bool = True,
         batch_size: float | None = None,
         sync_dist: bool = True,
+        **unknown: Any,
     ) -> None:
         """Record a number. Never waits for a device, never communicates: any ranks may call it, any number of times.
 
@@ -154,22 +155,26 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
                 reset at its end; training and an evaluation within it may feed the same one. (A metric of the task that
                 is not logged computes over all processes too, where all call `compute`, as in
                 `on_validation_epoch_end`; within a step, over this process's batches.)
-            weight: Samples (tokens, boxes) the value stands for in means, >= 0; with 0 it has no part. A tensor is read
-                at once, which waits where it lies on a device. Default: the samples of this batch.
-            on_step: Write it at every `log_every_n_steps`-th step, averaged over the step's micro-batches. Default:
-                True for numbers in training steps.
-            on_epoch: Write its mean over the epoch. Default: True everywhere else.
             prog_bar: Show it in the progress bar.
             logger: Give it to the loggers.
+            on_step: Write it at every `log_every_n_steps`-th step and at the last of a run, averaged over the step's
+                micro-batches. Default: True for numbers in training steps.
+            on_epoch: Write its mean over the epoch. Default: True everywhere else.
+            weight: Samples (tokens, boxes) the value stands for in means, >= 0; with 0 it has no part. A tensor is read
+                at once, which waits where it lies on a device. Default: the samples of this batch.
             reduce_fx: How values become one over an epoch and over the processes. Default: the mean. In a hook around
                 steps, as `on_validation_epoch_end`, a number stands for no samples: of several processes the mean of
                 theirs is right where it is the same on all, as what torchmetrics' `compute`, `all_gather` or
                 `callback_metrics` gave. Any other needs a word, and one warning asks for it: `reduce_fx` ("sum" for
                 counts; "mean" means it), a `weight`, or a torchmetrics object.
             add_dataloader_idx: With several evaluation loaders, append `/dataloader_idx_N`, or `/NAME` where they are
-                in a dictionary.
+                in a dictionary. False: the name as it is; one that several of them log is of the samples of all these.
             batch_size: Another name of `weight`.
             sync_dist: Accepted for users of Lightning; values are always those of all processes.
+            unknown: What else Lightning's takes: an error that says what serves instead.
+
+        Raises:
+            ConfigError: There is no step or epoch to log at, or an argument is none: says which and what to write.
         """
         run = self._run
         if run is None or not run.stage:
@@ -180,17 +185,41 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
                 f"self.log({name!r}) was called outside of a training or evaluation epoch, where there is no step to "
                 "log it at. Call it in a step or in an epoch or batch hook, or use self.logger."
             )
-        in_step = run.in_train_step and isinstance(value, (torch.Tensor, Real))
-        suffix = run.loader_suffix if add_dataloader_idx else ""
-        given = batch_size if weight is None else weight
-        hook = run.hook if reduce_fx is None and given is None and isinstance(value, (torch.Tensor, Real)) else ""
-        how = in_step, on_step, on_epoch, prog_bar, logger, "mean" if reduce_fx is None else reduce_fx, suffix, hook
-        metrics.log(name + suffix, value, run.batch_samples if given is None else as_weight(name, given), how)
+        if unknown:
+            raise unknown_option(unknown, inspect.signature(TaskModule.log).parameters)
+        loader, is_number = run.loader_suffix, isinstance(value, (torch.Tensor, Real))
+        try:
+            full_name = name + (loader if add_dataloader_idx else "")
+        except TypeError:
+            check_name(name)
+            raise
+        if weight is None and batch_size is None:
+            counts: float = run.batch_samples
+            hook = run.hook if reduce_fx is None and is_number else ""
+        else:
+            counts, hook = as_weight(name, weight, batch_size), ""
+        how = (
+            run.in_train_step and is_number, on_step, on_epoch, prog_bar, logger,
+            "mean" if reduce_fx is None else reduce_fx, add_dataloader_idx, hook, loader,
+        )  # fmt: skip
+        metrics.log(full_name, value, counts, how)
 
-    def log_dict(self, values: Mapping[str, float | torch.Tensor | Metric], **options: Any) -> None:
-        """`log` each entry of a mapping (a `MetricCollection` too) with the same options."""
-        for name, value in values.items():
-            self.log(name, value, **options)
+    def log_dict(
+        self,
+        values: Mapping[str, float | torch.Tensor | Metric],
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """`log` each entry of a mapping (a `MetricCollection` too) with the same options.
+
+        Raises:
+            ConfigError: It is no mapping; or as of `log`.
+        """
+        for name, value in items_of(values):
+            self.log(name, value, prog_bar, logger, on_step, on_epoch, **options)
 
     def print(self, *values: Any) -> None:
         """Print once, in the first process, above the progress bar."""
@@ -344,7 +373,10 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         """Before a micro-batch; -1 ends the epoch here."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After a micro-batch, and after the update if it was a step's last; gradients can still be read."""
+        """After a micro-batch, and after the update if it was a step's last; gradients can still be read.
+
+        `outputs` is what `training_step` returned, its tensors without their graph.
+        """
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the gradients of the last step are dropped."""

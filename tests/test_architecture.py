@@ -23,7 +23,7 @@ ROOT = Path(lumen.__file__).parent
 #: From the ground up. A module imports only from floors below its own; a package is one unit.
 FLOORS = (
     {"errors", "worker", "garbage", "modes", "doubts", "instead"},
-    {"torch_internals", "arguments"},
+    {"torch_internals", "arguments", "logged"},
     {"random", "batches", "hyperparameters", "console", "agent", "accumulator", "arrival", "metric_objects", "losses"},
     {"metrics", "metric_stages", "precision", "optim", "inference", "references"},
     {"datamodule"},

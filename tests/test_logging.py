@@ -191,6 +191,93 @@ def test_what_is_no_number_cannot_be_logged(tmp_path, value, message):
         fit(tmp_path, Logs(lambda task, batch: task.log("x", value)), loader(8, 8))
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [(5, "int"), (None, "NoneType"), (["x"], "list"), ("", "str"), (b"x", "bytes"), (nn.ReLU(), "ReLU")],
+)
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_a_name_that_is_none_is_an_error_that_says_what_to_write(tmp_path, name, found, loaders):
+    task = Logs(in_validation=lambda task, batch: task.log(name, 1.0, add_dataloader_idx=name != ""))
+    with pytest.raises(ConfigError, match=rf"self\.log\(.*found {found}\. Write self\.log\('loss', loss\)"):
+        bare_trainer(tmp_path).validate(task, [loader(8, 8) for _ in range(loaders)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prog_bar": "yes"}, r"self\.log\('x', prog_bar='yes'\): expected True or False"),
+        ({"logger": None}, r"self\.log\('x', logger=None\): expected True or False"),
+        ({"on_step": "no"}, r"self\.log\('x', on_step='no'\): expected True or False"),
+        ({"on_epoch": 2}, r"self\.log\('x', on_epoch=2\): expected True or False"),
+        ({"add_dataloader_idx": "no"}, r"self\.log\('x', add_dataloader_idx='no'\): expected True or False"),
+        ({"reduce_fx": 3}, r"self\.log\('x', reduce_fx=3\): expected one of mean, sum, min, max"),
+        ({"batch_size": -1}, r"self\.log\('x'\): expected a finite batch_size >= 0, found -1\."),
+        ({"batch_size": "8"}, r"self\.log\('x'\): expected a finite batch_size >= 0, found '8'\."),
+        ({"weight": 10**400}, r"self\.log\('x'\): expected a finite weight >= 0, found 1000"),
+        ({"weight": 1, "batch_size": 8}, r"self\.log\('x', weight=1, batch_size=8\): both say.*Give one of them"),
+        ({"rank_zero_only": True}, r"self\.log has no argument rank_zero_only\. Leave it out: any rank may log"),
+        ({"sync_dist_group": None}, r"self\.log has no argument sync_dist_group\. Leave it out"),
+        ({"enable_graph": True}, r"self\.log has no argument enable_graph\. Leave it out"),
+        ({"on_epochs": True}, r"self\.log has no argument on_epochs\. Did you mean on_epoch or on_step\?"),
+        ({"zzz": True}, r"self\.log has no argument zzz\. See help"),
+    ],
+)
+@pytest.mark.parametrize("method", ["log", "log_dict"])
+def test_an_option_that_is_none_is_an_error_that_says_what_to_write(tmp_path, options, message, method):
+    def log(task, batch):
+        task.log("before", 1.0)
+        task.log("x", 1.0, **options) if method == "log" else task.log_dict({"x": 1.0}, **options)
+
+    with pytest.raises(ConfigError, match=message):
+        bare_trainer(tmp_path, max_steps=1).fit(Logs(log), loader(8, 8))
+
+
+@pytest.mark.parametrize("values", [None, [("x", 1.0)], "x", 1.0, MeanSquaredError(), dict])
+def test_log_dict_takes_a_dictionary_alone(tmp_path, values):
+    task = Logs(lambda task, batch: task.log_dict(values))
+    with pytest.raises(
+        ConfigError,
+        match=rf"self\.log_dict: expected a dictionary.*found an object of type "
+        rf"{type(values).__name__}\. Write self\.log_dict\(",
+    ):
+        bare_trainer(tmp_path, max_steps=1).fit(task, loader(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("text", "type str here.*A text goes to the loggers: logger.log_text"),
+        ({"a": 1.0}, "type dict here.*What has several values goes to self.log_dict"),
+        (MetricCollection([MeanSquaredError()]), "type MetricCollection here.*goes to self.log_dict"),
+        (10**400, "the number is too large for a float"),
+        (torch.ones(2), r"a tensor of shape \(2,\)\. Log its mean"),
+    ],
+)
+def test_what_cannot_be_logged_is_told_where_it_goes(tmp_path, value, message):
+    with pytest.raises(ConfigError, match=message):
+        bare_trainer(tmp_path, max_steps=1).fit(Logs(lambda task, batch: task.log("x", value)), loader(8, 8))
+
+
+def test_a_batch_size_of_zero_counts_nothing_as_a_weight_of_zero_does(tmp_path):
+    def log(task, batch):
+        samples = [3, 0, 1][task.global_step]
+        task.log("x", float(samples) if samples else math.nan, batch_size=samples, on_step=False, on_epoch=True)
+
+    memory, _ = fit(tmp_path, Logs(log), loader(24, 8))
+    assert memory.of("x") == [(3, (3 * 3.0 + 1 * 1.0) / 4)]
+
+
+def test_the_first_switches_may_be_given_by_their_place_as_in_lightning(tmp_path):
+    def log(task, batch):
+        task.log("x", 1.0, True, False)
+        task.log("y", 2.0, False, True, False, True)
+        task.log_dict({"z": 3.0}, False, True, True, True)
+
+    memory, trainer = fit(tmp_path, Logs(log), loader(8, 8))
+    assert memory.rows == [(1, 0, {"z_step": 3.0}), (1, 0, {"y": 2.0, "z_epoch": 3.0})]
+    assert trainer.callback_metrics["x"] == 1.0
+
+
 @pytest.mark.parametrize("names", [("x", "x_epoch"), ("x_epoch", "x"), ("x", "x_step")])
 def test_two_values_do_not_share_a_name(tmp_path, names):
     """One of them would be lost, and the other stand in its place."""
@@ -670,9 +757,9 @@ def test_the_norm_of_clipped_gradients_is_logged(tmp_path):
     assert memory.of("grad_norm") == [(1, norm)]
 
 
-def test_values_are_written_at_every_nth_step_of_the_run(tmp_path):
+def test_values_are_written_at_every_nth_step_of_the_run_and_at_its_last(tmp_path):
     memory, _ = fit(tmp_path, Regression(), loader(40, 8), max_epochs=2, log_every_n_steps=3)
-    assert [step for step, _ in memory.of("loss")] == [3, 6, 9]
+    assert [step for step, _ in memory.of("loss")] == [3, 6, 9, 10]
 
 
 def test_several_loggers_get_the_same_and_the_first_is_named_logger(tmp_path):

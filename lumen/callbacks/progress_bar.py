@@ -15,7 +15,8 @@ from lumen.callbacks.base import Callback
 from lumen.callbacks.display import Board, Display, Line, NoDisplay, choose_display, duration, number, size, speed
 from lumen.callbacks.throughput import Throughput, memory_mb
 from lumen.errors import ConfigError
-from lumen.metrics import LogOptions, StageMetrics
+from lumen.logged import LogOptions
+from lumen.metrics import StageMetrics
 
 if TYPE_CHECKING:
     from lumen.run import Run

@@ -22,7 +22,7 @@ import lumen
 from lumen import loop, step
 from lumen.data.windows import MicroBatch, Window
 from lumen.run import Progress, Run
-from tests.tasks import Regression, bare_trainer
+from tests.tasks import Regression, bare_trainer, quiet_trainer
 
 #: What a test counts belongs to the package, wherever it lies: a clone is called lumen too, with all of its .venv.
 PACKAGE = Path(lumen.__file__).parent
@@ -76,6 +76,29 @@ def test_clipping_and_accumulation_add_few_calls(tmp_path):
     plain = calls_per_step(tmp_path, Regression())
     assert calls_per_step(tmp_path, Regression(), gradient_clip_val=1.0) <= plain + 4
     assert calls_per_step(tmp_path, Regression(), accumulate_grad_batches=8) < 0.55 * plain
+
+
+@pytest.mark.parametrize("options", [{"on_step": True, "on_epoch": True}, {"prog_bar": True}, {"reduce_fx": "max"}])
+def test_names_cost_their_number_in_steps_epochs_and_validations(tmp_path, options):
+    """Each new name was compared with all others, anew in every epoch and every validation."""
+
+    class Named(Logging):
+        def training_step(self, batch):
+            self.log_dict({f"train_{number}": 0.5 for number in range(self.names)}, **options)
+            return Regression.training_step(self, batch)
+
+        def validation_step(self, batch):
+            self.log_dict({f"val_{number}": 0.5 for number in range(self.names)}, **options)
+
+    def calls(names):
+        loaders, profile = [DataLoader(data(8), batch_size=4) for _ in range(2)], cProfile.Profile()
+        trainer = quiet_trainer(tmp_path / str(names), max_epochs=2, log_every_n_steps=1, enable_checkpointing=False)
+        profile.runcall(trainer.fit, Named(names), loaders[0], val_dataloaders=loaders[1])
+        found = pstats.Stats(profile).stats.items()
+        return sum(calls for (path, _, _), (calls, *_) in found if Path(path).is_relative_to(PACKAGE))
+
+    none = calls(0)
+    assert calls(500) - none <= 10.5 * (calls(50) - none)
 
 
 def test_an_evaluation_calls_few_functions_of_lumens_own_for_a_batch(tmp_path):
