@@ -108,6 +108,11 @@ def convert(data: Any, function: Callable[[Any], Any]) -> Any:
     return function(data)
 
 
+def detached(data: Any) -> Any:
+    """The same nested data, its tensors without the graph they were computed by."""
+    return convert(data, lambda part: part.detach() if isinstance(part, torch.Tensor) else part)
+
+
 def as_tensors(data: Any, device: torch.device) -> Any:
     """The numbers in nested data as tensors, and all tensors, on a device."""
     return convert(data, lambda part: torch.as_tensor(part, device=device) if isinstance(part, _NUMBERS) else part)

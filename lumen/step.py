@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from lumen.batches import fill
+from lumen.batches import detached, fill
 from lumen.data.weights import StepWeights
 from lumen.data.windows import MicroBatch, Window
 from lumen.errors import TrainingError
@@ -58,8 +58,10 @@ def train_step(run: Run, window: Window) -> bool:
             output = closure.first(micro, batch, weights)
         if micro.last:
             updated = update(run, window, weights, closure)
-        for hook in hooks.on_train_batch_end if not micro.idle else ():
-            hook(output, batch, micro.index)
+        if hooks.on_train_batch_end and not micro.idle:
+            output = detached(output)
+            for hook in hooks.on_train_batch_end:
+                hook(output, batch, micro.index)
     run.in_train_step = False
     return updated
 

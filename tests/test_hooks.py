@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import sys
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import pytest
@@ -297,6 +298,66 @@ def test_a_hook_may_come_from_a_parent_a_mixin_or_a_decorator(tmp_path):
 
     bare_trainer(tmp_path, max_steps=1).fit(Child(), loader())
     assert Child.called == ["mixin", "decorated", "parent"]
+
+
+class Returning(Regression):
+    """Returns its loss and more, all with a graph."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        hidden = self.net[0](batch[0])
+        return {"loss": loss, "kept": [hidden, {"pair": Pair(hidden * 2, "name")}], "none": None}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize("of_the_task", [False, True])
+def test_outputs_of_a_training_batch_have_no_graph(tmp_path, options, of_the_task):
+    """Whoever keeps them would keep everything that they were computed by."""
+    seen = []
+    task, keep = Returning(), lambda trainer, task, outputs, batch, batch_idx: seen.append(outputs)
+    callbacks = [lumen.LambdaCallback(on_train_batch_end=keep)]
+    if of_the_task:
+        task.on_train_batch_end, callbacks = lambda outputs, batch, batch_idx: seen.append(outputs), []
+    bare_trainer(tmp_path, max_steps=2, callbacks=callbacks, **options).fit(task, loader(shuffle=False))
+    assert len(seen) == 2 * options.get("accumulate_grad_batches", 1)
+    inputs, _ = next(iter(loader(shuffle=False)))
+    with torch.no_grad():
+        expected = Regression().net[0](inputs)
+    for outputs in seen:
+        hidden, more = outputs["kept"]
+        assert not any(each.requires_grad for each in (outputs["loss"], hidden, more["pair"].left))
+        assert (more["pair"].right, outputs["none"]) == ("name", None)
+    assert torch.equal(seen[0]["kept"][0], expected)
+    assert torch.equal(seen[0]["kept"][1]["pair"].left, 2 * expected)
+
+
+def test_what_a_hook_keeps_of_an_output_frees_the_rest_of_its_step(tmp_path):
+    freed, kept = [], []
+
+    class Token:
+        pass
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, inputs):
+            ctx.token = Token()
+            weakref.finalize(ctx.token, freed.append, 1)
+            return inputs * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    class Task(Regression):
+        def training_step(self, batch):
+            return Noting.apply(super().training_step(batch))
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            kept.append(outputs)
+
+    bare_trainer(tmp_path, max_steps=4).fit(Task(), loader())
+    assert len(kept) == 4
+    assert len(freed) >= 3  # the run itself knows the newest loss
 
 
 def test_hooks_get_what_they_are_promised(tmp_path):
