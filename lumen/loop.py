@@ -133,6 +133,7 @@ def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
             run.validation_done()
         run.stage_metrics = run.train_metrics
     if run.progress.validation_due:
+        run.keep_row()
         return reach_boundary(run)
     for scheduler in run.schedulers if updated else ():
         if scheduler.monitor is not None and scheduler.moves_at(run.progress.step):
@@ -162,6 +163,8 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
     elif run.progress.should_stop:
         run.leave()
     run.finished, run.is_saving, run.is_decided = run.limit_reached is not None, False, True
+    if run.finished:
+        run.log_last_step()
     for hook in run.hooks.on_boundary_end:
         hook()
     run.is_decided, run.stage_metrics = False, metrics

@@ -22,6 +22,7 @@ from lumen.errors import ConfigError, LumenError
 from lumen.garbage import collected_every
 from lumen.hooks import check_hooks, misspelt_hooks
 from lumen.launch import relaunch
+from lumen.loggers import with_own_record
 from lumen.loop import StopRequested
 from lumen.precision import make_precision
 from lumen.profilers import profiled
@@ -83,7 +84,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         check_home, directory = _claim(trainer, closing) if stage == "fit" else (None, None)
         if directory is not None:
             _open_logs(trainer, directory, closing)
-        loggers = trainer.loggers if directory is not None and first else []
+        loggers = with_own_record(trainer.loggers) if directory is not None and first else []
         checkpoint = None
         if stage == "fit":
             of_name = trainer.default_root_dir / str(trainer.name)

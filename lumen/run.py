@@ -153,9 +153,13 @@ class Run:
         self.records: dict[str, Any] | None = None  # states of its loggers before an evaluation that is not complete
         self.train_metrics = StageMetrics()
         self._row: StepRow | None = None  # on its way to the loggers
+        self._has_updated = False  # the newest window, so that its values are those of a step
+        self.kept_row: tuple[int, dict[str, float]] = 0, {}  # a step, not logged when it was made, and its values
         self.metrics: dict[str, float] = {}
         self.fresh: set[str] = set()
         self.logged: set[str] = set()
+        self.read_of_steps: set[str] = set()  # the same of values of single steps, where a scheduler has looked
+        self.published: dict[str, StageMetrics] = {}  # by stage, the newest
         self.has_ended_epoch = self.has_validated = False  # since this part of the run began
         self.empty: list[str] = []  # why evaluation loaders give nothing
         self.predictions: list[list[Any]] = []
@@ -280,6 +284,7 @@ class Run:
 
     def end_step(self, window: Window) -> None:
         """The step's micro-batches are used, those of all processes."""
+        self._has_updated = False
         self.progress.micro_batches = self._first_micro_batch + len(window.sizes)
 
     def check_loss(self, loss: torch.Tensor, share: float) -> None:
@@ -300,6 +305,7 @@ class Run:
     def count(self, window: Window, weights: StepWeights, *, updated: bool) -> None:
         """Advance by one window."""
         progress, counted = self.progress, weights.counted
+        self._has_updated = updated
         progress.advance(window, updated=updated)
         progress.micro_batches = self._first_micro_batch + len(window.sizes)
         if counted or not progress.weight_guess:
@@ -329,6 +335,7 @@ class Run:
     def publish(self, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
         """Make the values of an epoch known to monitors, `callback_metrics` and the progress bar. Collective."""
         values = metrics.epoch_values(self.task, gather)
+        self.published[self.stage] = metrics
         epoch = self.progress.epoch  # not the step: after one epoch a process may have kept as many batches
         self.doubts.look(metrics.of_hooks, {epoch, epoch + 1, *self.metrics.values()})
         self.metrics.update(values)
@@ -340,7 +347,7 @@ class Run:
 
     def forget_values(self) -> None:
         """Those of a sanity check are nobody's."""
-        for values in (self.metrics, self.fresh, self.logged):
+        for values in (self.metrics, self.fresh, self.logged, self.published):
             values.clear()
         for scheduler in self.schedulers:
             scheduler.unread, scheduler.known = None, False
@@ -361,7 +368,7 @@ class Run:
     def read_step_values(self, scheduler: SchedulerConfig) -> None:
         """Show a scheduler what the step in progress has logged. Waits for the device. Collective."""
         values = {name: float(value) for name, value in self.train_metrics.step_values(gather=self.gather).items()}
-        self.logged.update(values)
+        self.read_of_steps.update(values)
         scheduler.take(values)
 
     def move(self, scheduler: SchedulerConfig) -> None:
@@ -370,14 +377,28 @@ class Run:
         Raises:
             ConfigError: It is strict about a monitor that has no value.
         """
-        never = not scheduler.known or self.all_have_logged
-        if scheduler.monitor is not None and scheduler.strict and never and scheduler.monitor not in self.logged:
-            raise ConfigError(
-                f"lr_scheduler: the monitor {scheduler.monitor!r} has no value of an epoch or a validation; there are: "
-                f"{', '.join(sorted(self.logged)) or 'none'}. Log it so (on_epoch=True), set a frequency at which it "
-                "has one, or set strict: false."
+        name, never = scheduler.monitor, not scheduler.known or self.all_have_logged
+        is_known = name in self.logged or name in self.read_of_steps
+        if name is not None and scheduler.strict and never and not is_known:
+            known = self.logged | self.read_of_steps
+            said = self.of_steps_alone(name) or (
+                f"has no value of an epoch or a validation; there are: {', '.join(sorted(known)) or 'none'}. Log it so "
+                "(on_epoch=True), set a frequency at which it has one, or set strict: false."
             )
+            raise ConfigError(f"lr_scheduler: the monitor {name!r} {said}")
         scheduler.step()
+
+    def of_steps_alone(self, name: str) -> str:
+        """What is said of a monitor that has values of single steps only, each of one batch; "" of any other."""
+        epoch = next((found[name] for each in self.published.values() if name in (found := each.of_steps())), None)
+        if epoch is None:
+            return ""
+        if epoch in self.logged:
+            return f"has values of single steps only, each of one batch; the one of an epoch is {epoch!r}. Write that."
+        return (
+            f"is logged per step only, and a step's value is that of one batch. Write self.log({name!r}, ..., "
+            f"on_step=False, on_epoch=True); or on_epoch=True alone, and {epoch!r} as the monitor."
+        )
 
     @property
     def gather(self) -> Gather | None:
@@ -392,10 +413,29 @@ class Run:
     def log_step(self) -> None:
         """Let the loggers have the values of this step: now, or once a device has computed them. Collective."""
         if self.is_logged:
-            progress = self.progress
-            self._row = StepRow(self.train_metrics, self.grad_norm, progress.step, progress.epoch)
+            self._row = self._newest_row()
             if not self.strategy.is_asynchronous:
                 self.write_row()
+
+    def log_last_step(self) -> None:
+        """Let the loggers have the values of the run's last step, if no `log_step` gave them. Collective."""
+        progress = self.progress
+        if self._is_unlogged:
+            self.keep_row()
+            step, values = self.kept_row
+            self._write(values if step == progress.step else {}, step, progress.epoch - (not progress.in_epoch))
+
+    def keep_row(self) -> None:
+        """Keep the values of the newest step, if it was not logged: it may turn out to be the last. Collective."""
+        if self._is_unlogged and self._has_updated:
+            self.kept_row = self.progress.step, self._newest_row().values(self.gather)
+
+    @property
+    def _is_unlogged(self) -> bool:
+        return self.is_logged and self.progress.step % self.plan.log_every_n_steps != 0
+
+    def _newest_row(self) -> StepRow:
+        return StepRow(self.train_metrics, self.grad_norm, self.progress.step, self.progress.epoch)
 
     def write_row(self) -> None:
         """Write what `log_step` has left, before anything else is written or saved. Collective."""

@@ -101,9 +101,10 @@ class Trainer(RunView):
             many: a model that cannot learn them by heart has a defect. 0: off.
         reload_dataloaders_every_n_epochs: Ask for new loaders at the start of every n-th epoch; 0: never.
         fast_dev_run: Run this many batches (True: 1) of training and validation, and write nothing.
-        log_every_n_steps: Optimizer steps between two written values.
+        log_every_n_steps: Optimizer steps between two written values; the last step of a run is written too.
         callbacks: A list, or a dictionary whose names serve configs; None entries are left out.
-        logger: True: `metrics.csv`; False: none; or loggers of your own.
+        logger: True: `metrics.csv` and `system.csv` in the run directory; one or several: these beside them; False or
+            an empty list: none at all.
         default_root_dir: Where run directories are made.
         name: Of the run. Default: the config file's stem, else the task's class name.
         resume: None: a new run directory `name`, `name-2`, ...; "auto": go on from the newest valid checkpoint of
@@ -499,14 +500,10 @@ class Trainer(RunView):
             run.bind_steps()
             if not loop.evaluate(run, stage, run.eval_feeds):
                 raise loop.StopRequested
-            suffixes = [loop.loader_suffix(run.eval_feeds, number) for number in range(len(run.eval_feeds))]
+            loaders = run.published[stage].loaders()
             return [
-                {
-                    name: value
-                    for name, value in run.metrics.items()
-                    if name.endswith(suffix) or not name.endswith(tuple(suffixes))
-                }
-                for suffix in suffixes
+                {name: value for name, value in run.metrics.items() if {"", suffix} & {*loaders[name]}}
+                for suffix in (loop.loader_suffix(run.eval_feeds, number) for number in range(len(run.eval_feeds)))
             ]
 
 

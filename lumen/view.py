@@ -22,7 +22,7 @@ class RunView(ABC):
     Attributes:
         plan: How long the run is and what happens when.
         strategy: Processes, placement, communication.
-        loggers: Where its record goes.
+        loggers: Where its record goes beside `metrics.csv`, or that alone; empty: there is none.
         run_directory: Where it writes; None if it writes nothing.
     """
 
@@ -89,11 +89,11 @@ class RunView(ABC):
         if monitor not in run.logged and run.all_have_logged:
             since = " since the run went on" if monitor in run.metrics else ""
             empty = "".join(f"But {why}. " for why in run.empty)
-            raise ConfigError(
-                f"{who}: the monitor {monitor!r} was never logged{since}; logged so far: "
-                f"{', '.join(sorted(run.logged)) or 'nothing'}. {empty}Use one of these or "
-                "log it, once an epoch or in validation."
+            said = run.of_steps_alone(monitor) or (
+                f"was never logged{since}; logged so far: {', '.join(sorted(run.logged)) or 'nothing'}. {empty}Use one of "
+                "these or log it, once an epoch or in validation."
             )
+            raise ConfigError(f"{who}: the monitor {monitor!r} {said}")
 
     @property
     def should_stop(self) -> bool:

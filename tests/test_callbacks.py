@@ -136,6 +136,79 @@ def test_a_monitor_that_is_not_logged_any_more_is_an_error_after_a_resume(tmp_pa
         seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=8, resume="auto", **options)
 
 
+class PerStep(Scripted):
+    """Logs its loss as a Lightning task does, with whatever else it is told."""
+
+    def __init__(self, **options):
+        super().__init__([1, 1, 1])
+        self.options = options
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.log("loss", loss, **self.options)
+        return loss
+
+
+MONITORS = {
+    "EarlyStopping": lambda monitor: [lumen.EarlyStopping(monitor)],
+    "ModelCheckpoint": lambda monitor: [lumen.ModelCheckpoint(monitor=monitor)],
+}
+
+
+@pytest.mark.parametrize("who", MONITORS)
+@pytest.mark.parametrize(
+    ("monitor", "options", "message"),
+    [
+        ("loss", {}, r"'loss' is logged per step only.*Write self\.log\('loss', \.\.\., on_step=False, "
+                     r"on_epoch=True\); or on_epoch=True alone, and 'loss_epoch' as the monitor"),
+        ("loss", {"on_epoch": True}, "'loss' has values of single steps only.*the one of an epoch is 'loss_epoch'"),
+        ("loss_step", {"on_epoch": True}, "'loss_step' has values of single steps only.*of an epoch is 'loss_epoch'"),
+    ],
+)  # fmt: skip
+def test_a_monitor_of_single_steps_is_an_error_that_says_what_to_write(tmp_path, who, monitor, options, message):
+    data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
+    trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=MONITORS[who](monitor))
+    with pytest.raises(ConfigError, match=f"{who}: the monitor {message}"):
+        trainer.fit(PerStep(**options), data, val_dataloaders=data)
+    assert trainer.current_epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "monitor"), [({"on_step": False, "on_epoch": True}, "loss"), ({"on_epoch": True}, "loss_epoch")]
+)
+def test_what_that_error_says_to_write_works(tmp_path, options, monitor):
+    callbacks = [*MONITORS["EarlyStopping"](monitor), *MONITORS["ModelCheckpoint"](monitor)]
+    data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
+    quiet_trainer(tmp_path, max_epochs=2, callbacks=callbacks).fit(PerStep(**options), data, val_dataloaders=data)
+    assert callbacks[1].best_model_score == callbacks[0].best_score < 4
+
+
+class Plateau(PerStep):
+    """With a schedule that looks at its loss at every step, or at every epoch."""
+
+    def __init__(self, interval, **options):
+        super().__init__(**options)
+        self.interval = interval
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return [optimizer], [{"scheduler": scheduler, "interval": self.interval, "monitor": "loss"}]
+
+
+def test_a_schedule_that_moves_by_epochs_cannot_look_at_single_steps(tmp_path):
+    data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
+    with pytest.raises(ConfigError, match=r"lr_scheduler: the monitor 'loss' is logged per step only.*on_epoch=True"):
+        quiet_trainer(tmp_path, max_epochs=3).fit(Plateau("epoch"), data)
+
+
+def test_what_a_schedule_sees_of_single_steps_is_nothing_for_callbacks(tmp_path):
+    data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
+    trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=MONITORS["ModelCheckpoint"]("loss"))
+    with pytest.raises(ConfigError, match="ModelCheckpoint: the monitor 'loss' is logged per step only"):
+        trainer.fit(Plateau("step"), data)
+
+
 @pytest.mark.parametrize("callback", [lumen.EarlyStopping("scroe"), lumen.ModelCheckpoint(monitor="scroe")])
 def test_a_monitor_never_logged_is_an_error_that_names_what_was(tmp_path, callback):
     with pytest.raises(ConfigError, match="'scroe' was never logged; logged so far: score"):

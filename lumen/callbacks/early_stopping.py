@@ -26,7 +26,8 @@ class EarlyStopping(Callback):
     meanwhile takes the stop back.
 
     Args:
-        monitor: A logged name, such as `val_loss`. It is looked at whenever it has a new value.
+        monitor: A logged name, such as `val_loss`. It is looked at whenever it has a new value, of an epoch or a
+            validation; a value of a single step is none.
         min_delta: An improvement must be larger than this, >= 0.
         patience: Values without improvement to accept.
         mode: "min": smaller is better; "max": larger is better.
@@ -88,7 +89,7 @@ class EarlyStopping(Callback):
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
         """Look at a new value, if there is one."""
         if self.monitor in trainer.fresh_metrics:
-            value = float(trainer.callback_metrics[self.monitor])
+            value = trainer.run.metrics[self.monitor]
             self._look(value)
             _log.debug("%s: %g, best %g, %d since", self.monitor, value, self.best_score, self.wait_count)
         if self._pending is not None and trainer.run.may_stop:

@@ -54,7 +54,8 @@ class ModelCheckpoint(Callback):
     save is under way is none yet for the attributes below.
 
     Args:
-        monitor: A logged name, such as `val_loss`, that says which checkpoints are best.
+        monitor: A logged name, such as `val_loss`, whose values of epochs or validations say which checkpoints are
+            best.
         mode: "min": smaller is better; "max": larger is better.
         every_n_train_steps: When: after every n-th optimizer step; 0: never.
         every_n_epochs: When: at the end of every n-th epoch; 0: never.
@@ -263,7 +264,7 @@ class ModelCheckpoint(Callback):
     def _new_value(self, trainer: Trainer) -> float | None:
         """The monitor's value, if it has a new one."""
         fresh = self.monitor is not None and self.monitor in trainer.run.fresh
-        return float(trainer.callback_metrics[str(self.monitor)]) if fresh else None
+        return trainer.run.metrics[str(self.monitor)] if fresh else None
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Wait for a save under way, and complain of a monitor that never had a value, now that all is saved."""

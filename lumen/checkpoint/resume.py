@@ -118,6 +118,7 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue
         _move_schedulers(run)
     if "data" in parts:
         load_values(run, checkpoint)
+        run.kept_row = decode(checkpoint.state.get("kept_row"), extra) or run.kept_row
     else:
         run.progress = replace(run.progress, samples=0, batches=0, loader=None, in_epoch=False, validation_due=False)
     if continue_records:

@@ -80,6 +80,7 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
         "configured": run.configured,
         "loggers": logger_states(run) if run.records is None else run.records,
         "metrics": run.metrics,
+        "kept_row": run.kept_row if run.progress.validation_due else None,
         "hyperparameters": dict(task.hparams),
         "data_hyperparameters": dict(run.datamodule.hparams) if isinstance(run.datamodule, HasHyperparameters) else {},
         "extra_state": _extra_state(task),
