@@ -90,8 +90,8 @@ class RunView(ABC):
             since = " since the run went on" if monitor in run.metrics else ""
             empty = "".join(f"But {why}. " for why in run.empty)
             said = run.of_steps_alone(monitor) or (
-                f"was never logged{since}; logged so far: {', '.join(sorted(run.logged)) or 'nothing'}. {empty}Use one of "
-                "these or log it, once an epoch or in validation."
+                f"was never logged{since}; logged so far: {', '.join(sorted(run.logged)) or 'nothing'}. {empty}Use one "
+                "of these or log it, once an epoch or in validation."
             )
             raise ConfigError(f"{who}: the monitor {monitor!r} {said}")
 
