@@ -16,6 +16,12 @@ from benchmarks.__main__ import measure as measure_case
 from benchmarks.cases import CASES, PEERS
 from benchmarks.commands import run_commands
 from benchmarks.gaps import Gaps
+from benchmarks.growing import CASES as GROWING
+from benchmarks.growth import BEGIN as GROWTH_BEGIN
+from benchmarks.growth import END as GROWTH_END
+from benchmarks.growth import exponent, unpack
+from benchmarks.growth import measure as measure_growth
+from benchmarks.growth import write_readme as write_growth
 from benchmarks.problem import Problem
 from benchmarks.ratios import Row, refusal, rows_of
 from benchmarks.report import BEGIN, END, markdown, print_case, speed, write_readme
@@ -27,6 +33,7 @@ HERE = [
     for case in CASES.values()
     if case.kind in ("train", "evaluate", "checkpoint", "nothing") and case.ranks == 1 and case.device == "cpu"
 ]
+ROOT = Path(benchmarks.__file__).parents[1]
 SAMPLE = {"loss": (0.5).hex(), "digest": "a", "result": None}
 
 
@@ -292,3 +299,45 @@ def test_the_commit_has_a_mark_where_the_library_differs_from_it(tmp_path, monke
     assert library_commit() == commit
     library.write_text("2")
     assert library_commit() == f"{commit}+"
+
+
+@pytest.mark.filterwarnings("ignore")  # as in the processes that measure
+@pytest.mark.parametrize("case", GROWING.values(), ids=list(GROWING))
+def test_what_grows_is_measured_by_lumen_and_by_hand(case, tmp_path, monkeypatch):
+    size = 3 if case.sizes[0] > 3 else case.sizes[0]
+    for number, function in enumerate((case.measure, case.by_hand)):
+        if function is not None:
+            (tmp_path / str(number)).mkdir()
+            monkeypatch.chdir(tmp_path / str(number))
+            assert function(size) > 0
+
+
+def test_an_exponent_is_the_power_by_which_the_last_size_grew():
+    assert exponent({10: 5.0, 100: 1.0, 1000: 100.0}) == pytest.approx(2)
+    assert exponent({10: 5.0, 1000: 5.0}) == 0
+
+
+def test_growth_is_reported_with_its_sizes_its_systems_and_its_exponents(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{GROWTH_BEGIN}\nold\n{GROWTH_END}\nafter\n")
+    found = {"resume": {"by hand": {100: 0.001, 1000: 0.01}, "Lumen": {100: 0.002, 1000: 0.2}}}
+    write_growth(found, page)
+    text = page.read_text()
+    assert (
+        "| **resume**: a resume to the first step, by parameters, 100 / 1,000 | by hand | 1.0 / 10.0 ms | 1.00 |"
+        in text
+    )
+    assert "|  | Lumen | 2.0 / 200.0 ms | 2.00 |" in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+
+
+@pytest.mark.slow
+def test_another_commits_lumen_is_measured_beside_this_one(tmp_path):
+    if not (ROOT / ".git").exists():
+        pytest.skip("not proven here: this is no checkout")
+    libraries = {"Lumen": ROOT, "Lumen HEAD": unpack("HEAD", tmp_path)}
+    found = measure_growth(replace(GROWING["chunks"], rounds=1), libraries, most=20)
+    assert found.keys() == {"Lumen", "Lumen HEAD"}
+    assert all(list(values) == [20] for values in found.values())
