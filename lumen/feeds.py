@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,5 +133,19 @@ def _loader(run: Run, stage: str) -> Any:
             return given
     for owner in (run.datamodule, run.task):
         if owner is not None and overrides(owner, _METHODS[stage]):
-            return getattr(owner, _METHODS[stage])()
+            return _asked(owner, _METHODS[stage])
     return None
+
+
+def _asked(owner: Any, method: str) -> Any:
+    """What a data module or a task gives as a loader."""
+    try:
+        return getattr(owner, method)()
+    except ValueError as error:
+        if not re.match("(batch_size|num_samples) should be a positive integer", str(error)):  # torch's own
+            raise
+        empty = "Shuffling needs a data set that has samples: look at where they come from."
+        raise DataError(
+            f"{method} of {type(owner).__name__} cannot make its loader: {error}. "
+            + (empty if "num_samples" in str(error) else "Set batch_size to at least 1.")
+        ) from error

@@ -1,4 +1,4 @@
-"""Arguments of Lightning's `Trainer`, of any version, that Lumen's does not have, and what serves in their place."""
+"""What Lightning's `Trainer`, of any version, takes and has and Lumen's does not, and what serves in its place."""
 
 _DEVICES = "Use accelerator and devices."
 _BATCH = "Look for it by hand: a run of fast_dev_run or max_steps with another batch_size of the loader."
@@ -57,4 +57,55 @@ INSTEAD_IN_LOG = {
     "metric_attribute": "Leave it out: a metric of the task is found by itself.",
     "rank_zero_only": "Leave it out: any rank may log, also one alone.",
     "sync_dist_group": "Leave it out: values are those of all processes.",
+}
+
+_LOADERS = "Keep the loader, or its data set, where it is made: in the data module or the task."
+_PLAN = "Read trainer.plan.{}."
+_CALLBACK = "Keep the callback that you give to Trainer(callbacks=...), or look for its class in trainer.callbacks."
+
+#: Attributes of Lightning's `Trainer` that Lumen's does not have.
+ATTRIBUTES = {
+    "accelerator": "Read trainer.strategy.device.",
+    "accumulate_grad_batches": _PLAN.format("accumulate"),
+    "checkpoint_callbacks": _CALLBACK,
+    "ckpt_path": "Read trainer.run.checkpoint, whose path it is.",
+    "device_ids": "Read trainer.strategy.device, that of this process.",
+    "early_stopping_callback": _CALLBACK,
+    "early_stopping_callbacks": _CALLBACK,
+    "enable_validation": "Read trainer.validation_due or trainer.validating.",
+    "evaluating": "Read trainer.validating or trainer.testing.",
+    "fit_loop": "Read trainer.run.progress for counts, and trainer.plan for limits.",
+    "gradient_clip_algorithm": _PLAN.format("clip_norm and trainer.plan.clip_value"),
+    "gradient_clip_val": _PLAN.format("clip_norm or trainer.plan.clip_value"),
+    "interrupted": "Write on_exception: the exception is a KeyboardInterrupt or a SystemExit.",
+    "is_last_batch": "Write on_train_epoch_end, which follows it.",
+    "lightning_module": "Hooks of callbacks are given the task; elsewhere it is trainer.run.task.",
+    "limit_predict_batches": _PLAN.format('limits["predict"]'),
+    "limit_test_batches": _PLAN.format('limits["test"]'),
+    "limit_train_batches": _PLAN.format('limits["train"]'),
+    "limit_val_batches": _PLAN.format('limits["validate"]'),
+    "log_every_n_steps": _PLAN.format("log_every_n_steps"),
+    "logged_metrics": "Read trainer.callback_metrics: the newest value of every name.",
+    "max_time": _PLAN.format("max_time_s"),
+    "min_epochs": _PLAN.format("min_epochs"),
+    "min_steps": _PLAN.format("min_steps"),
+    "model": "Hooks of callbacks are given the task; elsewhere it is trainer.run.task.",
+    "num_devices": "Read trainer.world_size, the processes of all nodes.",
+    "num_sanity_val_steps": _PLAN.format("sanity_batches"),
+    "num_val_batches": "Read the lengths of trainer.run.eval_feeds.",
+    "overfit_batches": _PLAN.format("same_batches"),
+    "predict_dataloaders": _LOADERS,
+    "predict_loop": "trainer.predict returns the predictions.",
+    "progress_bar_callback": _CALLBACK,
+    "progress_bar_metrics": "Read trainer.callback_metrics: the newest value of every name.",
+    "received_sigterm": "Read trainer.is_ending in on_boundary_end, or write on_exception.",
+    "reload_dataloaders_every_n_epochs": _PLAN.format("reload_every_n_epochs"),
+    "save_hyperparameters": "The task and the data module have it.",
+    "state": "Read trainer.training, validating, testing, predicting or sanity_checking.",
+    "test_dataloaders": _LOADERS,
+    "train_dataloader": _LOADERS,
+    "tune": "Look for settings by hand, or sweep over configurations.",
+    "val_check_interval": _PLAN.format("val_every_n_steps, val_every_epoch_fraction or val_every_s"),
+    "val_dataloaders": _LOADERS,
+    "validate_loop": "Read trainer.run.progress for counts, and trainer.plan for limits.",
 }

@@ -283,12 +283,27 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         return 0 if self._run is None else self._run.progress.epoch
 
     @property
+    def global_rank(self) -> int:
+        """Number of this process."""
+        return 0 if self._run is None else self._run.strategy.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its node."""
+        return 0 if self._run is None else self._run.strategy.local_rank
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return [] if self._run is None else self._run.trainer.loggers
+
+    @property
     def logger(self) -> Any:
         """The first logger, or None."""
         return self.trainer.logger
 
-    def optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer."""
+    def optimizers(self, use_pl_optimizer: bool = True) -> torch.optim.Optimizer:
+        """The optimizer, as it is: there is no wrapper of Lumen's around it."""
         return self.trainer.optimizers[0]
 
     def lr_schedulers(self) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from lumen.datamodule import DataModule
 from lumen.errors import ConfigError, TrainingError
+from lumen.instead import ATTRIBUTES
 from lumen.loggers import Logger
 from lumen.plan import Plan
 from lumen.run import Run
@@ -31,6 +33,18 @@ class RunView(ABC):
     loggers: list[Logger]
     run_directory: Path | None
     _run: Run | None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say what is read in place of an attribute that only Lightning's trainer has.
+
+        Raises:
+            AttributeError: There is none of this name.
+        """
+        if hasattr(type(self), name):  # one that has failed for want of another
+            object.__getattribute__(self, name)
+        near = difflib.get_close_matches(name, [each for each in dir(type(self)) if not each.startswith("_")])
+        hint = ATTRIBUTES.get(name) or (f"Did you mean {' or '.join(near)}?" if near else "")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}. {hint}".rstrip())
 
     @property
     def run(self) -> Run:
@@ -180,6 +194,21 @@ class RunView(ABC):
     def global_rank(self) -> int:
         """Number of this process."""
         return self.strategy.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its node."""
+        return self.strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this node."""
+        return self.strategy.processes.node
+
+    @property
+    def num_nodes(self) -> int:
+        """How many there are."""
+        return self.strategy.processes.nodes
 
     @property
     def is_global_zero(self) -> bool:

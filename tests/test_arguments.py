@@ -5,10 +5,11 @@ import re
 import numpy
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import lumen
-from lumen.errors import ConfigError
-from lumen.instead import INSTEAD
+from lumen.errors import ConfigError, DataError
+from lumen.instead import ATTRIBUTES, INSTEAD
 from tests.tasks import Regression, loader, quiet_trainer
 
 
@@ -161,3 +162,70 @@ def test_an_argument_without_its_name_is_one_error():
 def test_numbers_of_other_libraries_are_numbers():
     trainer = lumen.Trainer(max_epochs=numpy.int64(3), gradient_clip_val=numpy.float32(0.5), limit_val_batches=1)
     assert (trainer.max_epochs, trainer.plan.clip_norm) == (3, 0.5)
+
+
+# ---------------------------------------------------------------------- attributes
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_only_lightnings_trainer_has_says_what_to_read(name):
+    trainer = lumen.Trainer(max_epochs=1)
+    assert not hasattr(trainer, name)
+    with pytest.raises(AttributeError, match=re.escape(f"Trainer has no attribute {name}. {ATTRIBUTES[name]}")):
+        getattr(trainer, name)
+
+
+def test_what_to_read_instead_is_there(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_epochs=1)
+    trainer.fit(Task(), Data())
+    words = set(re.findall(r"\btrainer((?:\.[a-z_]+)+)", " ".join(ATTRIBUTES.values())))
+    for word in words:
+        eval(f"trainer{word}")
+
+
+def test_a_misspelt_attribute_is_told_and_one_that_fails_keeps_its_error():
+    trainer = lumen.Trainer(max_epochs=1)
+    with pytest.raises(AttributeError, match=r"Trainer has no attribute curent_epoch. Did you mean current_epoch"):
+        trainer.curent_epoch  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^Trainer has no attribute qwertz\.$"):
+        trainer.qwertz = trainer.qwertz
+    trainer.strategy = object()
+    with pytest.raises(AttributeError, match="'object' object has no attribute 'world_size'"):
+        trainer.world_size  # noqa: B018
+
+
+def test_a_task_knows_its_process_and_its_loggers(tmp_path):
+    class Asking(Regression):
+        def training_step(self, batch):
+            self.found = self.global_rank, self.local_rank, self.loggers, self.optimizers(use_pl_optimizer=False)
+            return super().training_step(batch)
+
+    trainer, task = quiet_trainer(tmp_path, max_steps=1), Asking()
+    assert (task.global_rank, task.local_rank, task.loggers) == (0, 0, [])
+    trainer.fit(task, loader())
+    assert task.found == (0, 0, trainer.loggers, trainer.optimizers[0])
+    assert (trainer.local_rank, trainer.node_rank, trainer.num_nodes) == (0, 0, 1)
+
+
+# ---------------------------------------------------------------------- loaders that torch refuses
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataLoader(range(3), 0), "got batch_size=0. Set batch_size to at least 1"),
+        (lambda: DataLoader([], 4, shuffle=True), "got num_samples=0. Shuffling needs a data set that has samples"),
+    ],
+)
+def test_a_loader_that_torch_refuses_is_told_with_its_owner(tmp_path, make, message):
+    class Empty(lumen.DataModule):
+        def train_dataloader(self):
+            return make()
+
+    class Bringing(Regression):
+        train_dataloader = Empty.train_dataloader
+
+    for arguments in ((Regression(), Empty()), (Bringing(),)):
+        owner = type(arguments[-1]).__name__
+        with pytest.raises(DataError, match=f"train_dataloader of {owner} cannot make its loader: .*{message}"):
+            quiet_trainer(tmp_path, max_steps=1).fit(*arguments)
