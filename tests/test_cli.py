@@ -206,13 +206,62 @@ def test_the_help_names_every_flag_of_print_config_and_no_other_is_taken(capsys)
         assert capsys.readouterr().err == f"error: {said}"
 
 
+def test_the_help_promises_no_config_file_but_those_of_config(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--help"])
+    text = capsys.readouterr().out
+    assert re.findall(r"  --(\S+) .*\bCONFIG\b", text) == ["config"]
+    assert "configuration file" not in text
+    assert "--trainer {NAME: VALUE, ...}" in text
+    assert main(["fit", "--config", "line.yaml", "--trainer", "{max_steps: 7}", "--print_config"]) == 0
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert (trainer["max_steps"], trainer["max_epochs"]) == (7, 2)
+
+
+def test_help_beside_a_config_that_cannot_be_read_says_why(capsys):
+    for content, said in ((b"\xff", "Save it as UTF-8."), (b"[" * 10_000, "nested more than 100 levels deep (line 1,")):
+        Path("bad.yaml").write_bytes(content)
+        for words in (["--config", "bad.yaml"], ["--config=bad.yaml"]):
+            assert main(["fit", *words, "--help"]) == 2
+            shown = capsys.readouterr()
+            assert (shown.out, shown.err.count("\n")) == ("", 1)
+            assert "error: cannot read the config file bad.yaml: " in shown.err
+            assert said in shown.err
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--config", "line.yaml", "--help"])
+
+
 # ---------------------------------------------------------------------- lists that grow
 
 
-def listed_callbacks(capsys, *words, config="line.yaml"):
+def test_every_option_to_which_the_help_adds_a_plus_takes_one(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--help"])
+    options = re.findall(r", --(\S+)\+ ", capsys.readouterr().out)
+    added = {
+        "trainer.callbacks": "ModelSummary",
+        "trainer.logger": "TensorBoardLogger",
+        "trainer.resume_parts": "model",
+    }
+    words = [f"--{option}+={added.get(option, 'some')}" for option in options]
+    assert {"trainer.callbacks", "trainer.logger", "trainer.resume_parts", "trainer.compile"} < set(options)
+    one = listed(capsys, *words)
+    two = listed(capsys, *words, *words)
+    for option in options:
+        group, name = option.split(".")
+        assert len(two[group][name]) == len(one[group][name]) + 1
+        assert isinstance(two[group][name], dict if name == "callbacks" else list)
+
+
+def listed(capsys, *words, config="line.yaml"):
     capsys.readouterr()
-    assert main(["fit", "--config", config, *words, "--print_config=skip_default"]) == 0
-    return yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
+    words = [*words, "--optimizer=SGD", "--print_config=skip_default"]
+    assert main(["fit", "--config", config, *words]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def listed_callbacks(capsys, *words, config="line.yaml"):
+    return listed(capsys, *words, config=config)["trainer"]["callbacks"]
 
 
 EARLY = {"class_path": "lumen.EarlyStopping", "init_args": {"monitor": "val_loss", "patience": 7}}

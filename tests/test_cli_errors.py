@@ -72,6 +72,11 @@ def fit(refused, *words, config=None):
             "trainer.max_step (second.yaml): Trainer has no option max_step. Did you mean max_steps",
         ),
         ("trainer: {seed: 3}", "trainer.seed (second.yaml): Trainer has no option seed. Use seed_everything."),
+        ("1: 2", "1 (second.yaml): lumen has no option 1."),
+        ("null: 2", "None (second.yaml): lumen has no option None."),
+        ("model: {1: 2}", "model.1 (second.yaml): Line has no option 1."),
+        ("trainer: {2: 3}", "trainer.2 (second.yaml): Trainer has no option 2."),
+        ("trainer: {callbacks: {1: EarlyStopping}}", "trainer.callbacks.1 (second.yaml): EarlyStopping needs monitor."),
         ("ckpt_path: best", "ckpt_path (second.yaml): lumen has no option ckpt_path."),
         (
             "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {save_last: true}}]}",
@@ -153,6 +158,7 @@ def test_the_last_one_to_set_a_wrong_value_is_named(refused):
             ["fit", "--trainer.callbacks.help"],
             "expected one argument. For the options of a class write --model.help module.Class.",
         ),
+        (["fit", "--config", "--trainer.max_steps", "3"], "--config: no file is named. Write --config FILE."),
         (["fit", "--config", "lin.yaml"], "cannot read the config file lin.yaml: "),
     ],
 )
@@ -169,6 +175,7 @@ def test_a_command_line_that_cannot_be_read_says_how_it_is_written(refused, word
         ("a: !!python/object/apply:os.system ['true']", "cannot read the config file second.yaml: could not determine"),
         ("model: [1]", "model"),
         ("model: {init_args: 3}", "init_args of None: expected `name: value` lines, found"),
+        ("trainer: []", "trainer (second.yaml): expected `name: value` lines, found []."),
         ("trainer: 3", "trainer (second.yaml): expected `name: value` lines, found 3."),
         ("optimizer: {lr: 3}", "optimizer: no class is named. Write class_path: module.Class."),
     ],

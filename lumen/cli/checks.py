@@ -161,7 +161,7 @@ def _in_words(hint: Any) -> str:
 
 def _unknown(settings: Settings, path: Keys, owner: str, known: Iterable[str], instead: str = "") -> str:
     instead = "Use seed_everything." if path == ("trainer", "seed") else instead
-    hint = f" {instead}" if instead else _nearest(path[-1], known)
+    hint = f" {instead}" if instead else _nearest(str(path[-1]), known)  # YAML has keys that are no text
     return f"{settings.where(path)}: {owner} has no option {path[-1]}.{hint}"
 
 

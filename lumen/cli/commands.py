@@ -12,6 +12,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -25,7 +26,7 @@ from lumen.checkpoint import PARTS, Weights, as_place, find_checkpoint, is_weigh
 from lumen.checkpoint.manifest import STATE
 from lumen.cli import COMMANDS
 from lumen.cli.checks import BASES, SUPPLIED, check, find_class, without_defaults
-from lumen.cli.layers import Settings, parse_words, plain
+from lumen.cli.layers import Settings, parse_words, plain, read_config
 from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stdout
@@ -126,6 +127,9 @@ def run(command: str, words: list[str]) -> int:
         sys.path.insert(0, os.getcwd())
     parser = _make_parser(command)
     if any(word == "-h" or word.partition("=")[0].endswith(("--help", ".help")) for word in words):
+        for word, value in pairwise([*words, ""]):
+            if word == "--config" or word.startswith("--config="):
+                read_config(value if word == "--config" else word.removeprefix("--config="))
         try:
             parser.parse_args(words)
         except ArgumentError as error:
@@ -221,7 +225,6 @@ def _make_parser(command: str) -> ArgumentParser:
     )
     parser = ArgumentParser(usage=usage, description=f"{COMMANDS[command]} {order}", exit_on_error=False)
     parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of settings; the last one wins.")
-    next(each for each in parser._actions if "--print_config" in each.option_strings).help = _PRINT_CONFIG
     parser.add_argument("--seed_everything", type=int | None, help="The run's seed. Default: drawn and recorded.")
     if command != "fit":
         help_text = "best, last, the path of a checkpoint or run, or weights as trainer.init_from has them."
@@ -232,7 +235,19 @@ def _make_parser(command: str) -> ArgumentParser:
         parser.add_subclass_arguments(base, key, skip=later, instantiate=not later, fail_untyped=False)
     for key, kind in _GROUPS.items():
         parser.add_class_arguments(kind, key, skip={*SUPPLIED.get(key, ())})
+    _say_what_lumen_takes(parser)
     return parser
+
+
+def _say_what_lumen_takes(parser: ArgumentParser) -> None:
+    """Put right what jsonargparse says of options that it does not read here: config files are `--config` alone."""
+    for action in parser._actions:
+        if action.option_strings == ["--print_config"]:
+            action.help = _PRINT_CONFIG
+        elif action.dest in _GROUPS:
+            action.metavar, action.help = "{NAME: VALUE, ...}", "Several of these at once."
+        elif isinstance(action.metavar, str):
+            action.metavar = action.metavar.removeprefix("CONFIG | ")
 
 
 def _parse(parser: ArgumentParser, settings: Settings) -> Namespace:

@@ -57,18 +57,20 @@ class Settings:
             for name, text in sorted(os.environ.items())
             if name.startswith(prefix)
         ]
-        self._layers += [(file, merge({}, _read(file))) for file in files]
+        self._layers += [(file, merge({}, read_config(file))) for file in files]
         # One layer for all words: whether `--optimizer SGD` stands before or after `--optimizer.lr 1` is the same.
         typed: Tree = reduce(merge, _typed(words), {})
         self._layers.append(("the command line", typed))
         self.tree: Tree = reduce(merge, (tree for _, tree in self._layers), {key: {} for key in _GROUPS})
         for key in _GROUPS:
-            if not isinstance(self.tree[key] or {}, dict):
+            if self.tree[key] is None:
+                self.tree[key] = {}
+            if not isinstance(self.tree[key], dict):
                 raise ConfigError(f"{self.where((key,))}: expected `name: value` lines, found {self.tree[key]!r}.")
 
     def where(self, path: Keys) -> str:
         """A key as the command line has it, and the last layer that set it."""
-        key = ".".join(name for name in path if name not in _NODE)
+        key = ".".join(str(name) for name in path if name not in _NODE)
         return next((f"{key} ({source})" for source, tree in reversed(self._layers) if _has(tree, path)), key)
 
 
@@ -80,7 +82,7 @@ def parse_words(words: list[str]) -> list[tuple[str, str]]:
         if not word.startswith("--"):
             raise ConfigError(f"{word!r} stands alone. Settings are written --key value, config files --config FILE.")
         key, equals, text = word[2:].partition("=")
-        if not equals and key == "config" and not rest:
+        if not equals and key == "config" and (not rest or rest[0].startswith("--")):
             raise ConfigError("--config: no file is named. Write --config FILE.")
         if not equals:
             text = rest.popleft() if rest and not rest[0].startswith("--") else "true"
@@ -158,7 +160,9 @@ def _has(node: Any, path: Keys) -> bool:
     if isinstance(node, list):
         names = getattr(node, "names", ()) or map(str, range(len(node)))
         node = dict(zip(names, node, strict=True))
-    return not path or (isinstance(node, dict) and path[0] in node and _has(node[path[0]], path[1:]))
+    path = tuple(map(str, path))
+    inner = {str(key): value for key, value in node.items()} if isinstance(node, dict) else {}
+    return not path or (path[0] in inner and _has(inner[path[0]], path[1:]))
 
 
 def _typed(words: Iterable[tuple[str, str]]) -> list[Tree]:
@@ -199,7 +203,12 @@ def _value(keys: Sequence[str], text: str) -> Any:
         return text
 
 
-def _read(file: str) -> Tree:
+def read_config(file: str) -> Tree:
+    """What a config file sets.
+
+    Raises:
+        ConfigError: It cannot be read, or is no config.
+    """
     try:
         text = local_path(file).read_text(encoding="utf-8")
     except OSError as error:
