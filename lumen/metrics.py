@@ -332,7 +332,10 @@ class StepRow:
         self.step, self.epoch = step, epoch
         self._latest = metrics.latest()
         values: dict[tuple[str, int], float | torch.Tensor] = {
-            (name, place): value for name, (_, pairs) in self._latest.items() for place, (value, _) in enumerate(pairs)
+            (name, place): value
+            for name, (_, pairs) in self._latest.items()
+            for place, (value, _) in enumerate(pairs)
+            if isinstance(value, torch.Tensor)
         }
         if grad_norm is not None:
             values[_NORM] = grad_norm
@@ -341,10 +344,12 @@ class StepRow:
     def values(self, gather: Gather | None) -> dict[str, float]:
         """What the loggers get; see `StageMetrics.step_values`. Waits for the device. Collective, with a `gather`."""
         read = self._arrival.read()
-        latest: Latest = {
-            name: (options, [(read[name, place], weight) for place, (_, weight) in enumerate(pairs)])
-            for name, (options, pairs) in self._latest.items()
-        }
+        latest = self._latest
+        if read.keys() - {_NORM}:  # else nothing is built for each name, which would make Python look for garbage
+            latest = {
+                name: (options, [(read.get((name, k), value), weight) for k, (value, weight) in enumerate(pairs)])
+                for name, (options, pairs) in latest.items()
+            }
         means = _means(latest if gather is None else _of_ranks(gather(latest)), for_loggers)
         values = {name: float(value) for name, value in means.items()}
         if _NORM in read:
