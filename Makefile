@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.15.0
 BIN = $(VENV)/bin
+GPU_PYTHON ?= $(BIN)/python
 READY = $(VENV)/.ready
 COMPAT = $(VENV)-compat-$(TORCH)
 
-.PHONY: demo test test-all compat torture bench lint format clean
+.PHONY: demo test test-all compat gpu torture bench lint format clean
 
 demo: $(READY) ## Train a small GPT on real text, then let it write.
 	$(BIN)/lumen fit --config models/gpt.yaml
@@ -22,6 +23,10 @@ test-all: $(READY) lint ## The long proofs too.
 
 compat: $(COMPAT)/.ready ## The tests with another torch, 6 GB in an environment of its own: make compat TORCH=2.11.0
 	$(COMPAT)/bin/python -m pytest -m "not slow and not torture"
+
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY)) ## What only CUDA devices can show: make gpu GPU_PYTHON=python3
+	$(GPU_PYTHON) -m pytest -m cuda -rs
+	$(GPU_PYTHON) -m benchmarks gpt2-cuda gpt2-gaps --rounds 1 --readme
 
 torture: $(READY) ## Kills at random moments, for as long as you like: make torture KILLS=1000
 	LUMEN_TORTURE_KILLS=$(or $(KILLS),200) $(BIN)/python -m pytest -m torture -s

@@ -42,7 +42,6 @@ def main() -> None:
         for name in results["cases"]:
             print_case(name, results, console)
     else:
-        results["machine"] = machine()
         for name in arguments.cases or CASES:
             case = CASES[name]
             if case.device == "cuda" and not torch.cuda.is_available():
@@ -53,7 +52,7 @@ def main() -> None:
             file.write_text(json.dumps(results) + "\n")
     if find_spec("matplotlib"):
         draw(results, arguments.output / "overhead.png")
-    if arguments.readme:
+    if arguments.readme and results["cases"]:
         write_readme(results, HOME / "README.md")
 
 
@@ -83,6 +82,7 @@ def measure(case: Case, wanted: list[str] | None, rounds: int) -> dict[str, Any]
     measured = {
         "date": time.strftime("%F"),
         "definition": case.definition,
+        "machine": machine(case.device),
         "peers": {
             peer: metadata.version(_PACKAGES.get(peer, peer))
             for peer in PEERS
@@ -106,12 +106,13 @@ def measure(case: Case, wanted: list[str] | None, rounds: int) -> dict[str, Any]
     }
 
 
-def machine() -> dict[str, Any]:
-    """Where this runs."""
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """Where this runs: the processor, and the accelerator that is measured."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor(),
+        "accelerator": torch.cuda.get_device_name() if device == "cuda" else "",
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.cases import SYSTEMS
 from benchmarks.ratios import Row
-from benchmarks.report import all_rows, machine_line
+from benchmarks.report import all_rows, machine_lines
 
 _COLOURS = {
     "lumen": "#c2410c", "lightning": "#6d28d9", "lightning-async": "#a78bfa", "accelerate": "#0f766e",
@@ -56,7 +56,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.spines[side].set_visible(False)
     axes.set_xlabel("ratio to the loop by hand of the same run (log scale; left is better)")
     axes.set_title("What a training library costs", loc="left", fontweight="bold", pad=20)
-    axes.text(0, 1, machine_line(results), transform=axes.transAxes, va="bottom", fontsize=7.5, color="#6b7280")
+    where = "\n".join(machine_lines(results))
+    axes.text(0, 1, where, transform=axes.transAxes, va="bottom", fontsize=7.5, color="#6b7280")
     order = [name for name in (*SYSTEMS.values(), SYSTEMS["again"] + ", quartiles") if name in seen]
     figure.legend([seen[name] for name in order], order, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)

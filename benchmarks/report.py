@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from math import isnan
 from pathlib import Path
@@ -79,7 +80,7 @@ def title(case: Case, measure: Measure) -> str:
 def markdown(results: dict[str, Any]) -> str:
     """All cases as one table in Markdown."""
     lines = [
-        f"{machine_line(results)}.",
+        *[f"{line}." for line in machine_lines(results)],
         "",
         "| case | system | measured | added | best ratio | median ratio | quartiles |",
         "|---|---|--:|--:|--:|--:|--:|",
@@ -96,17 +97,23 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def machine_line(results: dict[str, Any]) -> str:
-    """When, where and with what the cases were measured that are not stale."""
-    machine = results["machine"]
-    shown = [found for name, found in results["cases"].items() if name in CASES and not stale(name, found)]
-    dates = sorted({found["date"] for found in shown})
-    peers = sorted({f"{name} {version}" for found in shown for name, version in found["peers"].items()})
-    parts = [
-        " to ".join(dates[:1] + dates[1:][-1:]), machine["cpu"], f"{machine['cores']} cores",
-        f"Python {machine['python']}", f"torch {machine['torch']}", *peers,
-    ]  # fmt: skip
-    return ", ".join(filter(None, parts))
+def machine_lines(results: dict[str, Any]) -> list[str]:
+    """When, where and with what the cases were measured that are not stale; a line for each machine."""
+    shown = {name: found for name, found in results["cases"].items() if name in CASES and not stale(name, found)}
+    machines: dict[str, list[str]] = {}
+    for name, found in shown.items():
+        machines.setdefault(json.dumps(found["machine"], sort_keys=True), []).append(name)
+    lines = []
+    for names in machines.values():
+        here = [shown[name] for name in names]
+        machine, dates = here[0]["machine"], sorted({found["date"] for found in here})
+        peers = sorted({f"{name} {version}" for found in here for name, version in found["peers"].items()})
+        parts = [
+            " to ".join(dates[:1] + dates[1:][-1:]), machine["accelerator"], machine["cpu"],
+            f"{machine['cores']} cores", f"Python {machine['python']}", f"torch {machine['torch']}", *peers,
+        ]  # fmt: skip
+        lines.append(", ".join(filter(None, parts)) + (f": {', '.join(names)}" if len(machines) > 1 else ""))
+    return lines
 
 
 def write_readme(results: dict[str, Any], path: Path) -> None:

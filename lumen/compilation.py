@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -14,7 +14,11 @@ from lumen.errors import ConfigError
 from lumen.metric_objects import metrics_of
 from lumen.torch_internals import compile_calls, is_compiled, is_compilers, limited_versions, need_to_compile, uncompile
 
+if TYPE_CHECKING:
+    from lumen.strategies import Strategy
+
 _OPTIONS = ("mode", "dynamic", "fullgraph", "backend", "options")
+_GRAPH_MODES, _GRAPHS = ("reduce-overhead", "max-autotune"), "triton.cudagraphs"
 _VERSIONS = 32  # of one piece of code: for each shape, with and without gradients, in training and in evaluation
 
 
@@ -48,6 +52,34 @@ class Compilation(AbstractContextManager["Compilation"]):
         self._options = {"dynamic": False} | given
         self._compiled: list[nn.Module] = []
         self._limits: AbstractContextManager[Any] = nullcontext()
+
+    def replays_graphs(self, device: torch.device) -> bool:
+        """Whether compiled code is replayed as CUDA graphs, whose results lie where the next replay's will."""
+        asked = self._options.get("mode") in _GRAPH_MODES or (self._options.get("options") or {}).get(_GRAPHS)
+        return self._on and device.type == "cuda" and bool(asked)
+
+    def check_graphs(self, strategy: Strategy, *, accumulates: bool) -> None:
+        """Refuse what CUDA graphs cannot do; only where they are replayed.
+
+        Args:
+            strategy: Of the run.
+            accumulates: A step has several micro-batches in each process.
+
+        Raises:
+            ConfigError: A strategy that moves parameters, or several micro-batches.
+        """
+        if not self.replays_graphs(strategy.device):
+            return
+        if strategy.shards:
+            raise ConfigError(
+                f"compile: CUDA graphs ({self.setting}) read parameters where they lay when they were recorded, but "
+                "this strategy gathers them anew. Use mode: max-autotune-no-cudagraphs, or strategy: ddp."
+            )
+        if accumulates:
+            raise ConfigError(
+                f"compile: with CUDA graphs ({self.setting}) the gradients of a micro-batch lie where the next one's "
+                "will, so that they cannot be summed. Use mode: max-autotune-no-cudagraphs, or one micro-batch a step."
+            )
 
     def check(self, task: nn.Module) -> None:
         """Refuse what cannot be compiled, while nothing is compiled yet.

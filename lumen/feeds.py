@@ -62,6 +62,9 @@ def _open_feeds(run: Run) -> None:
     run.train_feed = make_feed(
         loader, run.seed, plan.accumulate * shard.world, plan.global_batch_size, rewinds=plan.same_batches, shard=shard
     )
+    steps, length = run.train_feed.steps(None), run.train_feed.length or 0
+    accumulates = plan.accumulate > 1 or (steps is not None and length > steps * shard.world)
+    run.trainer.compilation.check_graphs(run.strategy, accumulates=accumulates)
     plan.limit("train", run.train_feed)
     plan.check_validation(run.train_feed)
     if run.train_feed.length == 0:

@@ -364,7 +364,7 @@ def evaluate_feed(
             for hook in ends:
                 hook(output, batch, micro.index, dataloader_idx)
             if stage == "predict":
-                outputs.append((micro.index, output))
+                outputs.append((micro.index, run.to_host(output)))
             if row := metrics.step_values(for_loggers):
                 rows.append(((dataloader_idx, micro.index), row))
         run.pulse.beat()

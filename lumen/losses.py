@@ -33,7 +33,8 @@ class LossCheck:
 
     def __init__(self, told: Callable[[], str] | None = None) -> None:
         self._told = told
-        self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor, float | None, Place]] = deque()
+        self._under_way: deque[tuple[_Arrival, float | None, Place]] = deque()
+        self._free: list[_Arrival] = []  # as many as were under way at once
 
     def check(self, loss: torch.Tensor, share: float | None, where: Callable[[], Place]) -> None:
         """Look at one loss or gradient norm.
@@ -50,12 +51,10 @@ class LossCheck:
             if not math.isfinite(value := loss.item()):
                 raise _refusal(value, share, where(), self._told)
             return
-        arriving = torch.empty((), dtype=loss.dtype, pin_memory=True)
-        arriving.copy_(loss.detach().reshape(()), non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._under_way.append((event, arriving, share, where()))
-        while self._under_way and self._under_way[0][0].query():  # type: ignore[no-untyped-call]
+        arrival = self._free.pop() if self._free else _Arrival()
+        arrival.send(loss)
+        self._under_way.append((arrival, share, where()))
+        while self._under_way and self._under_way[0][0].event.query():  # type: ignore[no-untyped-call]
             self._read_oldest()
 
     def flush(self) -> None:
@@ -65,13 +64,33 @@ class LossCheck:
             NonFiniteLoss: One of them is NaN or infinite.
         """
         while self._under_way:
-            self._under_way[0][0].synchronize()
+            self._under_way[0][0].event.synchronize()
             self._read_oldest()
 
     def _read_oldest(self) -> None:
-        _, value, share, where = self._under_way.popleft()
-        if not math.isfinite(value.item()):
-            raise _refusal(value.item(), share, where, None)
+        arrival, share, where = self._under_way.popleft()
+        self._free.append(arrival)
+        if not math.isfinite(value := arrival.value.item()):
+            raise _refusal(value, share, where, None)
+
+
+@final
+class _Arrival:
+    """One number on its way from a CUDA device to pinned memory, which both are used again: to make them takes long.
+
+    Attributes:
+        event: The number has arrived.
+        value: It, in float64.
+    """
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.value = torch.empty((), dtype=torch.float64, pin_memory=True)
+
+    def send(self, number: torch.Tensor) -> None:
+        """Copy a number behind what its device does now."""
+        self.value.copy_(number.detach().reshape(()), non_blocking=True)
+        self.event.record(torch.cuda.current_stream(number.device))
 
 
 def _refusal(value: float, share: float | None, where: Place, told: Callable[[], str] | None) -> NonFiniteLoss:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lumen import session
 from lumen.callbacks import ModelCheckpoint, OnExceptionCheckpoint, savers_of
 from lumen.callbacks.places import is_same
@@ -78,6 +80,8 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
             _log.warning(notice)
         closing.enter_context(strategy.processes.explained())
         strategy.connect()
+        if strategy.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(strategy.device)  # what `memory_mb` tells is of this run
         trainer.name = strategy.broadcast(trainer.name)
         if stage == "fit":
             strategy.processes.together(partial(_check_places, trainer))

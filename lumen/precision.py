@@ -267,22 +267,35 @@ def _culprit(modules: list[nn.Module]) -> str:
     return f"{path!r} ({type(culprit).__name__}){device}" if path else f"a step of {type(task).__name__}{device}"
 
 
+_FP16, _FP64 = ("fp16", "16", "16-mixed"), ("fp64", "64", "64-true")
 _KINDS: dict[str, Callable[[torch.device], Precision]] = {
     **dict.fromkeys(("fp32", "32", "32-true"), lambda device: Float32()),
     **dict.fromkeys(("bf16", "bf16-mixed"), BFloat16),
-    **dict.fromkeys(("fp16", "16", "16-mixed"), Float16),
+    **dict.fromkeys(_FP16, Float16),
     "bf16-true": lambda device: OneDtype("bf16-true"),
-    **dict.fromkeys(("fp64", "64", "64-true"), lambda device: OneDtype("fp64")),
+    **dict.fromkeys(_FP64, lambda device: OneDtype("fp64")),
 }
 
 
 def make_precision(name: str | int, device: torch.device) -> Precision:
-    """The precision of a name.
+    """The precision of a name; see `check_precision`.
 
     Args:
         name: `fp32`, `bf16`, `fp16`, `bf16-true` or `fp64`; Lightning's `32-true`, `bf16-mixed`, `16-mixed` and
             `64-true` mean the same.
         device: Where the forward runs.
+    """
+    check_precision(name, device, device)
+    return _KINDS[str(name)](device)
+
+
+def check_precision(name: str | int, device: torch.device, parameter_device: torch.device) -> None:
+    """Find out whether there is a precision, without a look at the device: that would take hold of one for good.
+
+    Args:
+        name: See `make_precision`.
+        device: Where the forward runs.
+        parameter_device: Where parameters and gradients lie between steps.
 
     Raises:
         ConfigError: No such precision, or not on this device.
@@ -292,10 +305,13 @@ def make_precision(name: str | int, device: torch.device) -> Precision:
             f"precision: {name} trains float16 parameters without a loss scale, where small gradients and updates "
             "become 0. Use fp16 (autocast with a scaler), or bf16-true for parameters of 16 bits."
         )
-    kind = _KINDS.get(str(name))
-    if kind is None:
+    if str(name) not in _KINDS:
         raise ConfigError(f"precision: no precision is named {name!r}; use one of {', '.join(_KINDS)}.")
-    precision = kind(device)
-    if precision.dtype is torch.float64 and device.type == "mps":
+    if str(name) in _FP64 and device.type == "mps":
         raise ConfigError(f"precision: {name} needs float64, which MPS does not have. Set accelerator: cpu, or fp32.")
-    return precision
+    if str(name) in _FP16 and device.type != parameter_device.type:
+        raise ConfigError(
+            f"precision: {name} with FSDP(cpu_offload=True): the loss scale lies on {device.type}, the gradients on "
+            f"the {parameter_device.type}, where torch would read it before it has arrived. Use bf16, or cpu_offload: "
+            "false."
+        )

@@ -175,6 +175,7 @@ class Run:
         self.bind_steps()
         self.weighs_batches = False  # once training begins: whether the task has batch_weight
         self.weights: StepWeights
+        self.replays_graphs = trainer.compilation.replays_graphs(strategy.device)
         self._transfer_hooks = self._find_transfer_hooks()
         # how a run ends
         self.pulse = Pulse(strategy)
@@ -214,6 +215,10 @@ class Run:
             if (function := getattr(self.task, step)) is not None
         }
 
+    def to_host(self, output: Any) -> Any:
+        """What a step returned, to be kept: on an accelerator all of it would pile up, or be written over."""
+        return output if self.strategy.device.type == "cpu" else move(output, torch.device("cpu"))
+
     def call_step(self, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Run a step of the task with the arguments its signature has."""
         return self.strategy.call(step, *self._step_arguments[step]((batch, batch_idx, dataloader_idx)))
@@ -234,6 +239,8 @@ class Run:
             hooks.append(lambda batch, index: copies.move(batch))
         elif device.type != "cpu" or dtype is not None:
             hooks.append(lambda batch, index: move(batch, device, dtype))
+        if self.replays_graphs:
+            hooks.append(_mark_step)
         if (after := owner("on_after_batch_transfer")) is not None:
             hooks.append(after.on_after_batch_transfer)
         return hooks
@@ -289,7 +296,7 @@ class Run:
 
     def check_loss(self, loss: torch.Tensor, share: float) -> None:
         """Refuse a NaN or infinite loss; fp16 leaves one with a weight to its scaler."""
-        self.last_loss = loss
+        self.last_loss = loss.detach().clone() if self.replays_graphs else loss
         if not (share and self.precision.handles_overflow):
             self.losses.check(loss, share, self._where)
 
@@ -576,3 +583,9 @@ class Run:
     def progress_state(self) -> dict[str, Any]:
         """Progress as plain data."""
         return {item.name: getattr(self.progress, item.name) for item in fields(Progress)}
+
+
+def _mark_step(batch: Any, _: int) -> Any:
+    """What compiled modules returned for the batch before may be written over from here on."""
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    return batch

@@ -154,6 +154,7 @@ def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> 
         weights: Of the step.
     """
     strategy = run.strategy
+    _refuse_synced_norms(run)
     stands_in = strategy.needs_stand_ins and micro.idle and batch is not None
     loss = None if stands_in else strategy.idle_loss()
     if loss is not None:
@@ -172,6 +173,16 @@ def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> 
                 "needs a forward of every rank. Return (loss, 0) for a batch to leave out."
             )
         backward(run, micro, loss * 0.0, weights)
+
+
+def _refuse_synced_norms(run: Run) -> None:
+    """Where BatchNorm sees the batches of all processes, one without a batch has no part that changes nothing."""
+    if any(isinstance(module, torch.nn.SyncBatchNorm) and module.training for module in run.task.modules()):
+        raise TrainingError(
+            f"rank {run.strategy.rank} has no loss in step {run.progress.step + 1}, but SyncBatchNorm needs a forward "
+            "and a backward of every process. Use drop_last=True and a global batch that is a multiple of the "
+            "processes', return no None from training_step, or use a norm that does not depend on the batch."
+        )
 
 
 @contextmanager

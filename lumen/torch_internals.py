@@ -153,6 +153,11 @@ def clamp(tensors: list[torch.Tensor], most: float) -> None:
     torch._foreach_clamp_max_(tensors, most)
 
 
+def copy_all(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy values into tensors, at least one, in a few kernels where all lie on one device."""
+    torch._foreach_copy_(tensors, values)
+
+
 def norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The norm of each of the tensors, at least one, in a few kernels."""
     return torch._foreach_norm(tensors)

@@ -48,7 +48,7 @@ from lumen.optim import needs_closure
 from lumen.optimizers import build_optimizers, guard
 from lumen.origin import Origin
 from lumen.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
-from lumen.precision import make_precision
+from lumen.precision import check_precision
 from lumen.profilers import Profiler, make_profiler
 from lumen.random import Domain, checked_seed, make_key, seed_generators
 from lumen.run import Run
@@ -208,7 +208,7 @@ class Trainer(RunView):
             raise ConfigError(f"gradient_clip_val: must be more than 0 (None: no clipping), found {gradient_clip_val}.")
         self.strategy = make_strategy(strategy, accelerator, devices, num_nodes)
         self.precision = precision
-        make_precision(precision, self.strategy.device)  # a wrong name is found now
+        check_precision(precision, self.strategy.device, self.strategy.parameter_device)
         self.matmul_precision = matmul_precision
         self.benchmark = benchmark
         self.compilation = Compilation(compile)

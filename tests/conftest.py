@@ -21,6 +21,15 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_setup(item):
+    if marker := item.get_closest_marker("cuda"):
+        import torch
+
+        needed, found = marker.kwargs.get("devices", 1), torch.cuda.device_count()
+        if found < needed:
+            pytest.skip(f"not proven here: it needs {needed} CUDA device{'s' * (needed > 1)}, {found} found")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     marker = item.get_closest_marker("time_limit")

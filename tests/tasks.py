@@ -96,7 +96,8 @@ class Drawing(Dataset):
 
 def quiet_trainer(tmp_path, **options):
     """A trainer that writes below a test's directory and shows nothing."""
-    options = {"seed": 3, "enable_progress_bar": False, "enable_model_summary": False, "log_level": "ERROR"} | options
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_level": "ERROR"}
+    options = {"accelerator": "cpu", "seed": 3} | quiet | options
     return lumen.Trainer(default_root_dir=tmp_path / "runs", name="run", **options)
 
 

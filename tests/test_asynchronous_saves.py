@@ -190,7 +190,7 @@ def test_reserved_memory_is_not_touched_for_the_first_time_by_a_save():
     assert faults(Snapshot()) > 16 * (4 << 20) // (2 * os.sysconf("SC_PAGESIZE"))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: not proven here")
+@pytest.mark.cuda
 def test_a_snapshot_of_cuda_tensors_is_that_of_its_moment():
     tensor, layers = torch.zeros(1 << 24, device="cuda"), torch.randn(1024, 1024, device="cuda")
     for _ in range(50):

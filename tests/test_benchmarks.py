@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import benchmarks
-from benchmarks.__main__ import library_commit, machine
+from benchmarks.__main__ import library_commit
 from benchmarks.__main__ import measure as measure_case
 from benchmarks.cases import CASES, PEERS
 from benchmarks.commands import run_commands
@@ -159,6 +159,9 @@ def test_a_fused_optimizer_is_compared_with_the_fused_loop_by_hand():
     assert "by hand 0.5" in refusal(case, "hand-fused", samples | {"hand-fused": far})
 
 
+MACHINE = {"cpu": "Abacus", "accelerator": "", "cores": 2, "python": "3.11", "torch": "2.13"}
+
+
 def results(lumen_loss=0.5):
     """Two rounds in which Lumen takes 1.1 times as long, once disturbed."""
     turns = [1e-3, 2e-3] * 10
@@ -166,9 +169,9 @@ def results(lumen_loss=0.5):
     lumen = SAMPLE | {"loss": lumen_loss.hex(), "cpu_s": [1.1 * each for each in turns] * 4}
     disturbed = lumen | {"cpu_s": [5 * each for each in lumen["cpu_s"]]}
     return {
-        "machine": {"cpu": "Abacus", "cores": 2, "python": "3.11", "torch": "2.13"},
         "cases": {
             "tiny": {
+                "machine": MACHINE,
                 "date": "2026-01-01",
                 "definition": CASES["tiny"].definition,
                 "peers": {},
@@ -243,13 +246,22 @@ def test_the_heading_has_the_dates_and_the_peers_of_the_figures_below_it():
     assert heading == "2026-01-01 to 2026-02-03, Abacus, 2 cores, Python 3.11, torch 2.13, ignite 0.5."
 
 
+def test_each_machine_is_named_with_its_cases():
+    found = results()
+    device = found["cases"]["tiny"] | {"definition": CASES["clip"].definition}
+    found["cases"]["clip"] = device | {"machine": MACHINE | {"accelerator": "GPU of thought"}}
+    first, second, *_ = markdown(found).splitlines()
+    assert first == "2026-01-01, Abacus, 2 cores, Python 3.11, torch 2.13: tiny."
+    assert second == "2026-01-01, GPU of thought, Abacus, 2 cores, Python 3.11, torch 2.13: clip."
+
+
 def test_wall_time_of_a_gpt_is_told_in_tokens_too():
     case, sample = CASES["gpt2-cuda"], SAMPLE | {"wall_s": [0.1]}
     found = {
-        "date": "2026-01-01", "definition": case.definition, "peers": {}, "turns": 1, "systems": ["hand"],
-        "skipped": {}, "rounds": [{"hand": sample}],
+        "date": "2026-01-01", "machine": MACHINE, "definition": case.definition, "peers": {}, "turns": 1,
+        "systems": ["hand"], "skipped": {}, "rounds": [{"hand": sample}],
     }  # fmt: skip
-    text = markdown({"machine": results()["machine"], "cases": {case.name: found}})
+    text = markdown({"cases": {case.name: found}})
     assert "100,000.0 µs / batch (122,880 tokens/s)" in text
     row = Row(case.name, "hand", value=0.1)
     assert speed(CASES["gpt"], "cpu_s", row) == speed(CASES["tiny"], "wall_s", row) == ""
@@ -258,8 +270,8 @@ def test_wall_time_of_a_gpt_is_told_in_tokens_too():
 def test_what_a_save_costs_later_may_be_negative_and_has_no_ratio():
     case, rounds = CASES["checkpoint"], [(0.5, -0.25), (1.0, 0.5), (3.0, -2.0)]
     found = {
-        "date": "2026-01-01", "definition": case.definition, "peers": {}, "turns": 1, "systems": ["hand", "lumen"],
-        "skipped": {}, "rounds": [
+        "date": "2026-01-01", "machine": MACHINE, "definition": case.definition, "peers": {}, "turns": 1,
+        "systems": ["hand", "lumen"], "skipped": {}, "rounds": [
             {
                 "hand": SAMPLE | {"blocked_s": [1.0], "lost_s": [by_hand]},
                 "lumen": SAMPLE | {"blocked_s": [0.5], "lost_s": [own]},
@@ -267,7 +279,7 @@ def test_what_a_save_costs_later_may_be_negative_and_has_no_ratio():
             for by_hand, own in rounds
         ],
     }  # fmt: skip
-    text = markdown({"machine": results()["machine"], "cases": {case.name: found}})
+    text = markdown({"cases": {case.name: found}})
     assert "|  | Lumen | 0.50 s | -0.50 | 0.500 | 0.500 | 0.500 - 0.500 |" in text
     assert "|  | Lumen | -0.25 s | -0.75 |  |  |  |" in text
 
@@ -277,7 +289,7 @@ def test_a_case_is_stored_with_its_definition_and_the_commit():
     found = json.loads(json.dumps(measure_case(CASES["nothing"], ["hand"], 1)))
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
     assert head.startswith(found["commit"].rstrip("+")) if head else "commit" not in found
-    text = markdown({"machine": machine(), "cases": {"nothing": found}})
+    text = markdown({"cases": {"nothing": found}})
     assert text.startswith(found["date"])
     assert "by hand" in text
     assert "stale" not in text

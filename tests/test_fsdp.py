@@ -876,10 +876,8 @@ def hold(folder, options):
 
 # ---------------------------------------------------------------------- what only an accelerator shows
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="not proven here: there is no CUDA device")
 
-
-@needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("options", "precision"),
     [({}, "bf16"), ({}, "fp16"), ({"cpu_offload": True}, "fp32"), ({"param_dtype": "bf16"}, "fp32")],

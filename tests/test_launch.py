@@ -550,14 +550,14 @@ def test_ddp_with_one_process_starts_no_other(tmp_path):
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not proven here: NCCL needs two GPUs")
+@pytest.mark.cuda(devices=2)
 def test_two_gpus_train_over_nccl():
     code, output = run("train.py", "fine", "4", "2", TEST_ON="cuda")
     assert code == 0, output
     assert sorted(Path("after").read_text().splitlines()) == ["0 of 2, step 4", "1 of 2, step 4"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="not proven here: NCCL needs a GPU")
+@pytest.mark.cuda
 def test_one_gpu_opens_nccl_and_closes_it():
     code, output = run("train.py", "fine", "4", TEST_ON="cuda", TEST_STRATEGY="ddp")
     assert code == 0, output

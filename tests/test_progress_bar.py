@@ -554,7 +554,7 @@ def test_the_bar_does_not_change_the_training(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_showing_never_waits_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Allows(Callback):
         def __init__(self, mode: str) -> None:

@@ -92,7 +92,7 @@ class Throughput:
 
 
 def memory_mb(device: torch.device) -> float:
-    """Megabytes (10^6 bytes): on CUDA the most that tensors ever took, elsewhere what this process holds in RAM."""
+    """Megabytes (10^6 bytes): on CUDA the most that tensors took in this run, elsewhere what this process holds."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     try:

@@ -233,8 +233,10 @@ def refuse_non_finite(collected: Collected, parts: Mapping[str, torch.Tensor], p
     """
 
     def broken() -> list[str]:
-        extremes = {name: _extremes(parts[name]) for name in collected.trained if name in parts}
-        return [name for name, ends in extremes.items() if not ends.isfinite().all()]
+        names = [name for name in collected.trained if name in parts]
+        finite = [_extremes(parts[name]).isfinite().all() for name in names]
+        told = torch.stack([each.to(finite[0].device) for each in finite]).tolist() if finite else []
+        return [name for name, is_finite in zip(names, told, strict=True) if not is_finite]
 
     def refuse(found: Callable[[], list[list[str]]]) -> None:
         of_any = set().union(*found())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lumen.batches import fill
+from lumen.batches import fill_all, move
 from lumen.strategies.all_gather import all_gather
 from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S, Processes
 from lumen.torch_internals import multiply, persistent_buffers
@@ -163,8 +163,8 @@ class Strategy(ABC):
             sizes = [buffer.numel() for buffer in same]
             torch.distributed.broadcast(joined, 0)
             with torch.no_grad():
-                for buffer, values in zip(same, torch.split(joined, sizes), strict=True):
-                    fill(buffer, values.view_as(buffer))
+                split = torch.split(joined, sizes)
+                fill_all(same, [values.view_as(buffer) for buffer, values in zip(same, split, strict=True)])
 
     def evaluation(self) -> AbstractContextManager[Any]:
         """The context of an evaluation: no gradients are made in it."""
@@ -204,12 +204,24 @@ class Strategy(ABC):
         self.processes.barrier()
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """Rank `source`'s value of plain data, on every rank. Collective: every rank must call this."""
-        return self.processes.broadcast(value, source)
+        """Rank `source`'s value of plain data, on every rank. Collective: every rank must call this.
+
+        With several processes tensors arrive on the CPU.
+        """
+        return self.processes.broadcast(self._portable(value), source)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value of plain data, in rank order, on every rank. Collective: every rank must call this."""
-        return self.processes.gather(value)
+        """Every rank's value of plain data, in rank order, on every rank. Collective: every rank must call this.
+
+        With several processes tensors arrive on the CPU.
+        """
+        return self.processes.gather(self._portable(value))
+
+    def _portable(self, value: T) -> T:
+        """A tensor that is pickled on an accelerator would be unpickled on that of the other process, on all ranks."""
+        if self.world_size == 1 or self.device.type == "cpu":
+            return value
+        return move(value, torch.device("cpu"))  # type: ignore[no-any-return]
 
     def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of a tensor, on every rank. Collective: every rank must call this."""

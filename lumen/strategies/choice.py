@@ -87,7 +87,15 @@ def device_of(accelerator: str, processes: Processes | None = None) -> torch.dev
     if not available.get(name, False):
         found = ", ".join(kind for kind, there in available.items() if there)
         raise ConfigError(f"accelerator: {accelerator!r} is not available here; there are: auto, {found}.")
-    return torch.device(name, processes.local_rank) if processes and name == "cuda" else torch.device(name)
+    if processes is None or name != "cuda":
+        return torch.device(name)
+    visible = torch.cuda.device_count()  # one, where SLURM shows each process its own
+    if processes.local_rank >= visible > 1:
+        raise ConfigError(
+            f"accelerator: process {processes.local_rank} of {processes.local_world_size} on this node has no device: "
+            f"{visible} are visible to it. Start as many processes as devices, or show each process one."
+        )
+    return torch.device(name, processes.local_rank if visible > 1 else 0)
 
 
 def unused_devices(strategy: Strategy) -> str | None:
@@ -103,6 +111,11 @@ def _count(devices: int | str | None, accelerator: str) -> int | None:
     if devices in ("auto", -1, "-1"):
         return visible or 1
     text = str(devices)
+    if isinstance(devices, (list, tuple)) or "," in text:
+        raise ConfigError(
+            f"devices: expected how many, found {devices!r}. Set CUDA_VISIBLE_DEVICES to say which ones, and devices: "
+            "to their number."
+        )
     if devices is not None and (not text.isdigit() or int(text) == 0 or isinstance(devices, bool)):
         raise ConfigError(f"devices: expected a number of devices or auto, found {devices!r}.")
     if devices is not None and visible is not None and int(text) > visible:

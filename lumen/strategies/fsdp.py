@@ -21,6 +21,7 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.optim import needs_closure
 from lumen.strategies.additions import Additions
 from lumen.strategies.base import Strategy
+from lumen.strategies.groups import CUDA_BACKENDS
 from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.strategies.sharding import ShardedTask
 from lumen.strategies.steps import sparse_parameters
@@ -171,8 +172,13 @@ class FSDP(Strategy):
         key = (dist.group.WORLD, self.device.type, shape)
         if key not in _meshes:
             names = ("replicate", "shard")[-len(shape) :]
-            _meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            # groups that are split off the default one would get options of NCCL for gloo too
+            several = self.device.type == "cuda" and len(shape) > 1
+            backends: Any = {"backend_override": dict.fromkeys(names, CUDA_BACKENDS)} if several else {}
+            _meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names, **backends)
         self.device_mesh = _meshes[key]
+        if world > 1:
+            self.processes.include(self.device_mesh.get_all_groups())
 
     def setup(self, task: nn.Module) -> None:
         """Cut up the parameters; real ones become those of rank 0 first.

@@ -19,7 +19,10 @@ from lumen.torch_internals import abort_groups, gloo_over_default_device, import
 if TYPE_CHECKING:
     from lumen.strategies.processes import Processes
 
+CUDA_BACKENDS = "cpu:gloo,cuda:nccl"  # a parameter that is kept on the CPU needs one too
 _SHARED = "gloo_shared"
+_NCCL_LATER_S = 120.0  # its watchdog ends a process that waits too long: not before that one has said where it waits
+_LEAVE_S = 10.0
 
 
 @final
@@ -29,6 +32,7 @@ class Groups:
     def __init__(self, processes: Processes, device: torch.device) -> None:
         self.is_ours = not dist.is_initialized()
         self._failed = False
+        self._patience_s = _NCCL_LATER_S if device.type == "cuda" else 0.0
         timeout = timedelta(seconds=processes.startup_timeout_s)
         self._timeout_beside = timedelta(seconds=max(processes.startup_timeout_s, processes.timeout_s))
         if self.is_ours:
@@ -36,26 +40,33 @@ class Groups:
             store: Any = dist.HashStore()  # type: ignore[attr-defined]
             if processes.world_size > 1:
                 store = meet(processes.address, processes.rank, processes.world_size, timeout)
-            # a parameter that is kept on the CPU needs a backend too
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            backend = CUDA_BACKENDS if device.type == "cuda" else "gloo"
             dist.init_process_group(
-                backend, rank=processes.rank, world_size=processes.world_size, timeout=timeout,
+                backend, rank=processes.rank, world_size=processes.world_size,
+                timeout=timeout + timedelta(seconds=self._patience_s),
                 device_id=device if device.type == "cuda" else None, store=store,
             )  # fmt: skip
         self.default: Any = dist.group.WORLD
         self.control: Any = None
         self.beside: Any = None
+        self._parts: list[Any] = []
         self.stacks: Stacks | None = None
         if processes.world_size > 1:
             self.control = _new_group(timeout)
             self.stacks = Stacks(processes.rank, lambda value: gather(value, self.control))
         atexit.register(self.close)
 
+    def include(self, group: Any) -> None:
+        """Let a group of some of the processes wait no longer than the others."""
+        if group is not self.default and all(group is not each for each in self._parts):
+            self._parts.append(group)
+
     def set_timeout(self, timeout_s: float) -> None:
         """How long the next collectives wait; a default group of the user's own keeps its time."""
-        for group in (self.control, self.default if self.is_ours else None):
-            if group is not None:
-                set_timeout(group, timedelta(seconds=timeout_s))
+        if self.control is not None:
+            set_timeout(self.control, timedelta(seconds=timeout_s))
+        for group in (*self._parts, *([self.default] if self.is_ours else [])):
+            set_timeout(group, timedelta(seconds=timeout_s + self._patience_s))
 
     def open_beside(self) -> None:
         """Open the group for a thread, unless that is done; it has time, for training goes on. Collective."""
@@ -66,6 +77,17 @@ class Groups:
         """The others are somewhere else: leave without waiting for them."""
         self._failed = True
 
+    def _all_leave(self) -> bool:
+        """Whether all processes come here too within a moment."""
+        if self.control is None:
+            return True
+        try:
+            set_timeout(self.control, timedelta(seconds=_LEAVE_S))
+            dist.all_reduce(torch.zeros(()), group=self.control)
+        except RuntimeError:
+            return False
+        return True
+
     def close(self) -> None:
         """Close what was opened."""
         atexit.unregister(self.close)
@@ -75,11 +97,12 @@ class Groups:
             if not self.is_ours:
                 _destroy(self.control)
                 _destroy(self.beside)
-            elif self._failed and dist.get_backend() != "gloo":
-                abort_groups()
+            elif dist.get_backend() != "gloo" and (self._failed or not self._all_leave()):
+                abort_groups()  # NCCL would wait for the others
             else:
                 dist.destroy_process_group()
         self.default = self.control = self.beside = None
+        self._parts.clear()
         gc.collect()  # gloo's threads end with the last reference
         _wait_for_gloo()
 

@@ -144,6 +144,12 @@ class Processes:
         self._groups = _groups
         self._groups.set_timeout(startup_timeout_s)
 
+    def include(self, groups: Sequence[Any]) -> None:
+        """Let groups of some of the processes wait no longer than the others do; once `connect` has opened these."""
+        for group in groups:
+            self._connected.include(group)
+        self._connected.set_timeout(self.startup_timeout_s)
+
     def begin_training(self) -> None:
         """The first step is done: from now on nobody is waited for longer than `timeout_s`."""
         if self._groups is not None:
@@ -159,12 +165,11 @@ class Processes:
         """
         try:
             yield
-        except LumenError:
-            raise
-        except Exception as error:
+        except BaseException as error:
             if self._groups is not None and self.world_size > 1:
                 self._groups.failed()
-                self._explain(error, self._groups)
+                if isinstance(error, Exception) and not isinstance(error, LumenError):
+                    self._explain(error, self._groups)
             raise
 
     def _explain(self, error: Exception, groups: Groups) -> None:

@@ -25,6 +25,11 @@ class SingleDevice(Strategy):
         self.device = torch.device(device)
         self._task: nn.Module | None = None
 
+    def connect(self) -> None:
+        """What is made on "cuda" lies beside the task."""
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)
+
     def setup(self, task: nn.Module) -> None:
         """Move the task to the device."""
         self._task = task.to(self.device)
