@@ -37,6 +37,8 @@ def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:
         TrainingError: It is something else.
     """
     loss, weight = output, None
+    if isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point():
+        return output, None
     if isinstance(output, dict) and "loss" in output:
         loss, weight = output["loss"], output.get("weight")
     elif isinstance(output, tuple) and len(output) == 2:

@@ -174,6 +174,9 @@ except (ImportError, AttributeError):
     _WRAPPER = None  # every step is called with its wrapper, whoever listens there
 
 
+_GUARD = -1  # its place among hooks, which torch numbers from 0 on
+
+
 @final
 class StepGuard:
     """Hears of every call of an optimizer's `step`, and is no listener to `bare_step`.
@@ -185,8 +188,9 @@ class StepGuard:
 
     def __init__(self, optimizer: Optimizer, refuse: Callable[[], None]) -> None:
         self._refuse = refuse
-        hears = hasattr(optimizer, "_optimizer_step_pre_hooks")  # not of a class that leaves out Optimizer.__init__
-        self._handle = optimizer.register_step_pre_hook(self) if hears else None
+        # there are none on one of a class that leaves out Optimizer.__init__
+        self._hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+        self._hooks[_GUARD] = self
 
     def __call__(self, *_: Any) -> None:
         """As torch calls its hooks."""
@@ -194,8 +198,7 @@ class StepGuard:
 
     def remove(self) -> None:
         """Let everybody call it again."""
-        if self._handle is not None:
-            self._handle.remove()
+        self._hooks.pop(_GUARD, None)
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
@@ -209,8 +212,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
         or getattr(step, "__code__", None) is not _WRAPPER
         or "step" in vars(optimizer)
         or hooks is None
-        or len(hooks) > 1
-        or (hooks and type(next(iter(hooks.values()))) is not StepGuard)
+        or (hooks and (_GUARD not in hooks or len(hooks) > 1))
         or getattr(optimizer, "_optimizer_step_post_hooks", True)
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks

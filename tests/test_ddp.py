@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
-from lumen.errors import ConfigError, TrainingError
+from lumen.errors import ConfigError, LumenError, TrainingError
 from tests.group import assert_equal, on_ranks
 from tests.tasks import Regression, bare_trainer, loader, numbers, quiet_trainer, regression_data
 
@@ -196,6 +196,70 @@ def test_none_from_one_rank_leaves_out_its_micro_batch_alone(group, tmp_path, we
 def choose(folder, left_out, weigh, options):
     task = Choosy(left_out, weigh)
     return fit(folder, task, strategy=lumen.DDP(**options), accumulate_grad_batches=2)[1]
+
+
+class Constantly(Choosy):
+    def training_step(self, batch, batch_idx):
+        found = super().training_step(batch, batch_idx)
+        return (torch.zeros((), dtype=torch.float64), 0) if found is None else found
+
+
+@pytest.mark.parametrize("left_out", [(0,), (1, 3), (2, 3)], ids=str)
+def test_a_constant_of_weight_0_leaves_out_a_micro_batch_as_none_does(group, tmp_path, left_out):
+    alone = fit(tmp_path, Choosy(left_out, weigh=True), accumulate_grad_batches=4)[1]
+    assert_equal(fit(tmp_path, Constantly(left_out, weigh=True), accumulate_grad_batches=4)[1], alone)
+    assert_equal(on_ranks(group, 2, leave_out_by_constants, tmp_path, left_out), alone)
+
+
+def leave_out_by_constants(folder, left_out):
+    return fit(folder, Constantly(left_out, weigh=True), strategy="ddp", accumulate_grad_batches=2)[1]
+
+
+class Wrong(Regression):
+    """Does one of the things that are refused, on every rank."""
+
+    def __init__(self, what):
+        super().__init__(dtype=torch.float64)
+        self.what = what
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        if self.what == "steps":
+            self.optimizers().step()
+        elif self.what == "goes backward":
+            loss.backward(retain_graph=True)
+        elif self.what == "root":
+            return (loss * 0).sqrt()
+        return {"returns None": None, "detaches": loss.detach(), "logarithm": (loss * -1).log()}.get(self.what, loss)
+
+
+WRONG = {
+    "returns None": "epoch 0 made no optimizer step: training_step returned None",
+    "detaches": "a loss without a gradient",
+    "steps": "step was called in a training step",
+    "goes backward": "called a backward itself",
+    "logarithm": "The first NaN of its forward was made by aten.log.default here:\n",
+    "root": "Its forward was called here:\n",
+    "has no data": "there is no batch to train on: TensorDataset has 3 samples, fewer than the batch_size 4",
+}
+
+
+def test_what_is_refused_on_one_process_is_refused_on_each_of_several(group, tmp_path):
+    for each in group(2).run(refused, tmp_path):
+        assert each.keys() == WRONG.keys()
+        for what, message in each.items():
+            assert WRONG[what] in message
+
+
+def refused(folder):
+    said = {}
+    for what in WRONG:
+        data = DataLoader(numbers(3), 4, drop_last=True) if what == "has no data" else loader(dtype=torch.float64)
+        trainer = bare_trainer(folder, max_epochs=1, strategy="ddp", detect_anomaly=what in ("logarithm", "root"))
+        with pytest.raises(LumenError) as caught:
+            trainer.fit(Wrong(what), data)
+        said[what] = str(caught.value)
+    return said
 
 
 class Buffered(Choosy):
