@@ -254,6 +254,12 @@ def test_a_run_that_a_signal_cut_has_the_rows_of_one_that_was_not(tmp_path, at):
     )
 
 
+def test_a_run_that_is_made_longer_keeps_the_row_of_where_it_ended(tmp_path):
+    fit(tmp_path, max_steps=6)
+    trainer = fit(tmp_path, max_steps=10, resume="auto")
+    assert [step for step, names in rows(trainer) if "loss" in names] == [4, 6, 8, 10]
+
+
 class CutInValidation(Regression):
     """Is asked to leave in the validation of a step."""
 
