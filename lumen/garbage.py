@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
@@ -13,17 +14,27 @@ if TYPE_CHECKING:
 _NEVER = 2**31 - 1  # what a C int holds
 _STAGES = {"fit": "fit", "validate": "validation", "test": "test", "predict": "predict"}  # as hooks spell them
 _off_for_runs: list[object] = []  # those of this process for which it is off
+_young_only: list[tuple[int, int, int]] = []  # thresholds as each context of any thread found them
+_changing = Lock()
 
 
 @contextmanager
 def only_young_collected() -> Iterator[None]:
-    """The context of imports: what they bring stays, and to look through all of it again and again takes a third."""
-    before = gc.get_threshold()
-    gc.set_threshold(*before[:2], _NEVER)
+    """The context of what makes many objects, none of them garbage, such as imports and the descriptions of tensors.
+
+    To look through all that there is again and again takes a third of an import and half of a save. For several
+    threads.
+    """
+    with _changing:
+        _young_only.append(gc.get_threshold())
+        gc.set_threshold(*_young_only[0][:2], _NEVER)
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        with _changing:
+            before = _young_only.pop()
+            if not _young_only:
+                gc.set_threshold(*before)
 
 
 @contextmanager

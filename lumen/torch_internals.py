@@ -47,7 +47,7 @@ with suppress(ImportError):
 need("Lumen", nn.Module(), "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 need("Lumen", torch.Tensor, "_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
 need("Lumen", torch.UntypedStorage, "_cdata")
-need("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm")
+need("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm", "_foreach_copy_")
 need("Lumen", torch.ops.aten.zero_.default, "_schema")
 if "TorchDispatchMode" not in globals():
     need("Lumen", torch.utils, "_python_dispatch.TorchDispatchMode")

@@ -217,10 +217,24 @@ class Large(Regression):
         return super().forward(inputs) + 0.0 * self.table[0, 0]
 
 
+class Numerous(Regression):
+    """1,200 tensors with Adam's state, of some bytes each."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(300))
+
+    def forward(self, inputs):
+        return super().forward(inputs) + 0.0 * torch.stack(tuple(self.more)).sum()
+
+
 @pytest.mark.parametrize(
     ("task", "asynchronous", "is_left_to_a_thread"),
-    [(Regression, None, False), (Regression, True, True), (Large, None, True), (Large, False, False)],
-)
+    [
+        (Regression, None, False), (Regression, True, True), (Large, None, True), (Large, False, False),
+        (Numerous, None, True), (Numerous, False, False),
+    ],
+)  # fmt: skip
 def test_only_large_checkpoints_are_written_beside_the_run_unless_it_is_said(
     tmp_path, monkeypatch, task, asynchronous, is_left_to_a_thread
 ):

@@ -1,5 +1,6 @@
 """What checkpoints cost grows no faster than what is in them and how many are kept; counted, not timed."""
 
+import gc
 import json
 import os
 import random
@@ -7,7 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from lumen.checkpoint import Checkpoint, as_place, find_checkpoints
 from lumen.checkpoint.listing import list_checkpoints
 from lumen.checkpoint.manifest import read_manifest
 from lumen.checkpoint.remote import RemotePath
+from lumen.checkpoint.snapshot import Snapshot
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged
@@ -150,6 +152,69 @@ def test_more_files_than_may_be_open_are_read(tmp_path):
     for _ in range(2):
         assert same(dict(checkpoint.tensors("model")), tensors)
     assert len(os.listdir("/proc/self/fd")) < 120
+
+
+def test_a_save_makes_a_bounded_number_of_calls_for_a_small_tensor(tmp_path):
+    def work(count):
+        tensors = {f"w{number}": torch.full((3,), float(number)) for number in range(count)}
+        with counted_calls() as calls:
+            save(tmp_path / f"step-{count}", model=tensors)
+        assert same(dict(Checkpoint.open(tmp_path / f"step-{count}").tensors("model")), tensors)
+        return calls[0]
+
+    _, few, many = map(work, (10, 100, 1100))
+    assert many - few < 60 * 1000
+
+
+def test_small_tensors_whose_memory_was_freed_are_an_error_and_no_crash(tmp_path):
+    tensors = {name: torch.ones(3) for name in "abc"}
+    tensors["b"].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="setStorage"):
+        save(tmp_path / "step-1", model=tensors)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(RuntimeError, match="setStorage"):
+        Snapshot().take({"model": tensors})
+
+
+def test_no_save_and_no_resume_looks_through_all_objects_for_garbage(tmp_path):
+    looked, seen = [], []
+
+    def note(phase, info):
+        if phase == "start" and info["generation"] == 2:
+            looked.append(info)
+
+    def looks(work):
+        gc.collect()
+        looked.clear()
+        work()
+        seen.append(len(looked))
+
+    def save_it(trainer, task):
+        looks(partial(trainer.save_checkpoint, tmp_path / "step-9"))
+
+    gc.freeze()  # else torch's own are so many that these would not be looked at
+    gc.callbacks.append(note)
+    try:
+        saving = lumen.LambdaCallback(on_boundary=save_it)
+        quiet_trainer(tmp_path, max_steps=1, callbacks=[saving], logger=False).fit(Many(1000), loader())
+        looks(partial(Checkpoint.open, tmp_path / "step-9"))
+    finally:
+        gc.callbacks.remove(note)
+        gc.unfreeze()
+    assert seen == [0, 0]
+
+
+def test_the_depth_of_a_directory_costs_no_look_at_every_file(tmp_path, monkeypatch):
+    looked, lstat = [], os.lstat
+
+    def looks(folder):
+        path = save(folder / "step-1", model={"w": torch.ones(2)}, extra={"x": torch.ones(2)})
+        looked.clear()
+        Checkpoint.open(path)
+        return len(looked)
+
+    monkeypatch.setattr(os, "lstat", lambda path, **options: looked.append(path) or lstat(path, **options))
+    assert looks(tmp_path / "a") == looks(tmp_path / "/".join("abcdefghij")) < 12
 
 
 # ---------------------------------------------------------------------- checkpoints

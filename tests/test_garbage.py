@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lumen
 from lumen.errors import ConfigError
+from lumen.garbage import only_young_collected
 from tests.tasks import Regression, Saving, bare_trainer, loader
 
 
@@ -29,6 +30,18 @@ def watched():
         gc.callbacks.remove(note)
         gc.enable()
         gc.unfreeze()
+
+
+def test_what_several_threads_do_without_looking_for_old_garbage_leaves_it_as_it_was():
+    before = gc.get_threshold()
+    one, other = only_young_collected(), only_young_collected()
+    one.__enter__()
+    other.__enter__()
+    assert gc.get_threshold()[2] > 1_000_000
+    one.__exit__(None, None, None)
+    assert gc.get_threshold()[2] > 1_000_000
+    other.__exit__(None, None, None)
+    assert gc.get_threshold() == before
 
 
 @pytest.fixture

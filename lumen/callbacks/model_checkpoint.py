@@ -69,9 +69,10 @@ class ModelCheckpoint(Callback):
         dirpath: Where: default `checkpoints` in the run directory. Each run needs one of its own. A URL is whatever
             fsspec writes to: `s3://` and `gs://` need `pip install 'lumen[remote]'`.
         asynchronous: How: True: training waits for the copy only; False: for the commit. Default: for the copy where
-            that pays: for 16 MiB and more, or where `dirpath` is a URL, if the copy takes at most half of the memory
-            that the machine has left. Each process then keeps host memory of the size of its share until the run ends,
-            taken before the first save: at once with `every_n_train_steps`, else after 10 seconds.
+            that pays: for 16 MiB and more, of which each tensor counts 16 KiB beside its own, or where `dirpath` is a
+            URL, if the copy takes at most half of the memory that the machine has left. Each process then keeps host
+            memory of the size of its share until the run ends, taken before the first save: at once with
+            `every_n_train_steps`, else after 10 seconds.
 
     Attributes:
         best_model_path: Directory of the best checkpoint, without a monitor of the newest one, or "".

@@ -58,6 +58,8 @@ def encode(value: Any, tensors: Tensors, where: str) -> JSON:
 
 
 def _encode(value: Any, tensors: Tensors, where: str, above: tuple[int, ...]) -> JSON:
+    if isinstance(value, torch.Tensor):
+        return {_tensor_tag(value): _collect(value.detach(), tensors, where)}
     if id(value) in above:
         raise CheckpointError(f"{where}: this {type(value).__name__} contains itself. Remove the cycle.")
     if len(above) > _MAX_DEPTH:
@@ -81,8 +83,6 @@ def _encode(value: Any, tensors: Tensors, where: str, above: tuple[int, ...]) ->
     if kind in _LEAVES:
         tag, text = _LEAVES[kind]
         return {tag: text(value)}
-    if isinstance(value, torch.Tensor):
-        return {_tensor_tag(value): _collect(value.detach(), tensors, where)}
     if kind is np.ndarray:
         return {"$array": _collect(_array_as_tensor(value, where), tensors, where)}
     raise _refusal(value, where)
@@ -121,6 +121,8 @@ def _python_scalar(value: Any) -> Any:
 
 
 def _tensor_tag(tensor: torch.Tensor) -> str:
+    if type(tensor) is torch.Tensor and not tensor.requires_grad:
+        return "$tensor"
     if isinstance(tensor, nn.Parameter):
         return "$parameter" if tensor.requires_grad else "$frozen_parameter"
     return "$leaf" if tensor.requires_grad and tensor.is_leaf else "$tensor"

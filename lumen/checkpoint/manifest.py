@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 
@@ -29,8 +29,7 @@ Parsed = TypeVar("Parsed")
 
 
 @final
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor, stored in one file: where it begins in each dimension of the tensor, and its own shape."""
 
     file: str
@@ -39,8 +38,7 @@ class Chunk:
 
 
 @final
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """A tensor: its chunks fill its shape exactly."""
 
     dtype: torch.dtype
@@ -212,9 +210,9 @@ def _check_file_names(files: Mapping[str, Any]) -> None:
 
 
 def _parse_spec(where: str, tensor: JSON) -> Spec:
-    shape = tuple(_count(n) for n in tensor["shape"])
+    shape = tuple(map(_count, tensor["shape"]))
     chunks = tuple(
-        Chunk(str(file), tuple(_count(o) for o in offsets), tuple(_count(n) for n in chunk_shape))
+        Chunk(str(file), tuple(map(_count, offsets)), tuple(map(_count, chunk_shape)))
         for file, offsets, chunk_shape in tensor["chunks"]
     )
     _check_cover(where, shape, chunks)

@@ -21,6 +21,7 @@ from lumen.checkpoint.remote import Pieces, RemotePath
 from lumen.checkpoint.safetensors_files import check_header
 from lumen.checkpoint.sharded import own_box, own_part
 from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch
+from lumen.garbage import only_young_collected
 from lumen.strategies.processes import Processes
 
 _PIECE_BYTES = 4 << 20  # read at once where only a part of every row is kept
@@ -73,7 +74,8 @@ class Checkpoint:
                 process is the same error on all.
         """
         processes = Processes() if processes is None else processes
-        return processes.together(partial(_open, path, verify, sections, processes))
+        with only_young_collected():
+            return processes.together(partial(_open, path, verify, sections, processes))
 
     def names(self, section: str) -> list[str]:
         """Return the names of a section's tensors, in the order they were written."""

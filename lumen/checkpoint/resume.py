@@ -29,6 +29,7 @@ from lumen.checkpoint.sources import find_named
 from lumen.checkpoint.weights import load_model
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch, ConfigError
+from lumen.garbage import only_young_collected
 from lumen.precision import make_precision
 from lumen.run import Progress, Run
 from lumen.task import TaskModule
@@ -89,7 +90,8 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
         CheckpointMismatch: The optimizer or the schedulers are not the ones saved.
         ConfigError: A schedule ends before the step that the run goes on from.
     """
-    run.strategy.processes.together(partial(_load_run, run, checkpoint, parts, continue_records))
+    with only_young_collected():
+        run.strategy.processes.together(partial(_load_run, run, checkpoint, parts, continue_records))
     checkpoint.free()  # the run holds it until its end, for its path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,10 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+COPIED_TOGETHER = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)  # torch does it for all
+_TOGETHER_BYTES = 1 << 20
 
 
 def is_known(dtype: torch.dtype) -> bool:
@@ -72,11 +76,33 @@ def write_safetensors(
         end = header[name]["data_offsets"][1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    value = tensors.__getitem__ if whole is None else whole
     with new_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            file.write(bytes_of(tensors[name] if whole is None else whole(name)))
+        for together in _together(tensors, names):
+            file.write(bytes_of(_joined([value(name) for name in together])))
     return file.record()
+
+
+def _together(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[list[str]]:
+    """Names of what is written at once: many small tensors take most of their time one by one."""
+    group: list[str] = []
+    size = 0
+    kind: torch.dtype | None = None
+    for name in names:
+        tensor = tensors[name]
+        if group and not (tensor.dtype == kind in COPIED_TOGETHER and size + tensor.nbytes <= _TOGETHER_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size, kind = size + tensor.nbytes, tensor.dtype
+    if group:
+        yield group
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors of one dtype, one after the other."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(map(flat, tensors)))
 
 
 def check_header(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, int]:
@@ -154,8 +180,22 @@ def _entry(dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> dict[str, 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes, without a copy if they lie in host memory in their order."""
+    return flat(tensor).view(torch.uint8).numpy().data
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's numbers in one dimension, without a copy if they lie in host memory in their order.
+
+    Raises:
+        RuntimeError: They lie there no more: the memory was freed.
+    """
     plain = tensor.detach()
-    if plain.device.type != "cpu" or not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
+    if not lies_in_order(plain):
         plain = torch.empty(plain.shape, dtype=plain.dtype, device="cpu").copy_(plain)
-    # not reshape: a single element counts as contiguous whatever its stride is
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+    # not reshape: it does not look for the memory, and a single element counts as contiguous whatever its stride is
+    return plain.as_strided((plain.numel(),), (1,))
+
+
+def lies_in_order(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers lie in host memory, as they are and in their order."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -24,12 +24,14 @@ from lumen.checkpoint.state import Collected, collect, moving_tensors, refuse_no
 from lumen.checkpoint.writer import write_share
 from lumen.console import logger as _log
 from lumen.errors import CheckpointError
+from lumen.garbage import only_young_collected
 from lumen.run import Run
 from lumen.strategies.processes import Processes
 
 _CGROUP = "/sys/fs/cgroup"  # of this process, in a container
 _NO_MEMORY = re.compile("can't allocate memory|out of memory", re.I)  # torch's, of the host and of CUDA
 _WORTHWHILE_BYTES = 16 << 20  # what is smaller is on the disk after some tens of milliseconds
+_TENSOR_BYTES = 16 << 10  # that take as long as a tensor does whatever its size
 
 Account = Callable[[bool], Iterable[Path]]
 
@@ -100,8 +102,8 @@ class Saves:
             self.settle()
             self.check_home()
             self._run.write_row()  # records end with this step
-            collected = collect(self._run, info)
-            under_way = self._write_or_begin(path, collected, asynchronous)
+            with only_young_collected():
+                under_way = self._write_or_begin(path, collect(self._run, info), asynchronous)
         except BaseException:
             account(False)
             raise
@@ -141,16 +143,16 @@ class Saves:
         return True
 
     def _pays(self, share: Share, asynchronous: bool | None, at_least: int = _WORTHWHILE_BYTES) -> bool:
-        """Whether to write later. Where nobody said so: what is large, but fits well into the memory that is left."""
+        """Whether to write later. Where nobody said so: what takes time, but fits well into the memory that is left."""
         if asynchronous is not None:
             return asynchronous
         available = sys.maxsize if self._is_reserved else _available_bytes()
-        shares = self._processes.gather((self._processes.node, share.nbytes, available))
+        shares = self._processes.gather((self._processes.node, share.nbytes, share.count, available))
         taken = Counter[int]()
-        for node, nbytes, _ in shares:
+        for node, nbytes, _, _ in shares:
             taken[node] += nbytes
-        fits = all(taken[node] <= available / 2 for node, _, available in shares)
-        return fits and taken.total() >= at_least
+        fits = all(taken[node] <= available / 2 for node, _, _, available in shares)
+        return fits and taken.total() + _TENSOR_BYTES * sum(count for _, _, count, _ in shares) >= at_least
 
     def _copied(self, path: Path, share: Share, asynchronous: bool | None) -> dict[str, Tensors] | None:
         """Copies of what this process writes; None: some process has no memory for them. Collective."""
@@ -262,7 +264,8 @@ class Saves:
 
 
 def _write(path: Path, collected: Collected, share: Share, processes: Processes) -> None:
-    write_share(path, share, collected.state, aliases=collected.aliases, info=collected.info, processes=processes)
+    with only_young_collected():
+        write_share(path, share, collected.state, aliases=collected.aliases, info=collected.info, processes=processes)
 
 
 def _cuda_index(device: torch.device) -> int:

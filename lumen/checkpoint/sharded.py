@@ -13,6 +13,8 @@ from lumen.torch_internals import local_box
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, whose bytes lie on several processes."""
+    if type(tensor) is torch.Tensor:
+        return False
     module = sys.modules.get("torch.distributed.tensor")  # without it, and it is slow to import, there can be none
     return module is not None and isinstance(tensor, module.DTensor)
 

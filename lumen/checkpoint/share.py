@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from heapq import heapreplace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -23,8 +23,7 @@ Spec = tuple[torch.dtype, tuple[int, ...]]
 
 
 @final
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A part of a tensor: its dtype, where it begins in each dimension of the tensor, and its own shape."""
 
     dtype: torch.dtype
@@ -64,6 +63,11 @@ class Share:
         """Bytes of all parts."""
         return sum(box.nbytes for boxes in self.boxes.values() for box in boxes.values())
 
+    @property
+    def count(self) -> int:
+        """Number of all parts."""
+        return sum(map(len, self.boxes.values()))
+
 
 def share_of(sections: Sections, processes: Processes, trained: Container[str] | None = None) -> Share:
     """Divide tensors among processes. Collective: every rank must call this.
@@ -81,7 +85,8 @@ def share_of(sections: Sections, processes: Processes, trained: Container[str] |
         CheckpointError: A tensor cannot be saved, or the processes hold different ones; the message names it.
     """
     processes.together(partial(check_tensors, sections))
-    _check_same(_specs_of_all(sections), processes)
+    if processes.world_size > 1:
+        _check_same(_specs_of_all(sections), processes)
     return processes.together(partial(_own_share, sections, processes, trained))
 
 
@@ -99,8 +104,10 @@ def _specs_of_all(sections: Sections) -> dict[str, str]:
 def _own_share(sections: Sections, processes: Processes, trained: Container[str] | None) -> Share:
     division, boxes = _Division(processes, trained), {}
     for section, tensors in sections.items():
-        largest_first = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))
-        ours = {name for name, tensor in largest_first if division.is_ours(section, name, tensor)}
+        ours: Collection[str] = tensors.keys()
+        if processes.world_size > 1:
+            largest_first = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))
+            ours = {name for name, tensor in largest_first if division.is_ours(section, name, tensor)}
         boxes[section] = {name: Box(each.dtype, *own_box(each)) for name, each in tensors.items() if name in ours}
     specs = {
         section: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -144,8 +151,6 @@ def _has_part(tensor: torch.Tensor) -> bool:
 
 def _check_same(specs: Mapping[str, str], processes: Processes) -> None:
     """Compare what all hold. Collective."""
-    if processes.world_size == 1:
-        return
     ordered = {name: specs[name] for name in sorted(specs)}
     digests = processes.gather(hashlib.sha256(repr(ordered).encode()).digest())
     if len(set(digests)) == 1:

@@ -9,9 +9,11 @@ from typing import final
 import numpy as np
 import torch
 
-from lumen.checkpoint.safetensors_files import bytes_of
+from lumen.checkpoint.safetensors_files import COPIED_TOGETHER, bytes_of, flat, lies_in_order
+from lumen.torch_internals import copy_all
 
 Key = tuple[str, str]
+_FEW = 1 << 15  # numbers that torch copies by one thread
 
 
 @final
@@ -37,13 +39,21 @@ class Snapshot:
         """Copy tensors of any device and strides. The copies are there after `wait`, until the next `take`."""
         kept, self._buffers = self._buffers, {}
         copies: dict[str, dict[str, torch.Tensor]] = {section: {} for section in sections}
+        small: list[tuple[torch.Tensor, torch.Tensor]] = []
+        devices = set()
         for (section, name), tensor in _flat(sections).items():
             buffer = kept.pop((section, name), None)
             if buffer is None or (buffer.dtype, buffer.shape) != (tensor.dtype, tensor.shape):
                 buffer = _buffer_for(tensor)
-            _copy(tensor, buffer)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+            if tensor.dtype in COPIED_TOGETHER and tensor.numel() <= _FEW and lies_in_order(tensor):
+                small.append((flat(buffer), flat(tensor)))
+            else:
+                _copy(tensor, buffer)
             self._buffers[section, name] = copies[section][name] = buffer
-        devices = {tensor.device for tensor in _flat(sections).values() if tensor.is_cuda}
+        if small:
+            copy_all(*map(list, zip(*small, strict=True)))
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
         return copies
 
@@ -62,7 +72,7 @@ def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    if source.device.type != "cpu" or not source.is_contiguous() or source.is_conj() or source.is_neg():
+    if not lies_in_order(source):
         target.copy_(source, non_blocking=source.is_cuda)
     else:  # by one thread, which saturates the memory; torch's wait for each other where all cores are busy
         np.copyto(np.asarray(bytes_of(target)), np.asarray(bytes_of(source)))

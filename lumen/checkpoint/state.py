@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -233,10 +235,7 @@ def refuse_non_finite(collected: Collected, parts: Mapping[str, torch.Tensor], p
     """
 
     def broken() -> list[str]:
-        names = [name for name in collected.trained if name in parts]
-        finite = [_extremes(parts[name]).isfinite().all() for name in names]
-        told = torch.stack([each.to(finite[0].device) for each in finite]).tolist() if finite else []
-        return [name for name, is_finite in zip(names, told, strict=True) if not is_finite]
+        return _not_finite({name: parts[name] for name in collected.trained if name in parts})
 
     def refuse(found: Callable[[], list[list[str]]]) -> None:
         of_any = set().union(*found())
@@ -251,7 +250,13 @@ def refuse_non_finite(collected: Collected, parts: Mapping[str, torch.Tensor], p
     processes.conclude(broken, refuse)
 
 
-def _extremes(tensor: torch.Tensor) -> torch.Tensor:
-    """The least and the greatest number, or NaN if there is one; `isfinite` would need memory and several passes."""
-    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return torch.stack(numbers.aminmax()) if numbers.numel() else numbers
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of what holds NaN or infinity, by the ends of each; `isfinite` would need memory and several passes."""
+    alike: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            alike[numbers.dtype, numbers.device][name] = numbers.aminmax()
+    found = [torch.stack([*chain(*ends.values())]).isfinite().view(-1, 2).all(1) for ends in alike.values()]
+    told = torch.cat([each.to(found[0].device) for each in found]).tolist() if found else []  # the host waits once
+    return [name for name, is_finite in zip(chain(*alike.values()), told, strict=True) if not is_finite]
