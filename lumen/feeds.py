@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lumen.data.combined import holds_loaders
@@ -24,6 +24,7 @@ _METHODS = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
+_BEFORE_THE_FIRST_EPOCH = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 NO_TRAINING = "there is no batch to train on: {}. Look at where the data comes from, or lower the batch_size."
 
 
@@ -67,13 +68,19 @@ def _open_feeds(run: Run) -> None:
     run.trainer.compilation.check_graphs(run.strategy, accumulates=accumulates)
     plan.limit("train", run.train_feed)
     plan.check_validation(run.train_feed)
-    if run.train_feed.length == 0:
+    if run.train_feed.length == 0 and not _may_be_filled(run):
         raise DataError(NO_TRAINING.format(run.train_feed.nothing()))
     if overrides(run.task, "validation_step") and plan.limits["validate"] != 0:
-        run.eval_feeds = eval_feeds(run, "validate", required=False)
+        run.eval_feeds = eval_feeds(run, "validate", required=False, beside=loader)
     elif run.loaders is not None and run.loaders[1] is not None and plan.limits["validate"] != 0:
         _log.warning("%s has no validation_step: the validation data is not used", type(run.task).__name__)
     run.bind_steps()
+
+
+def _may_be_filled(run: Run) -> bool:
+    """Whether somebody has a hook that runs before the first epoch and may give the data its first samples."""
+    owners = (each for each in (run.task, *run.callbacks) if not type(each).__module__.startswith("lumen."))
+    return any(overrides(owner, hook) for owner in owners for hook in _BEFORE_THE_FIRST_EPOCH)
 
 
 def one_source(loaders: Any, datamodule: DataModule | None) -> Any:
@@ -91,11 +98,17 @@ def one_source(loaders: Any, datamodule: DataModule | None) -> Any:
     return datamodule
 
 
-def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:
+def eval_feeds(run: Run, stage: str, *, required: bool = True, beside: Any = None) -> list[Feed]:
     """Take over the loaders of an evaluation; those in a dictionary keep their names.
 
+    Args:
+        run: The run.
+        stage: Which evaluation.
+        required: There must be some.
+        beside: The loader of the training that it interrupts.
+
     Raises:
-        DataError: There is none, and it is required.
+        DataError: There is none, and it is required; or it would take batches from the training.
     """
     given = _loader(run, stage)
     if given is None:
@@ -110,6 +123,15 @@ def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:
             "after the other. Give them in one list or dictionary; or as a CombinedLoader, whose mode says how they "
             "are read together."
         )
+    if (
+        isinstance(beside, Iterator)
+        and any(each is beside for each in loaders)
+        and run.plan.val_every_epoch_fraction != 1.0
+    ):
+        raise DataError(
+            f"training and validation within its epoch read one {type(beside).__name__}, which is its own iterator: "
+            "each would move the other on. Give a loader to each."
+        )
     shard = _shard(run, run.strategy.evaluation_stands_in)
     seeds = [make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number) for number in range(len(loaders))]
     feeds = [
@@ -119,8 +141,6 @@ def eval_feeds(run: Run, stage: str, *, required: bool = True) -> list[Feed]:
     for feed, name in zip(feeds, given if isinstance(given, Mapping) else [""] * len(feeds), strict=True):
         feed.name = str(name)
         run.plan.limit(stage, feed)
-        if feed.length == 0:
-            run.say_empty(stage, feed)
     return feeds
 
 

@@ -370,6 +370,6 @@ def evaluate_feed(
         run.pulse.beat()
         if run.pulse.stop_signal is not None:
             break
-    if window is None and limit != 0 and feed.length != 0:
+    if window is None and limit != 0:
         run.say_empty(stage, feed)
     return outputs

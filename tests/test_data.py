@@ -643,6 +643,36 @@ def test_what_is_known_to_be_empty_is_found_before_anything_is_written(tmp_path)
     assert not (tmp_path / "runs" / "run").exists()
 
 
+class Buffer(Dataset):
+    """Has what it was given."""
+
+    def __init__(self):
+        self.samples = []
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+@pytest.mark.parametrize("fills", [True, False])
+def test_a_buffer_may_get_its_first_samples_when_the_run_begins(tmp_path, hook, fills):
+    class Filling(lumen.Callback):
+        pass
+
+    buffer, task = Buffer(), Seeing()
+    setattr(Filling, hook, lambda *_: buffer.samples.extend([len(buffer.samples)] * fills))
+    trainer = bare_trainer(tmp_path, max_epochs=2, callbacks=[Filling()])
+    if fills:
+        trainer.fit(task, DataLoader(buffer, 1))
+        assert task.samples(0) == [0]
+    else:
+        with pytest.raises(DataError, match="there is no batch to train on: Buffer has no samples"):
+            trainer.fit(task, DataLoader(buffer, 1))
+
+
 class Logging(Seeing):
     """Logs in every stage."""
 
@@ -837,6 +867,14 @@ def test_a_loader_that_does_not_begin_anew_is_an_error_and_not_empty(tmp_path, k
         seen(tmp_path, kind())
     with pytest.raises(DataError, match=f"a {kind.__name__}, which can be read only once"):
         bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=-1).fit(Validated(), Restarting(), kind())
+
+
+def test_one_such_loader_cannot_be_trained_and_validated_on_at_once(tmp_path):
+    task, both = Validated(), Restarting()
+    bare_trainer(tmp_path, max_epochs=2).fit(task, both, both)
+    assert [task.samples(epoch) for epoch in range(2)] == task.validated[1:] == [[1.0, 2.0, 3.0, 4.0, 5.0]] * 2
+    with pytest.raises(DataError, match="training and validation within its epoch read one Restarting"):
+        bare_trainer(tmp_path, max_epochs=2, val_check_interval=2).fit(Validated(), both, both)
 
 
 class RestartingIndices:
