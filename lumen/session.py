@@ -22,7 +22,7 @@ from typing import Any, final
 
 import torch
 
-from lumen.console import ConsoleHandler, in_notebook, logger
+from lumen.console import ConsoleHandler, in_notebook, logger, stderr
 from lumen.errors import ConfigError
 from lumen.run import Run
 from lumen.strategies import Strategy
@@ -109,7 +109,20 @@ def _is_on_the_terminal(handler: logging.Handler) -> bool:
 
 @final
 class _LogFile(logging.FileHandler):
-    """A log of a run."""
+    """A log of a run. Where it cannot be written, on a full disk for example, that is said once, and nothing ends."""
+
+    _is_broken = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say it, in one line."""
+        if not self._is_broken:
+            self._is_broken = True
+            print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=stderr)
+
+    def close(self) -> None:
+        """Close the file; what it cannot take any more is lost."""
+        with suppress(OSError):
+            super().close()
 
 
 def record(message: str, *args: Any, error: BaseException | None = None) -> None:

@@ -267,3 +267,14 @@ def test_a_record_that_cannot_be_written_is_one_error_that_names_it(tmp_path):
 
     with pytest.raises(RunDirectoryError, match=r"metrics\.csv cannot be written: Is a directory.*resume the run"):
         fit(tmp_path, max_steps=2, callbacks=[lumen.LambdaCallback(on_train_start=obstruct)])
+
+
+def test_a_log_that_cannot_be_written_is_told_once_and_ends_nothing(tmp_path, capfd):
+    run = tmp_path / "runs/run"
+    run.mkdir(parents=True)
+    (run / "run.log").symlink_to("/dev/full")
+    trainer = quiet_trainer(tmp_path, max_steps=3, resume="auto", log_level="INFO")
+    trainer.fit(Regression(), loader())
+    assert trainer.global_step == 3
+    told = [line for line in capfd.readouterr().err.splitlines() if "cannot be written" in line]
+    assert told == [f"warning: {run / 'run.log'} cannot be written: [Errno 28] No space left on device"]
