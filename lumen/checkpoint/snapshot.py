@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 import torch
 
-from lumen.checkpoint.safetensors_files import COPIED_TOGETHER, bytes_of, flat, lies_in_order
+from lumen.checkpoint.safetensors_files import COPIED_TOGETHER, bytes_of, lies_in_order
 from lumen.torch_internals import copy_all
 
 Key = tuple[str, str]
@@ -47,8 +47,8 @@ class Snapshot:
                 buffer = _buffer_for(tensor)
             if tensor.is_cuda:
                 devices.add(tensor.device)
-            if tensor.dtype in COPIED_TOGETHER and tensor.numel() <= _FEW and lies_in_order(tensor):
-                small.append((flat(buffer), flat(tensor)))
+            if _is_small(tensor):
+                small.append((buffer, tensor))
             else:
                 _copy(tensor, buffer)
             self._buffers[section, name] = copies[section][name] = buffer
@@ -65,6 +65,17 @@ class Snapshot:
 
 def _flat(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[Key, torch.Tensor]:
     return {(section, name): tensor for section, tensors in sections.items() for name, tensor in tensors.items()}
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether to copy it takes less time than to ask for that; and it lies in memory that was not freed."""
+    return (
+        tensor.numel() <= _FEW
+        and tensor.is_cpu
+        and tensor.dtype in COPIED_TOGETHER
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    )
 
 
 def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
