@@ -113,7 +113,7 @@ def kill_at_every_operation(directory, nursery, undisturbed, options, rank):
 @pytest.mark.time_limit(900)
 @pytest.mark.parametrize(
     ("options", "rank", "least"),
-    [(DDP_2, 0, 60), (DDP_2 | LATER, 1, 30), (FSDP_2, 1, 30), (FSDP_2 | LATER, 0, 60)],
+    [(DDP_2, 0, 40), (DDP_2 | LATER, 1, 25), (FSDP_2, 1, 25), (FSDP_2 | LATER, 0, 40)],
     ids=["ddp", "ddp asynchronous", "fsdp", "fsdp asynchronous"],
 )
 def test_kills_at_every_operation_of_a_save_leave_no_trace(tmp_path, nursery, undisturbed, options, rank, least):
