@@ -319,7 +319,7 @@ def test_a_plus_adds_to_any_list_of_any_class():
 def test_what_is_wrong_with_what_was_added_is_said(capsys):
     words = ["fit", "--config", "line.yaml", "--trainer.callbacks=[LearningRateMonitor]"]
     assert main([*words, "--trainer.callbacks+=EarlyStoping"]) == 2
-    said = "trainer.callbacks.1 (the command line): lumen has no class EarlyStoping. Did you mean EarlyStopping?"
+    said = "trainer.callbacks.1 (the command line): lumen has no class EarlyStoping. Did you mean EarlyStopping"
     assert said in capsys.readouterr().err
     assert main([*words, *EARLY_WORDS, "--trainer.callbacks.patince=3"]) == 2
     said = "trainer.callbacks.1.patince (the command line): EarlyStopping has no option patince. Did you mean patience?"

@@ -199,7 +199,7 @@ def test_a_file_that_is_no_config_is_named(refused, config, message):
         (["--model", "Qqqqqq"], "model (the command line): lumen has no class Qqqqqq. Write class_path: module.Class."),
         (["--model", "tests.cli_tasks.Points"], "model (the command line): tests.cli_tasks.Points is no TaskModule."),
         (["--data", "tests.cli_tasks.Line"], "data (the command line): tests.cli_tasks.Line is no DataModule."),
-        (["--trainer.callbacks.early", "EarlyStoping"], "trainer.callbacks.early (the command line): lumen has no class EarlyStoping. Did you mean EarlyStopping?"),
+        (["--trainer.callbacks.early", "EarlyStoping"], "trainer.callbacks.early (the command line): lumen has no class EarlyStoping. Did you mean EarlyStopping"),
         (["--model.encoder", "{class_path: Rely}"], "model.encoder: there is no class Rely"),
         (["--model.encoder", "{class_path: ELU}"], "model.encoder: Multiple subclasses with name ELU. Give the full class path"),
     ],
