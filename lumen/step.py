@@ -177,6 +177,8 @@ def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> 
 
 def _refuse_synced_norms(run: Run) -> None:
     """Where BatchNorm sees the batches of all processes, one without a batch has no part that changes nothing."""
+    if run.strategy.world_size == 1:
+        return
     if any(isinstance(module, torch.nn.SyncBatchNorm) and module.training for module in run.task.modules()):
         raise TrainingError(
             f"rank {run.strategy.rank} has no loss in step {run.progress.step + 1}, but SyncBatchNorm needs a forward "
