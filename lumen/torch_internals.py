@@ -158,6 +158,13 @@ def copy_all(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     torch._foreach_copy_(tensors, values)
 
 
+def empty_host_cache() -> None:
+    """Give back the pinned memory that nothing lies in. torch < 2.13 has no public name for it."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()
+
+
 def norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The norm of each of the tensors, at least one, in a few kernels."""
     return torch._foreach_norm(tensors)

@@ -5,7 +5,9 @@ What a device does with it is in `test_cuda.py`.
 
 import multiprocessing
 import os
+import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import lumen
 from lumen.batches import CopyStream, _copy_stream, move
+from lumen.checkpoint.snapshot import Snapshot, pinned_like
 from lumen.compilation import Compilation
 from lumen.errors import ConfigError, NonFiniteLoss, TrainingError
 from lumen.losses import LossCheck
@@ -351,6 +354,16 @@ class Synced(Regression):
         return None if batch_idx in (2, 3) else super().training_step(batch)
 
 
+def test_one_process_may_leave_a_micro_batch_out_where_norms_are_synchronised(tmp_path):
+    plain, synced = Synced(), Synced()
+    plain.norm = nn.BatchNorm1d(1)
+    synced.net.load_state_dict(plain.net.state_dict())
+    for task in (plain, synced):
+        bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=4).fit(task, loader())
+    assert plain.global_step >= 1
+    assert all(map(torch.equal, plain.net.parameters(), synced.net.parameters()))
+
+
 def train_synced(tmp_path):
     task = Synced()
     task.norm.requires_grad_(False)
@@ -361,6 +374,67 @@ def train_synced(tmp_path):
 
 def test_a_process_without_a_loss_is_refused_where_norms_are_synchronised(group, tmp_path):
     group(2).run(train_synced, tmp_path)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """The bytes of each block of pinned memory that was asked for, and how often unused ones were given back."""
+    asked, empty = [], torch.empty
+
+    def noted(*shape, pin_memory=False, **options):
+        if pin_memory:
+            asked.append(shape[0])
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    return asked
+
+
+def test_pinned_memory_is_taken_in_blocks_that_tensors_fill(pinned):
+    shapes = [(3, 1000), (), (0,), (700, 1000), (5,), (256, 1024), (100, 1000), (7, 3), (900, 1000)]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128]
+    tensors = {
+        ("model", f"{dtype} {shape}"): torch.ones(shape, dtype=dtype) * (number % 2)
+        for number, (dtype, shape) in enumerate((dtype, shape) for dtype in dtypes for shape in shapes)
+    }
+    buffers = pinned_like(tensors)
+    assert all((buffers[key].shape, buffers[key].dtype) == (each.shape, each.dtype) for key, each in tensors.items())
+    for key, tensor in tensors.items():
+        buffers[key].copy_(tensor)
+    assert all(torch.equal(buffers[key], tensor) for key, tensor in tensors.items())  # none lies in another's place
+    assert all(buffer.data_ptr() % 64 == 0 for buffer in buffers.values())
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    alone = sum(1 << (tensor.nbytes - 1).bit_length() for tensor in tensors.values() if tensor.nbytes)
+    assert all(size.bit_count() == 1 for size in pinned)  # what torch would round up is none
+    assert len(pinned) < len(tensors) / 2
+    assert needed < sum(pinned) < needed + (alone - needed) / 4
+    assert pinned_like({}) == {}
+
+
+def test_a_snapshots_memory_is_kept_while_it_fits_and_given_back_at_the_end(pinned, monkeypatch):
+    given_back = []
+    monkeypatch.setattr("lumen.checkpoint.snapshot.empty_host_cache", lambda: given_back.append(list(alive)))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: None))
+    monkeypatch.setattr("lumen.checkpoint.snapshot.lies_in_order", lambda tensor: False)
+    alive = weakref.WeakSet()
+    snapshot, tensors = Snapshot(), {"a": torch.ones(600), "b": torch.ones(30, 10)}
+    snapshot.reserve({"model": tensors})
+    for step in range(2):
+        tensors["a"].fill_(step)
+        copies = snapshot.take({"model": tensors})["model"]
+        assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
+    assert len(pinned) == 1
+    copies = snapshot.take({"model": tensors | {"a": torch.ones(2000)}})["model"]
+    assert len(pinned) == 2
+    alive |= set(copies.values())
+    del copies
+    snapshot.close()
+    assert given_back == [[]]
 
 
 def leave(rank, store, fails, later, answers):

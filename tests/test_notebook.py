@@ -29,26 +29,27 @@ class Notebook(NotebookClient):
     """A notebook whose cells are written while its kernel runs."""
 
     def process_message(self, msg, cell, cell_index):
-        """Keep every picture that is drawn, and press the stop button when a cell's text asks for it."""
+        """Keep every picture that is drawn, and press the stop button once for each text that asks for it."""
         content = msg["content"]
         if msg["msg_type"] in ("display_data", "update_display_data"):
             self.pictures.append(content["data"]["text/html"])
-        if msg["msg_type"] == "stream" and re.search(self.stop_at, content["text"]):
+        if msg["msg_type"] == "stream" and self.stop_at and self.stop_at[0] in content["text"]:
+            del self.stop_at[0]
             self.pressed = asyncio.ensure_future(self.km.interrupt_kernel())
         return super().process_message(msg, cell, cell_index)
 
-    def run(self, code, *, stop_at="never", fails=False):
+    def run(self, code, *, stop_at=(), fails=False):
         """Execute one more cell.
 
         Args:
             code: Of the cell.
-            stop_at: The kernel is interrupted whenever the cell writes something that matches this.
+            stop_at: The kernel is interrupted when the cell writes the first of these texts, then at the next.
             fails: Whether the cell ends in an error.
 
         Returns:
             Its outputs, as a front end shows them: what is written to one stream without a pause is one output.
         """
-        self.pictures, self.stop_at = [], stop_at
+        self.pictures, self.stop_at = [], list(stop_at)
         cell = nbformat.v4.new_code_cell(dedent(code))
         self.nb.cells.append(cell)
         try:
@@ -299,7 +300,7 @@ def test_an_interrupted_fit_saves_its_step_and_the_next_cell_goes_on_exactly(not
         fit(stopped, name="stopped")
         """,
         fails=True,
-        stop_at="press stop",
+        stop_at=["press stop"],
     )
     assert outputs[-1].ename == "KeyboardInterrupt"
     assert text_of(outputs).endswith(
@@ -333,9 +334,10 @@ def test_a_second_interrupt_leaves_at_once_and_the_kernel_lives(notebook):
         fit(hanging, name="hanging")
         """,
         fails=True,
-        stop_at="press stop|once more leaves at once",
+        stop_at=["press stop", "once more leaves at once"],
     )
     assert outputs[-1].ename == "KeyboardInterrupt"
+    assert text_of(outputs).count("once more leaves at once") == text_of(outputs).count("stopped at once") == 1
     assert "another exception" not in "".join(outputs[-1].traceback)
     notebook.run("assert not (left := changes()), left")
 

@@ -175,7 +175,8 @@ class Saves:
         if not missing:
             return copies
         _log.warning("%s: there is no memory for a copy, so training waits until it is written", path.name)
-        self._snapshot, self._is_reserved = Snapshot(), False
+        self._snapshot.close()
+        self._is_reserved = False
         return None
 
     def reserve(self, asynchronous: bool | None) -> None:
@@ -260,7 +261,7 @@ class Saves:
         except Exception as error:  # the run has ended already, by a failure that is to be seen
             _log.error("the save under way failed: %s", error)
         self._thread.shutdown()
-        self._snapshot = Snapshot()
+        self._snapshot.close()
 
 
 def _write(path: Path, collected: Collected, share: Share, processes: Processes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import mmap
 from collections.abc import Mapping
 from typing import final
@@ -10,10 +11,11 @@ import numpy as np
 import torch
 
 from lumen.checkpoint.safetensors_files import COPIED_TOGETHER, bytes_of, lies_in_order
-from lumen.torch_internals import copy_all
+from lumen.torch_internals import copy_all, empty_host_cache
 
 Key = tuple[str, str]
 _FEW = 1 << 15  # numbers that torch copies by one thread
+_ALIGNED = 64  # bytes, in which each tensor of a block begins
 
 
 @final
@@ -30,28 +32,27 @@ class Snapshot:
 
     def reserve(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take the memory for tensors like these, and touch all of it."""
-        for key, tensor in _flat(sections).items():
-            if key not in self._buffers:
-                self._buffers[key] = buffer = _buffer_for(tensor)
-                np.asarray(bytes_of(buffer))[:: mmap.PAGESIZE] = 0
+        new = _buffers_for({key: tensor for key, tensor in _flat(sections).items() if key not in self._buffers})
+        for buffer in new.values():
+            np.asarray(bytes_of(buffer))[:: mmap.PAGESIZE] = 0
+        self._buffers |= new
 
     def take(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
         """Copy tensors of any device and strides. The copies are there after `wait`, until the next `take`."""
-        kept, self._buffers = self._buffers, {}
+        tensors = _flat(sections)
+        kept = {key: buffer for key, buffer in self._buffers.items() if key in tensors and _fits(buffer, tensors[key])}
+        self._buffers = kept | _buffers_for({key: tensor for key, tensor in tensors.items() if key not in kept})
         copies: dict[str, dict[str, torch.Tensor]] = {section: {} for section in sections}
         small: list[tuple[torch.Tensor, torch.Tensor]] = []
         devices = set()
-        for (section, name), tensor in _flat(sections).items():
-            buffer = kept.pop((section, name), None)
-            if buffer is None or (buffer.dtype, buffer.shape) != (tensor.dtype, tensor.shape):
-                buffer = _buffer_for(tensor)
+        for (section, name), tensor in tensors.items():
+            copies[section][name] = buffer = self._buffers[section, name]
             if tensor.is_cuda:
                 devices.add(tensor.device)
             if _is_small(tensor):
                 small.append((buffer, tensor))
             else:
                 _copy(tensor, buffer)
-            self._buffers[section, name] = copies[section][name] = buffer
         if small:
             copy_all(*map(list, zip(*small, strict=True)))
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -61,6 +62,13 @@ class Snapshot:
         """Wait until the devices have made the copies; in any thread."""
         for event in self._copied:
             event.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        pinned = any(buffer.is_pinned() for buffer in self._buffers.values())
+        self._buffers, self._copied = {}, []
+        if pinned:
+            empty_host_cache()
 
 
 def _flat(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[Key, torch.Tensor]:
@@ -78,8 +86,39 @@ def _is_small(tensor: torch.Tensor) -> bool:
     )
 
 
-def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+def _fits(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (buffer.dtype, buffer.shape) == (tensor.dtype, tensor.shape)
+
+
+def _buffers_for(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    pinned = pinned_like({key: tensor for key, tensor in tensors.items() if tensor.is_cuda})
+    return {
+        key: pinned[key] if key in pinned else torch.empty(tensor.shape, dtype=tensor.dtype)
+        for key, tensor in tensors.items()
+    }
+
+
+def pinned_like(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    """Pinned memory for tensors, several in a block: torch rounds what it pins up to a power of two.
+
+    The largest come first, and smaller ones fill the blocks up.
+    """
+    places: dict[Key, tuple[int, int]] = {}
+    sizes: list[int] = []
+    rooms: list[tuple[int, int]] = []  # (bytes that are left, negative; block): the widest first
+    for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
+        needed = -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        if not rooms or -rooms[0][0] < needed:
+            sizes.append(1 << (needed - 1).bit_length())
+            heapq.heappush(rooms, (-sizes[-1], len(sizes) - 1))
+        free, block = rooms[0]
+        places[key] = block, sizes[block] + free
+        heapq.heapreplace(rooms, (free + needed, block))
+    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+    return {
+        key: blocks[block][start : start + tensors[key].nbytes].view(tensors[key].dtype).view(tensors[key].shape)
+        for key, (block, start) in places.items()
+    }
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
