@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if "LUMEN_LAUNCHER" in os.environ:  # from here on the launcher shows what ends this process
-    import_module("lumen.worker").attach()
+    import_module("lumen.distributed.worker").attach()
 
 if TYPE_CHECKING:
     from lumen.callbacks import (
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     )
     from lumen.checkpoint import Weights
     from lumen.data.combined import CombinedLoader
-    from lumen.datamodule import DataModule
     from lumen.errors import LumenError
     from lumen.loggers import CSVLogger, Logger, TensorBoardLogger
     from lumen.precision import Precision
@@ -33,15 +32,16 @@ if TYPE_CHECKING:
     from lumen.strategies import SingleDevice, Strategy
     from lumen.strategies.ddp import DDP
     from lumen.strategies.fsdp import FSDP
-    from lumen.task import TaskModule
-    from lumen.trainer import Trainer
+    from lumen.task.data_module import DataModule
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
 
 _HOME = {
     "CSVLogger": "lumen.loggers",
     "Callback": "lumen.callbacks",
     "CombinedLoader": "lumen.data.combined",
     "DDP": "lumen.strategies.ddp",
-    "DataModule": "lumen.datamodule",
+    "DataModule": "lumen.task.data_module",
     "EarlyStopping": "lumen.callbacks",
     "FSDP": "lumen.strategies.fsdp",
     "LambdaCallback": "lumen.callbacks",
@@ -57,12 +57,12 @@ _HOME = {
     "SimpleProfiler": "lumen.profilers",
     "SingleDevice": "lumen.strategies",
     "Strategy": "lumen.strategies",
-    "TaskModule": "lumen.task",
+    "TaskModule": "lumen.task.task_module",
     "TensorBoardLogger": "lumen.loggers",
     "ThroughputMonitor": "lumen.callbacks",
     "Timer": "lumen.callbacks",
     "TorchProfiler": "lumen.profilers",
-    "Trainer": "lumen.trainer",
+    "Trainer": "lumen.trainer.trainer",
     "Weights": "lumen.checkpoint",
     "seed_everything": "lumen.random",
 }

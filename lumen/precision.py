@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lumen.errors import ConfigError, NonFiniteLoss
-from lumen.torch_internals import bare_step
+from lumen.internals.optimizers import bare_step
 
 _log = logging.getLogger("lumen")
 _NO_CONTEXT = nullcontext()

@@ -46,7 +46,7 @@ def pytest_runtest_protocol(item):
 def _no_process_group_stays():
     """A test that opened one in this process leaves none to the next."""
     yield
-    processes = sys.modules.get("lumen.strategies.processes")
+    processes = sys.modules.get("lumen.distributed.processes")
     if processes is not None and processes._groups is not None:
         processes._groups.close()
         processes._groups = None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lumen.data.feed import Position
+from lumen.data.adapter import Position
 from lumen.data.windows import Shard
 
 

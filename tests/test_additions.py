@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import lumen
-from lumen.checkpoint.additions import INSTEAD
+from lumen.checkpoint.user_state import INSTEAD
 from lumen.errors import CheckpointError, ConfigError
 from tests.tasks import Regression, bare_trainer, loader, quiet_trainer
 

@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import lumen
 from lumen.checkpoint import Checkpoint, load_model_and_data
+from lumen.distributed.processes import Processes
 from lumen.errors import LumenError
-from lumen.strategies.processes import Processes
 from tests.checkpoints import bytes_read, memory_mib, same
 from tests.tasks import FEATURES, Saving, bare_trainer, loader, quiet_trainer
 
@@ -333,7 +333,7 @@ def save_large(folder, strategy, rows=4096):
 
 def load_large(folder, path):
     watch = Watch()
-    with mock.patch("lumen.origin.load_model_and_data", watch.begin):
+    with mock.patch("lumen.trainer.start_from.load_model_and_data", watch.begin):
         options = {"strategy": "fsdp", "max_steps": 2, "resume": path, "callbacks": [Newest(), watch]}
         bare_trainer(folder, **options).fit(Large(), loader(8))
     return watch.held, watch.read

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import lumen
 from lumen.errors import ConfigError, DataError
-from lumen.instead import ATTRIBUTES, INSTEAD
+from lumen.errors.lightning_names import ATTRIBUTES, INSTEAD
 from tests.tasks import Regression, loader, quiet_trainer
 
 

@@ -139,7 +139,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import lumen
 from lumen.errors import ConfigError, NonFiniteLoss
-from lumen.hooks import HOOKS
+from lumen.task.hooks import HOOKS
 from tests.tasks import FEATURES, Regression, Saving, Seeing, bare_trainer, loader, numbers, plain, quiet_trainer
 
 # ---------------------------------------------------------------------- the table above

@@ -22,7 +22,7 @@ import lumen
 from lumen.checkpoint import Checkpoint, as_place, find_checkpoints
 from lumen.checkpoint.listing import list_checkpoints
 from lumen.checkpoint.manifest import read_manifest
-from lumen.checkpoint.remote import RemotePath
+from lumen.checkpoint.object_store import RemotePath
 from lumen.checkpoint.snapshot import Snapshot
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.cli import main

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.checkpoint import find_checkpoints
-from lumen.data.order import epoch_order
+from lumen.data.permutation import epoch_order
 from lumen.errors import CheckpointMismatch, ConfigError, TrainingError
 from tests.tasks import Regression, network, quiet_trainer, regression_data, weights
 

@@ -11,7 +11,7 @@ import torch
 from torchmetrics import MeanSquaredError
 
 import lumen
-from lumen.strategies.processes import Processes
+from lumen.distributed.processes import Processes
 from tests.tasks import Regression, bare_trainer, loader
 
 PARAMETERS = sum(parameter.numel() for parameter in Regression().parameters())

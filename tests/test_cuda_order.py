@@ -15,15 +15,16 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import lumen
-from lumen.batches import CopyStream, _copy_stream, move
 from lumen.checkpoint.snapshot import Snapshot, pinned_like
-from lumen.compilation import Compilation
+from lumen.data.nested import CopyStream, _copy_stream, move
+from lumen.distributed import process_groups
+from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError, NonFiniteLoss, TrainingError
-from lumen.losses import LossCheck
 from lumen.precision import check_precision
-from lumen.strategies import SingleDevice, groups
-from lumen.strategies.choice import device_of, make_strategy
-from lumen.strategies.processes import Processes
+from lumen.run.nonfinite import LossCheck
+from lumen.strategies import SingleDevice
+from lumen.strategies.factory import device_of, make_strategy
+from lumen.task.compile import Compilation
 from tests.tasks import Regression, bare_trainer, loader
 
 CUDA = torch.device("cuda")
@@ -441,12 +442,12 @@ def leave(rank, store, fails, later, answers):
     """Open the groups, leave them as if NCCL held them, and say how they were left."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     how = []
-    groups._LEAVE_S = 2.0
-    groups.dist.get_backend = lambda group=None: "nccl" if how == ["closing"] else "gloo"
-    groups.abort_groups = lambda: how.append("aborted")
+    process_groups._LEAVE_S = 2.0
+    process_groups.dist.get_backend = lambda group=None: "nccl" if how == ["closing"] else "gloo"
+    process_groups.abort_groups = lambda: how.append("aborted")
     torch.cuda.nccl.version = lambda: (2, 27)  # torch puts it into its messages
-    destroy = groups.dist.destroy_process_group
-    groups.dist.destroy_process_group = lambda group=None: how.append("destroyed") or destroy(group)
+    destroy = process_groups.dist.destroy_process_group
+    process_groups.dist.destroy_process_group = lambda group=None: how.append("destroyed") or destroy(group)
     processes = Processes.found()
     processes.address = f"file://{store}"
     processes.connect(torch.device("cpu"))

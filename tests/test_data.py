@@ -28,9 +28,9 @@ from torch.utils.data import (
 )
 
 import lumen
-from lumen.data.feed import Position
+from lumen.data.adapter import Position
 from lumen.data.loaders import make_feed
-from lumen.data.order import Permutation, cut_steps, epoch_order
+from lumen.data.permutation import Permutation, cut_steps, epoch_order
 from lumen.errors import ConfigError, DataError
 from tests.tasks import Drawing, Saving, Seeing, bare_trainer, numbers, plain, quiet_trainer, seen
 

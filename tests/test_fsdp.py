@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.errors import ConfigError, TrainingError
 from lumen.optim import Lookahead
-from lumen.strategies.units import find_units
+from lumen.strategies.fsdp_units import find_units
 from tests.group import assert_equal, on_ranks
 from tests.tasks import FEATURES, Regression, bare_trainer, loader, regression_data
 

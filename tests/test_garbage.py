@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lumen
 from lumen.errors import ConfigError
-from lumen.garbage import only_young_collected
+from lumen.internals.garbage import only_young_collected
 from tests.tasks import Regression, Saving, bare_trainer, loader
 
 

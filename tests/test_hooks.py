@@ -13,10 +13,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader
 
 import lumen
-from lumen.batches import move
 from lumen.callbacks import Callback
+from lumen.data.nested import move
 from lumen.errors import ConfigError
-from lumen.hooks import HOOKS
+from lumen.task.hooks import HOOKS
 from tests.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

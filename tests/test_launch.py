@@ -17,9 +17,9 @@ import yaml
 
 import lumen
 from lumen.cli import main
+from lumen.distributed.cluster_environment import find
 from lumen.errors import ConfigError
-from lumen.strategies.choice import make_strategy, processes_of
-from lumen.strategies.found import find
+from lumen.strategies.factory import make_strategy, processes_of
 from tests.tasks import Regression, loader, quiet_trainer
 
 ROOT = Path(__file__).parents[1]

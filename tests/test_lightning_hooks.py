@@ -10,7 +10,7 @@ from torch import nn
 
 import lumen
 from lumen.errors import ConfigError
-from lumen.hooks import HOOKS, NOT_CALLED, misspelt_hooks
+from lumen.task.hooks import HOOKS, NOT_CALLED, misspelt_hooks
 from tests.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 ON_STAGES = [f"on_{stage}_{end}" for stage in ("train", "validation", "test", "predict") for end in ("start", "end")]

@@ -22,7 +22,7 @@ import lumen
 from lumen.checkpoint import find_checkpoints
 from lumen.cli import main
 from lumen.errors import ConfigError
-from lumen.strategies.base import Strategy
+from lumen.strategies.strategy import Strategy
 from tests.tasks import Regression, loader, quiet_trainer
 
 ROOT = Path(__file__).parents[1]

@@ -23,9 +23,9 @@ from torchmetrics.classification import (
 )
 
 import lumen
-from lumen.accumulator import Accumulator
-from lumen.data.order import epoch_order
+from lumen.data.permutation import epoch_order
 from lumen.errors import ConfigError
+from lumen.metrics.accumulator import Accumulator
 from tests.tasks import Regression, bare_trainer, loader, network, quiet_trainer, regression_data
 
 ROOT = Path(__file__).parents[1]

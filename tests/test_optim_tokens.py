@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
-from lumen.data.order import epoch_order
+from lumen.data.permutation import epoch_order
 from lumen.errors import ConfigError
 from lumen.optim import Warmup, constant, cosine, inverse_sqrt, linear, wsd
 from tests.tasks import network, quiet_trainer, regression_data

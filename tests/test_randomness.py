@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lumen.data.keyed import Draw, KeyedDataset
+from lumen.data.seeded_dataset import Draw, KeyedDataset
 from lumen.errors import ConfigError
 from lumen.random import Domain, make_key, seed_generators
 from tests.tasks import Saving, Seeing, bare_trainer, plain, seen

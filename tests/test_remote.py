@@ -27,8 +27,8 @@ import lumen
 from lumen.checkpoint import as_place, disk
 from lumen.checkpoint.disk import new_file, opened
 from lumen.checkpoint.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
+from lumen.checkpoint.object_store import RemotePath
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.remote import RemotePath
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone, ConfigError

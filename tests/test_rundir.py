@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lumen import rundir
 from lumen.checkpoint.folder import find_checkpoints
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.errors import ConfigError, RunDirectoryError
-from lumen.rundir import RunDirectory
+from lumen.trainer import run_directory
+from lumen.trainer.run_directory import RunDirectory
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["lumen.rundir"])
+processes.set_forkserver_preload(["lumen.trainer.run_directory"])
 
 
 class Job:
@@ -318,8 +318,8 @@ def test_what_is_started_again_takes_the_directory_of_its_own_name_and_number(tm
         return found
 
     assert attempt() == [("gpt-2", False), ("gpt", False), ("gpt-3", False)]
-    rundir._claims.clear()  # as in a new process
+    run_directory._claims.clear()  # as in a new process
     assert attempt() == [("gpt-2", True), ("gpt", True), ("gpt-3", True)]
-    rundir._claims.clear()
+    run_directory._claims.clear()
     with RunDirectory.claim(tmp_path, "gpt", reuse=False, launchers={"another one"}) as run:
         assert (run.path.name, run.restarted) == ("gpt-4", False)

@@ -20,9 +20,9 @@ import yaml
 
 from lumen.checkpoint.folder import find_checkpoints, remove_checkpoint
 from lumen.checkpoint.listing import list_checkpoints
-from lumen.checkpoint.remote import as_place
+from lumen.checkpoint.object_store import as_place
 from lumen.cli import main
-from lumen.rundir import RunDirectory
+from lumen.trainer.run_directory import RunDirectory
 from tests.checkpoints import FILES, bytes_read, save, small, tamper
 
 ROOT = Path(__file__).parents[1]
@@ -351,7 +351,7 @@ def test_looking_changes_nothing(shown):
 
 def test_looking_disturbs_neither_who_holds_a_run_nor_who_takes_it(shown):
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom lumen.rundir import RunDirectory\n"
+        "import sys, time\nfrom pathlib import Path\nfrom lumen.trainer.run_directory import RunDirectory\n"
         "for _ in range(300):\n    RunDirectory.claim(Path('runs'), 'mine', reuse=True).release()\n"
     )
     RunDirectory.claim(Path("runs"), "mine", reuse=True).release()

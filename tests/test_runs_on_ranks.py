@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import lumen
-from lumen.checkpoint import Checkpoint, sources
+from lumen.checkpoint import Checkpoint, weights_source
 from lumen.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
-from lumen.pulse import Pulse
-from lumen.rundir import RunDirectory
+from lumen.run.stop_vote import Pulse
+from lumen.trainer.run_directory import RunDirectory
 from tests.tasks import FEATURES, Regression, Saving, Seeing, bare_trainer, loader, quiet_trainer
 
 F64 = torch.float64
@@ -284,9 +284,9 @@ def begin_with(tmp_path, path):
     (folder := tmp_path / f"temporary-{os.getpid()}").mkdir(exist_ok=True)
     fetched, begun = [], {}
     with pytest.MonkeyPatch.context() as patch:
-        fetch = sources._fetch
+        fetch = weights_source._fetch
         patch.setattr(tempfile, "tempdir", str(folder))
-        patch.setattr(sources, "_fetch", lambda *args: fetched.append(1) or fetch(*args))
+        patch.setattr(weights_source, "_fetch", lambda *args: fetched.append(1) or fetch(*args))
         take = lumen.LambdaCallback(
             on_fit_start=lambda trainer, task: begun.update({n: t.clone() for n, t in task.state_dict().items()})
         )

@@ -19,10 +19,10 @@ from torchmetrics import CatMetric
 
 import lumen
 from lumen.checkpoint import Checkpoint
-from lumen.checkpoint.sharded import is_sharded
 from lumen.checkpoint.writer import write_checkpoint
+from lumen.distributed.dtensor import is_sharded
+from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError, NonFiniteLoss, ProcessLost
-from lumen.strategies.processes import Processes
 from tests.checkpoints import DTYPES, memory_mib, raw, small, tensor_of
 from tests.tasks import FEATURES, Regression, Saving, bare_trainer, loader
 

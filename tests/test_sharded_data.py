@@ -20,7 +20,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import lumen
-from lumen.data.feed import Position
+from lumen.data.adapter import Position
 from lumen.data.loaders import make_feed
 from lumen.data.windows import Shard
 from lumen.errors import DataError

@@ -22,8 +22,8 @@ from lumen.checkpoint.folder import (
 )
 from lumen.checkpoint.manifest import STATE
 from lumen.checkpoint.writer import write_checkpoint
+from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError
-from lumen.strategies.processes import Processes
 from tests.checkpoints import FILES, assert_small, small
 from tests.tasks import Regression, loader, quiet_trainer
 

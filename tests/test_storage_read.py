@@ -13,7 +13,7 @@ import torch
 
 from lumen.checkpoint.folder import find_checkpoints, newest_valid, read_info
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.safetensors_files import write_safetensors
+from lumen.checkpoint.safetensors_file import write_safetensors
 from lumen.errors import CheckpointDamaged, CheckpointError
 from tests.checkpoints import FILES, assert_small, bytes_read, same, save, small, tamper, tensor_of
 

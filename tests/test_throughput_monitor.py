@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lumen
-from lumen.callbacks.peaks import peak_flop_per_s
+from lumen.callbacks.device_flops import peak_flop_per_s
 
 BATCH = 4
 

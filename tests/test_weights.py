@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lumen
-from lumen.data.weights import StepWeights
 from lumen.errors import NonFiniteLoss, TrainingError
+from lumen.run.loss_weighting import StepWeights
 from tests.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 
 

@@ -1,7 +1,7 @@
 """Callbacks: code that runs beside any task."""
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.choice import choose_callbacks, savers_of
+from lumen.callbacks.defaults import choose_callbacks, savers_of
 from lumen.callbacks.early_stopping import EarlyStopping
 from lumen.callbacks.lambda_callback import LambdaCallback
 from lumen.callbacks.lr_monitor import LearningRateMonitor

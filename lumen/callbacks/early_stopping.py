@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
-from lumen.arguments import checked
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
+from lumen.errors.arguments import checked
 
 if TYPE_CHECKING:
-    from lumen.task import TaskModule
-    from lumen.trainer import Trainer
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
 
 _log = logging.getLogger("lumen")
 

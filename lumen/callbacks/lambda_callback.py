@@ -8,7 +8,7 @@ from typing import Any, final
 
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
-from lumen.hooks import HOOKS
+from lumen.task.hooks import HOOKS
 
 
 @final

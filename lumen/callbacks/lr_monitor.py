@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from lumen.arguments import checked
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
+from lumen.errors.arguments import checked
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from lumen.task import TaskModule
-    from lumen.trainer import Trainer
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
 
 
 @final

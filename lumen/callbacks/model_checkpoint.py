@@ -10,18 +10,18 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
-from lumen.arguments import checked
 from lumen.callbacks.base import Callback
-from lumen.callbacks.places import decides, deciding_first, is_same, lost, moment_of, place, unkept
+from lumen.callbacks.checkpoint_names import decides, deciding_first, is_same, lost, moment_of, place, unkept
 from lumen.checkpoint import Saves
 from lumen.checkpoint.folder import clean_leftovers, find_unread, newest_committed, remove_checkpoints
-from lumen.checkpoint.remote import as_place
+from lumen.checkpoint.object_store import as_place
 from lumen.errors import ConfigError
-from lumen.plan import Duration, duration_s
+from lumen.errors.arguments import checked
+from lumen.run.plan import Duration, duration_s
 
 if TYPE_CHECKING:
-    from lumen.task import TaskModule
-    from lumen.trainer import Trainer
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
 
 _log = logging.getLogger("lumen")
 _DEFAULT_INTERVAL_S = 600.0

@@ -12,15 +12,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lumen import console as terminal
-from lumen.arguments import checked
 from lumen.callbacks.base import Callback
 from lumen.callbacks.display import number
 from lumen.errors import ConfigError
-from lumen.metric_objects import metrics_of
+from lumen.errors.arguments import checked
+from lumen.metrics.torchmetrics_states import metrics_of
 
 if TYPE_CHECKING:
-    from lumen.task import TaskModule
-    from lumen.trainer import Trainer
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
 
 _log = logging.getLogger("lumen")
 _WIDE = 200  # columns of a table that goes to a file

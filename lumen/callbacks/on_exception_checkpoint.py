@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.optim import Optimizer
 
-from lumen.arguments import checked
 from lumen.callbacks.base import Callback
-from lumen.callbacks.places import place
-from lumen.checkpoint.remote import as_place
+from lumen.callbacks.checkpoint_names import place
+from lumen.checkpoint.object_store import as_place
 from lumen.errors import NonFiniteLoss
-from lumen.run import Progress
+from lumen.errors.arguments import checked
+from lumen.run.run import Progress
 
 if TYPE_CHECKING:
-    from lumen.task import TaskModule
-    from lumen.trainer import Trainer
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
 
 _log = logging.getLogger("lumen")
 

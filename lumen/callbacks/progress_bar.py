@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 
-from lumen.arguments import checked
-from lumen.arrival import Arrival
 from lumen.callbacks.base import Callback
 from lumen.callbacks.display import Board, Display, Line, NoDisplay, choose_display, duration, number, size, speed
 from lumen.callbacks.throughput import Throughput, memory_mb
 from lumen.errors import ConfigError
-from lumen.logged import LogOptions
-from lumen.metrics import StageMetrics
+from lumen.errors.arguments import checked
+from lumen.metrics.collector import StageMetrics
+from lumen.metrics.host_copy import Arrival
+from lumen.metrics.log_call import LogOptions
 
 if TYPE_CHECKING:
-    from lumen.run import Run
-    from lumen.task import TaskModule
-    from lumen.trainer import Trainer
+    from lumen.run.run import Run
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
 
 _SPEED_WINDOW_S = 10.0
 _UNASKED_VALUES = 3  # of an evaluation that logs nothing with prog_bar=True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 
 if TYPE_CHECKING:
-    from lumen.run import Run
+    from lumen.run.run import Run
 
 
 class Rates(NamedTuple):

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 
-from lumen.arguments import checked
 from lumen.callbacks.base import Callback
-from lumen.callbacks.peaks import peak_flop_per_s
+from lumen.callbacks.device_flops import peak_flop_per_s
 from lumen.callbacks.throughput import Throughput, memory_mb
 from lumen.errors import ConfigError
-from lumen.torch_internals import is_compiled
+from lumen.errors.arguments import checked
+from lumen.internals.compiler import is_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch.utils.flop_counter import FlopCounterMode
 
-    from lumen.run import Run
-    from lumen.task import TaskModule
-    from lumen.trainer import Trainer
+    from lumen.run.run import Run
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
 
 _log = logging.getLogger("lumen")
 _COUNTED = "Samples are those the loader drew, units the weights that the task returns or that batch_weight gives."

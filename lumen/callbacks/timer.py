@@ -6,14 +6,14 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from lumen.arguments import checked
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
-from lumen.plan import Duration, duration_s
+from lumen.errors.arguments import checked
+from lumen.run.plan import Duration, duration_s
 
 if TYPE_CHECKING:
-    from lumen.task import TaskModule
-    from lumen.trainer import Trainer
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
 
 _log = logging.getLogger("lumen")
 _STAGES = ("train", "validate", "test", "predict")

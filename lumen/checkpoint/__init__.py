@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved and under which names (`state`), and its bytes on disk (all other modules).
+"""Checkpoints: what is saved and under which names (`collect`), and its bytes on disk (all other modules).
 
     runs/gpt/checkpoints/
         step-00000200/
@@ -12,30 +12,30 @@
 The commit is one rename. All files are written and synced in a directory beside the final one, the manifest last, and
 checked as a reader would check them; then that directory gets its name. So a checkpoint is there completely or not at
 all, whenever the process or the machine dies. For readers a directory without a valid manifest does not exist. In an
-object store (`remote`), which cannot rename, the files lie in their place at once, under names that never come again,
+object store (`object_store`), which cannot rename, the files lie in their place at once, under names that never come again,
 and the manifest, uploaded last, is the commit. Nothing is ever overwritten or unpickled.
 
 Each process writes its share: the part that it holds of what is cut up, and some of what all hold alike.
 
-The modules, each using only those before it: `codec`, `remote`, `disk`, `manifest`, `safetensors_files`, `sharded`,
-`reader`, `placed`, `optimizer_parts`, `optimizer_state`, `folder`, `sources`, `weights`, `share`, `writer`, `changes`,
-`owners`, `additions`, `ranks`, `state`, `snapshot`, `saves`, `parts`, `comparison`, `resume`; for the command line
-`listing` and `export`.
+The modules, each using only those before it: `codec`, `object_store`, `disk`, `manifest`, `safetensors_file`, `reader`,
+`reshard`, `optimizer_layout`, `optimizer_state`, `folder`, `weights_source`, `load_weights`, `write_plan`, `writer`,
+`config_diff`, `state_keys`, `user_state`, `rank_state`, `collect`, `snapshot`, `async_save`, `parts`, `resume_checks`,
+`restore`; for the command line `listing` and `export`.
 """
 
-from lumen.checkpoint.changes import changed_hyperparameters, configured, modes_of
-from lumen.checkpoint.comparison import compare
+from lumen.checkpoint.async_save import Saves
+from lumen.checkpoint.collect import check_savable
+from lumen.checkpoint.config_diff import changed_hyperparameters, configured, modes_of
 from lumen.checkpoint.disk import check_writable
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
+from lumen.checkpoint.load_weights import load_weights
+from lumen.checkpoint.object_store import as_place
 from lumen.checkpoint.optimizer_state import groups_of
 from lumen.checkpoint.parts import PARTS, Part, choose_parts
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.remote import as_place
-from lumen.checkpoint.resume import load_model_and_data, load_run, load_task
-from lumen.checkpoint.saves import Saves
-from lumen.checkpoint.sources import Weights, as_weights, check_there, find_checkpoint, is_weights
-from lumen.checkpoint.state import check_savable
-from lumen.checkpoint.weights import load_weights
+from lumen.checkpoint.restore import load_model_and_data, load_run, load_task
+from lumen.checkpoint.resume_checks import compare
+from lumen.checkpoint.weights_source import Weights, as_weights, check_there, find_checkpoint, is_weights
 
 __all__ = [
     "PARTS",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import final
 
 from lumen.checkpoint.codec import JSON
-from lumen.checkpoint.remote import RemotePath, opened_remotely, uploaded
+from lumen.checkpoint.object_store import RemotePath, opened_remotely, uploaded
 from lumen.errors import CheckpointDamaged, CheckpointError
 
 _PIECE_BYTES = 4 << 20  # hashed and then written while it is still in the processor's cache

@@ -20,10 +20,10 @@ import torch
 from lumen.checkpoint.disk import explained, fsync_directory, new_file, readable
 from lumen.checkpoint.folder import newest_valid, temporary_name
 from lumen.checkpoint.manifest import MANIFEST, STATE
+from lumen.checkpoint.object_store import as_place
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.remote import as_place
-from lumen.checkpoint.safetensors_files import is_known, write_safetensors
-from lumen.checkpoint.sources import (
+from lumen.checkpoint.safetensors_file import is_known, write_safetensors
+from lumen.checkpoint.weights_source import (
     INDEX,
     PICKLES,
     SINGLE,
@@ -34,8 +34,8 @@ from lumen.checkpoint.sources import (
     refuse_pickle,
 )
 from lumen.console import logger as _log
+from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch, ConfigError
-from lumen.strategies.processes import Processes
 
 _ONE_FILE = ".safetensors"
 _FILES = re.compile(rf"model(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors|{re.escape(INDEX)}")

@@ -15,11 +15,11 @@ from typing import Any
 
 from lumen.checkpoint.disk import PROBE, explained, fsync_directory, names_in, readable, remove_tree
 from lumen.checkpoint.manifest import MANIFEST, is_committed, is_unseen, read_head
+from lumen.checkpoint.object_store import RemotePath
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.remote import RemotePath
 from lumen.console import logger as _log
+from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone
-from lumen.strategies.processes import Processes
 
 # -validating: saved before that step's validation was done; -1, -2: the samples went on while updates were skipped
 _STEP_NAME = re.compile(r"step-([0-9]+)(?:-(validating|[0-9]+))?")

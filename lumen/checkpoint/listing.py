@@ -11,8 +11,8 @@ from typing import Any, final
 from lumen.checkpoint.disk import check_file, names_in, readable
 from lumen.checkpoint.folder import SAVED_NAME
 from lumen.checkpoint.manifest import MANIFEST, is_unseen, read_head
+from lumen.checkpoint.object_store import RemotePath
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.remote import RemotePath
 from lumen.errors import CheckpointError
 
 _NAME = re.compile(SAVED_NAME.pattern + r"(?:\.(tmp|damaged)-\w+)?")

@@ -16,7 +16,7 @@ import torch
 
 from lumen.checkpoint.codec import JSON, decode, named_dtype
 from lumen.checkpoint.disk import check_inside, opened, parse_json, readable
-from lumen.checkpoint.remote import RemotePath
+from lumen.checkpoint.object_store import RemotePath
 from lumen.errors import CheckpointDamaged, CheckpointError
 
 FORMAT_VERSION = 4

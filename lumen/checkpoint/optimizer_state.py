@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lumen.checkpoint.codec import JSON, Tensors, decode, encode
-from lumen.checkpoint.optimizer_parts import attributes_of, has_own_state, kind_of, parts_of, tensors_in
-from lumen.checkpoint.placed import read_beside, states_of
+from lumen.checkpoint.optimizer_layout import attributes_of, has_own_state, kind_of, parts_of, tensors_in
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.sharded import is_sharded, own_part
+from lumen.checkpoint.reshard import read_beside, states_of
+from lumen.distributed.dtensor import is_sharded, own_part
 from lumen.errors import CheckpointError, CheckpointMismatch
 from lumen.optim import Lookahead, MultiOptimizer
 

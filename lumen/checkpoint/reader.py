@@ -13,16 +13,16 @@ from typing import Literal, final
 
 import torch
 
-from lumen.batches import fill
 from lumen.checkpoint.codec import JSON
 from lumen.checkpoint.disk import Files, check_file, read_json, readable
 from lumen.checkpoint.manifest import STATE, Chunk, Manifest, Spec, is_unseen, read_manifest
-from lumen.checkpoint.remote import Pieces, RemotePath
-from lumen.checkpoint.safetensors_files import check_header
-from lumen.checkpoint.sharded import own_box, own_part
+from lumen.checkpoint.object_store import Pieces, RemotePath
+from lumen.checkpoint.safetensors_file import check_header
+from lumen.data.nested import fill
+from lumen.distributed.dtensor import own_box, own_part
+from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch
-from lumen.garbage import only_young_collected
-from lumen.strategies.processes import Processes
+from lumen.internals.garbage import only_young_collected
 
 _PIECE_BYTES = 4 << 20  # read at once where only a part of every row is kept
 

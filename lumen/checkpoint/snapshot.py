@@ -10,8 +10,8 @@ from typing import final
 import numpy as np
 import torch
 
-from lumen.checkpoint.safetensors_files import COPIED_TOGETHER, bytes_of, lies_in_order
-from lumen.torch_internals import copy_all, empty_host_cache
+from lumen.checkpoint.safetensors_file import COPIED_TOGETHER, bytes_of, lies_in_order
+from lumen.internals.tensors import copy_all, empty_host_cache
 
 Key = tuple[str, str]
 _FEW = 1 << 15  # numbers that torch copies by one thread

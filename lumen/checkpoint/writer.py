@@ -17,13 +17,13 @@ from lumen.checkpoint.codec import JSON, encode
 from lumen.checkpoint.disk import explained, fsync_directory, make_directory, new_file, readable, remove_tree
 from lumen.checkpoint.folder import commit, refuse_foreign, set_aside, temporary_name
 from lumen.checkpoint.manifest import FORMAT_VERSION, MANIFEST, STATE, text_of
+from lumen.checkpoint.object_store import RemotePath
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.remote import RemotePath
-from lumen.checkpoint.safetensors_files import write_safetensors
-from lumen.checkpoint.sharded import own_part
-from lumen.checkpoint.share import Box, Sections, Share, Spec, share_of
+from lumen.checkpoint.safetensors_file import write_safetensors
+from lumen.checkpoint.write_plan import Box, Sections, Share, Spec, share_of
+from lumen.distributed.dtensor import own_part
+from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError
-from lumen.strategies.processes import Processes
 
 MAX_FILE_BYTES = 2 << 30
 Written = tuple[dict[str, JSON], dict[str, dict[str, JSON]]]  # files and descriptions of tensors, as in the manifest

@@ -12,9 +12,9 @@ from functools import partial
 
 from lumen import __version__
 from lumen.console import stderr, stdout
+from lumen.distributed.worker import report
 from lumen.errors import ConfigError, LumenError
-from lumen.garbage import only_young_collected
-from lumen.worker import report
+from lumen.internals.garbage import only_young_collected
 
 COMMANDS = {
     "fit": "Train.",

@@ -19,26 +19,26 @@ from typing import Any, Literal, final
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, get_loader, set_loader  # type: ignore[attr-defined]
 
-from lumen import session
-from lumen.arguments import local_path
-from lumen.callbacks.places import decides
+from lumen.callbacks.checkpoint_names import decides
 from lumen.checkpoint import PARTS, Weights, as_place, find_checkpoint, is_weights
 from lumen.checkpoint.manifest import STATE
 from lumen.cli import COMMANDS
-from lumen.cli.checks import BASES, SUPPLIED, check, find_class, without_defaults
-from lumen.cli.layers import Settings, parse_words, plain, read_config
+from lumen.cli.config_checks import BASES, SUPPLIED, check, find_class, without_defaults
+from lumen.cli.config_layers import Settings, parse_words, plain, read_config
 from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stdout
+from lumen.distributed.launch import launch
+from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
-from lumen.hooks import overrides
-from lumen.launch import launch
+from lumen.errors.arguments import local_path
 from lumen.optim import Lookahead, decay_groups, layer_decay_groups
 from lumen.random import checked_seed, seed_for_building
-from lumen.strategies.choice import device_of, make_strategy, processes_of
-from lumen.strategies.processes import Processes
-from lumen.task import TaskModule
-from lumen.trainer import Trainer
+from lumen.strategies.factory import device_of, make_strategy, processes_of
+from lumen.task.hooks import overrides
+from lumen.task.task_module import TaskModule
+from lumen.trainer import process_settings
+from lumen.trainer.trainer import Trainer
 
 _log = logging.getLogger("lumen")
 
@@ -164,7 +164,7 @@ def run(command: str, words: list[str]) -> int:
     if processes.are_missing:
         return launch(processes.world_size, ["-m", "lumen", command, *words])
     first = processes.rank == 0
-    with session.console_log(config.trainer.log_level, shown=first), processes.explained():
+    with process_settings.console_log(config.trainer.log_level, shown=first), processes.explained():
         where = config.trainer.resume if command == "fit" else config.ckpt_path
         if processes.world_size > 1:
             processes.connect(device_of(config.trainer.accelerator, processes))

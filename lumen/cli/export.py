@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from lumen import session
-from lumen.arguments import local_path
 from lumen.checkpoint.export import Exported, export
-from lumen.cli.words import Words, size
+from lumen.cli.parser import Words, size
 from lumen.console import stdout
 from lumen.errors import ConfigError
+from lumen.errors.arguments import local_path
+from lumen.trainer import process_settings
 
 _MORE = (
     "The file has the names of the task's state_dict and is read by safetensors.torch.load_file alone; a tied tensor "
@@ -55,7 +55,7 @@ def run(words: list[str]) -> int:
     )
     given = parser.read(words)
     output = local_path(given.output)
-    with session.console_log("INFO"):
+    with process_settings.console_log("INFO"):
         exported = export(
             given.source,
             output,

@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lumen.callbacks import Callback
-from lumen.checkpoint.safetensors_files import write_safetensors
+from lumen.checkpoint.safetensors_file import write_safetensors
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stderr, stdout
-from lumen.data.feed import Feed
+from lumen.data.adapter import Feed
 from lumen.errors import ConfigError, DataError
-from lumen.loop import loader_suffix
-from lumen.task import TaskModule
-from lumen.trainer import Trainer
+from lumen.loop.loop import loader_suffix
+from lumen.task.task_module import TaskModule
+from lumen.trainer.trainer import Trainer
 
 _MOST_LINES, _MOST_VALUES = 20, 16  # of what is shown of predictions
 _SUFFIXES = {"validate": (".json",), "test": (".json",), "predict": (".jsonl", ".safetensors")}

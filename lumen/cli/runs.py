@@ -22,11 +22,11 @@ from lumen.checkpoint.disk import names_in, readable
 from lumen.checkpoint.folder import is_saved_name
 from lumen.checkpoint.listing import Listed, has_checkpoints, list_checkpoints
 from lumen.checkpoint.manifest import MANIFEST
-from lumen.checkpoint.remote import RemotePath, as_place
-from lumen.cli.words import Words, size
+from lumen.checkpoint.object_store import RemotePath, as_place
+from lumen.cli.parser import Words, size
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError, LumenError, ProcessLost, RunDirectoryError
-from lumen.rundir import RunDirectory
+from lumen.trainer.run_directory import RunDirectory
 
 _MORE = (
     "Nothing is changed, and no job is disturbed. Running: a live process holds the run; stopped: it was asked to; "

@@ -8,8 +8,8 @@ from typing import Any, Literal, final
 
 from torch.utils.data import DataLoader
 
-from lumen.data.agreement import lend
-from lumen.data.feed import START, Feed, Position, Step, count_steps, read_ahead
+from lumen.data.adapter import START, Feed, Position, Step, count_steps, read_ahead
+from lumen.data.rank_checks import lend
 from lumen.data.windows import Item, Shard, Window
 from lumen.errors import ConfigError, DataError
 

@@ -9,16 +9,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lumen.console import logger as _log
+from lumen.data.adapter import Feed
 from lumen.data.combined import CombinedFeed, CombinedLoader, holds_loaders
-from lumen.data.feed import Feed
-from lumen.data.identity import known_length
-from lumen.data.indexed import IndexedFeed
-from lumen.data.samplers import BatchedOrder, Order, PlainOrder, SampledOrder
-from lumen.data.streams import ShardedStreamFeed, StreamFeed, shards_itself
+from lumen.data.fingerprint import known_length
+from lumen.data.iterable_style import ShardedStreamFeed, StreamFeed, shards_itself
+from lumen.data.map_style import IndexedFeed
+from lumen.data.orders import BatchedOrder, Order, PlainOrder, SampledOrder
 from lumen.data.windows import ALONE, Shard
 from lumen.errors import ConfigError, DataError
+from lumen.internals.loaders import iterates_as_ever
 from lumen.random import Domain, make_key
-from lumen.torch_internals import iterates_as_ever
 
 
 def make_feed(

@@ -1,8 +1,8 @@
 """Loggers: where a run's record goes."""
 
 from lumen.loggers.base import Logger
-from lumen.loggers.choice import with_own_record
 from lumen.loggers.csv import CSVLogger
+from lumen.loggers.factory import with_own_record
 from lumen.loggers.tensorboard import TensorBoardLogger
 
 __all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "with_own_record"]

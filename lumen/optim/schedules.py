@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lumen.errors import ConfigError
-from lumen.torch_internals import move_schedule
+from lumen.internals.optimizers import move_schedule
 
 
 @final

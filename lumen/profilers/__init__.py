@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lumen.errors import ConfigError
 from lumen.profilers.base import Profiler
-from lumen.profilers.overlay import profiled
+from lumen.profilers.instrument import profiled
 from lumen.profilers.simple import SimpleProfiler
-from lumen.profilers.trace import TorchProfiler
+from lumen.profilers.torch_profiler import TorchProfiler
 
 __all__ = ["Profiler", "SimpleProfiler", "TorchProfiler", "make_profiler", "profiled"]
 

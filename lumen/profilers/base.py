@@ -13,7 +13,7 @@ from lumen import console as terminal
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lumen.run import Run
+    from lumen.run.run import Run
 
 _WIDE = 200  # columns of a table that goes to a file
 _STAGES = {"validate": "validation", "sanity": "validation", "test": "test", "predict": "predict"}

@@ -16,7 +16,7 @@ from lumen.profilers.base import Profiler, in_stage, make_table, show
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lumen.run import Run
+    from lumen.run.run import Run
 
 _TINY = 0.001  # share of the whole below which parts are shown as one
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 
-from lumen.batches import as_tensors, convert, tensors
+from lumen.data.nested import as_tensors, convert, tensors
 from lumen.errors import TrainingError
 
 if TYPE_CHECKING:
-    from lumen.strategies.base import Strategy
+    from lumen.strategies.strategy import Strategy
 
 
 def all_gather(strategy: Strategy, data: Any, *, sync_grads: bool) -> Any:

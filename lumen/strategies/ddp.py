@@ -13,12 +13,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
-from lumen.strategies.additions import Additions
-from lumen.strategies.base import Strategy
-from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
-from lumen.strategies.steps import Steps, sparse_parameters
-from lumen.torch_internals import end_backward, leave_out_expanded_buffers, need_reducer, norms, own_buffers
+from lumen.internals.process_groups import end_backward, leave_out_expanded_buffers, need_reducer
+from lumen.internals.tensors import norms, own_buffers
+from lumen.strategies.late_parameters import Additions
+from lumen.strategies.step_module import Steps, sparse_parameters
+from lumen.strategies.strategy import Strategy
 
 _NO_CONTEXT = nullcontext()
 _SAME = 1e-5  # relative difference of norms that devices of different kinds may compute of the same numbers

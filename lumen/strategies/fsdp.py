@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lumen.distributed.process_groups import CUDA_BACKENDS
+from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
+from lumen.internals.tensors import clamp, multiply
 from lumen.optim import needs_closure
-from lumen.strategies.additions import Additions
-from lumen.strategies.base import Strategy
-from lumen.strategies.groups import CUDA_BACKENDS
-from lumen.strategies.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
-from lumen.strategies.sharding import ShardedTask
-from lumen.strategies.steps import sparse_parameters
-from lumen.strategies.units import find_units, modules_of
-from lumen.torch_internals import clamp, multiply
+from lumen.strategies.fsdp_task import ShardedTask
+from lumen.strategies.fsdp_units import find_units, modules_of
+from lumen.strategies.late_parameters import Additions
+from lumen.strategies.step_module import sparse_parameters
+from lumen.strategies.strategy import Strategy
 
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KEEPS_WHOLE = {"full_shard": False, "shard_grad_op": True, "hybrid_shard": False, "no_shard": True}

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from lumen.strategies.base import Strategy
+from lumen.strategies.strategy import Strategy
 
 _NO_CONTEXT = nullcontext()
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
-from lumen.data.order import epoch_order
+from lumen.data.permutation import epoch_order
 from tests.tasks import Regression, network, quiet_trainer, regression_data
 
 SEED = 3

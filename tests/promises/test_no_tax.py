@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, Weighte
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import lumen
-from lumen import loop, step
 from lumen.data.windows import MicroBatch, Window
-from lumen.run import Progress, Run
+from lumen.loop import loop, step
+from lumen.run.run import Progress, Run
 from tests.tasks import Regression, bare_trainer, quiet_trainer
 
 #: What a test counts belongs to the package, wherever it lies: a clone is called lumen too, with all of its .venv.

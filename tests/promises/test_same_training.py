@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import lumen
-from lumen.data.order import epoch_order
+from lumen.data.permutation import epoch_order
 from lumen.random import Domain, make_key, seed_generators
 from tests.tasks import FEATURES, quiet_trainer, regression_data
 

@@ -1,0 +1,48 @@
+"""Which callbacks a run has: the user's, and the defaults that they do not replace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lumen.callbacks.base import Callback
+from lumen.callbacks.checkpoint_names import deciding_first
+from lumen.callbacks.model_checkpoint import ModelCheckpoint
+from lumen.errors import ConfigError
+
+
+def savers_of(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]:
+    """Those that save, first the one that says for all which checkpoint is best."""
+    return deciding_first([callback for callback in callbacks if isinstance(callback, ModelCheckpoint)])
+
+
+def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, checkpointing: bool) -> list[Callback]:
+    """The callbacks of a run, in the order in which they are called.
+
+    Args:
+        given: A callback, a list, a dictionary, or None.
+        defaults: Classes of which each run has one, and whether it is wanted.
+        checkpointing: Whether the run saves checkpoints.
+
+    Returns:
+        The user's, the defaults that they do not replace, and last those that save.
+
+    Raises:
+        ConfigError: Not a callback, or one that saves in a run that does not.
+    """
+    listed = (
+        [given] if isinstance(given, Callback) else list(given.values() if isinstance(given, dict) else given or ())
+    )
+    callbacks = [callback for callback in listed if callback is not None]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"callbacks: {type(callback).__name__} is not a lumen.Callback.")
+    savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    if savers and not checkpointing:
+        raise ConfigError("enable_checkpointing is False, but callbacks hold a ModelCheckpoint. Remove one of the two.")
+    for kind, wanted in defaults.items():
+        if wanted and not any(isinstance(callback, kind) for callback in callbacks):
+            callbacks.append(kind())
+    if checkpointing and not savers:
+        savers = [ModelCheckpoint()]
+    return [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)] + savers

@@ -1,0 +1,293 @@
+"""Saves: the checkpoints that a run writes, at once or while it goes on."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from lumen.checkpoint.codec import Tensors
+from lumen.checkpoint.collect import Collected, collect, moving_tensors, refuse_non_finite
+from lumen.checkpoint.folder import remove_checkpoints
+from lumen.checkpoint.object_store import RemotePath
+from lumen.checkpoint.snapshot import Snapshot
+from lumen.checkpoint.write_plan import Share, share_of
+from lumen.checkpoint.writer import write_share
+from lumen.console import logger as _log
+from lumen.distributed.processes import Processes
+from lumen.errors import CheckpointError
+from lumen.internals.garbage import only_young_collected
+from lumen.run.run import Run
+
+_CGROUP = "/sys/fs/cgroup"  # of this process, in a container
+_NO_MEMORY = re.compile("can't allocate memory|out of memory", re.I)  # torch's, of the host and of CUDA
+_WORTHWHILE_BYTES = 16 << 20  # what is smaller is on the disk after some tens of milliseconds
+_TENSOR_BYTES = 16 << 10  # that take as long as a tensor does whatever its size
+
+Account = Callable[[bool], Iterable[Path]]
+
+
+def _keep_all(committed: bool) -> Iterable[Path]:
+    return ()
+
+
+def _nothing() -> None:
+    pass
+
+
+@final
+class Saves:
+    """The checkpoints of a run: written at once, or copied at once and written in a thread while the run goes on.
+
+    At most one save is under way. Every process copies its share and writes it in its thread; the threads agree among
+    themselves, and rank 0's commits. When they have ended, the pulse tells all ranks at one boundary, so that an error
+    in any thread ends the run on each of them. A Python that exits waits for the thread; a kill leaves what it leaves
+    of any save, a directory that is not committed.
+
+    Args:
+        run: Whose state is saved.
+        check_home: Finds out whether the run's directory is still there; None: it has none, or it is another rank's.
+
+    Attributes:
+        path: The checkpoint under way, the same on every rank; None: there is none, or its end has been noticed.
+        moment: What it shows, as told to `save`.
+    """
+
+    def __init__(self, run: Run, check_home: Callable[[], None] | None = None) -> None:
+        self.path: Path | None = None
+        self._check_home = check_home or _nothing
+        self.moment: Any = None
+        self._account: Account = _keep_all
+        self._run = run
+        self._processes = run.strategy.processes
+        self._thread = ThreadPoolExecutor(1, "lumen-save", torch.cuda.set_device, (_cuda_index(run.strategy.device),))
+        self._writing: Future[None] | None = None
+        self._chores: list[Future[None]] = []  # of the thread beside writing
+        self._snapshot = Snapshot()
+        self._is_reserved = False
+
+    def save(
+        self,
+        path: Path,
+        info: Mapping[str, Any],
+        *,
+        asynchronous: bool | None = False,
+        moment: Any = None,
+        account: Account = _keep_all,
+    ) -> None:
+        """Save the run as it is at this boundary. Collective: every rank must call this.
+
+        Args:
+            path: The directory to commit; it must not exist.
+            info: What a listing of runs shows: plain data that nobody changes.
+            asynchronous: Copy now and write later; None: where that pays.
+            moment: What tells this boundary from all others.
+            account: Called on every rank at the boundary that finds the save ended, with whether it was committed.
+                Returns the checkpoints that are to be removed then, the same on every rank.
+
+        Raises:
+            CheckpointError: It, or the save under way, could not be written; nothing that existed was touched.
+            NonFiniteLoss: A loss under way or a parameter is not finite: nothing is committed past it.
+        """
+        try:
+            self.settle()
+            self.check_home()
+            self._run.write_row()  # records end with this step
+            with only_young_collected():
+                under_way = self._write_or_begin(path, collect(self._run, info), asynchronous)
+        except BaseException:
+            account(False)
+            raise
+        if under_way:
+            self.path, self.moment, self._account = path, moment, account
+        else:
+            self._processes.on_rank_zero(partial(remove_checkpoints, account(True)))
+
+    def check_home(self) -> None:
+        """Find out whether the run's directory is still there. Collective: every rank must call this.
+
+        Raises:
+            RunDirectoryError: It was removed, or another one is in its place.
+        """
+        self._processes.on_rank_zero(self._check_home)
+
+    def _write_or_begin(self, path: Path, collected: Collected, asynchronous: bool | None) -> bool:
+        """Returns whether the save is under way. Collective."""
+        processes = self._processes
+        processes.together(self.wait)
+        share = share_of(collected.sections, processes, collected.trained)
+        at_least = 0 if isinstance(path, RemotePath) else _WORTHWHILE_BYTES  # each object far away takes its time
+        copies = self._copied(path, share, asynchronous) if self._pays(share, asynchronous, at_least) else None
+        if copies is None:
+            refuse_non_finite(collected, share.parts()["model"], processes)
+            _write(path, collected, share, processes)
+            return False
+        copy, others = replace(share, sections=copies), processes.beside()
+
+        def write() -> None:
+            others.together(self._snapshot.wait)
+            refuse_non_finite(collected, copy.sections["model"], others)
+            _write(path, collected, copy, others)
+            self._run.pulse.announces = True
+
+        self._writing = self._submit(write)
+        return True
+
+    def _pays(self, share: Share, asynchronous: bool | None, at_least: int = _WORTHWHILE_BYTES) -> bool:
+        """Whether to write later. Where nobody said so: what takes time, but fits well into the memory that is left."""
+        if asynchronous is not None:
+            return asynchronous
+        available = sys.maxsize if self._is_reserved else _available_bytes()
+        shares = self._processes.gather((self._processes.node, share.nbytes, share.count, available))
+        taken = Counter[int]()
+        for node, nbytes, _, _ in shares:
+            taken[node] += nbytes
+        fits = all(taken[node] <= available / 2 for node, _, _, available in shares)
+        return fits and taken.total() + _TENSOR_BYTES * sum(count for _, _, count, _ in shares) >= at_least
+
+    def _copied(self, path: Path, share: Share, asynchronous: bool | None) -> dict[str, Tensors] | None:
+        """Copies of what this process writes; None: some process has no memory for them. Collective."""
+
+        def take() -> dict[str, Tensors] | None:
+            try:
+                return self._snapshot.take(share.parts())
+            except (RuntimeError, MemoryError) as error:
+                if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+                    raise
+                if asynchronous:
+                    raise CheckpointError(
+                        f"{path.name}: there is no memory for the copy that is written while training goes on: {error} "
+                        "Set asynchronous=False in ModelCheckpoint."
+                    ) from error
+                return None
+
+        copies = self._processes.together(take)
+        (missing,) = self._processes.sum([float(copies is None)])
+        if not missing:
+            return copies
+        _log.warning("%s: there is no memory for a copy, so training waits until it is written", path.name)
+        self._snapshot.close()
+        self._is_reserved = False
+        return None
+
+    def reserve(self, asynchronous: bool | None) -> None:
+        """Let the threads take the memory for copies, which on first use costs more time than these. Collective."""
+        sections, trained = self._processes.together(partial(moving_tensors, self._run))
+        share = share_of(sections, self._processes, trained)
+        if self._pays(share, asynchronous):
+            self._processes.beside()
+            self._chores.append(self._thread.submit(self._reserve, share.parts()))
+
+    def _reserve(self, parts: Mapping[str, Tensors]) -> None:
+        with suppress(RuntimeError, MemoryError):  # taking the copies will find out again, and know what to do
+            self._snapshot.reserve(parts)
+            self._is_reserved = True
+
+    def _submit(self, work: Callable[[], None]) -> Future[None]:
+        def watched() -> None:
+            try:
+                work()
+            except BaseException:
+                self._run.pulse.announces = True
+                raise
+
+        return self._thread.submit(watched)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this process's thread is at work on a save."""
+        return self._writing is not None and not self._writing.done()
+
+    def wait(self) -> None:
+        """Wait for this process's thread.
+
+        Raises:
+            CheckpointError: The save under way could not be written, or a checkpoint not be removed.
+            NonFiniteLoss: A parameter was not finite.
+        """
+        if (writing := self._writing) is not None:
+            wait([writing])  # which a signal may interrupt: then it is waited for again
+            self._writing = None
+            writing.result()
+        self.wait_for_removals()
+
+    def wait_for_removals(self) -> None:
+        """Wait until what this process removes is gone.
+
+        Raises:
+            CheckpointError: A checkpoint could not be removed.
+        """
+        wait(self._chores)
+        chores, self._chores = self._chores, []
+        for chore in chores:
+            chore.result()
+
+    def settle(self) -> None:
+        """Wait for the save under way, and account for it. Collective: every rank must call this.
+
+        Raises:
+            CheckpointError: It could not be written, or a checkpoint not be removed.
+            NonFiniteLoss: A parameter was not finite.
+        """
+        if self.path is None and not self._run.pulse.announced:
+            return
+        account, self._account = self._account, _keep_all
+        try:
+            self._processes.together(self.wait)
+        except BaseException:
+            account(False)
+            raise
+        finally:
+            self.path = self.moment = None
+            self._run.pulse.dismiss()
+        doomed = account(True)
+        if self._processes.rank == 0:
+            self._chores.append(self._submit(partial(remove_checkpoints, doomed)))
+
+    def close(self) -> None:
+        """Wait for what is under way, whose end nobody can notice any more, and free the memory of the copies."""
+        try:
+            with self._processes.explained():
+                self.wait()
+        except Exception as error:  # the run has ended already, by a failure that is to be seen
+            _log.error("the save under way failed: %s", error)
+        self._thread.shutdown()
+        self._snapshot.close()
+
+
+def _write(path: Path, collected: Collected, share: Share, processes: Processes) -> None:
+    with only_young_collected():
+        write_share(path, share, collected.state, aliases=collected.aliases, info=collected.info, processes=processes)
+
+
+def _cuda_index(device: torch.device) -> int:
+    """The number of a CUDA device, with the first of which a thread begins; -1, which changes nothing, of any other."""
+    if device.type != "cuda":
+        return -1
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _available_bytes() -> int:
+    """Memory that processes here can still take; where the system does not tell, more than there can be."""
+    machine = _number_in("/proc/meminfo", r"^MemAvailable: +([0-9]+) kB$")
+    limit = _number_in(f"{_CGROUP}/memory.max", "^([0-9]+)$")
+    used = _number_in(f"{_CGROUP}/memory.stat", "^anon ([0-9]+)$")
+    container = sys.maxsize if limit is None or used is None else limit - used
+    return min(container, sys.maxsize if machine is None else machine << 10)
+
+
+def _number_in(file: str, pattern: str) -> int | None:
+    try:
+        found = re.search(pattern, Path(file).read_text(), re.M)
+    except OSError:
+        return None
+    return int(found[1]) if found else None

@@ -1,0 +1,262 @@
+"""What a checkpoint holds and under which names: Lumen's own walk over a run, the same for every strategy."""
+
+from __future__ import annotations
+
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from lumen.checkpoint.codec import JSON, Tensors, encode
+from lumen.checkpoint.config_diff import data_read, modes_of, trainer_settings
+from lumen.checkpoint.load_weights import model_tensors
+from lumen.checkpoint.optimizer_state import capture_optimizer, parameter_names
+from lumen.checkpoint.rank_state import own_values
+from lumen.checkpoint.state_keys import states_of
+from lumen.checkpoint.user_state import added_to_checkpoint
+from lumen.checkpoint.write_plan import check_tensors
+from lumen.console import logger as _log
+from lumen.distributed.dtensor import is_cut, is_sharded
+from lumen.distributed.processes import Processes
+from lumen.errors import LumenError, NonFiniteLoss
+from lumen.run.run import Run
+from lumen.task.hyperparameters import HasHyperparameters
+
+# ---------------------------------------------------------------------- names
+
+
+def _extra_state(model: nn.Module) -> dict[str, Any]:
+    """Modules' own `get_extra_state`, by module name."""
+    default = nn.Module.get_extra_state
+    return {
+        name: module.get_extra_state()
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not default
+    }
+
+
+# ---------------------------------------------------------------------- saving
+
+
+def logger_states(run: Run) -> dict[str, Any]:
+    """Where the records of all loggers stand, of those too that an earlier part of the run had."""
+    return run.absent_records | states_of(run.loggers)
+
+
+def _of_user(run: Run) -> dict[str, Any]:
+    """What the task, the data module and the callbacks have to say."""
+    return {
+        "callbacks": {key: state for key, state in states_of(run.callbacks).items() if state},
+        "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
+        **added_to_checkpoint(run),
+    }
+
+
+def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:
+    """Everything a resumed run needs, but for what each process has by itself.
+
+    Args:
+        run: The run.
+        complete: With what the task, the data module and the callbacks say when they are asked.
+
+    Returns:
+        Tensors by section ("model", "optimizer", "extra"), aliases of tied tensors, and the JSON state.
+
+    Raises:
+        CheckpointError: Something is neither plain data nor a tensor; the message names where it is.
+    """
+    task = run.task
+    model, aliases = model_tensors(task)
+    optimizer, extra = Tensors(), Tensors()
+    parts: dict[str, Any] = {
+        "seed": run.seed,
+        "progress": run.progress_state(),
+        "precision": run.precision.state_dict(),
+        "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
+        "monitors": [(config.known, config.unread) for config in run.schedulers],
+        "configured": run.configured,
+        "loggers": logger_states(run) if run.records is None else run.records,
+        "metrics": run.metrics,
+        "kept_row": run.kept_row if run.progress.validation_due else None,
+        "hyperparameters": dict(task.hparams),
+        "data_hyperparameters": dict(run.datamodule.hparams) if isinstance(run.datamodule, HasHyperparameters) else {},
+        "extra_state": _extra_state(task),
+        "modes": modes_of(task),
+        "built": run.built,
+        "settings": trainer_settings(run),
+        "data": data_read(run),
+    }
+    if complete:
+        parts |= _of_user(run)
+    state = {name: encode(part, extra, name) for name, part in parts.items()}
+    state["optimizer"] = _capture_optimizer(run, optimizer)
+    is_cut_up = any(is_sharded(tensor) for tensor in model.values())
+    state["sharded"] = {"optimizer": _sharded(optimizer), "extra": _sharded(extra)} if is_cut_up else None
+    return {"model": model, "optimizer": optimizer, "extra": extra}, aliases, state
+
+
+def _sharded(tensors: Tensors) -> dict[str, bool]:
+    """Names of tensors that lie on several processes, and whether they are cut up, not copied."""
+    return {name: is_cut(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
+
+
+def _capture_optimizer(run: Run, tensors: Tensors) -> dict[str, Any]:
+    return capture_optimizer(run.task, run.optimizer, run.built_groups, tensors)
+
+
+def check_savable(run: Run) -> None:
+    """Find out before any work whether what Lumen knows by itself can be saved. Collective: every rank must call this.
+
+    Raises:
+        CheckpointError: Something cannot; the message names it.
+    """
+
+    def check() -> None:
+        sections, _, _ = capture(run, complete=False)
+        check_tensors(sections | {"ranks": own_values(run)[1]})
+
+    run.strategy.processes.together(check)
+
+
+def check_additions(run: Run) -> None:
+    """Find out whether what the task, the data module and the callbacks say can be saved.
+
+    Call it when training begins: what they have to say may not be there before. Where it still is not, so that asking
+    fails, only a save will tell.
+
+    Collective: every rank must call this.
+
+    Raises:
+        CheckpointError: Something cannot; the message names its owner and its key.
+    """
+
+    def check() -> None:
+        extra = Tensors()
+        try:
+            said = _of_user(run)
+        except LumenError:
+            raise
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            _log.warning(
+                "what is to be saved cannot be tried before training: %s line %d, in %s: %r. If it comes with training "
+                "that is well; else every save will fail so",
+                at.filename, at.lineno, at.name, error,
+            )  # fmt: skip
+            return
+        for name, part in said.items():
+            encode(part, extra, name)
+        check_tensors({"extra": extra})
+
+    run.strategy.processes.together(check)
+
+
+@dataclass(frozen=True)
+@final
+class Collected:
+    """What one checkpoint consists of. Nothing that the run does later changes any of it, but for the tensors.
+
+    Attributes:
+        sections: Tensors by section ("model", "optimizer", "extra") and name; the run's own, not copies. In "extra":
+            what this process is to write of it.
+        aliases: Names of tied tensors of the section "model": alias to stored name.
+        state: Everything else, as JSON; complete on rank 0.
+        info: What the manifest tells of it.
+        trained: Names of the parameters in "model" that the optimizer moves.
+    """
+
+    sections: dict[str, Tensors]
+    aliases: dict[str, str]
+    state: dict[str, JSON]
+    info: dict[str, Any]
+    trained: list[str]
+
+
+def collect(run: Run, info: Mapping[str, Any]) -> Collected:
+    """Bring a run's state together and its records to the disk. Collective: every rank must call this.
+
+    Raises:
+        CheckpointError: Something is neither plain data nor a tensor; the message names where it is.
+        NonFiniteLoss: A loss under way is not finite.
+    """
+
+    def own() -> tuple[Any, ...]:
+        run.losses.flush()
+        for logger in run.loggers:
+            logger.flush()
+        return *capture(run), own_values(run)
+
+    processes = run.strategy.processes
+    run.strategy.sync_buffers(run.task)
+    sections, aliases, state, (values, tensors) = processes.together(own)
+    state["ranks"] = processes.gather_on_zero(values)
+    # callbacks of other ranks may hold something else, or nothing
+    shared = {name: tensor for name, tensor in sections["extra"].items() if processes.rank == 0 or is_sharded(tensor)}
+    sections["extra"] = shared | tensors
+    progress = run.progress
+    counts = {"step": progress.step, "epoch": progress.epoch, "micro_batches": progress.micro_batches}
+    return Collected(
+        sections,
+        aliases,
+        state,
+        info={**counts, "metrics": dict(run.metrics), **info},
+        trained=_trained(run),
+    )
+
+
+def moving_tensors(run: Run) -> tuple[dict[str, Tensors], list[str]]:
+    """The tensors of the model and the optimizer, which are nearly all of a checkpoint; and what of them is trained."""
+    optimizer = Tensors()
+    _capture_optimizer(run, optimizer)
+    return {"model": model_tensors(run.task)[0], "optimizer": optimizer}, _trained(run)
+
+
+def _trained(run: Run) -> list[str]:
+    """Names of the parameters that the optimizer moves, alike on all processes."""
+    names = parameter_names(run.task)
+    return [names[id(parameter)] for parameter in run.parameters]
+
+
+def refuse_non_finite(collected: Collected, parts: Mapping[str, torch.Tensor], processes: Processes) -> None:
+    """Refuse to save parameters that are NaN or infinite. Collective: every rank must call this.
+
+    Args:
+        collected: Says which are trained.
+        parts: What this process writes of the section "model", by name.
+        processes: Those that write.
+
+    Raises:
+        NonFiniteLoss: Names them.
+    """
+
+    def broken() -> list[str]:
+        return _not_finite({name: parts[name] for name in collected.trained if name in parts})
+
+    def refuse(found: Callable[[], list[list[str]]]) -> None:
+        of_any = set().union(*found())
+        names = [name for name in collected.trained if name in of_any]
+        if names:
+            raise NonFiniteLoss(
+                f"after step {collected.info['step']} {len(names)} parameters are not finite, although its losses are: "
+                f"{', '.join(names[:8])}. No checkpoint is made of them. Look for the derivative of sqrt at 0 or 0/0 "
+                "behind torch.where with detect_anomaly: true, or for a learning rate that is too high."
+            )
+
+    processes.conclude(broken, refuse)
+
+
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of what holds NaN or infinity, by the ends of each; `isfinite` would need memory and several passes."""
+    alike: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            alike[numbers.dtype, numbers.device][name] = numbers.aminmax()
+    found = [torch.stack([*chain(*ends.values())]).isfinite().view(-1, 2).all(1) for ends in alike.values()]
+    told = torch.cat([each.to(found[0].device) for each in found]).tolist() if found else []  # the host waits once
+    return [name for name, is_finite in zip(chain(*alike.values()), told, strict=True) if not is_finite]

@@ -1,0 +1,151 @@
+"""What differs between the configuration of a run and that of the checkpoint it goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lumen.checkpoint.codec import decode, encode
+from lumen.checkpoint.optimizer_layout import attributes_of
+from lumen.checkpoint.reader import Checkpoint
+from lumen.errors import CheckpointError
+from lumen.internals.optimizers import set_by_hand
+from lumen.run.plan import Plan
+from lumen.run.run import Run
+
+Setting: TypeAlias = bool | int | float | str | None
+HOW_TO_STEP = ("params", "fused", "foreach", "capturable", "differentiable")  # how a step is computed, not which step
+_ABSENT = object()
+
+
+def configured(run: Run) -> dict[str, Setting]:
+    """What the configuration says of the optimizer's groups and the schedulers, to be called when they are just built.
+
+    Returns:
+        Plain values by their place: `groups[0].lr`, `schedulers[0].T_max`. A scheduler's rates follow from the groups'.
+    """
+    found: dict[str, Setting] = {}
+    for number, group in enumerate(run.optimizer.param_groups):
+        follows = ("lr",) if "initial_lr" in group else ()  # a scheduler has moved it by now
+        own = {key: value for key, value in group.items() if key not in (*HOW_TO_STEP, *follows)}
+        found |= settings(f"groups[{number}]", own)
+    for place, attributes in attributes_of(run.task, run.optimizer).items():
+        found |= settings(f"optimizer{place and '.'}{place}", attributes)
+    for number, config in enumerate(run.schedulers):
+        state = dict(config.scheduler.state_dict()) if hasattr(config.scheduler, "state_dict") else {}
+        found[f"schedulers[{number}]"] = config.describe(run.optimizer)
+        found |= settings(f"schedulers[{number}]", set_by_hand(state))
+    return found
+
+
+def settings(where: str, value: Any) -> dict[str, Setting]:
+    """Every plain value inside nested dictionaries, lists and tuples, by its place; floats in lists are left out."""
+    return dict(_settings(where, value))
+
+
+def _settings(where: str, value: Any) -> Iterator[tuple[str, Setting]]:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate on its device
+        value = value.item()
+    if isinstance(value, Mapping) and any(not isinstance(key, str) for key in value):  # milestones
+        yield where, str(sorted(value.items()))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _settings(f"{where}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            if not (isinstance(value, list) and isinstance(item, (float, torch.Tensor))):
+                yield from _settings(f"{where}[{number}]", item)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        yield where, value
+
+
+def differences(old: Mapping[str, Setting], new: Mapping[str, Setting]) -> dict[str, tuple[Setting, Setting]]:
+    """Settings that both have with different values: the old and the new one by their place."""
+    return {where: (old[where], new[where]) for where in new if where in old and old[where] != new[where]}
+
+
+def changed_hyperparameters(run: Run, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
+    """Hyperparameters of the task and the data module that are not those of a checkpoint.
+
+    Args:
+        run: With its task and data module.
+        checkpoint: What it goes on from.
+
+    Returns:
+        The checkpoint's value and the run's by name: `model.lr`, `data.batch_size`; None where one has no such name.
+    """
+    owners = {"model": ("hyperparameters", run.task), "data": ("data_hyperparameters", run.datamodule)}
+    changed: dict[str, tuple[Any, Any]] = {}
+    for prefix, (part, owner) in owners.items():
+        old = decode(checkpoint.state[part], checkpoint.tensors("extra"))
+        new = {} if owner is None else dict(owner.hparams)
+        for name in dict.fromkeys([*old, *new]):
+            values = old.get(name, _ABSENT), new.get(name, _ABSENT)
+            if _comparable(values[0]) != _comparable(values[1]):
+                changed[f"{prefix}.{name}"] = old.get(name), new.get(name)
+    return changed
+
+
+def _comparable(value: Any) -> Any:
+    """Plain data in a form that is equal where it is saved as the same: also NaN, tensors and arrays."""
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        return encode(value, tensors, ""), [(tensor.dtype, tensor.tolist()) for tensor in tensors.values()]
+    except CheckpointError:  # it was not saved, then
+        return value
+
+
+def trainer_settings(run: Run) -> dict[str, Setting]:
+    """Everything in the trainer's arguments, and in how the training data is cut, that changes what is computed.
+
+    Not how long the run is, nor what is shown and saved.
+    """
+    trainer, plan, feed = run.trainer, run.plan, run.train_feed
+    assert feed is not None
+    interval = f"{plan.val_every_s:g} s" if plan.val_every_s is not None else plan.val_every_epoch_fraction
+    return {
+        "precision": run.precision.name,
+        **run.strategy.numerics,
+        "matmul_precision": trainer.matmul_precision,
+        "benchmark": trainer.benchmark,
+        "deterministic": trainer.deterministic,
+        "sync_batchnorm": trainer.sync_batchnorm,
+        "compile": str(trainer.compilation.setting),
+        "processes": run.strategy.world_size,
+        "accumulate_grad_batches": plan.accumulate,
+        **feed.cut(),
+        "gradient_clip_val": plan.clip_norm if plan.clip_value is None else plan.clip_value,
+        "gradient_clip_algorithm": "norm" if plan.clip_value is None else "value",
+        "limit_train_batches": _limit(plan, "train"),
+        "limit_val_batches": _limit(plan, "validate"),
+        "overfit_batches": plan.same_batches,
+        "val_check_interval": interval if plan.val_every_n_steps is None else plan.val_every_n_steps,
+        "check_val_every_n_epoch": plan.val_every_n_epochs,
+        "reload_dataloaders_every_n_epochs": plan.reload_every_n_epochs,
+    }
+
+
+def _limit(plan: Plan, stage: str) -> int | float | None:
+    limit = plan.limits.get(stage)
+    return None if isinstance(limit, float) and limit == 1.0 else limit
+
+
+def data_read(run: Run) -> dict[str, Any]:
+    """What the loaders of training and validation read now, and as of which epoch they were asked for."""
+    assert run.train_feed is not None
+    return {
+        "asked_in": run.feeds_epoch,
+        "training": run.train_feed.identity(),
+        "validation": [line for feed in run.eval_feeds for line in feed.identity()],
+    }
+
+
+def modes_of(task: nn.Module) -> dict[str, list[str]]:
+    """Names of the parameters that are frozen and of the modules that are in eval mode."""
+    return {
+        "frozen": [name for name, parameter in task.named_parameters() if not parameter.requires_grad],
+        "evaluating": [name for name, module in task.named_modules() if not module.training],
+    }

@@ -1,0 +1,244 @@
+"""Parameters and buffers: their names, and how saved ones get into a model, one tensor at a time and in place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from lumen.checkpoint.codec import Tensors
+from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.weights_source import Weights, open_weights
+from lumen.console import logger as _log
+from lumen.data.nested import fill
+from lumen.distributed.dtensor import own_box, own_part
+from lumen.distributed.processes import Processes
+from lumen.errors import CheckpointMismatch
+from lumen.errors.arguments import local_path
+from lumen.internals.tensors import own_parameters, own_persistent_buffers
+
+
+def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
+    """Parameters and persistent buffers by canonical name.
+
+    Returns:
+        The tensors, tied ones once; and for each further name of a tied tensor the name it is stored under.
+    """
+    tensors: Tensors = {}
+    aliases: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = {**own_parameters(module), **own_persistent_buffers(module)}
+        for name, tensor in own.items():
+            if tensor is None:
+                continue
+            path = f"{prefix}.{name}" if prefix else name
+            stored = first_name.setdefault(id(tensor), path)
+            if stored == path:
+                tensors[path] = tensor.detach()
+            else:
+                aliases[path] = stored
+    return tensors, aliases
+
+
+@torch.no_grad()
+def load_model(
+    model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, processes: Processes | None = None
+) -> None:
+    """Copy parameters and buffers in place, of sharded ones the parts that are here.
+
+    Collective: every one of `processes` must call this.
+
+    Args:
+        model: What is filled.
+        checkpoint: What with.
+        strict: Other names than the model's are an error.
+        processes: Those that hold the model; default: this one alone.
+
+    Raises:
+        CheckpointMismatch: Names (if strict), shapes or dtypes differ; nothing was changed.
+    """
+    weights = Weights(checkpoint.path, strict=strict)
+    _fill(model, checkpoint, weights, Processes() if processes is None else processes, cast=False)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> None:
+    """Copy parameters and buffers, and nothing else, in place; floating-point ones are cast to the model's dtypes.
+
+    Beyond the model it needs the memory of one tensor, or of its part that is here. Collective: every rank must call
+    this.
+
+    Raises:
+        CheckpointMismatch: Names (if strict), shapes or kinds of numbers differ; nothing was changed.
+        CheckpointError: There are no weights there, they cannot be fetched or are not whole; nothing was changed.
+    """
+    with open_weights(str(weights.path), processes) as checkpoint:
+        _fill(model, checkpoint, weights, processes, cast=True)
+        _log.info("parameters from %s", checkpoint.path if local_path(weights.path).is_dir() else weights.path)
+
+
+def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes: Processes, *, cast: bool) -> None:
+    """Find out where every tensor comes from, refuse what does not fit, and only then copy. Collective."""
+    tensors, aliases = model_tensors(model)
+    sources = processes.together(lambda: _match(tensors, aliases, checkpoint, weights, cast=cast))
+    processes.together(lambda: _copy(tensors, sources, checkpoint))
+    casts = Counter(
+        f"{dtype} to {tensors[name].dtype}"
+        for name, source in sources.items()
+        if (dtype := checkpoint.spec("model", source)[0]) != tensors[name].dtype
+    )
+    if casts:
+        kinds = ", ".join(f"{count} tensors from {kind}" for kind, count in casts.items())
+        _log.info("%s: cast %s", weights.path, kinds)
+
+
+def _copy(tensors: Tensors, sources: dict[str, str], checkpoint: Checkpoint) -> None:
+    for name, source in sources.items():
+        if checkpoint.spec("model", source)[0] == tensors[name].dtype:
+            checkpoint.copy_into("model", source, tensors[name])
+        else:
+            fill(own_part(tensors[name]), checkpoint.part("model", source, *own_box(tensors[name])))
+
+
+def _match(
+    tensors: Tensors, aliases: dict[str, str], checkpoint: Checkpoint, weights: Weights, *, cast: bool
+) -> dict[str, str]:
+    """Name in the checkpoint of each tensor that is to be filled.
+
+    Raises:
+        CheckpointMismatch: Says what does not fit, and what to do.
+    """
+    names = {name: [name] for name in tensors}
+    for alias, name in aliases.items():
+        names[name].append(alias)
+    offered, idle = _renamed(checkpoint, weights, [*tensors, *aliases])
+    found = {name: list(dict.fromkeys(offered[each] for each in own if each in offered)) for name, own in names.items()}
+    missing = [
+        name
+        for name, own in names.items()
+        if not found[name] and not any(_matches(weights.ignore, each) for each in own)
+    ]
+    used = {source for each in found.values() for source in each}
+    left = {source: name for name, source in reversed(offered.items()) if source not in used}
+    unexpected = sorted(left.values())
+    complaints = [
+        f"{what}: {_some(which)}"
+        for what, which in (
+            ("not in the checkpoint", missing),
+            ("only in the checkpoint", unexpected),
+            ("patterns that match nothing", idle),
+        )
+        if which
+    ]
+    wrong = list(_wrong(checkpoint, tensors, found, cast=cast))
+    if tensors and not used:
+        wrong.append("no name is in both")
+    if not cast and not complaints and _differ_in_dtype_only(checkpoint, tensors, found):
+        saved_with = checkpoint.state["precision"].get("name", "fp32, bf16 or fp16")
+        raise CheckpointMismatch(
+            f"{checkpoint.path} was saved by a run with precision: {saved_with}, whose parameters have other dtypes: "
+            f"{'; '.join(wrong[:3])}. Set the same precision."
+        )
+    if wrong or (weights.strict and complaints):
+        raise CheckpointMismatch(
+            f"{weights.path} holds the weights of another model: "
+            + "; ".join([*complaints, *wrong[:8]])
+            + f". {_advice(missing, unexpected, wrong, cast=cast)}"
+        )
+    for complaint in complaints:
+        _log.warning("%s: %s", weights.path, complaint)
+    return {name: each[0] for name, each in found.items() if each}
+
+
+def _renamed(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """What a checkpoint offers, by the model's names, and the patterns that changed nothing.
+
+    Args:
+        checkpoint: Whose names are renamed, those of tied tensors too.
+        weights: How, and which of them are left out.
+        known: The model's names.
+    """
+    offered: dict[str, str] = {}
+    hits = Counter[str]()
+    seen = set(known)
+    for name in (*checkpoint.names("model"), *checkpoint.aliases):
+        renamed = name
+        for pattern, replacement in weights.rename.items():
+            renamed, count = re.subn(pattern, replacement, renamed)
+            hits[pattern] += count
+        seen.add(renamed)
+        if _matches(weights.ignore, renamed):
+            continue
+        if renamed in offered:
+            raise CheckpointMismatch(
+                f"{weights.path}: rename makes {renamed!r} of {offered[renamed]!r} and of {name!r}. "
+                "Make the patterns narrower, or ignore one of the two by a name of its own."
+            )
+        offered[renamed] = checkpoint.aliases.get(name, name)
+    unmatched = [pattern for pattern in weights.ignore if not any(_matches([pattern], name) for name in seen)]
+    return offered, [*(pattern for pattern in weights.rename if not hits[pattern]), *unmatched]
+
+
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def _wrong(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]], *, cast: bool) -> Iterator[str]:
+    """What cannot be copied: other shapes, other dtypes, and two different tensors for one that the model ties."""
+    for name, found in sources.items():
+        tensor = tensors[name]
+        for source in found:
+            dtype, shape = checkpoint.spec("model", source)
+            castable = cast and dtype.is_floating_point and tensor.is_floating_point() and not tensor.is_meta
+            if shape != tensor.shape or not (dtype == tensor.dtype or castable):
+                yield f"{name}: {tuple(shape)} {dtype} saved, {tuple(tensor.shape)} {tensor.dtype} in the model"
+                break
+        else:
+            for source in found[1:]:
+                one, other = (checkpoint.part("model", each, *own_box(tensor)) for each in (found[0], source))
+                if not torch.equal(one, other):
+                    yield f"{name}: the model ties {found[0]} and {source}, which differ in the checkpoint"
+
+
+def _differ_in_dtype_only(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]]) -> bool:
+    pairs = [(checkpoint.spec("model", source), tensors[name]) for name, found in sources.items() for source in found]
+    same_shapes = all(shape == tensor.shape for (_, shape), tensor in pairs)
+    return same_shapes and any(dtype != tensor.dtype for (dtype, _), tensor in pairs)
+
+
+def _advice(missing: list[str], unexpected: list[str], wrong: list[str], *, cast: bool) -> str:
+    if not cast:
+        lenient = ", or load with strict=False to leave names that differ alone." if not wrong else "."
+        return f"Build the model with the checkpoint's hyperparameters{lenient}"
+    return (
+        f"{_guess(missing, unexpected)}Say with `rename` what the model calls the same tensors, "
+        "and with `ignore` which to leave alone."
+    )
+
+
+def _guess(missing: list[str], unexpected: list[str]) -> str:
+    """The rename that explains most names, if they differ in how they begin."""
+    tails = {tail: name for name in unexpected for tail in _tails(name)}
+    beginnings = Counter[tuple[str, str]]()
+    for name in missing:
+        if tail := next((tail for tail in _tails(name) if tail in tails), None):
+            beginnings[tails[tail].removesuffix(tail), name.removesuffix(tail)] += 1
+    if not beginnings:
+        return ""
+    (old, new), count = beginnings.most_common(1)[0]
+    return f"rename={json.dumps({'^' + re.escape(old): new})} would fit {count} of them. "
+
+
+def _tails(name: str) -> Iterator[str]:
+    """`a.b.c`, `b.c`, `c`."""
+    parts = name.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,105 @@
+"""Where optimizers keep what they know: in `state` and groups, in attributes, in optimizers inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lumen.checkpoint.codec import encode
+from lumen.errors import CheckpointError
+from lumen.internals.optimizers import attributes_of_all_optimizers, has_state_dict_hooks
+from lumen.optim import Lookahead, MultiOptimizer
+
+_OWNERS_OF_NOTHING = ("torch.optim", "lumen.optim")  # packages whose classes keep nothing in attributes that moves
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The class of an optimizer, with those of the ones inside it."""
+    kinds = ", ".join(kind_of(each) for _, each in _inside(optimizer))
+    return type(optimizer).__qualname__ + (f"({kinds})" if kinds else "")
+
+
+def attributes_of(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Attributes in which optimizers keep plain data or tensors, by the optimizers' places.
+
+    Raises:
+        CheckpointError: One holds tensors in a way that cannot be saved.
+    """
+    found, parameters = {}, {*map(id, model.parameters())}
+    for place, part in parts_of(optimizer).items():
+        if not has_own_state(part) and not type(part).__module__.startswith(_OWNERS_OF_NOTHING):
+            own = {name: value for name, value in vars(part).items() if name not in attributes_of_all_optimizers()}
+            found[place] = {name: value for name, value in own.items() if _is_state(part, name, value, parameters)}
+    return found
+
+
+def _inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers in attributes of one, with their places."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}[{number}]", each) for number, each in enumerate(value) if isinstance(each, Optimizer))
+        elif isinstance(value, dict) and name != "state":
+            yield from ((f"{name}[{key!r}]", each) for key, each in value.items() if isinstance(each, Optimizer))
+
+
+def parts_of(optimizer: Optimizer, place: str = "") -> dict[str, Optimizer]:
+    """An optimizer and those inside it, by place; what is inside one with a `state_dict` of its own is in that."""
+    found = {place: optimizer}
+    if not _overrides(optimizer, "state_dict"):
+        for name, each in _inside(optimizer):
+            found |= parts_of(each, f"{place}.{name}".lstrip("."))
+    return found
+
+
+def has_own_state(optimizer: Optimizer) -> bool:
+    """Whether somebody has changed what torch would save or load."""
+    changed = _overrides(optimizer, "state_dict") or _overrides(optimizer, "load_state_dict")
+    return changed or has_state_dict_hooks(optimizer)
+
+
+def _overrides(optimizer: Optimizer, method: str) -> bool:
+    kind = type(optimizer)
+    own = getattr(kind, method) is not getattr(Optimizer, method) and kind not in (Lookahead, MultiOptimizer)
+    return own or method in vars(optimizer)
+
+
+def _is_state(part: Optimizer, name: str, value: Any, parameters: Collection[int]) -> bool:
+    """Whether an attribute is to be saved: plain data, or tensors; references to parameters and objects are not."""
+    tensors = list(tensors_in(value))
+    refers = any(id(each) in parameters for each in tensors)
+    tensors = [each for each in tensors if id(each) not in parameters]
+    try:
+        encode(value, {}, name)
+    except CheckpointError as error:
+        if not tensors:
+            return False
+        raise _unsavable(part, name) from error
+    if refers and tensors:
+        raise _unsavable(part, name)
+    return not refers
+
+
+def _unsavable(part: Optimizer, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{type(part).__name__} keeps tensors in its attribute {name!r} in a way that cannot be saved, so that a "
+        "resumed run would not have them. Keep them in self.state[parameter], or give the class a state_dict and a "
+        "load_state_dict."
+    )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested containers, keys too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from (*tensors_in(key), *tensors_in(each))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for each in value:
+            yield from tensors_in(each)

@@ -1,0 +1,285 @@
+"""What a run takes over from a checkpoint: all of it, or chosen parts; or a task its hyperparameters and parameters."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lumen.checkpoint.codec import decode
+from lumen.checkpoint.config_diff import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
+from lumen.checkpoint.load_weights import load_model
+from lumen.checkpoint.optimizer_layout import kind_of
+from lumen.checkpoint.optimizer_state import groups_of, load_optimizer_states, load_rest, regroup
+from lumen.checkpoint.parts import Part, without
+from lumen.checkpoint.rank_state import load_values
+from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.reshard import extra_of
+from lumen.checkpoint.resume_checks import compare_modes, listed
+from lumen.checkpoint.state_keys import key_of, load_states
+from lumen.checkpoint.user_state import Additions, hand_back
+from lumen.checkpoint.weights_source import find_named
+from lumen.console import logger as _log
+from lumen.errors import CheckpointMismatch, ConfigError
+from lumen.internals.garbage import only_young_collected
+from lumen.internals.optimizers import has_stepped
+from lumen.precision import make_precision
+from lumen.run.run import Progress, Run
+from lumen.task.task_module import TaskModule
+
+Task = TypeVar("Task", bound=TaskModule)
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_MOVED_BY_SCHEDULERS = (*_RATES, "momentum", "betas", "weight_decay")
+
+
+def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
+    """Fill the model, and hand the task, the data module and in `fit` the callbacks what they saved or added.
+
+    This comes before the optimizers are built.
+
+    Collective: every rank must call this.
+
+    Raises:
+        CheckpointMismatch: It is a checkpoint of another model; nothing was changed.
+    """
+    processes, extra = run.strategy.processes, extra_of(run.task, checkpoint)
+
+    def load_states() -> None:
+        if "model" in parts:
+            _load_own_states(run.task, checkpoint, extra)
+        if "data" in parts and run.datamodule is not None:
+            run.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
+        if "progress" in parts and run.stage == "fit":
+            added = decode(checkpoint.state["on_save_checkpoint"], extra)
+            hand_back(run, added, checkpoint.path)
+
+    if "model" in parts:
+        load_model(run.task, checkpoint, processes=processes)
+    processes.together(load_states)
+
+
+def _load_own_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[str, torch.Tensor]) -> None:
+    """Hand modules and the task what they saved."""
+    states = decode(checkpoint.state["extra_state"], extra)
+    for name, module in task.named_modules():
+        if name in states:
+            module.set_extra_state(states[name])
+    task.on_load_checkpoint(Additions(type(task).__name__, decode(checkpoint.state["task"], extra)))
+
+
+def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], continue_records: bool) -> None:
+    """Make a run, with its model loaded and its optimizers built, go on from a checkpoint.
+
+    Collective: every rank must call this.
+
+    Args:
+        run: The run.
+        checkpoint: Where it goes on.
+        parts: What is taken over; `Trainer` says what each of them is.
+        continue_records: The loggers go on with the records of the run that wrote the checkpoint.
+
+    Raises:
+        CheckpointMismatch: The optimizer or the schedulers are not the ones saved.
+        ConfigError: A schedule ends before the step that the run goes on from.
+    """
+    with only_young_collected():
+        run.strategy.processes.together(partial(_load_run, run, checkpoint, parts, continue_records))
+    checkpoint.free()  # the run holds it until its end, for its path
+
+
+def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue_records: bool) -> None:
+    extra = extra_of(run.task, checkpoint)
+    of_run = ("progress", "metrics", "modes", "callbacks", "precision", "configured")
+    needed = (*of_run, "schedulers", "monitors", "loggers")
+    state = {name: decode(checkpoint.state[name], extra) for name in needed}
+    if "progress" in parts:
+        run.progress = Progress(**state["progress"])
+        run.metrics = state["metrics"]
+        compare_modes(run, checkpoint)
+        _load_modes(run.task, state["modes"])
+        load_states(run.callbacks, state["callbacks"], checkpoint.path)
+    if "optimizer" in parts:
+        run.precision.load_state_dict(state["precision"])
+        if "progress" in parts:
+            regroup(run.task, run.optimizer, checkpoint)
+        _load_optimizer(run, checkpoint)
+    _load_groups(run, checkpoint, parts, state["configured"])
+    if "optimizer" in parts:
+        load_rest(run.task, run.optimizer, checkpoint)
+    if "schedulers" in parts:
+        _load_schedulers(run, checkpoint, state, exact="optimizer" in parts)
+    else:
+        _move_schedulers(run)
+    if "data" in parts:
+        load_values(run, checkpoint)
+        run.kept_row = decode(checkpoint.state.get("kept_row"), extra) or run.kept_row
+    else:
+        run.progress = replace(run.progress, samples=0, batches=0, loader=None, in_epoch=False, validation_due=False)
+    if continue_records:
+        load_states(run.loggers, state["loggers"], checkpoint.path)
+        present = set(map(key_of, run.loggers))
+        run.absent_records = {key: record for key, record in state["loggers"].items() if key not in present}
+    if changed := changed_hyperparameters(run, checkpoint):
+        _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, listed(changed))
+
+
+def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
+    """What hooks have frozen, unfrozen, or put into another mode; after the optimizer was built as at the start."""
+    frozen, evaluating = set(modes["frozen"]), set(modes["evaluating"])
+    for name, parameter in task.named_parameters():
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+    for name, module in task.named_modules():
+        module.training = name not in evaluating
+
+
+def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
+    saved, optimizer = checkpoint.state["optimizer"], run.optimizer
+    groups = groups_of(run.task, optimizer)
+    if saved["class"] != kind_of(optimizer) or [group["params"] for group in saved["groups"]] != groups:
+        there, here = {name for group in saved["groups"] for name in group["params"]}, set(chain(*groups))
+        raise CheckpointMismatch(
+            f"{checkpoint.path} was saved with {saved['class']} over {[len(g['params']) for g in saved['groups']]} "
+            f"parameters per group; this run has {kind_of(optimizer)} over {[len(g) for g in groups]}"
+            f"{_named('there', there - here)}{_named('here', here - there)}. "
+            "Resume with the optimizer and the parameter groups it was saved with, or "
+            f"{without(checkpoint, 'optimizer', *(['schedulers'] if len(groups) != len(saved['groups']) else []))}."
+        )
+    _check_parameters(dict(run.task.named_parameters()), checkpoint)
+    load_optimizer_states(run.task, optimizer, checkpoint)
+
+
+def _named(where: str, names: Collection[str]) -> str:
+    return f"; only {where}: {', '.join(sorted(names)[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
+
+
+def _check_parameters(parameters: Mapping[str, nn.Parameter], checkpoint: Checkpoint) -> None:
+    """Refuse state of other parameters than the run's: it would be cast or cut without a word."""
+    wrong = []
+    for name in checkpoint.state["optimizer"]["state"]:
+        dtype, shape = checkpoint.spec("model", name)
+        own = parameters[name]
+        if (own.dtype, own.shape) != (dtype, shape):
+            wrong.append(f"{name}: {tuple(shape)} {dtype} saved, {tuple(own.shape)} {own.dtype} in the model")
+    if wrong:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} holds the optimizer's state of other parameters: {'; '.join(wrong[:8])}. "
+            f"Build the model as it was when this was saved, or {without(checkpoint, 'optimizer')}."
+        )
+
+
+def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], configuration: dict[str, Setting]) -> None:
+    """What groups hold beside parameters. Rates go with the schedulers, an optimizer's own counters with its state."""
+    saved, tensors = checkpoint.state["optimizer"]["groups"], checkpoint.tensors("optimizer")
+    if not parts & {"optimizer", "schedulers"}:
+        return
+    if len(saved) != len(run.optimizer.param_groups):
+        raise CheckpointMismatch(
+            f"{checkpoint.path} has learning rates of {len(saved)} parameter groups, the run has "
+            f"{len(run.optimizer.param_groups)}. Resume with these groups, or "
+            f"{without(checkpoint, 'optimizer', 'schedulers')}."
+        )
+    for number, (group, values) in enumerate(zip(run.optimizer.param_groups, saved, strict=True)):
+        for key in values.keys() - HOW_TO_STEP:
+            value = decode(values[key], tensors)
+            moved = settings(f"groups[{number}].{key}", value).items() - configuration.items()
+            if (
+                parts >= {"optimizer", "schedulers"}
+                or ("schedulers" in parts and key in _RATES and key in group)
+                or ("optimizer" in parts and key not in _MOVED_BY_SCHEDULERS and moved)
+            ):
+                group[key] = value
+
+
+def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any], *, exact: bool) -> None:
+    """Let the schedulers go on, and say where the configuration asks for something else than what goes on."""
+    configuration: dict[str, Setting] = state["configured"]
+    found = [run.configured[f"schedulers[{number}]"] for number in range(len(run.schedulers))]
+    saved = [configuration[f"schedulers[{number}]"] for number in range(len(state["schedulers"]))]
+    if found != saved:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} was saved with the schedulers {saved}, the run has {found}. "
+            f"Resume with the configuration it was saved with, or {without(checkpoint, 'schedulers')}."
+        )
+    for config, scheduler_state, monitor in zip(run.schedulers, state["schedulers"], state["monitors"], strict=True):
+        config.known, config.unread = monitor
+        config.scheduler.load_state_dict(scheduler_state)
+        optimizer = getattr(config.scheduler, "optimizer", None)
+        if run.progress.step and optimizer is not None:
+            has_stepped(optimizer)
+    goes_on = {
+        where: value
+        for where, value in configuration.items()
+        if exact or where.startswith("schedulers") or where.rpartition(".")[2] in _RATES
+    }
+    if changed := differences(goes_on, run.configured):
+        _log.warning(
+            "the optimizer or its schedule is configured otherwise than in %s: %s. The checkpoint's values count, so "
+            "that it goes on exactly. For the configured ones, %s",
+            checkpoint.path,
+            listed(changed),
+            without(checkpoint, "schedulers"),
+        )
+    run.configured |= goes_on
+
+
+def _move_schedulers(run: Run) -> None:
+    """Bring schedulers just built to where the run stands; epochs had equal lengths; one with a monitor stays."""
+    progress = run.progress
+    in_epochs = round(progress.step * (1 - progress.batches / max(progress.micro_batches, 1)))  # the complete ones
+    ended = [min(step, in_epochs) * progress.epoch // max(in_epochs, 1) for step in range(progress.step + 1)]
+    moving = [config for config in run.schedulers if config.monitor is None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch misses the optimizer's steps, which were made long ago
+        try:
+            for step in range(progress.step if moving else 0):
+                for interval, moments in (("step", [step]), ("epoch", range(ended[step], ended[step + 1]))):
+                    for config in moving:
+                        due = sum((moment + 1) % config.frequency == 0 for moment in moments)
+                        for _ in range(due if config.interval == interval else 0):
+                            config.step()
+        except ValueError as error:
+            raise ConfigError(f"lr_scheduler: it does not reach to step {progress.step}: {error}") from error
+        for config in moving:
+            if config.interval == "token" and progress.units:
+                config.move_to(progress.units, counted=True)
+
+
+def _without_those_of_bases(kind: type[Task], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters but for those that only a base class takes, to which the class gives them itself."""
+    taken = inspect.signature(kind).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return dict(saved)
+    constructors = [vars(base)["__init__"] for base in kind.__mro__[1:] if "__init__" in vars(base)]
+    by_bases = {name for each in constructors for name in inspect.signature(each).parameters}
+    return {name: value for name, value in saved.items() if name in taken or name not in by_bases}
+
+
+def load_task(kind: type[Task], path: Path, *, strict: bool, overrides: Mapping[str, Any]) -> Task:
+    """Build a task from a checkpoint's hyperparameters and load its parameters; see `load_from_checkpoint`."""
+    checkpoint = find_named(path)
+    saved = decode(checkpoint.state["hyperparameters"], checkpoint.tensors("extra"))
+    hyperparameters = _without_those_of_bases(kind, saved) | dict(overrides)
+    try:
+        task = kind(**hyperparameters)
+    except TypeError as error:
+        raise CheckpointMismatch(
+            f"{kind.__name__} cannot be built from the hyperparameters of {checkpoint.path} "
+            f"({', '.join(hyperparameters) or 'none saved'}): {error}. Call save_hyperparameters() in its __init__, "
+            "or give the missing arguments to load_from_checkpoint."
+        ) from error
+    task.configure_model()
+    task._is_configured = True
+    if precision := checkpoint.state["precision"].get("name"):
+        make_precision(precision, torch.device("cpu")).convert(task)
+    load_model(task, checkpoint, strict=strict)
+    _load_own_states(task, checkpoint, extra_of(task, checkpoint))
+    return task

@@ -1,0 +1,104 @@
+"""What a run that goes on finds to be no longer as it was, and says or refuses before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lumen.checkpoint.config_diff import data_read, trainer_settings
+from lumen.checkpoint.parts import Part, without
+from lumen.checkpoint.reader import Checkpoint
+from lumen.console import logger as _log
+from lumen.errors import DataError
+from lumen.run.run import Run
+
+_STEP, _MEANS = {"global_batch_size", "batches of a step"}, {"processes", "accumulate_grad_batches"}
+
+
+def compare(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
+    """Say which of a checkpoint's settings and data the run does not have, now that its loaders are known.
+
+    Collective: every rank must call this.
+
+    Raises:
+        DataError: It goes on in the middle of an epoch of other data.
+    """
+    if "progress" in parts:
+        run.strategy.processes.together(partial(_compare_data, run, checkpoint, exact="data" in parts))
+        _compare_settings(run, checkpoint)
+
+
+def listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """What was saved and what is here, of each thing that differs."""
+    shown = [f"{name} {_short(old)} there, {_short(new)} here" for name, (old, new) in changed.items()]
+    return "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _compare_settings(run: Run, checkpoint: Checkpoint) -> None:
+    saved, here = checkpoint.state["settings"], trainer_settings(run)
+    pairs = {name: (saved.get(name), here.get(name)) for name in dict.fromkeys([*saved, *here])}
+    changed = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
+    if not _STEP & changed.keys():  # the same step, made by other means
+        changed = {name: values for name, values in changed.items() if name not in _MEANS}
+    if changed:
+        advice = " global_batch_size makes a step one size whatever the processes." if "processes" in changed else ""
+        _log.warning(
+            "settings are not those of %s: %s. Those here count from now on.%s",
+            checkpoint.path, listed(changed), advice,
+        )  # fmt: skip
+
+
+def _compare_data(run: Run, checkpoint: Checkpoint, *, exact: bool) -> None:
+    saved, here = checkpoint.state["data"], data_read(run)
+    if saved["asked_in"] != here["asked_in"]:  # new loaders were due
+        return
+    training, validation = (_others(saved[of], here[of]) for of in ("training", "validation"))
+    if training and exact and run.progress.batches:
+        raise DataError(
+            f"this run goes on in the middle of an epoch of other training data than {checkpoint.path} had: "
+            f"{training}. Give it the data it had (random_split the seed of its generator). To train on other data, "
+            f"{without(checkpoint, 'data')}: its epoch begins anew."
+        )
+    for what, found in {"training": training, "validation": validation}.items():
+        if found:
+            _log.warning(
+                "the %s data is not what %s had: %s. What was held out may have been trained on already, and the "
+                "reverse; values before and after cannot be compared. If that is not meant, give it the data it had "
+                "(random_split the seed of its generator).",
+                what, checkpoint.path, found,
+            )  # fmt: skip
+
+
+def _others(saved: Sequence[str | None], here: Sequence[str | None]) -> str:
+    """The first line that two lists do not share, as far as both know; nothing where they are of other loaders."""
+    pairs = zip(saved, here, strict=True) if len(saved) == len(here) else ()
+    return next((f"{old} there, {new} here" for old, new in pairs if None not in (old, new) and old != new), "")
+
+
+def compare_modes(run: Run, checkpoint: Checkpoint) -> None:
+    """Say where the task was built otherwise than when the run began, although the checkpoint counts.
+
+    Whoever has changed the code is not heard: what a callback has frozen and unfrozen since cannot be told apart from
+    it. To be called before the checkpoint's modes are taken over.
+    """
+    words = {"frozen": ("trainable", "frozen"), "evaluating": ("in train mode", "in eval mode")}
+    changed: dict[str, tuple[str, str]] = {}
+    for kind, word in words.items():
+        began, here, goes_on = (
+            set(of[kind]) for of in (checkpoint.state["built"], run.built, checkpoint.state["modes"])
+        )
+        for name in sorted((began ^ here) & (here ^ goes_on)):
+            changed[name or type(run.task).__name__] = word[name in goes_on], word[name in here]
+    if changed:
+        _log.warning(
+            "the task is built otherwise than when the run of %s began: %s. The checkpoint's counts, so that it goes "
+            "on exactly. For the task's own, %s",
+            checkpoint.path, listed(changed), without(checkpoint, "progress", "data"),
+        )  # fmt: skip
+    run.built = checkpoint.state["built"]

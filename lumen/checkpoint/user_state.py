@@ -1,0 +1,142 @@
+"""What the task and the callbacks add to a checkpoint by `on_save_checkpoint`, each to a dictionary of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+from lumen.checkpoint.state_keys import ambiguous, key_of
+from lumen.console import logger as _log
+from lumen.errors import CheckpointError
+from lumen.run.run import Run
+from lumen.task.hooks import overrides
+
+_PROGRESS = "Lumen saves and restores it: read trainer.{}, from on_fit_start on where a run is resumed."
+_LOADERS = "Lumen saves and restores where the loaders stand."
+_SCALE = "Lumen saves and restores the scale of fp16."
+_HYPERPARAMETERS = "Lumen saves and restores them: read task.hparams or datamodule.hparams."
+
+#: What Lightning keeps in this dictionary, and where it is in Lumen.
+INSTEAD: Mapping[str, str] = {
+    "state_dict": "Lumen saves and restores parameters and buffers: read and write those of the task itself, keep an "
+    "average or a copy under another name, and begin with renamed or fewer ones by Trainer(init_from=lumen.Weights("
+    "path, rename=..., ignore=...)).",
+    "optimizer_states": "Lumen saves and restores the optimizer's state: read trainer.optimizers[0].state_dict(), and "
+    "leave it out by Trainer(resume_parts=...).",
+    "lr_schedulers": "Lumen saves and restores the schedulers: read trainer.lr_scheduler_configs, and leave them out "
+    "by Trainer(resume_parts=...).",
+    "callbacks": "Every callback has a state of its own: write its state_dict and load_state_dict.",
+    "epoch": _PROGRESS.format("current_epoch"),
+    "global_step": _PROGRESS.format("global_step"),
+    "loops": _LOADERS,
+    "fit_loop": _LOADERS,
+    "hyper_parameters": _HYPERPARAMETERS,
+    "hparams_name": _HYPERPARAMETERS,
+    "hparams_type": _HYPERPARAMETERS,
+    "datamodule_hyper_parameters": _HYPERPARAMETERS,
+    "datamodule_hparams_name": _HYPERPARAMETERS,
+    "native_amp_scaling_state": _SCALE,
+    "amp_scaling_state": _SCALE,
+    "MixedPrecision": _SCALE,
+    "MixedPrecisionPlugin": _SCALE,
+    "pytorch-lightning_version": "The versions of a run are in its environment.json.",
+}
+
+
+@final
+class Additions(dict[str, Any]):
+    """What one of them adds, or added. To ask for what only Lightning keeps there is an error that says where it is.
+
+    Args:
+        owner: Its name in messages.
+        values: What it added.
+    """
+
+    def __init__(self, owner: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._owner = owner
+
+    def __missing__(self, key: Any) -> NoReturn:
+        self.check(key)
+        raise KeyError(f"{self._owner} added no {key!r} to this checkpoint; it added {sorted(map(str, self))}")
+
+    def __delitem__(self, key: Any) -> None:
+        self.check(key)
+        super().__delitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of any dictionary."""
+        self.check(key)
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As of any dictionary."""
+        self.check(key)
+        return super().pop(key, *default)
+
+    def check(self, key: Any) -> None:
+        """Refuse a key of Lightning's own.
+
+        Raises:
+            CheckpointError: It is one.
+        """
+        if key in INSTEAD:
+            raise CheckpointError(f"{self._owner}: checkpoint[{key!r}] is not there. {INSTEAD[key]}")
+
+
+def added_to_checkpoint(run: Run) -> dict[str, Any]:
+    """Let the callbacks and then the task add what they will.
+
+    Returns:
+        "on_save_checkpoint": what each callback added, by its key; "task": what the task did.
+
+    Raises:
+        CheckpointError: Something has the name of what Lightning keeps there; the message names it and its owner.
+        ConfigError: Two callbacks that add something share a key.
+    """
+    of_callbacks: dict[str, dict[str, Any]] = {}
+    for callback in run.callbacks:
+        if overrides(callback, "on_save_checkpoint"):
+            key = key_of(callback)
+            if added := _added(key, partial(callback.on_save_checkpoint, run.trainer, run.task)):
+                if key in of_callbacks:
+                    raise ambiguous(key)
+                of_callbacks[key] = added
+    task = run.task
+    return {"on_save_checkpoint": of_callbacks, "task": _added(type(task).__name__, task.on_save_checkpoint)}
+
+
+def _added(owner: str, hook: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    added = Additions(owner, {})
+    returned = hook(added)
+    if isinstance(returned, Mapping):  # as callbacks of Lightning 1 may
+        added.update(returned)
+    for key in added:
+        added.check(key)
+    return dict(added)
+
+
+def hand_back(run: Run, saved: Mapping[str, Any], path: Path) -> None:
+    """Give each callback what it added.
+
+    Args:
+        run: Theirs, with its model loaded.
+        saved: What was added, by the keys of the callbacks.
+        path: Of the checkpoint.
+
+    Raises:
+        ConfigError: It may be of several.
+    """
+    loading = [callback for callback in run.callbacks if overrides(callback, "on_load_checkpoint")]
+    keys = Counter(map(key_of, loading))
+    for key in saved:
+        if keys[key] > 1:
+            raise ambiguous(key)
+    for callback in loading:
+        key = key_of(callback)
+        callback.on_load_checkpoint(run.trainer, run.task, Additions(key, saved.get(key, {})))
+    if lost := ", ".join(saved.keys() - set(map(key_of, run.callbacks))):
+        _log.warning("%s holds what %s added, which this run does not have", path, lost)

@@ -1,0 +1,325 @@
+"""Where parameters come from: a checkpoint of a run, or safetensors files of anyone, on this machine or at a URL."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal, final
+
+from lumen.checkpoint.disk import read_json, readable
+from lumen.checkpoint.folder import newest_committed, newest_valid
+from lumen.checkpoint.manifest import MANIFEST, Chunk, Manifest, Spec, read_manifest
+from lumen.checkpoint.object_store import RemotePath, as_place
+from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.safetensors_file import check_header, read_header
+from lumen.console import logger as _log
+from lumen.distributed.processes import Processes
+from lumen.errors import CheckpointDamaged, CheckpointError, ConfigError, LumenError
+from lumen.errors.arguments import local_path
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_OF_HUBS = (INDEX, SINGLE)
+_WORDS = ("auto", "last", "best")
+_FILE_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
+_WEB = ("http://", "https://")  # servers that list nothing, and often send whole files only
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+_CONVERT = """{path} is a pickle, which could run any code when it is read; Lumen reads none. Convert it once:
+    import torch; from safetensors.torch import save_file
+    tensors = torch.load("{name}", map_location="cpu", weights_only=True)  # of a Lightning checkpoint: ["state_dict"]
+    save_file({{name: tensor.clone() for name, tensor in tensors.items()}}, "{stem}.safetensors")"""
+
+
+@final
+@dataclass(frozen=True)
+class Weights:
+    r"""Parameters and persistent buffers to begin with, and how their names become the model's.
+
+    Args:
+        path: A checkpoint or run directory (its newest valid checkpoint); a safetensors file; a directory with
+            `model.safetensors`, or with `model.safetensors.index.json` and its shards; or a URL (`s3://`, `https://`,
+            `hf://`: whatever fsspec opens) of any of these. Files that are no checkpoint of Lumen's, and all from a web
+            server, are first copied to the directory for temporary files (`TMPDIR`), which is cleaned up after loading.
+        rename: Regular expressions, and what replaces each match in a tensor's name, one after the other as in
+            `re.sub`: `{"^encoder\\.": "net.encoder."}`.
+        ignore: Regular expressions that match whole names, after renaming: such a parameter stays as the model was
+            built, such a tensor is not read.
+        strict: A name that is only in the model or only in the file, and a pattern that matches nothing, is an error;
+            otherwise it is reported and left alone. Another shape is always an error.
+
+    Raises:
+        ConfigError: A pattern is no regular expression, or the file is a pickle.
+    """
+
+    path: str | Path
+    rename: dict[str, str] = field(default_factory=dict)
+    ignore: list[str] = field(default_factory=list)
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ignore, str):
+            raise ConfigError(f"ignore: expected a list of patterns, found {self.ignore!r}. Write [{self.ignore!r}].")
+        for option, pattern, replacement in [
+            *(("rename", pattern, replacement) for pattern, replacement in self.rename.items()),
+            *(("ignore", pattern, "") for pattern in self.ignore),
+        ]:
+            try:
+                re.sub(pattern, replacement, "")
+            except re.error as error:
+                raise ConfigError(f"{option}: {pattern!r} cannot be used as a regular expression: {error}.") from error
+        refuse_pickle(str(self.path))
+
+
+def as_weights(path: Weights | str | Path) -> Weights:
+    """Weights as they are, or those of a path."""
+    return path if isinstance(path, Weights) else Weights(path)
+
+
+def refuse_pickle(path: str) -> None:
+    """Refuse a file that could only be unpickled.
+
+    Raises:
+        ConfigError: It is one by its name; says how to convert it.
+    """
+    place = local_path(path.partition("?")[0])
+    if place.suffix in PICKLES and not place.is_dir():
+        raise ConfigError(_CONVERT.format(path=path, name=place.name, stem=place.stem))
+
+
+def is_weights(path: Weights | str | Path) -> bool:
+    """Whether this names plain weights, and not a checkpoint, a run or its folder of checkpoints.
+
+    Raises:
+        CheckpointError: It is on another machine, which does not answer or does not let this user look.
+    """
+    if isinstance(path, Weights) or str(path).startswith(_WEB):
+        return True
+    place = as_place(path)
+    if isinstance(place, RemotePath) and place.suffix == ".safetensors":
+        return True
+    with readable(place):
+        if str(path) in _WORDS or (place / MANIFEST).exists() or (place / "checkpoints").is_dir():
+            return False
+        return place.suffix == ".safetensors" or place.is_file() or any((place / name).exists() for name in _OF_HUBS)
+
+
+def find_checkpoint(
+    where: str,
+    folder: Path,
+    processes: Processes | None = None,
+    *,
+    sections: Sequence[str] | None = None,
+    beside: Sequence[Path] = (),
+) -> Checkpoint | None:
+    """The checkpoint that a `resume` or `ckpt_path` setting means. Collective: every one of `processes` must call this.
+
+    Args:
+        where: "auto" or "last": the newest valid one of the run; "best": the one that the newest of `folder` names
+            best; otherwise the path of a checkpoint or of a run directory.
+        folder: The checkpoints among which "auto", "last" and "best" choose.
+        processes: Those that open it together, and read each byte once to verify it; default: this one alone.
+        sections: Only these are verified and can be read, as in `Checkpoint.open`.
+        beside: Other folders in which the run saves, for "auto" and "last".
+
+    Returns:
+        None only for "auto" without any checkpoint.
+
+    Raises:
+        CheckpointError: There is none, or the one named is damaged.
+        ConfigError: The path is that of a pickle.
+    """
+    processes = Processes() if processes is None else processes
+    is_named, folder = processes.on_rank_zero(partial(_place, where, folder))
+    if is_named:
+        return Checkpoint.open(folder, sections=sections, processes=processes)
+    beside = beside if where in ("auto", "last") else ()
+    read = () if where == "best" else sections
+    newest = newest_valid(folder, _log.warning, processes, sections=read, beside=beside)
+    if where == "best" and newest is not None:
+        best = newest.info.get("best")
+        if not best:
+            raise CheckpointError(
+                f"{folder}: no checkpoint is known as best, because no ModelCheckpoint that saves there has a monitor, "
+                "or it was never logged. Set `monitor` of ModelCheckpoint, or use last or a path."
+            )
+        return Checkpoint.open(folder / Path(best).name, sections=sections, processes=processes)
+    if newest is None:
+        processes.on_rank_zero(partial(_check_none_needed, where, [folder, *beside]))
+    return newest
+
+
+def find_named(path: Path, processes: Processes | None = None) -> Checkpoint:
+    """As `find_checkpoint`, but a path is a path, also that of a run with the name "last"."""
+    where = f"./{path}" if str(path) in _WORDS else str(path)
+    checkpoint = find_checkpoint(where, path, processes)
+    assert checkpoint is not None  # only "auto" may find none
+    return checkpoint
+
+
+def _place(where: str, folder: Path) -> tuple[bool, Path]:
+    """Whether a setting names one checkpoint, and which; else the folder of those it chooses among."""
+    if where in _WORDS:
+        return False, folder
+    path = as_place(where)
+    refuse_pickle(where)
+    if is_weights(where):
+        raise CheckpointError(
+            f"{where} holds weights, but no run to go on from and no hyperparameters. "
+            "Start a new run from them with Trainer(init_from=...), or load them into a task that you built."
+        )
+    with readable(path):
+        if (path / MANIFEST).exists():
+            return True, path
+        return False, path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def _check_none_needed(where: str, folders: Sequence[Path]) -> None:
+    folder = " and ".join(map(str, folders))
+    if any(map(newest_committed, folders)):
+        raise CheckpointError(
+            f"every checkpoint in {folder} is damaged; nothing was changed. Set trainer.resume to null for a new run."
+        )
+    if where != "auto":
+        raise CheckpointError(
+            f"no valid checkpoint found in {folder}. Give the path of a checkpoint (a step-... directory) or of a run."
+        )
+
+
+@contextmanager
+def open_weights(path: str, processes: Processes) -> Iterator[Checkpoint]:
+    """Open what `Weights.path` names, for as long as the `with` block lasts; tensors are read one by one.
+
+    It is verified by all together; a URL of weights is fetched once per node. Collective: every rank must call this.
+
+    Returns:
+        Its section "model"; nothing else of a checkpoint is read.
+
+    Raises:
+        CheckpointError: There is nothing of that kind, or it cannot be fetched.
+        CheckpointDamaged: It is not whole, or an index names a file that is not in its directory.
+    """
+    if "://" not in path or not processes.on_rank_zero(partial(is_weights, path)):
+        yield _opened_by_all(as_place(path), processes)
+        return
+    with ExitStack() as cleaning:
+
+        def fetch() -> Path:
+            return _fetch(path, Path(cleaning.enter_context(TemporaryDirectory(prefix="lumen-"))))
+
+        place = processes.once_per_node(fetch)
+        yield processes.together(lambda: _open(place, verify="sizes" if processes.local_rank else "checksums"))
+        processes.barrier()  # all have read it
+
+
+def check_there(path: str | Path) -> None:
+    """Refuse a place on this machine where no weights can be; a URL is not looked at.
+
+    Raises:
+        CheckpointError: There is nothing.
+        ConfigError: There are pickles, which nobody reads.
+    """
+    place = as_place(path)
+    if isinstance(place, RemotePath):
+        return
+    if not place.exists():
+        raise CheckpointError(f"{path} does not exist. Give a checkpoint, a run, or safetensors files.")
+    if is_weights(path) or (place / MANIFEST).exists():
+        return
+    for pickle in sorted(place.glob("*")):
+        refuse_pickle(str(pickle))
+
+
+def _opened_by_all(path: Path, processes: Processes) -> Checkpoint:
+    """What is at a place that all processes see."""
+    kind = processes.on_rank_zero(partial(_kind, path))
+    if kind == "checkpoint":
+        return Checkpoint.open(path, sections=("model",), processes=processes)
+    if kind == "files":
+        return processes.together(partial(_open, path))
+    return find_named(path, processes)
+
+
+def _kind(path: Path) -> Literal["checkpoint", "files", "run"]:
+    check_there(path)
+    with readable(path):
+        is_checkpoint = (path / MANIFEST).exists()
+    if is_checkpoint:
+        return "checkpoint"
+    return "files" if is_weights(path) else "run"
+
+
+def _open(path: Path, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
+    """Open a checkpoint's parameters or files of anyone, by this process alone."""
+    if (path / MANIFEST).exists():
+        return Checkpoint.open(path, verify, sections=("model",))
+    if path.is_file():
+        return _open_files(path.parent, [path.name])
+    if not (path / INDEX).exists():
+        return _open_files(path, [SINGLE])
+    placed = _read_index(path)
+    checkpoint = _open_files(path, sorted(set(placed.values())))
+    if absent := sorted(placed.keys() - set(checkpoint.names("model"))):
+        raise CheckpointDamaged(f"{path / INDEX} names {absent[0]!r}, which no file of it holds.")
+    return checkpoint
+
+
+def _open_files(directory: Path, files: list[str]) -> Checkpoint:
+    """Open safetensors files of a directory as if they were a checkpoint's; a hub's cache has links there."""
+    specs: dict[str, Spec] = {}
+    begins = {}
+    for file in files:
+        held = read_header(directory / file)
+        begins[file] = check_header(directory / file, held)
+        if twice := sorted(held.keys() & specs.keys()):
+            raise CheckpointDamaged(f"{twice[0]!r} is in two files of {directory}: {file} is one of them.")
+        for name, (dtype, shape) in held.items():
+            specs[name] = Spec(dtype, shape, (Chunk(file, (0,) * len(shape), shape),))
+    return Checkpoint(directory, Manifest({}, {"model": specs}, {}, {}, {}), {}, begins)
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """File of each tensor by its name, as a model hub's index has them."""
+    path = directory / INDEX
+    placed = read_json(path).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise CheckpointDamaged(f"{path} has no weight_map, which says what is in which file.")
+    for name, file in placed.items():
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+            raise CheckpointDamaged(f"{path} places {name!r} in {file!r}, which is no file name of its directory.")
+    return placed
+
+
+def _fetch(url: str, folder: Path) -> Path:
+    """Copy weights from a URL into a folder, piece by piece. Returns where they are: a file or the folder."""
+    import fsspec  # slow, and there is seldom a URL
+
+    try:
+        files, root = fsspec.core.url_to_fs(url)
+        if url.partition("?")[0].endswith(".safetensors"):
+            files.get_file(root, str(folder / SINGLE))
+            return folder / SINGLE
+        root = root.rstrip("/")
+        if files.exists(f"{root}/{MANIFEST}"):
+            files.get_file(f"{root}/{MANIFEST}", str(folder / MANIFEST))
+            names = [file for file in read_manifest(folder).contents if file.startswith("model/")]
+            (folder / "model").mkdir()
+        elif files.exists(f"{root}/{INDEX}"):
+            files.get_file(f"{root}/{INDEX}", str(folder / INDEX))
+            names = sorted(set(_read_index(folder).values()))
+        else:
+            names = [SINGLE]
+        for name in names:
+            files.get_file(f"{root}/{name}", str(folder / name))
+    except LumenError:
+        raise
+    except Exception as error:  # of whichever package speaks this protocol
+        raise CheckpointError(
+            f"cannot fetch {url}: {type(error).__name__}: {error}. It must be a checkpoint, a .safetensors file, or a "
+            f"directory with {SINGLE} or {INDEX}, and this machine must be allowed to read it."
+        ) from error
+    return folder

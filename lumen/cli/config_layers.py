@@ -1,0 +1,221 @@
+"""Where settings come from, and how a later layer covers an earlier one.
+
+Weakest first: environment variables, config files in their order, the command line. jsonargparse merges such layers
+too, but lets arguments of a class outlive a switch to another class that has arguments of the same names.
+"""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from itertools import chain, count
+from typing import Any, final
+
+import yaml
+
+from lumen.cli.yaml_text import Refused, load_yaml, read_yaml, what_is_wrong
+from lumen.errors import ConfigError
+from lumen.errors.arguments import local_path
+
+Tree = dict[str, Any]
+Keys = tuple[str, ...]
+_CLASSES = {("model",), ("data",), ("optimizer",), ("lr_scheduler",)}
+_GROUPS = ("parameter_groups", "lookahead", "lr_schedule", "trainer")
+_NODE = ("class_path", "init_args", "dict_kwargs")
+
+
+@final
+class Added(list[Any]):
+    """What `--KEY+` adds to a list of the layers below, or to its default if they have none.
+
+    Attributes:
+        names: What its entries are called in the whole, once it is part of one: their numbers there.
+    """
+
+    names: tuple[str, ...] = ()
+
+
+@final
+class Settings:
+    """The merged layers: `tree`, in which every class is `{class_path: ..., init_args: ...}` however it was written.
+
+    Attributes:
+        files: Where config files are.
+    """
+
+    def __init__(self, command: str, files: list[str], words: list[tuple[str, str]]) -> None:
+        self.files = files
+        prefix = f"LUMEN_{command.upper()}__"  # LUMEN_FIT__TRAINER__MAX_STEPS
+        self._layers = [
+            (
+                f"the environment variable {name}",
+                merge({}, _nested(name.removeprefix(prefix).lower().split("__"), text)),
+            )
+            for name, text in sorted(os.environ.items())
+            if name.startswith(prefix)
+        ]
+        self._layers += [(file, merge({}, read_config(file))) for file in files]
+        # One layer for all words: whether `--optimizer SGD` stands before or after `--optimizer.lr 1` is the same.
+        typed: Tree = reduce(merge, _typed(words), {})
+        self._layers.append(("the command line", typed))
+        self.tree: Tree = reduce(merge, (tree for _, tree in self._layers), {key: {} for key in _GROUPS})
+        for key in _GROUPS:
+            if self.tree[key] is None:
+                self.tree[key] = {}
+            if not isinstance(self.tree[key], dict):
+                raise ConfigError(f"{self.where((key,))}: expected `name: value` lines, found {self.tree[key]!r}.")
+
+    def where(self, path: Keys) -> str:
+        """A key as the command line has it, and the last layer that set it."""
+        key = ".".join(str(name) for name in path if name not in _NODE)
+        return next((f"{key} ({source})" for source, tree in reversed(self._layers) if _has(tree, path)), key)
+
+
+def parse_words(words: list[str]) -> list[tuple[str, str]]:
+    """Take `--key value` and `--key=value` apart; a key alone means `true`."""
+    pairs, rest = [], deque(words)
+    while rest:
+        word = rest.popleft()
+        if not word.startswith("--"):
+            raise ConfigError(f"{word!r} stands alone. Settings are written --key value, config files --config FILE.")
+        key, equals, text = word[2:].partition("=")
+        if not equals and key == "config" and (not rest or rest[0].startswith("--")):
+            raise ConfigError("--config: no file is named. Write --config FILE.")
+        if not equals:
+            text = rest.popleft() if rest and not rest[0].startswith("--") else "true"
+        pairs.append((key, text))
+    return pairs
+
+
+def plain(tree: Any) -> Any:
+    """A tree whose lists are lists."""
+    if isinstance(tree, dict):
+        return {key: plain(value) for key, value in tree.items()}
+    return [plain(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def merge(old: Any, new: Any, path: Keys = ()) -> Any:
+    """One value over another: mappings are merged, all else is replaced, a class by another class too."""
+    if isinstance(new, Added):
+        return _add(old, new, path)
+    callbacks = path[:2] == ("trainer", "callbacks") and path[-1] not in _NODE
+    named = path in _CLASSES or (callbacks and (len(path) == 3 or (len(path) == 2 and isinstance(new, str))))
+    begun = isinstance(old, str) and isinstance(new, dict) and old.rpartition(".")[2].isidentifier()
+    if isinstance(new, str) and not named and _is_class(old) and not _same(old.get("class_path"), new):
+        return new  # a word that stands for an object: `--trainer.profiler simple`
+    if named or begun or _is_class(old) or _is_class(new):
+        old, new = _as_class(old), _as_class(new)
+        if _is_class(old) and _is_class(new) and not _same(old.get("class_path"), new.get("class_path")):
+            old = {}
+    if isinstance(new, list):
+        return [merge(None, item, (*path, str(number))) for number, item in enumerate(new)]
+    if not isinstance(new, dict):
+        return new
+    if isinstance(old, list) and not _is_class(new):
+        raise ConfigError(f"{'.'.join(path)} is a list: write all of it anew, or give its entries names in the config.")
+    old = old if isinstance(old, dict) else {}
+    return {**old, **{key: merge(old.get(key), value, (*path, str(key))) for key, value in new.items()}}
+
+
+def _add(old: Any, new: Added, path: Keys) -> Any:
+    """A list, or a dictionary of named callbacks, with what is added to it."""
+    items = [merge(None, item, (*path, "0")) for item in new]
+    if isinstance(old, str) and old.startswith("["):
+        old = _value(path, old)
+    if isinstance(old, dict) and old and not _is_class(old):
+        named = dict(old)
+        for item in items:
+            name = str(item.get("class_path") if isinstance(item, dict) else item).rpartition(".")[2].lower()
+            named[next(each for each in chain([name], (f"{name}{k}" for k in count(2))) if each not in named)] = item
+        new.names = tuple(named)[len(old) :]
+        return named
+    before = old if isinstance(old, list) else [] if old is None else [old]
+    new.names = tuple(str(len(before) + number) for number in range(len(items)))
+    return (Added if old is None or isinstance(old, Added) else list)([*before, *items])
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, dict) and ("class_path" in value or "init_args" in value)
+
+
+def _as_class(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return None if value == "null" else {"class_path": value} if isinstance(value, str) else value
+    node = {key: value[key] for key in _NODE if key in value}
+    if not isinstance(node.get("init_args") or {}, dict):
+        raise ConfigError(f"init_args of {node.get('class_path')}: expected `name: value` lines, found {value}.")
+    beside = {key: item for key, item in value.items() if key not in _NODE}
+    return {**node, "init_args": {**beside, **(node.get("init_args") or {})}}
+
+
+def _same(old: str | None, new: str | None) -> bool:
+    """Whether no other class is named: `AdamW` is `torch.optim.AdamW`."""
+    return old is None or new is None or f".{old}".endswith(f".{new}") or f".{new}".endswith(f".{old}")
+
+
+def _has(node: Any, path: Keys) -> bool:
+    if isinstance(node, list):
+        names = getattr(node, "names", ()) or map(str, range(len(node)))
+        node = dict(zip(names, node, strict=True))
+    path = tuple(map(str, path))
+    inner = {str(key): value for key, value in node.items()} if isinstance(node, dict) else {}
+    return not path or (path[0] in inner and _has(inner[path[0]], path[1:]))
+
+
+def _typed(words: Iterable[tuple[str, str]]) -> list[Tree]:
+    """A tree of each word; what follows `--KEY+` as `--KEY.NAME` is part of the entry that this has added."""
+    added: dict[Keys, Added] = {}
+    trees: list[Tree] = []
+    for key, text in words:
+        keys = tuple(key.removesuffix("+").split("."))
+        owner = next((above for above in added if keys[: len(above)] == above != keys), None)
+        if owner is not None:
+            inner = _nested(keys[len(owner) :], text)
+            added[owner][-1] = merge(added[owner][-1], inner, (*owner, "0"))
+        elif key.endswith("+"):
+            value = _value(keys, text)
+            added[keys] = Added(value if isinstance(value, list) else [value])
+            trees.append(_at(keys, added[keys]))
+        else:
+            trees.append(_nested(keys, text))
+    return trees
+
+
+def _nested(keys: Sequence[str], text: str) -> Tree:
+    listed = tuple(keys) == ("trainer", "callbacks") and text.startswith("[")
+    return _at(keys, _value(keys, text) if text.startswith("{") or listed else text)
+
+
+def _at(keys: Sequence[str], value: Any) -> Tree:
+    return dict(reduce(lambda inner, key: {key: inner}, reversed(keys), value))
+
+
+def _value(keys: Sequence[str], text: str) -> Any:
+    """A text as YAML, or as it is where it is none."""
+    try:
+        return load_yaml(text)
+    except Refused as error:
+        raise ConfigError(f"{'.'.join(keys)}: {what_is_wrong(error)}.") from error
+    except yaml.YAMLError:
+        return text
+
+
+def read_config(file: str) -> Tree:
+    """What a config file sets.
+
+    Raises:
+        ConfigError: It cannot be read, or is no config.
+    """
+    try:
+        text = local_path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {file}: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read the config file {file}: {error}. Save it as UTF-8.") from error
+    tree = read_yaml(text, f"the config file {file}")
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"the config file {file}: expected `key: value` lines, found {reprlib.repr(tree)}.")
+    return tree or {}

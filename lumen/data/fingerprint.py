@@ -1,0 +1,77 @@
+"""What a map-style data set is, told without reading a sample: so a resumed run finds out that it was given another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
+
+from lumen.data.rank_checks import digest
+
+_SHOWN = 8
+_WITH_INDICES = ", indices "
+
+
+def known_length(thing: Any) -> int | None:
+    """What `len` says, or None where it says nothing."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def reads_once(thing: Any, iterator: Any) -> bool:
+    """Whether an iterable can be read only once, so far as can be told from the iterator that it gave.
+
+    That is the iterable itself: an iterator, unless it has an `__iter__` of its own that does more than return it.
+    """
+    if iterator is not thing:
+        return False
+    code = getattr(type(thing).__iter__, "__code__", None)
+    return code is None or code.co_code == Iterator.__iter__.__code__.co_code
+
+
+def describe(dataset: Any) -> str:
+    """A line that two different data sets hardly share: classes, lengths, and a digest of what subsets take.
+
+    Returns:
+        `Subset(80, indices 1f3a77c2, TensorDataset(100))`. Of classes that torch does not have also the subsets that
+        they keep as attributes, and their own `indices`.
+    """
+    return _describe(dataset, set())
+
+
+def _describe(dataset: Any, met: set[int]) -> str:
+    if id(dataset) in met:
+        return "itself"
+    met.add(id(dataset))
+    length = known_length(dataset)
+    said = "" if length is None else str(length)
+    if (indices := getattr(dataset, "indices", None)) is not None and hasattr(indices, "__len__"):
+        said += f"{_WITH_INDICES}{_digest(indices):08x}"
+    parts = [_describe(part, met) for part in _parts(dataset)]
+    if not isinstance(dataset, (Subset, ConcatDataset, StackDataset)):  # its other attributes may come with reading
+        parts = [part for part in parts if _WITH_INDICES in part]
+    if len(parts) > _SHOWN:
+        parts = [*parts[:_SHOWN], f"and {len(parts) - _SHOWN} more {digest(parts):08x}"]
+    return f"{type(dataset).__name__}({', '.join([said, *parts])})"
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
+    """The data sets that one keeps as attributes, or in lists and dictionaries that begin with one."""
+    for value in list(getattr(dataset, "__dict__", {}).values()):
+        several = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        if isinstance(value, Dataset):
+            yield value
+        elif isinstance(next(iter(several), None), Dataset):
+            yield from several
+
+
+def _digest(indices: Any) -> int:
+    try:
+        numbers = np.asarray(indices, np.int64)
+    except (TypeError, ValueError, OverflowError):  # a data set may be asked for anything
+        return digest(indices)
+    return digest([numbers])

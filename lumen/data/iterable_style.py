@@ -1,0 +1,257 @@
+"""Iterables of batches: read whole by every process of a run, or each process its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, cycle, islice
+from typing import Any, final
+
+from torch.utils.data import DataLoader
+
+from lumen.console import logger as _log
+from lumen.data.adapter import START, Feed, Position, Step, count_steps, read_ahead
+from lumen.data.fingerprint import known_length
+from lumen.data.rank_checks import check_same, digest, lend
+from lumen.data.resumable_iterator import StreamReader
+from lumen.data.windows import Dealt, Item, Shard, Window
+from lumen.errors import DataError
+
+
+@final
+class StreamFeed(Feed):
+    """An iterable of batches, all of which every process reads, to keep its share.
+
+    Args:
+        loader: Gives a fresh iterator of batches for every epoch, the same in every process.
+        seed: Of the run.
+        accumulate: Batches of an optimizer step.
+        shard: Which of them are kept in this process.
+        rewinds: Every pass begins where the first one did, as evaluations do.
+    """
+
+    def __init__(self, loader: Any, seed: int, accumulate: int, shard: Shard, *, rewinds: bool) -> None:
+        self._name = type(getattr(loader, "dataset", loader)).__name__
+        self._accumulate = accumulate
+        self._shard = shard
+        self._rewinds = rewinds
+        self._reader = StreamReader(loader, seed, rewinds=rewinds)
+        self._loader = loader
+        self.measure()
+
+    def measure(self, position: Position = START) -> None:
+        """See `Feed.measure`."""
+        self.length = known_length(self._loader)
+
+    def identity(self) -> list[str | None]:
+        """See `Feed.identity`."""
+        return [None]
+
+    def cut(self) -> dict[str, int | None]:
+        """See `Feed.cut`."""
+        return {"batch_size": self._reader.cut.get("batch_size"), "batches of a step": self._accumulate}
+
+    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
+        """See `Feed.windows`."""
+        begins = self._rewinds and not position.batches
+        state = self._reader.beginning if begins else position.state_of("stream")
+        if position.batches and state.get("ended"):
+            self._reader.go_to(state)
+            return
+        left = None if limit is None else max(0, limit - position.batches)
+        if left == 0:
+            return
+        items: Iterator[Item] = islice(self._reader.items(epoch, position, state, position.batches), left)
+        if self._shard.world > 1:
+            items = self._agreed(items)
+        steps = self._steps(items, position.turn)
+        yield from read_ahead(steps, position.batches, self._shard, lambda state: self._reader.last_state())
+
+    def _agreed(self, items: Iterator[Item]) -> Iterator[Item]:
+        """The same, of which all processes have found that they begin alike."""
+        first = list(islice(items, 1))
+        found = {"batches": self.length, "digest of the first": [digest(item.batch) for item in first]}
+        check_same(
+            self._shard, "stream", found,
+            f"Every rank reads all batches of {self._name}, and Lumen keeps each one's share. If it gives every rank "
+            "a part of its own, say so by shards_itself = True on it; else let it give the same on every rank.",
+        )  # fmt: skip
+        return chain(first, items)
+
+    def _steps(self, items: Iterator[Item], turn: int | None) -> Iterator[Step]:
+        deal = self._shard.dealer(turn)
+        while True:
+            dealt, own, sizes = deal(self._accumulate), [], []
+            for number, item in enumerate(islice(items, self._accumulate)):
+                sizes.append(item.samples)
+                if number in dealt:  # the others' are let go at once
+                    own.append(item)
+            if not sizes:
+                return
+            if len(sizes) < self._accumulate:
+                dealt = deal(len(sizes))
+            if self._shard.stands_in:
+                own += [item] * dealt.count(None)
+            yield Step(own, sizes, dealt, self._reader.state())
+
+    def nothing(self) -> str:
+        """See `Feed.nothing`."""
+        return self._reader.nothing()
+
+    def steps(self, limit: int | None) -> int | None:
+        """See `Feed.steps`."""
+        return count_steps(self.length, limit, self._accumulate)
+
+    def close(self) -> None:
+        """See `Feed.close`."""
+        self._reader.close()
+
+
+def shards_itself(loader: Any, world: int) -> bool:
+    """Whether each process reads a part of its own from a loader: it or its data set says so."""
+    dataset = getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else None
+    split = getattr(getattr(dataset, "_distributed", None), "world_size", None)  # by Hugging Face's datasets
+    return split == world or any(getattr(part, "shards_itself", False) for part in (loader, dataset))
+
+
+@final
+class ShardedStreamFeed(Feed):
+    """An iterable that gives each process batches of its own. They may end at different times.
+
+    A step takes batches from the processes in turn, and more from the others once some have ended: so it is full until
+    the last of the epoch. Before it begins, every process tells how many samples it has read for it and where its
+    stream stands then.
+
+    Args:
+        loader: Gives a fresh iterator of this process's batches for every epoch.
+        seed: Of the run.
+        accumulate: Batches of an optimizer step, of all processes.
+        shard: This process among them.
+        rewinds: Every pass begins where the first one did, as evaluations do.
+    """
+
+    def __init__(self, loader: Any, seed: int, accumulate: int, shard: Shard, *, rewinds: bool) -> None:
+        self._name = type(getattr(loader, "dataset", loader)).__name__
+        self._accumulate = accumulate
+        self._shard = shard
+        self._rewinds = rewinds
+        self._reader = StreamReader(loader, seed, rewinds=rewinds, shard=shard)
+        self._states: list[dict[str, Any]] = []  # of all processes
+        self._compared = False
+        self._read: Item | None = None  # the newest that this process has read
+        self._have_read: set[int] = set()  # processes that have such a one
+        lengths = shard.gather(known_length(loader))
+        self.length = None if None in lengths else sum(lengths)
+
+    def measure(self, position: Position = START) -> None:
+        """See `Feed.measure`. It stays: only together could the processes tell another one."""
+
+    def identity(self) -> list[str | None]:
+        """See `Feed.identity`."""
+        return [None]
+
+    def cut(self) -> dict[str, int | None]:
+        """See `Feed.cut`."""
+        return {"batch_size": self._reader.cut.get("batch_size"), "batches of a step": self._accumulate}
+
+    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
+        """See `Feed.windows`."""
+        states, rank = self._states_at(position), self._shard.rank
+        over = bool(position.batches) and position.state_of("stream in parts").get("ended", False)
+        alive = [each for each, state in enumerate(states) if not (position.batches and (over or state["exhausted"]))]
+        items: Iterator[Item] = iter(())
+        if rank in alive:
+            items = self._reader.items(epoch, position, states[rank], states[rank]["read"] if position.batches else 0)
+        else:
+            self._reader.go_to(states[rank])
+        steps = self._steps(items, alive, None if limit is None else max(0, limit - position.batches))
+        yield from read_ahead(steps, position.batches, self._shard, lambda state: self._last_state())
+
+    def _states_at(self, position: Position) -> list[dict[str, Any]]:
+        """The state of every process."""
+        world = self._shard.world
+        state = position.state_of("stream in parts")
+        if (self._rewinds and not position.batches) or not state:
+            return [self._reader.beginning] * world
+        states: list[dict[str, Any]] = state["ranks"]
+        if len(states) == world:
+            return states
+        if position.batches or not all(each["exhausted"] for each in states):
+            raise DataError(
+                f"this run goes on in the middle of {self._name}, which was read in parts by {len(states)} processes; "
+                f"now there are {world}, and how their parts divide is known only to it. Resume with {len(states)} "
+                "processes, or at a checkpoint of the end of an epoch."
+            )
+        return [{"kind": "stream"}] * world
+
+    def _steps(self, items: Iterator[Item], alive: list[int], left: int | None) -> Iterator[Step]:
+        rank = self._shard.rank
+        while True:
+            missing = self._accumulate if left is None else min(self._accumulate, left)
+            own: list[Item] = []
+            sizes: list[int] = []
+            numbers: list[list[int]] = [[] for _ in range(self._shard.world)]
+            while missing and alive:
+                turns = list(islice(cycle(alive), missing))
+                read = list(islice(items, turns.count(rank)))
+                own += read
+                first = digest(read[0].batch) if read and not self._compared else None
+                told = self._shard.gather(([item.samples for item in read], first, self._reader.state()))
+                self._compare([code for _, code, _ in told])
+                self._states = [state for _, _, state in told]
+                alive = [each for each in alive if len(told[each][0]) == turns.count(each)]
+                waiting = [iter(counts) for counts, _, _ in told]
+                for each in turns:
+                    if (size := next(waiting[each], None)) is not None:
+                        numbers[each].append(len(sizes))
+                        sizes.append(size)
+                        missing -= 1
+            if not sizes:
+                return
+            left = None if left is None else left - len(sizes)
+            rounds = max(map(len, numbers))
+            idle = rounds - len(own)
+            dealt: Dealt = [*numbers[rank], *[None] * idle]
+            if self._shard.stands_in:
+                own += [self._stand_in(own, numbers, rounds)] * idle
+            yield Step(own, sizes, dealt, {"kind": "stream in parts", "ranks": self._states})
+
+    def _compare(self, first: list[int | None]) -> None:
+        """Say once where parts look like the whole."""
+        suspicious = not self._compared and len(first) > 1 and first[0] is not None and len(set(first)) == 1
+        self._compared = True
+        if suspicious:
+            _log.warning(
+                "%s says shards_itself, but every rank reads the same first batch. If each reads the whole stream, "
+                "every sample counts %d times: drop shards_itself, and Lumen deals the batches.",
+                self._name,
+                len(first),
+            )
+
+    def _stand_in(self, own: list[Item], numbers: list[list[int]], rounds: int) -> Item:
+        """A real batch for the rounds in which this process has none."""
+        if own:
+            self._read = own[-1]
+        self._have_read |= {rank for rank, its in enumerate(numbers) if its}
+        idle = {rank for rank, its in enumerate(numbers) if len(its) < rounds}
+        if not idle <= self._have_read:
+            self._read = lend(self._shard, min(self._have_read), self._read)
+            self._have_read = set(range(self._shard.world))
+        assert self._read is not None
+        return self._read
+
+    def _last_state(self) -> dict[str, Any]:
+        states = list(self._states)
+        states[self._shard.rank] = self._reader.last_state()
+        return {"kind": "stream in parts", "ranks": states, "ended": True}
+
+    def nothing(self) -> str:
+        """See `Feed.nothing`."""
+        return self._reader.nothing()
+
+    def steps(self, limit: int | None) -> int | None:
+        """See `Feed.steps`."""
+        return count_steps(self.length, limit, self._accumulate)
+
+    def close(self) -> None:
+        """See `Feed.close`."""
+        self._reader.close()

@@ -1,0 +1,170 @@
+"""Nested batches: walk them, move them to a device, count their samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
+from functools import cache
+from numbers import Real
+from typing import Any, final
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from lumen.internals.tensors import copy_all
+
+_NUMBERS = (torch.Tensor, Real)
+_AHEAD = 2
+
+
+def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Copy every tensor of a nested batch to a device, keeping the structure.
+
+    Mappings, lists, tuples, named tuples and dataclasses are walked; anything else with a `to` method (a
+    `PackedSequence`) is asked to move, and not cast; the rest (None, strings, numbers) is returned as it is. The host
+    waits for copies, but for those to CUDA from pinned memory: elsewhere their values may be read too early.
+
+    Args:
+        batch: What a loader returned.
+        device: Where the tensors go.
+        dtype: Of all floating tensors; None: each keeps its own.
+    """
+    beside = device.type == "cuda"
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part.to(device, dtype if part.is_floating_point() else None, non_blocking=beside)
+        if isinstance(part, PackedSequence):
+            return part.to(device, non_blocking=beside)  # type: ignore[arg-type]
+        return part.to(device) if callable(getattr(part, "to", None)) else part
+
+    return convert(batch, moved)
+
+
+def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values of a tensor's shape into it, in place; elements that `expand` has made of one get the first's."""
+    tensor, values = _apart(tensor, values)
+    tensor.copy_(values)
+
+
+def fill_all(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    """`fill` for several tensors on one device at once."""
+    pairs = [_apart(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
+    if pairs:
+        copy_all([tensor for tensor, _ in pairs], [value for _, value in pairs])
+
+
+def _apart(tensor: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The elements of a tensor that lie in places of their own, and their values."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    return tensor, values
+
+
+@final
+class CopyStream:
+    """Copies batches to a CUDA device on a stream of its own, beside the kernels that the host has queued already.
+
+    Only copies from pinned memory overlap. What is no dense tensor on the CPU moves on the current stream. The host
+    runs ahead by a few batches at most: the memory of each is free only once the device is done with it.
+
+    Args:
+        device: Where the tensors go.
+        dtype: Of all floating tensors; None: each keeps its own.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        self._device, self._dtype = device, dtype
+        self._stream = _copy_stream(device)
+        self._begun: deque[torch.cuda.Event] = deque()  # of each batch under way: all before it is done
+
+    def move(self, batch: Any) -> Any:
+        """See `move`; the current stream waits for the copies, the host only for what came `_AHEAD` batches before."""
+        current = torch.cuda.current_stream(self._device)
+        self._begun.append(current.record_event())
+        if len(self._begun) > _AHEAD:
+            self._begun.popleft().synchronize()
+
+        def copied(part: Any) -> Any:
+            if not isinstance(part, torch.Tensor) or part.device.type != "cpu":
+                return part
+            if part.layout is not torch.strided or part.is_nested:
+                return part
+            moved = part.to(self._device, non_blocking=True)
+            moved.record_stream(current)  # else its memory could be given to the next copy while it is read
+            return moved
+
+        with torch.cuda.stream(self._stream):
+            batch = convert(batch, copied)
+        current.wait_stream(self._stream)
+        return move(batch, self._device, self._dtype)
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all runs of a process: what a stream's copies were in stays in its pool of memory."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def convert(data: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to everything in nested data that is no collection, keeping the structure.
+
+    Mappings, lists, tuples, named tuples without a `to` method and dataclasses are walked.
+    """
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        converted = {key: convert(value, function) for key, value in data.items()}
+        if type(data) is dict:
+            return converted
+        if isinstance(data, MutableMapping):
+            kept = copy(data)  # with whatever makes it more than its items
+            kept.update(converted)
+            return kept
+        return type(data)(converted)  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        if hasattr(data, "to"):
+            return function(data)
+        return type(data)(*(convert(value, function) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)([convert(value, function) for value in data])
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        fields = {field.name: convert(getattr(data, field.name), function) for field in dataclasses.fields(data)}
+        made = object.__new__(type(data))  # not replace(): init=False and InitVar fields must survive
+        for name, value in fields.items():
+            object.__setattr__(made, name, value)
+        return made
+    return function(data)
+
+
+def detached(data: Any) -> Any:
+    """The same nested data, its tensors without the graph they were computed by."""
+    return convert(data, lambda part: part.detach() if isinstance(part, torch.Tensor) else part)
+
+
+def as_tensors(data: Any, device: torch.device) -> Any:
+    """The numbers in nested data as tensors, and all tensors, on a device."""
+    return convert(data, lambda part: torch.as_tensor(part, device=device) if isinstance(part, _NUMBERS) else part)
+
+
+def tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a nested batch, depth first."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from tensors(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from tensors(getattr(batch, field.name))
+
+
+def count_samples(batch: Any) -> int:
+    """Size of dimension 0 of the first tensor that has one; 1 where there is none."""
+    return next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim() > 0), 1)

@@ -1,0 +1,386 @@
+"""Orders: which samples make which micro-batch of an epoch, from a position on, without loading any.
+
+Three kinds: the data set's own order or a plain shuffle of it; a sampler of the user's, cut into batches; a batch
+sampler of the user's. The user's are iterated with every generator keyed by (seed, epoch), so every process draws the
+same list, and a resumed one skips what was consumed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, final
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from lumen.data.adapter import START, Position, count_steps
+from lumen.data.fingerprint import known_length, reads_once
+from lumen.data.generators import OwnGenerators
+from lumen.data.permutation import LARGE, cut_steps, epoch_order
+from lumen.data.seeded_dataset import Draw
+from lumen.errors import DataError
+from lumen.random import Domain, GeneratorStates, make_key, seed_generators
+
+
+class Order(ABC):
+    """Which samples make which micro-batch.
+
+    Attributes:
+        length: Micro-batches of an epoch; None if only its end will tell.
+        is_known: It depends on nothing that may change on the way: asking for steps early makes no difference.
+    """
+
+    length: int | None
+    is_known = False
+
+    @abstractmethod
+    def measure(self, position: Position = START) -> None:
+        """Take the length anew, as of an epoch that is read from a position on."""
+
+    @abstractmethod
+    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
+        """The draws of each optimizer step from a position on, and the state after it.
+
+        Raises:
+            DataError: The position belongs to another order.
+        """
+
+    @abstractmethod
+    def nothing(self) -> str:
+        """See `Feed.nothing`."""
+
+    @abstractmethod
+    def cut(self) -> dict[str, int | None]:
+        """See `Feed.cut`."""
+
+    @abstractmethod
+    def count(self, limit: int | None) -> int | None:
+        """Optimizer steps of an epoch; None if only its end will tell."""
+
+
+@final
+class PlainOrder(Order):
+    """Each sample once: in the data set's order, or shuffled by (seed, epoch).
+
+    An epoch has the samples that the data set has when it begins, also for a run that goes on in its middle.
+
+    Args:
+        dataset: Has a length, which may be another one in every epoch.
+        seed: Of the order.
+        shuffle: Or in the data set's order.
+        batch_size: Samples of a micro-batch.
+        step_size: Samples of an optimizer step.
+        drop_last: Leave out the epoch's last micro-batch if it is not full.
+    """
+
+    is_known = True
+
+    def __init__(
+        self, dataset: Sized, seed: int, *, shuffle: bool, batch_size: int, step_size: int, drop_last: bool
+    ) -> None:
+        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
+        self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
+        self._per_step = -(-step_size // batch_size)
+        self.measure()
+
+    def measure(self, position: Position = START) -> None:
+        """See `Order.measure`."""
+        here = len(self._dataset)
+        self._samples = position.state_of("data set").get("samples", here) if position.samples else here
+        if here < self._samples:
+            raise DataError(
+                f"this run goes on in the middle of an epoch of {self._samples} samples, but the "
+                f"{type(self._dataset).__name__} now has {here}. Give it the data it had."
+            )
+        self.length = _batches(self._samples, self._batch_size, self._step_size, drop_last=self._drop_last)
+
+    def nothing(self) -> str:
+        """See `Order.nothing`."""
+        return _too_few(self._dataset, self._samples, self._batch_size, drop_last=self._drop_last)
+
+    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
+        """See `Order.steps`."""
+        self.measure(position)
+        how = "in order" if not self._shuffle else "in pieces" if self._samples > LARGE else "at once"
+        state = {"kind": "data set", "samples": self._samples, "shuffled": how, "seed": self._seed}
+        if position.samples and position.state_of("data set") not in ({}, state):
+            raise DataError(
+                "this run goes on in the middle of an epoch, whose order belongs to other data: "
+                f"then {position.state}, now {state}. Give it the data and the shuffling it had."
+            )
+        key, end = position.key(epoch), self._samples
+        order = epoch_order(self._samples, self._seed, key, shuffle=self._shuffle)
+        rows = order.numpy() if isinstance(order, torch.Tensor) else order  # cut faster
+        if limit is not None:
+            steps, batches = divmod(limit, self._per_step)
+            end = min(end, steps * self._step_size + batches * self._batch_size)
+        size = self._batch_size
+        for first in range(position.samples, end, self._step_size):
+            last = min(first + self._step_size, end)
+            if self._drop_last and last - first < self._step_size:
+                last -= (last - first) % size
+            draws = [
+                Draw(key, start, np.asarray(rows[start : min(start + size, last)]), by_place=False)
+                for start in range(first, last, size)
+            ]
+            if draws:
+                yield draws, state
+
+    def cut(self) -> dict[str, int | None]:
+        """See `Order.cut`."""
+        return {"batch_size": self._batch_size, "global_batch_size": self._step_size}
+
+    def count(self, limit: int | None) -> int | None:
+        """See `Order.count`."""
+        return count_steps(self.length, limit, self._per_step)
+
+
+@final
+class SampledOrder(Order):
+    """The order of a user's sampler, which may leave samples out, repeat them, or never end.
+
+    Args:
+        sampler: An iterable of indices.
+        seed: Of the run.
+        batch_size: Samples of a micro-batch.
+        step_size: Samples of an optimizer step.
+        drop_last: Leave out the epoch's last micro-batch if it is not full.
+    """
+
+    def __init__(self, sampler: Any, seed: int, *, batch_size: int, step_size: int, drop_last: bool) -> None:
+        self._sampler, self._seed, self._begun = sampler, seed, False
+        self._own = OwnGenerators({"sampler": sampler}, by_seed=True)
+        self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
+        self._per_step = -(-step_size // batch_size)
+        self.measure()
+
+    def measure(self, position: Position = START) -> None:
+        """See `Order.measure`."""
+        samples, cut = known_length(self._sampler), (self._batch_size, self._step_size)
+        self.length = None if samples is None else _batches(samples, *cut, drop_last=self._drop_last)
+
+    def nothing(self) -> str:
+        """See `Order.nothing`."""
+        return _too_few(self._sampler, known_length(self._sampler), self._batch_size, drop_last=self._drop_last)
+
+    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
+        """See `Order.steps`."""
+        again, self._begun = self._begun or epoch > 0, True
+        stream = _KeyedIterator(self._sampler, self._own, self._seed, epoch, position, _SAMPLES_AHEAD, again)
+        stream.skip(position.samples)
+        start = position.samples
+        samples = None
+        if limit is not None:
+            steps, batches = divmod(limit, self._per_step)
+            samples = max(0, steps * self._step_size + batches * self._batch_size - start)
+        cut = cut_steps(stream.take, self._batch_size, self._step_size, drop_last=self._drop_last, limit=samples)
+        for step in cut:
+            draws = []
+            for indices in step:
+                draws.append(Draw(position.key(epoch), start, indices, by_place=True))
+                start += len(indices)
+            yield draws, stream.state()
+
+    def cut(self) -> dict[str, int | None]:
+        """See `Order.cut`."""
+        return {"batch_size": self._batch_size, "global_batch_size": self._step_size}
+
+    def count(self, limit: int | None) -> int | None:
+        """See `Order.count`."""
+        return count_steps(self.length, limit, self._per_step)
+
+
+@final
+class BatchedOrder(Order):
+    """The batches of a user's batch sampler, or single samples where a loader makes no batches.
+
+    Args:
+        sampler: An iterable of lists of indices, or of indices.
+        seed: Of the run.
+        accumulate: Batches of an optimizer step.
+        single: It gives single indices.
+    """
+
+    def __init__(self, sampler: Any, seed: int, accumulate: int, *, single: bool = False) -> None:
+        self._sampler, self._seed, self._accumulate, self._single = sampler, seed, accumulate, single
+        self._begun = False
+        self._own = OwnGenerators({"sampler": sampler}, by_seed=True)
+        self.measure()
+
+    def measure(self, position: Position = START) -> None:
+        """See `Order.measure`."""
+        self.length = known_length(self._sampler)
+
+    def nothing(self) -> str:
+        """See `Order.nothing`."""
+        return f"the {type(self._sampler).__name__} of the loader gives nothing"
+
+    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
+        """See `Order.steps`."""
+        again, self._begun = self._begun or epoch > 0, True
+        given = self._sampler, self._own, self._seed, epoch, position
+        stream = _KeyedIterator(*given, _BATCHES_AHEAD, again, self._as_batch)
+        stream.skip(position.batches)
+        start = position.batches if self._single else position.samples
+        left = None if limit is None else max(0, limit - position.batches)
+        for (batches,) in cut_steps(stream.take, self._accumulate, self._accumulate, drop_last=False, limit=left):
+            draws = []
+            for indices in batches:
+                draws.append(Draw(position.key(epoch), start, indices, by_place=True))
+                start += len(indices)
+            yield draws, stream.state()
+
+    def cut(self) -> dict[str, int | None]:
+        """See `Order.cut`."""
+        return {"batches of a step": self._accumulate}
+
+    def count(self, limit: int | None) -> int | None:
+        """See `Order.count`."""
+        return count_steps(self.length, limit, self._accumulate)
+
+    def _as_batch(self, given: Any) -> list[Any]:
+        if self._single:
+            return [given]
+        if not hasattr(given, "__iter__") or not (batch := list(given)):
+            raise DataError(f"a batch sampler gave {given!r}. It must give lists of at least one index.")
+        return batch
+
+
+def _too_few(source: Any, samples: int | None, batch_size: int, *, drop_last: bool) -> str:
+    """What to say of samples, those of all processes together, that fill no batch."""
+    name = type(source).__name__
+    if not (samples or drop_last) or samples == 0:
+        return f"{name} has no samples"
+    has = "gives fewer samples" if samples is None else f"has {samples} samples, fewer"
+    return f"{name} {has} than the batch_size {batch_size}, and drop_last=True leaves out a batch that is not full"
+
+
+def _batches(samples: int, batch_size: int, step_size: int, *, drop_last: bool) -> int:
+    """Micro-batches of an epoch."""
+    steps, rest = divmod(samples, step_size)
+    return steps * -(-step_size // batch_size) + (rest // batch_size if drop_last else -(-rest // batch_size))
+
+
+def parts_of(loader: Any) -> Iterator[Any]:
+    """A loader with its samplers and data set, and theirs: what may want to know the epoch."""
+    waiting, met = [loader], set[int]()
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or id(part) in met:
+            continue
+        met.add(id(part))
+        yield part
+        waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset")]
+        waiting += [value for value in _held_by(part) if isinstance(value, Sampler)]
+
+
+def _held_by(part: Any) -> Iterator[Any]:
+    """What an object keeps as attributes, or in lists and dictionaries that are not data."""
+    for value in list(getattr(part, "__dict__", {}).values()):
+        yield value
+        if isinstance(value, (list, tuple, dict)) and len(value) <= 64:
+            yield from value.values() if isinstance(value, dict) else value
+
+
+def begin_epoch(loader: Any, own: OwnGenerators, seed: int, epoch: int, position: Position) -> None:
+    """Tell a loader or sampler which epoch begins, and key every generator that it keeps."""
+    own.look()
+    own.seed(make_key(seed, Domain.ORDER, position.key(epoch)))
+    for part in parts_of(loader):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+_SAMPLES_AHEAD, _BATCHES_AHEAD = 1024, 64  # drawn at once, because changing generators costs more than drawing
+_END = object()
+
+
+@final
+class _KeyedIterator:
+    """An iterator over a sampler that draws from generators of its own, and a digest of what it gave."""
+
+    def __init__(
+        self,
+        sampler: Any,
+        own: OwnGenerators,
+        seed: int,
+        epoch: int,
+        position: Position,
+        ahead: int,
+        again: bool,
+        convert: Callable[[Any], Any] = lambda given: given,
+    ) -> None:
+        self._position, self._ahead, self._convert = position, ahead, convert
+        self._own = own
+        self._generators: GeneratorStates | None = None
+        self._drawn: list[Any] = []
+        self._digest = 0
+        with self._as_if_alone():
+            begin_epoch(sampler, own, seed, epoch, position)
+            seed_generators(make_key(seed, Domain.ORDER, position.key(epoch)))
+            self._iterator = iter(sampler)
+        if again and reads_once(sampler, self._iterator):
+            raise DataError(
+                f"the sampler is a {type(sampler).__name__}, which can be read only once. "
+                "Give an object whose __iter__ begins anew: a list, or a Sampler."
+            )
+        if self._iterator is sampler:
+            self._iterator = _rest_of(sampler)
+
+    @contextmanager
+    def _as_if_alone(self) -> Iterator[None]:
+        """Put every generator to where the sampler left it, and afterwards back to where it was."""
+        outside = GeneratorStates(self._own.generators)
+        if self._generators is not None:
+            self._generators.restore()
+        try:
+            yield
+        finally:
+            self._generators = GeneratorStates(self._own.generators)
+            outside.restore()
+
+    def take(self, number: int) -> list[Any]:
+        if len(self._drawn) < number:
+            with self._as_if_alone():
+                more = islice(self._iterator, max(number - len(self._drawn), self._ahead))
+                self._drawn += [self._convert(given) for given in more]
+        taken, self._drawn = self._drawn[:number], self._drawn[number:]
+        self._digest = crc32(_word(taken).encode(), self._digest)
+        return taken
+
+    def skip(self, number: int) -> None:
+        begun, saved = number > 0, self._position.state_of("sampler")
+        while number > 0:
+            piece = min(number, 1 << 14)
+            self.take(piece)
+            number -= piece
+        if begun and saved not in ({}, self.state()):
+            raise DataError(
+                "this run goes on in the middle of an epoch, and the sampler now gives another order than it gave "
+                "before. Give it the data and the arguments it had. A sampler that changes itself from epoch to epoch "
+                "must do so in set_epoch(epoch)."
+            )
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "sampler", "order": self._digest}
+
+
+def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
+    """What is left of an iterator, which may begin anew when it is asked for one."""
+    while (given := next(iterator, _END)) is not _END:
+        yield given
+
+
+def _word(given: Any) -> str:
+    """What tells indices apart, whatever they are pieces of."""
+    if isinstance(given, (list, tuple)):
+        words = map(str if set(map(type, given)) == {int} else _word, given)
+        return ",".join([*words, ""])
+    if isinstance(given, (int, str)):
+        return str(given)
+    return str(given.item()) if hasattr(given, "item") else type(given).__name__

@@ -1,0 +1,220 @@
+"""An iterable of batches, read as it is by one process: what comes next is known only to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any, final
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lumen.console import logger as _log
+from lumen.data.adapter import Position, SampleCounter
+from lumen.data.dataloader_workers import prepared
+from lumen.data.fingerprint import reads_once
+from lumen.data.generators import OwnGenerators
+from lumen.data.orders import begin_epoch
+from lumen.data.seeded_dataset import early_end
+from lumen.data.windows import ALONE, Item, Shard
+from lumen.errors import DataError
+from lumen.internals.loaders import end_persistent_workers, end_workers
+from lumen.random import Domain, make_key, seed_generators
+
+
+@final
+class StreamReader:
+    """One process's reading of an iterable of batches.
+
+    Where it has `state_dict` and `load_state_dict` (the loader; or its data set, when it is loaded in this process) it
+    goes on from its state. Otherwise the epoch is read again up to where the reader stood. The global generators are
+    keyed before every batch, so what is drawn in this process is the same then; what workers draw is repeated only by
+    reading again. So it has to be cut into batches as it was.
+
+    Args:
+        loader: Gives a fresh iterator of batches for every epoch.
+        seed: Of the run.
+        rewinds: Every pass begins where the first one did, as evaluations do.
+        shard: This process among those that read parts of their own, which draw other random numbers; not for the
+            first batch, because what leads to it may be the division into parts.
+
+    Attributes:
+        beginning: The state in which a pass begins that rewinds.
+        cut: What a DataLoader says of how it is cut into batches.
+    """
+
+    def __init__(self, loader: Any, seed: int, *, rewinds: bool, shard: Shard = ALONE) -> None:
+        self._loader, self._source = loader, getattr(loader, "dataset", loader)
+        self._seed = seed
+        self._rewinds = rewinds
+        self._shard = shard
+        self._stateful = _stateful_part(loader)
+        self._own = OwnGenerators({"loader": loader}, by_seed=True)
+        self._count = SampleCounter(loader)
+        self._iterator: Iterator[Any] | None = None
+        self._opened = self._exhausted = self._was_read = False
+        self._read = self._samples = 0
+        self.cut = {name: getattr(loader, name) for name in _CUTTING} if isinstance(loader, DataLoader) else {}
+        self._stands_at: dict[str, Any] | None = None  # the state that the loader itself is in, if it is in one
+        part_of_loader = self._stateful is not None and self._stateful is not loader
+        self.beginning = self.state() if rewinds and part_of_loader else {"kind": "stream"}
+
+    def items(self, epoch: int, position: Position, state: dict[str, Any], number: int) -> Iterator[Item]:
+        """The batches of an epoch. The reader stands before the first of them at once.
+
+        Args:
+            epoch: Decides what it draws.
+            position: Of the epoch, over all processes.
+            state: In which this reader was there.
+            number: Batches that it had read of the epoch.
+        """
+        fresh = not number
+        stands_there = state is self._stands_at
+        if fresh:
+            self.go_to(state)
+        begin_epoch(self._loader, self._own, self._seed, epoch, position)
+        found = not fresh and self.go_to(state)  # only now: its generators are not those of the epoch's beginning
+        self._begin(epoch, position)
+        self._read, self._samples = number, state["samples"] if number else 0
+        if number and not found:
+            self._read_again(position.key(epoch), number, state)
+        may_end_at_once = not fresh or "loader" not in state or (stands_there and state["exhausted"])
+        return self._rest(epoch, position, may_end_at_once)
+
+    def _read_again(self, key: int, number: int, state: dict[str, Any]) -> None:
+        """Bring a loader without a state to where it stood, if what is read then is what was read.
+
+        Raises:
+            DataError: It is not.
+        """
+        name = type(self._loader).__name__
+        changed = [f"{what} was {old}, is {self.cut.get(what)}" for what, old in state["cut"].items()
+                   if old != self.cut.get(what)]  # fmt: skip
+        if changed:
+            raise DataError(self._misread(number, f"but it is cut otherwise now: {', '.join(changed)}"))
+        _log.warning(
+            "%s has no state_dict to go on from: %d batches of this epoch are read once more. Give it (or its data "
+            "set, with num_workers=0) state_dict and load_state_dict, or use torchdata's StatefulDataLoader.",
+            name,
+            number,
+        )
+        samples = 0
+        for again in range(number):
+            batch = self._next(key, again)
+            if batch is _END:
+                raise DataError(self._misread(number, f"but now it has only {again}"))
+            samples += self._count(batch)
+        if samples != state["samples"]:
+            raise DataError(
+                self._misread(number, f"which held {state['samples']} samples, but they now hold {samples}")
+            )
+
+    def _misread(self, number: int, what: str) -> str:
+        return (
+            f"this run goes on in the middle of an epoch of {type(self._loader).__name__}, which has no state_dict to "
+            f"go on from: its first {number} batches are to be read once more, {what}. Samples would be left out or "
+            "come twice. Give it the batch_size, the num_workers and the data that it had, resume from a checkpoint of "
+            "an epoch's end, or start a new run from this one with resume_parts without data, whose epoch begins anew. "
+            "A state_dict and load_state_dict on the data set would let it go on."
+        )
+
+    def _rest(self, epoch: int, position: Position, may_end_at_once: bool) -> Iterator[Item]:
+        key = position.key(epoch)
+        batch = self._next(key, self._read)
+        if batch is _END and not may_end_at_once:
+            self._begin(epoch, position)  # it was cut exactly where the data ends, or its end was loaded just now
+            batch = self._next(key, self._read)
+        if batch is _END and self._was_read and self._iterator is self._loader:
+            raise self._read_before()  # its __iter__ does not begin anew
+        while batch is not _END:
+            samples = self._count(batch)
+            self._read += 1
+            self._samples += samples
+            yield Item(batch, samples)
+            batch = self._next(key, self._read)
+
+    def _begin(self, epoch: int, position: Position) -> None:
+        own: list[int] = []
+        if isinstance(self._loader, DataLoader):
+            if self._loader.persistent_workers:
+                end_persistent_workers(self._loader)  # they are seeded once: an epoch would depend on the ones before
+            if self._loader.num_workers and self._shard.rank:  # each has a seed of its own: they cannot agree by it
+                own = [self._shard.rank, 3]
+        seed_generators(make_key(self._seed, Domain.ORDER, position.key(epoch), *own))
+        with prepared(self._loader):
+            self._iterator = iter(self._loader)
+        self._was_read = bool(self._exhausted or (self._opened and self._rewinds) or (epoch and not self._opened))
+        if self._was_read and reads_once(self._loader, self._iterator):
+            raise self._read_before()
+        self._opened, self._exhausted = True, False
+
+    def _read_before(self) -> DataError:
+        return DataError(
+            f"the loader is a {type(self._loader).__name__}, which can be read only once, and it has been read. "
+            "Give an object whose __iter__ begins anew: a DataLoader, a list, or a class of your own."
+        )
+
+    def _next(self, key: int, number: int) -> Any:
+        assert self._iterator is not None
+        of_all = number * self._shard.world + self._shard.rank if number else 0
+        seed_generators(make_key(self._seed, Domain.SAMPLE, key, of_all))
+        try:
+            batch = next(self._iterator, _END)
+        except RuntimeError as error:  # what a generator makes of a StopIteration inside it
+            if "generator raised StopIteration" not in str(error):
+                raise
+            raise early_end(self._source, f"after {number} batches of the epoch") from error
+        self._exhausted = batch is _END
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Where the reader stands, as plain data and tensors."""
+        state: dict[str, Any] = {"kind": "stream", "read": self._read, "exhausted": self._exhausted}
+        state |= {"samples": self._samples, "cut": self.cut}
+        if self._stateful is not None:  # a copy: it may be made of what the next batch changes
+            state["loader"] = deepcopy(self._stateful.state_dict())
+        return state
+
+    def last_state(self) -> dict[str, Any]:
+        """Where it stands at the end of a pass: there the next one begins."""
+        state = self.state() | {"ended": True}
+        if self._exhausted or self._stateful is not self._loader:  # a loader forgets its place when it begins anew
+            self._stands_at = state
+        return state
+
+    def go_to(self, state: dict[str, Any]) -> bool:
+        """Bring the loader to where a state says it stood. Returns whether it could be."""
+        if "exhausted" in state:
+            self._read, self._samples, self._exhausted = state["read"], state["samples"], state["exhausted"]
+        if self._stateful is None or "loader" not in state:
+            return False
+        if state is not self._stands_at:
+            self._stateful.load_state_dict(deepcopy(state["loader"]))
+        self._stands_at = None
+        return True
+
+    def nothing(self) -> str:
+        """Why there is no batch, as far as can be told."""
+        name, size = type(self._source).__name__, self.cut.get("batch_size")
+        if size and self.cut["drop_last"]:
+            return f"{name} gave no samples, or fewer than the batch_size {size}, which drop_last=True leaves out"
+        return f"{name} gave nothing"
+
+    def close(self) -> None:
+        """End the workers. A loader of the user's own can be iterated again, with its generators where they were."""
+        self._own.put_back()
+        end_workers(self._iterator)
+        self._iterator = None
+        if isinstance(self._loader, DataLoader):
+            self._loader._iterator = None
+
+
+_END = object()
+_CUTTING = ("batch_size", "num_workers", "drop_last")
+
+
+def _stateful_part(loader: Any) -> Any:
+    """What holds the state of an iterable, or None."""
+    dataset = getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else None
+    here = isinstance(dataset, IterableDataset) and loader.num_workers == 0
+    candidates = [dataset, loader] if here else [loader]
+    return next((part for part in candidates if hasattr(part, "load_state_dict")), None)

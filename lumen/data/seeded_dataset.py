@@ -1,0 +1,219 @@
+"""A user's data set with everything random in it keyed: what a sample draws depends on nothing but its place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
+
+from lumen.data.fingerprint import known_length
+from lumen.data.generators import OwnGenerators
+from lumen.errors import DataError
+from lumen.internals.loaders import collates_as_ever
+from lumen.random import Domain, make_key
+
+
+class Draw(NamedTuple):
+    """What a worker is handed: everything that a micro-batch's samples and their randomness depend on.
+
+    Attributes:
+        epoch: Of the order.
+        start: Position of the first sample in the epoch.
+        indices: Of the samples in the data set: int64 in an array, or a list of whatever it takes.
+        by_place: An index may come twice in an epoch, so samples are keyed by position instead of by index.
+    """
+
+    epoch: int
+    start: int
+    indices: Sequence[Any] | np.ndarray[Any, Any]
+    by_place: bool
+
+    def __reduce__(self) -> tuple[Callable[..., Draw], tuple[Any, ...]]:
+        """How it travels to a worker: numpy's own way takes three times as long."""
+        epoch, start, indices, by_place = self
+        if isinstance(indices, np.ndarray) and indices.dtype == np.int64 and indices.ndim == 1:
+            return _arrived, (epoch, start, indices.tobytes(), by_place)
+        return Draw, (epoch, start, indices, by_place)
+
+
+def _arrived(epoch: int, start: int, indices: bytes, by_place: bool) -> Draw:
+    return Draw(epoch, start, np.frombuffer(indices, np.int64).copy(), by_place)  # torch wants to be able to write
+
+
+def can_draw(dataset: Any) -> bool:
+    """Whether fetching from a data set may use random numbers; `draws_randomness = False` on it says no."""
+    if type(dataset) is Subset:
+        return can_draw(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return any(can_draw(part) for part in dataset.datasets)
+    return type(dataset) is not TensorDataset and getattr(dataset, "draws_randomness", True)
+
+
+def _fetches_many(dataset: Any) -> bool:
+    """Whether a data set fetches a micro-batch at once in a way of its own; a `Subset` passes on what it is part of."""
+    return hasattr(_under_subsets(dataset), "__getitems__")
+
+
+def _under_subsets(dataset: Any) -> Any:
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
+
+
+@final
+class KeyedDataset(Dataset[Any]):
+    """Makes whole micro-batches, with the generators keyed for each sample and then for the collate function.
+
+    Rows of plain tensors are taken at once: bit for bit what stacking them one by one gives.
+
+    Args:
+        dataset: The user's.
+        collate: Makes a micro-batch of samples; where the loader makes no batches, converts the one sample.
+        seed: Of the run.
+        single: The loader makes no batches.
+
+    Attributes:
+        looks: The next is the first of a pass, and what the data set keeps may have changed.
+        own: The generators that it keeps.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, single: bool) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.draws = can_draw(dataset)
+        self.collate = collate
+        self.keys_collate = self.draws or collate is not default_collate
+        roots = {"dataset": dataset} if self.draws else {}
+        self.own = OwnGenerators(roots | ({"collate_fn": collate} if collate is not default_collate else {}))
+        self.looks = self.keys_collate
+        self.fetch_many = None if self.draws and not _fetches_many(dataset) else getattr(dataset, "__getitems__", None)
+        self.stacks = collate is default_collate
+        self.has_rows = self.stacks and not single and type(_under_subsets(dataset)) is TensorDataset
+
+    def __getitem__(self, draw: Draw) -> Any:
+        """The one sample of a draw: where the loader does not make batches."""
+        if self.looks:
+            return self._first(self.__getitem__, draw)
+        try:
+            return self.collate(self._fetch(draw)[0])
+        except (IndexError, StopIteration) as error:
+            self._explain(draw, error)
+            raise
+
+    def __getitems__(self, draw: Draw) -> Any:
+        """The micro-batch of a draw.
+
+        Raises:
+            DataError: The data set has become shorter, the sampler asks for what it never had, or fetching raised
+                StopIteration.
+        """
+        if self.looks:
+            return self._first(self.__getitems__, draw)
+        try:
+            if self.has_rows and (rows := take_rows(self.dataset, draw.indices)) is not None:
+                return rows
+            samples = self._fetch(draw)
+            return (self.stacks and stack(samples)) or self.collate(samples)
+        except (IndexError, StopIteration) as error:
+            self._explain(draw, error)
+            raise
+
+    def _first(self, make: Callable[[Draw], Any], draw: Draw) -> Any:
+        """The first of a process, whose generators are its own; once more if some were made only on the way."""
+        self.looks = False
+        self.own.look()
+        made = make(draw)
+        return make(draw) if self.own.look() else made
+
+    def _explain(self, draw: Draw, error: IndexError | StopIteration) -> None:
+        if isinstance(error, StopIteration):
+            raise early_end(self.dataset, f"at the samples {', '.join(map(str, draw.indices[:8]))}") from error
+        length = known_length(self.dataset)
+        beyond = [index for index in draw.indices if isinstance(index, (int, np.integer)) and index >= (length or 0)]
+        if length is not None and beyond:
+            raise DataError(
+                f"sample {beyond[0]} is to come in this epoch, but {type(self.dataset).__name__} has {length}: it has "
+                "become shorter in the middle of the epoch, or its sampler counts further. An epoch has the samples "
+                "that the data set has when it begins: change it in on_train_epoch_end or on_train_epoch_start."
+            ) from error
+
+    def _fetch(self, draw: Draw) -> list[Any]:
+        seed_all = self.own.seed_all
+        indices = draw.indices.tolist() if isinstance(draw.indices, np.ndarray) else draw.indices
+        if self.fetch_many is not None:
+            if self.draws:
+                seed_all(make_key(self.seed, Domain.SAMPLE, draw.epoch, draw.start))
+            samples = self.fetch_many(indices)
+        elif self.draws:
+            samples = []
+            for place, index in enumerate(indices, draw.start):
+                seed_all(make_key(self.seed, Domain.SAMPLE, draw.epoch, place if draw.by_place else index))
+                samples.append(self.dataset[index])
+        else:
+            samples = [self.dataset[index] for index in indices]
+        if self.keys_collate:
+            seed_all(make_key(self.seed, Domain.COLLATE, draw.epoch, draw.start))
+        return samples  # type: ignore[no-any-return]
+
+
+def early_end(data: Any, where: str) -> DataError:
+    """The error of a StopIteration that would pass for the end of the data.
+
+    Args:
+        data: What raised it, or its collate function did.
+        where: It was raised.
+    """
+    return DataError(
+        f"{type(data).__name__} raised StopIteration {where}, in the middle of the data. It comes of next() on an "
+        "iterator that has ended: give next() a default, or let the data set end where that does. The traceback says "
+        "where."
+    )
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def stack(samples: list[Any]) -> list[torch.Tensor] | None:
+    """What `default_collate` makes of tuples of tensors and ints, in two thirds of its time; None for anything else."""
+    first = samples[0]
+    if type(first) is not tuple or get_worker_info() is not None:  # workers stack into memory that is shared
+        return None
+    if not all(type(part) is int or _is_plain(part) for part in first) or not collates_as_ever():
+        return None
+    try:
+        columns = list(zip(*samples, strict=True))
+    except (TypeError, ValueError):
+        return None
+    return [
+        torch.tensor(column) if type(part) is int else torch.stack(column)
+        for part, column in zip(first, columns, strict=True)
+    ]
+
+
+def take_rows(dataset: Any, indices: Any) -> list[torch.Tensor] | None:
+    """What `default_collate` makes of samples of a `TensorDataset`, or of a `Subset` of one, by one operation a tensor.
+
+    Returns:
+        Copies; None where taking the samples one by one may give anything else.
+    """
+    try:
+        while type(dataset) is Subset:
+            dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
+        in_range = type(indices) is np.ndarray  # an order's own; a data set may count from the end
+        rows = torch.from_numpy(indices) if in_range else torch.tensor([operator.index(index) for index in indices])
+    except TypeError:
+        return None
+    tensors = dataset.tensors
+    if not all(_is_plain(each) and each.is_cpu and each.is_contiguous() for each in tensors):
+        return None
+    if not collates_as_ever():
+        return None
+    try:
+        return [tensor.index_select(0, rows) if in_range else tensor[rows] for tensor in tensors]
+    except NotImplementedError:  # of this dtype
+        return None

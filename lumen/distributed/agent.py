@@ -1,0 +1,118 @@
+"""Torch's elastic agent, with patience: workers that were asked to stop, or whose peer has failed, end on their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from lumen.internals.process_groups import watch_workers
+
+_GRACE_S = 300.0  # after a request: for the step in progress and a checkpoint
+_PEERS_NOTICE_S = 5.0  # after a failure: the others lose the connection
+_LAST_WORDS_S = 5.0  # after SIGTERM
+
+
+def run_workers(workers: int, command: Sequence[str], folder: Path, requests: list[int]) -> dict[int, ProcessFailure]:
+    """Run Python in several processes of this host until all have ended.
+
+    Args:
+        workers: How many.
+        command: Arguments of Python.
+        folder: For the output of all ranks but 0, and for what they report.
+        requests: Signals to pass on; a handler adds to it.
+
+    Returns:
+        The ranks that failed; none that were ended here because of another's failure.
+    """
+    parameters = RendezvousParameters("c10d", "localhost:0", "lumen", 1, 1, local_addr="localhost")
+    rendezvous = get_rendezvous_handler(parameters)
+    spec = WorkerSpec(
+        role="lumen", local_world_size=workers, entrypoint=sys.executable, args=tuple(command),
+        rdzv_handler=rendezvous, max_restarts=0, monitor_interval=0.1, local_addr="localhost",
+    )  # fmt: skip
+    logs = DefaultLogsSpecs(str(folder), redirects=dict.fromkeys(range(1, workers), Std.ALL))
+    watch = _Watch(requests)
+    agent = LocalElasticAgent(spec, logs)
+    watch_workers(agent, watch.look)
+    try:
+        failures = agent.run().failures
+    finally:
+        rendezvous.shutdown()
+    return {rank: failure for rank, failure in failures.items() if failure.pid not in watch.ended}
+
+
+@final
+class _Watch:
+    """Passes requests on to the workers alone, not to the processes that they have started.
+
+    Attributes:
+        ended: Process ids of the workers that it has ended because of others.
+    """
+
+    def __init__(self, requests: list[int]) -> None:
+        self._requests = requests
+        self._passed_on = 0
+        self._patient_until_s: float | None = None
+        self.ended: set[int] = set()
+
+    def look(self, worker_group: WorkerGroup) -> RunResult | None:
+        """Pass on what was asked for; no result if that of torch's agent is to count."""
+        running, failed = _look([worker.id for worker in worker_group.workers])
+        while self._passed_on < len(self._requests):
+            # SIGINT: a SIGTERM that follows another one may be that of who sends to all processes
+            _send(running, (self._requests[0], signal.SIGINT, signal.SIGKILL)[min(self._passed_on, 2)])
+            self._passed_on += 1
+            self._patient_until_s = time.monotonic() + _GRACE_S
+        for pid in failed:
+            with suppress(ProcessLookupError):  # data workers of one that was killed would keep its connections open
+                os.killpg(pid, signal.SIGKILL)
+        if failed and self._patient_until_s is None:
+            self._patient_until_s = time.monotonic() + _PEERS_NOTICE_S
+        if running and self._patient_until_s is not None:
+            if time.monotonic() < self._patient_until_s:
+                return RunResult(state=WorkerState.HEALTHY)
+            self._end(running)
+        return None
+
+    def _end(self, pids: list[int]) -> None:
+        self.ended.update(pids)
+        _send(pids, signal.SIGTERM)
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        while (running := _look(pids)[0]) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        for pid in running:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _look(pids: list[int]) -> tuple[list[int], list[int]]:
+    """Which processes run, and which have failed; they stay for torch to collect."""
+    running, failed = [], []
+    for pid in pids:
+        try:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # collected
+            continue
+        if ended is None:
+            running.append(pid)
+        elif ended.si_code != os.CLD_EXITED or ended.si_status:
+            failed.append(pid)
+    return running, failed
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)

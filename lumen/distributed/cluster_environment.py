@@ -1,0 +1,134 @@
+"""Who this process is among the processes that torchrun or SLURM started."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from lumen.distributed.worker import is_worker
+from lumen.errors import ConfigError
+
+_SPECIAL_STEPS = 2**32 - 16  # SLURM numbers batch scripts and interactive shells from the top
+_PORTS = range(15_000, 30_000)  # below those that systems hand out
+
+
+@final
+@dataclass(frozen=True)
+class Found:
+    """The place of a process.
+
+    Attributes:
+        by: Who started it: `torchrun` or `SLURM`; None: nobody, it is alone.
+        rank: Number in the run.
+        world_size: Processes of the run.
+        local_rank: Number on its node.
+        local_world_size: Processes on its node.
+        node: Number of its node.
+        nodes: Nodes of the run.
+        address: Where the processes meet, as a URL for torch.
+        launcher: What started this process, and may start it again should it fail; None: nothing that would.
+    """
+
+    by: str | None = None
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: int = 0
+    nodes: int = 1
+    address: str = "env://"
+    launcher: str | None = None
+
+
+def find(environment: Mapping[str, str] = os.environ) -> Found:
+    """Read the environment.
+
+    Raises:
+        ConfigError: It says something that cannot be.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _checked(_torchrun(environment))
+    step = environment.get("SLURM_STEP_ID", "")
+    if step.isdigit() and int(step) < _SPECIAL_STEPS and _slurm_tasks(environment) > 1:
+        return _checked(_slurm(environment))
+    return Found()
+
+
+def _torchrun(environment: Mapping[str, str]) -> Found:
+    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    local_world = _number(environment, "LOCAL_WORLD_SIZE", default=world)
+    local = _number(environment, "LOCAL_RANK", default=rank % max(local_world, 1))
+    node = _number(environment, "GROUP_RANK", default=rank // max(local_world, 1))
+    nodes = _number(environment, "GROUP_WORLD_SIZE", default=-(-world // max(local_world, 1)))
+    by = "the first Trainer or command of this program" if is_worker() else "torchrun"
+    launcher = _parent() if "TORCHELASTIC_RUN_ID" in environment else None
+    return Found(by, rank, world, local, local_world, node, nodes, launcher=launcher)
+
+
+def _parent() -> str:
+    """The process that started this one, told from others that had or will have its number."""
+    number = os.getppid()
+    try:
+        began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        began = ""
+    return f"{socket.gethostname()} {number} {began}"
+
+
+def _slurm_tasks(environment: Mapping[str, str]) -> int:
+    return _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
+
+
+def _slurm(environment: Mapping[str, str]) -> Found:
+    world, node = _slurm_tasks(environment), _number(environment, "SLURM_NODEID", default=0)
+    nodes = _number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
+    per_node = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or str(world // nodes)
+    counts = [
+        int(tasks) for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node) for _ in range(int(times or 1))
+    ]  # 2(x3),1
+    local_world = counts[node] if node < len(counts) else world // nodes
+    number = _number(environment, "SLURM_JOB_ID", default=0) * 31 + _number(environment, "SLURM_STEP_ID")
+    host = environment.get("MASTER_ADDR") or _first_host(
+        _first(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") or "localhost"
+    )
+    port = environment.get("MASTER_PORT") or _PORTS[number % len(_PORTS)]
+    job = " ".join(environment.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
+    return Found(
+        "SLURM", _number(environment, "SLURM_PROCID"), world, _number(environment, "SLURM_LOCALID"), local_world, node,
+        nodes, f"tcp://{host}:{port}", launcher=job,
+    )  # fmt: skip
+
+
+def _first_host(names: str) -> str:
+    """The first of a list of hosts as SLURM writes it: `gpu[03-05,7],big1` begins with gpu03."""
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(r"(?:\[[^\]]*\]|[^,\[])*", names)[0])  # type: ignore[index]
+
+
+def _first(environment: Mapping[str, str], *names: str) -> str | None:
+    return next((environment[name] for name in names if environment.get(name)), None)
+
+
+def _number(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
+    text = _first(environment, *names)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit():
+        raise ConfigError(
+            f"the environment variable {names[0]}: expected a number, found {text!r}. It is set by what starts the "
+            "processes; unset it, or start them with torchrun or srun."
+        )
+    return int(text)
+
+
+def _checked(found: Found) -> Found:
+    if found.rank < found.world_size and found.local_rank < found.local_world_size <= found.world_size:
+        return found
+    raise ConfigError(
+        f"the environment that {found.by} left says process {found.rank} of {found.world_size} and on its node "
+        f"{found.local_rank} of {found.local_world_size}, which cannot be. Start the processes with torchrun or srun."
+    )

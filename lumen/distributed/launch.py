@@ -1,0 +1,161 @@
+"""Local workers, by torch's elastic agent: `python -m lumen.distributed.launch WORKERS COMMAND ...`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from lumen.console import in_notebook, stderr, stdout
+from lumen.distributed.worker import LAUNCHER
+from lumen.errors import ConfigError, ProcessLost
+from lumen.internals.garbage import only_young_collected
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TAIL = 20
+
+
+def relaunch(workers: int) -> NoReturn:
+    """Replace this process by a launcher that runs the same program in several workers.
+
+    So nothing that follows in the program is done by a process that has trained nothing.
+
+    Raises:
+        ConfigError: The program cannot be started again.
+    """
+    if reason := _why_not():
+        raise ConfigError(
+            f"{workers} devices need a process each, which runs this program from its beginning, but {reason}. Write a "
+            f"script and run that, use `lumen fit` or `torchrun --nproc-per-node {workers} SCRIPT`, or set devices: 1."
+        )
+    stdout.flush()
+    stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "lumen.distributed.launch", str(workers), *sys.orig_argv[1:]])
+
+
+def _why_not() -> str | None:
+    if in_notebook or "ipykernel" in sys.modules:
+        return "this is a notebook"
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return "this is an interactive session"
+    if "pytest" in sys.modules:
+        return "pytest runs it"
+    if sys.argv[0] in ("", "-"):
+        return "it was read from the standard input"
+    if sys.argv[0] != "-c" and not os.path.exists(sys.argv[0]):
+        return f"there is no {sys.argv[0]} in {os.getcwd()}, which is not where it was started"
+    return None
+
+
+def launch(workers: int, command: Sequence[str]) -> int:
+    """Run Python in several workers of this host and wait for them.
+
+    Rank 0 has the terminal; the output of the others goes to files, which are kept if the job fails. The first error
+    of all workers is printed, as the last thing. The first SIGINT or SIGTERM lets the workers finish their step and
+    save; a second one ends each where it is, but for a save under way; a third one kills.
+
+    Args:
+        workers: How many.
+        command: Arguments of Python.
+
+    Returns:
+        The exit code: that of the first worker that failed, or 128 + the signal's number: 130 for Ctrl-C.
+    """
+    with only_young_collected():
+        from lumen.distributed.agent import run_workers  # takes a second
+
+    folder = Path(tempfile.mkdtemp(prefix="lumen-launch-"))
+    with _environment(workers), _noted_signals() as requests:
+        failures = run_workers(workers, command, folder, requests)
+    code, text = _account(failures, requests, folder) if failures else (0, None)
+    if text is None or str(folder) not in text:
+        shutil.rmtree(folder)
+    if text is not None:
+        print(text.rstrip("\n"), file=stderr)
+    return code
+
+
+@contextmanager
+def _environment(workers: int) -> Iterator[None]:
+    """What the agent and the workers read."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    settings = {
+        LAUNCHER: str(os.getpid()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // workers))),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restarted worker reads the addresses of dead ones
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are noted here
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    agent_log = logging.getLogger("torch.distributed.elastic")
+    level = agent_log.level
+    agent_log.setLevel(logging.CRITICAL)  # what has happened is told once, here
+    try:
+        yield
+    finally:
+        agent_log.setLevel(level)
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Numbers of the signals that this process gets, in their order, instead of their effect."""
+    numbers: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield numbers
+        return
+    before = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGQUIT)}
+    for number in _SIGNALS:
+        if before[number] is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda number, frame: numbers.append(number))
+    try:
+        yield numbers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _account(failures: Mapping[int, ProcessFailure], requests: list[int], folder: Path) -> tuple[int, str | None]:
+    """The exit code of a failed job, and what there is to say about it."""
+    reports = {rank: each.error_file_data for rank, each in failures.items() if "text" in each.error_file_data}
+    causes = {rank: report for rank, report in reports.items() if report["kind"] != ProcessLost.__name__}
+    silent = [rank for rank in failures if rank not in reports]
+    if causes or not silent:
+        rank = min(causes or reports, key=lambda rank: (causes or reports)[rank]["time_s"])
+        text = reports[rank]["text"]
+        if not causes:
+            text += "\nAnother rank had ended before, as if all were done: look for an exit on one rank only."
+        if reports[rank]["kind"] != ConfigError.__name__:
+            text = f"rank {rank} failed; the output of the ranks above 0 is in {folder}\n{text}"
+        return failures[rank].exitcode, text
+    rank = min(silent, key=lambda rank: failures[rank].exitcode)
+    code = failures[rank].exitcode
+    if requests:
+        return 128 + requests[0], None
+    if code in (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+        return abs(code) % 128 + 128, None
+    what = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    if rank == 0 and code > 0:
+        return code, None
+    lines = [line for path in folder.rglob(f"{rank}/std*.log") for line in path.read_text().splitlines()[-_TAIL:]]
+    said = "\n".join([f"rank {rank} {what}; the output of the ranks above 0 is in {folder}", *lines])
+    hint = " If nobody sent it, the system may have been short of memory." if code == -signal.SIGKILL else ""
+    return code if code > 0 else 128 - code, f"{said}\nerror: rank {rank} {what}.{hint}"
+
+
+if __name__ == "__main__":
+    sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,142 @@
+"""The process groups of this process: those of torch's that Lumen opens, and their end."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+
+from lumen.distributed.rendezvous import meet
+from lumen.distributed.stack_dump import Stacks
+from lumen.internals.compiler import import_compiler
+from lumen.internals.process_groups import abort_groups, gloo_over_default_device, set_timeout
+
+if TYPE_CHECKING:
+    from lumen.distributed.processes import Processes
+
+CUDA_BACKENDS = "cpu:gloo,cuda:nccl"  # a parameter that is kept on the CPU needs one too
+_SHARED = "gloo_shared"
+_NCCL_LATER_S = 120.0  # its watchdog ends a process that waits too long: not before that one has said where it waits
+_LEAVE_S = 10.0
+
+
+@final
+class Groups:
+    """The process groups of this process: opened once, used by every run, closed when Python exits."""
+
+    def __init__(self, processes: Processes, device: torch.device) -> None:
+        self.is_ours = not dist.is_initialized()
+        self._failed = False
+        self._patience_s = _NCCL_LATER_S if device.type == "cuda" else 0.0
+        timeout = timedelta(seconds=processes.startup_timeout_s)
+        self._timeout_beside = timedelta(seconds=max(processes.startup_timeout_s, processes.timeout_s))
+        if self.is_ours:
+            import_compiler()
+            store: Any = dist.HashStore()  # type: ignore[attr-defined]
+            if processes.world_size > 1:
+                store = meet(processes.address, processes.rank, processes.world_size, timeout)
+            backend = CUDA_BACKENDS if device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, rank=processes.rank, world_size=processes.world_size,
+                timeout=timeout + timedelta(seconds=self._patience_s),
+                device_id=device if device.type == "cuda" else None, store=store,
+            )  # fmt: skip
+        self.default: Any = dist.group.WORLD
+        self.control: Any = None
+        self.beside: Any = None
+        self._parts: list[Any] = []
+        self.stacks: Stacks | None = None
+        if processes.world_size > 1:
+            self.control = _new_group(timeout)
+            self.stacks = Stacks(processes.rank, lambda value: gather(value, self.control))
+        atexit.register(self.close)
+
+    def include(self, group: Any) -> None:
+        """Let a group of some of the processes wait no longer than the others."""
+        if group is not self.default and all(group is not each for each in self._parts):
+            self._parts.append(group)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long the next collectives wait; a default group of the user's own keeps its time."""
+        if self.control is not None:
+            set_timeout(self.control, timedelta(seconds=timeout_s))
+        for group in (*self._parts, *([self.default] if self.is_ours else [])):
+            set_timeout(group, timedelta(seconds=timeout_s + self._patience_s))
+
+    def open_beside(self) -> None:
+        """Open the group for a thread, unless that is done; it has time, for training goes on. Collective."""
+        if self.beside is None:
+            self.beside = _new_group(self._timeout_beside)
+
+    def failed(self) -> None:
+        """The others are somewhere else: leave without waiting for them."""
+        self._failed = True
+
+    def _all_leave(self) -> bool:
+        """Whether all processes come here too within a moment."""
+        if self.control is None:
+            return True
+        try:
+            set_timeout(self.control, timedelta(seconds=_LEAVE_S))
+            dist.all_reduce(torch.zeros(()), group=self.control)
+        except RuntimeError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close what was opened."""
+        atexit.unregister(self.close)
+        if self.stacks is not None:
+            self.stacks.close()
+        if dist.is_initialized() and dist.group.WORLD is self.default:
+            if not self.is_ours:
+                _destroy(self.control)
+                _destroy(self.beside)
+            elif dist.get_backend() != "gloo" and (self._failed or not self._all_leave()):
+                abort_groups()  # NCCL would wait for the others
+            else:
+                dist.destroy_process_group()
+        self.default = self.control = self.beside = None
+        self._parts.clear()
+        gc.collect()  # gloo's threads end with the last reference
+        _wait_for_gloo()
+
+
+def _new_group(timeout: timedelta) -> Any:
+    """A gloo group of all processes. Collective."""
+    shares = dist.get_backend() == "gloo"
+    if shares and not hasattr(dist.Backend, _SHARED.upper()):
+        devices = dist.Backend.backend_capability["gloo"]
+        dist.Backend.register_backend(_SHARED, gloo_over_default_device, extended_api=True, devices=devices)
+    return dist.new_group(backend=_SHARED if shares else "gloo", timeout=timeout)
+
+
+def _destroy(group: Any) -> None:
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def _wait_for_gloo(limit_s: float = 1.0) -> None:
+    """Wait until threads of gloo rest that stay because a model keeps its group.
+
+    One that drops its last tensor after Python's end ends the process with SIGABRT.
+    """
+    deadline_s = time.monotonic() + limit_s
+    busy = True
+    while busy and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # it may want Python now
+        stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat")]
+        busy = any("(pt_gloo" in stat and ") S " not in stat for stat in stats)
+
+
+def gather(value: Any, group: Any) -> list[Any]:
+    """Every rank's value of plain data, in rank order. Collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

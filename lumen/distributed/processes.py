@@ -1,0 +1,301 @@
+"""The processes of a run: who they are, and how they agree on plain data."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from time import monotonic
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+
+from lumen.distributed.cluster_environment import find
+from lumen.distributed.failures import attempt, failure_of, raise_first, told
+from lumen.distributed.process_groups import Groups, gather
+from lumen.distributed.worker import end_with_parent
+from lumen.errors import ConfigError, LumenError, ProcessLost, ProcessStuck, TrainingError
+from lumen.internals.process_groups import need_groups
+
+T = TypeVar("T")
+U = TypeVar("U")
+TIMEOUT_S, STARTUP_TIMEOUT_S = 600.0, 1800.0
+# What gloo, NCCL and the store say; none has an exception of its own for it.
+_WAITED = re.compile(r"timed? ?out waiting|wait timeout|timeout caused pair closure|collective operation timeout", re.I)
+_LOST = re.compile(
+    r"gloo.*(connection (closed|reset) by peer|connection refused|broken pipe|socket closed)|"
+    r"remote process exited|(nccl communicator|process group) was aborted|failed to (send|recv)",
+    re.I | re.S,
+)
+
+
+_groups: Groups | None = None
+
+
+@final
+class Processes:
+    """The processes of a run, as one of them sees it.
+
+    Values are exchanged over a gloo group of their own, which never waits for an accelerator.
+
+    Args:
+        rank: Number of this process in the run.
+        world_size: Processes of the run.
+        local_rank: Number of this process on its node.
+        local_world_size: Processes on this node.
+        node: Number of this node.
+        nodes: Nodes of the run.
+        started_by: `torchrun`, `SLURM` or `you`; None: nobody has started the others yet, or there are none.
+        address: Where they meet, as a URL for `torch.distributed`.
+        launcher: What started this process, and may start it again; None: nothing that would.
+
+    Attributes:
+        timeout_s: How long a process waits for the others once training has begun.
+        startup_timeout_s: How long it waits until then.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
+        local_world_size: int = 1,
+        node: int = 0,
+        nodes: int = 1,
+        started_by: str | None = None,
+        address: str = "env://",
+        launcher: str | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self.local_world_size = local_world_size
+        self.node = node
+        self.nodes = nodes
+        self.started_by = started_by
+        self.address = address
+        self.launcher = launcher
+        self.timeout_s = TIMEOUT_S
+        self.startup_timeout_s = STARTUP_TIMEOUT_S
+        self._groups: Groups | None = None
+        self._is_beside = False
+
+    @staticmethod
+    def found() -> Processes:
+        """The processes that a process group or the environment describes; one alone if nothing does.
+
+        Raises:
+            ConfigError: The environment says something that cannot be.
+        """
+        found = find()
+        processes = Processes(
+            found.rank, found.world_size, found.local_rank, found.local_world_size, found.node, found.nodes, found.by,
+            found.address, found.launcher,
+        )  # fmt: skip
+        opened_here = _groups is not None and _groups.is_ours and dist.is_initialized()
+        there = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not opened_here else None
+        if there not in (None, (found.rank, found.world_size)):
+            rank, world = dist.get_rank(), dist.get_world_size()
+            return Processes(rank, world, rank, world, started_by="you", launcher=found.launcher)
+        return processes
+
+    @property
+    def are_missing(self) -> bool:
+        """The others have yet to be started."""
+        return self.world_size > 1 and self.started_by is None
+
+    def connect(
+        self, device: torch.device, *, timeout_s: float = TIMEOUT_S, startup_timeout_s: float = STARTUP_TIMEOUT_S
+    ) -> None:
+        """Open the process groups, unless that is done. Collective: every rank must call this.
+
+        A default group that exists is used, and left open.
+
+        Args:
+            device: Of this process.
+            timeout_s: How long a process waits for the others once training has begun, > 0.
+            startup_timeout_s: How long it waits until then, > 0.
+
+        Raises:
+            TrainingError: Not all processes came.
+            ConfigError: This torch lacks what they need.
+        """
+        global _groups
+        self.timeout_s, self.startup_timeout_s = timeout_s, startup_timeout_s
+        if self.started_by == "torchrun" and self.launcher is not None:
+            end_with_parent()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if _groups is None or not dist.is_initialized() or dist.group.WORLD is not _groups.default:
+            began_s = monotonic()
+            need_groups()
+            try:
+                _groups = Groups(self, device)
+            except (RuntimeError, ValueError) as error:
+                raise TrainingError(
+                    f"rank {self.rank}: the {self.world_size} processes did not come together, after "
+                    f"{monotonic() - began_s:.0f} s of at most {startup_timeout_s:g} s: {error}. Are all of them "
+                    "started, and can they reach MASTER_ADDR?"
+                ) from error
+        self._groups = _groups
+        self._groups.set_timeout(startup_timeout_s)
+
+    def include(self, groups: Sequence[Any]) -> None:
+        """Let groups of some of the processes wait no longer than the others do; once `connect` has opened these."""
+        for group in groups:
+            self._connected.include(group)
+        self._connected.set_timeout(self.startup_timeout_s)
+
+    def begin_training(self) -> None:
+        """The first step is done: from now on nobody is waited for longer than `timeout_s`."""
+        if self._groups is not None:
+            self._groups.set_timeout(self.timeout_s)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """The context of a run: whoever waits in vain says where the other processes of its host stand.
+
+        Raises:
+            ProcessStuck: Another process did not take part in time.
+            ProcessLost: Another process has ended.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._groups is not None and self.world_size > 1:
+                self._groups.failed()
+                if isinstance(error, Exception) and not isinstance(error, LumenError):
+                    self._explain(error, self._groups)
+            raise
+
+    def _explain(self, error: Exception, groups: Groups) -> None:
+        if isinstance(error, RuntimeError) and _WAITED.search(str(error)) and groups.stacks is not None:
+            here = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+            raise ProcessStuck(
+                f"rank {self.rank} waited for the other processes longer than timeout_s allows "
+                f"({self.timeout_s:g} s, {self.startup_timeout_s:g} s until the first step is done).\n"
+                f"rank {self.rank} waits here, {error}:\n{here}\n{groups.stacks.collect()}\n"
+                "Find the process that does something else. If that only takes long, set a longer timeout_s: "
+                "strategy: {class_path: lumen.DDP, init_args: {timeout_s: 3600}}."
+            ) from None
+        if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+            raise ProcessLost(f"rank {self.rank} lost another process of the run: see why that one ended.") from error
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Collective: every rank must call this."""
+        if self.world_size > 1:
+            self.sum([0.0])
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """Rank `source`'s value of plain data. Collective: every rank must call this."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, source, group=self._control)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value of plain data, in rank order. Collective: every rank must call this."""
+        return [value] if self.world_size == 1 else gather(value, self._control)
+
+    def gather_on_zero(self, value: T) -> list[T]:
+        """On rank 0 every rank's value of plain data, in rank order; elsewhere nothing. Collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size if self.rank == 0 else []
+        dist.gather_object(value, values or None, group=self._control, group_dst=0)
+        return values
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Sums over ranks, in float64. Collective: every rank must call this."""
+        return self.begin_sum(numbers)()
+
+    def begin_sum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin `sum`; what is returned waits for it. Collective: every rank must call this."""
+        if self.world_size == 1:
+            return lambda: list(numbers)
+        totals = torch.tensor(numbers, dtype=torch.float64)
+        work = dist.all_reduce(totals, group=self._control, async_op=True)
+
+        def finish() -> list[float]:
+            work.wait()
+            return totals.tolist()
+
+        return finish
+
+    def on_rank_zero(self, function: Callable[[], T]) -> T:
+        """What rank 0 gets from calling a function; its error is raised on every rank. Collective."""
+        if self.world_size == 1:
+            return function()
+        answer, caught = attempt(function) if self.rank == 0 else (None, None)
+        answer, failed = self.broadcast((answer, failure_of(caught)))
+        raise_first([failed], caught)
+        return answer  # type: ignore[return-value]
+
+    def conclude(self, function: Callable[[], T], conclusion: Callable[[Callable[[], list[T]]], U]) -> U:
+        """What rank 0 concludes when every rank has called a function; an error is raised on all. Collective.
+
+        Args:
+            function: Called on every rank. What it returns travels to rank 0.
+            conclusion: Called on rank 0, with what gives the answers in rank order, or raises the first rank's error.
+        """
+        if self.world_size == 1:
+            return conclusion(lambda: [function()])
+        answer, caught = attempt(function)
+        mine: Any = answer, failure_of(caught)
+        heard = self.gather_on_zero(mine)
+
+        def answers() -> list[T]:
+            raise_first([failed for _, failed in heard], caught)
+            return [answer for answer, _ in heard]
+
+        try:
+            return self.on_rank_zero(partial(conclusion, answers))
+        except Exception as error:
+            if caught is not None and str(error) == str(told(self.rank, mine[1])):
+                raise caught from None  # it also says where
+            raise
+
+    def together(self, function: Callable[[], T]) -> T:
+        """What this rank gets from calling a function; an error of any rank is raised on all. Collective."""
+        if self.world_size == 1:
+            return function()
+        answer, caught = attempt(function)
+        raise_first(self.gather(failure_of(caught)), caught)
+        return answer  # type: ignore[return-value]
+
+    def once_per_node(self, function: Callable[[], T]) -> T:
+        """What the first process of this node gets from a function; its error is raised on every rank. Collective."""
+        mine = self.together(lambda: function() if self.local_rank == 0 else None)
+        answers = self.gather((self.node, self.local_rank, mine))
+        return next(answer for node, rank, answer in answers if (node, rank) == (self.node, 0))  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Close the process groups that `connect` opened; this happens by itself when Python exits."""
+        global _groups
+        if _groups is not None:
+            _groups.close()
+        self._groups = _groups = None
+
+    def beside(self) -> Processes:
+        """The same processes, which agree over a group of its own: for a thread. Collective."""
+        others = copy(self)
+        others._is_beside = True
+        if self.world_size > 1:
+            others._connected.open_beside()
+        return others
+
+    @property
+    def _connected(self) -> Groups:
+        if self._groups is None or self._groups.control is None:
+            raise ConfigError("the processes are not connected: this can be called from `setup` on.")
+        return self._groups
+
+    @property
+    def _control(self) -> Any:
+        groups = self._connected
+        return groups.beside if self._is_beside else groups.control

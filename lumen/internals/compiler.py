@@ -1,0 +1,71 @@
+"""Private names of torch's compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from importlib import import_module
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lumen.internals.torch_versions import need
+
+
+def need_to_compile() -> None:
+    """Look for what compiling in place needs.
+
+    Raises:
+        ConfigError: This torch lacks some of it.
+    """
+    need("compile", nn.Module(), "_compiled_call_impl", "_call_impl")
+    need("compile", torch, "_dynamo")
+    need("compile", torch._dynamo.config, "patch", "recompile_limit", "fail_on_recompile_limit_hit")
+    need("compile", torch._dynamo.exc, "FailOnRecompileLimitHit", "TorchDynamoException", "TorchRuntimeError")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is compiled, in place or by a wrapper around it."""
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+
+
+def compile_calls(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Make a module's calls compiled ones, where torch passes over the module because its code is torch's own."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # code that belongs to this one module alone is compiled, and counts its versions alone
+    own = FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+    module._compiled_call_impl = torch.compile(own, **options)
+
+
+def uncompile(module: nn.Module) -> None:
+    """Undo what was compiled in place."""
+    del module.__dict__["_compiled_call_impl"]
+
+
+def limited_versions(most: int) -> AbstractContextManager[Any]:
+    """The context in which more compiled versions of one piece of code are an error."""
+    limits: AbstractContextManager[Any] = torch._dynamo.config.patch(
+        recompile_limit=most, fail_on_recompile_limit_hit=True
+    )
+    return limits
+
+
+def is_compilers(error: BaseException | None) -> Literal["versions", "other"] | None:
+    """What it is about if an error is torch.compile's: too many versions, or something else; a model's own is not."""
+    of_torch = torch._dynamo.exc
+    if isinstance(error, of_torch.FailOnRecompileLimitHit):
+        return "versions"
+    if not isinstance(error, of_torch.TorchDynamoException) or isinstance(error, of_torch.TorchRuntimeError):
+        return None
+    return "other"
+
+
+def import_compiler() -> None:
+    """Import it before there are process groups: later it would keep the default one for ever, and gloo's threads."""
+    with suppress(ImportError):
+        import_module("torch._dynamo")

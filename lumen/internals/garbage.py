@@ -1,0 +1,110 @@
+"""When Python looks for garbage: objects that only refer to each other in circles. All others go at once, always."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    from lumen.run.run import Run
+
+_NEVER = 2**31 - 1  # what a C int holds
+_STAGES = {"fit": "fit", "validate": "validation", "test": "test", "predict": "predict"}  # as hooks spell them
+_off_for_runs: list[object] = []  # those of this process for which it is off
+_young_only: list[tuple[int, int, int]] = []  # thresholds as each context of any thread found them
+_changing = Lock()
+
+
+@contextmanager
+def only_young_collected() -> Iterator[None]:
+    """The context of what makes many objects, none of them garbage, such as imports and the descriptions of tensors.
+
+    To look through all that there is again and again takes a third of an import and half of a save. For several
+    threads.
+    """
+    with _changing:
+        _young_only.append(gc.get_threshold())
+        gc.set_threshold(*_young_only[0][:2], _NEVER)
+    try:
+        yield
+    finally:
+        with _changing:
+            before = _young_only.pop()
+            if not _young_only:
+                gc.set_threshold(*before)
+
+
+@contextmanager
+def collected_every(steps: int, run: Run) -> Iterator[None]:
+    """The context of a run that looks for garbage at every n-th step, instead of whenever Python wants to.
+
+    Args:
+        steps: Optimizer steps, in an evaluation batches, from one time to the next, >= 1.
+        run: Before its first hook; its set-up is as ever.
+    """
+    collection = GarbageCollection(steps, run)
+    try:
+        yield
+    finally:
+        collection.end()
+
+
+def collect_in_worker() -> None:
+    """Let a loader's worker look for garbage as ever: it has no steps."""
+    if _off_for_runs:
+        gc.enable()
+
+
+@final
+class GarbageCollection:
+    """Lies behind the hooks of a run; one that has none pays nothing."""
+
+    def __init__(self, steps: int, run: Run) -> None:
+        self._every = steps
+        self._run = run
+        self._batches = 0
+        self._was_on = self._froze = False
+        self._put(f"on_{_STAGES[run.stage]}_start", self._begin, first=True)
+        self._put("on_boundary_end", self._at_boundary)
+        for stage in ("validation", "test", "predict"):
+            self._put(f"on_{stage}_batch_end", self._at_batch)
+            self._put(f"on_{stage}_start", self._forget_batches)
+
+    def _put(self, name: str, call: Any, *, first: bool = False) -> None:
+        calls = getattr(self._run.hooks, name)
+        setattr(self._run.hooks, name, (call, *calls) if first else (*calls, call))
+
+    def _begin(self) -> None:
+        """Set aside what is there already, most of it torch's: looking through that too would take 0.2 s each time."""
+        self._was_on = gc.isenabled()
+        _off_for_runs.append(self)
+        gc.disable()
+        gc.collect()
+        self._froze = not gc.get_freeze_count()  # else somebody else has, and would miss it
+        if self._froze:
+            gc.freeze()
+
+    def end(self) -> None:
+        """Back to how it was."""
+        if self not in _off_for_runs:
+            return
+        _off_for_runs.remove(self)
+        if self._froze:
+            gc.unfreeze()
+        if self._was_on:
+            gc.enable()
+
+    def _at_boundary(self) -> None:
+        if self._run.progress.step % self._every == 0:
+            gc.collect()
+
+    def _forget_batches(self) -> None:
+        self._batches = 0
+
+    def _at_batch(self, *_: Any) -> None:
+        self._batches += 1
+        if self._batches % self._every == 0:
+            gc.collect()

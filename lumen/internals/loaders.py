@@ -1,0 +1,61 @@
+"""Private names of torch's DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lumen.internals.torch_versions import need
+
+try:
+    from torch.utils.data._utils.collate import collate_int_fn, collate_tensor_fn, default_collate_fn_map
+
+    _COLLATES: Any = default_collate_fn_map, collate_tensor_fn, collate_int_fn
+except ImportError:
+    _COLLATES = None
+
+
+def collates_as_ever() -> bool:
+    """Whether nobody has given `default_collate` other functions for tensors and ints; False if that is unknown."""
+    if _COLLATES is None:
+        return False
+    functions, of_tensors, of_ints = _COLLATES
+    return functions.get(torch.Tensor) is of_tensors and functions.get(int) is of_ints
+
+
+def pinning() -> Callable[[Any], Any]:
+    """What brings a batch to memory that a GPU can read by itself.
+
+    Raises:
+        ConfigError: This torch lacks it.
+    """
+    try:
+        from torch.utils.data._utils.pin_memory import pin_memory
+    except ImportError:
+        need("pin_memory", torch.utils.data, "_utils.pin_memory.pin_memory")
+        raise
+    return pin_memory
+
+
+def iterates_as_ever(kind: type[DataLoader[Any]]) -> bool:
+    """Whether a class of loaders has torch's own way to iterate."""
+    ways = [(each.__iter__, getattr(each, "_get_iterator", None)) for each in (kind, DataLoader)]
+    return ways[0] == ways[1]
+
+
+def end_workers(iterator: Any) -> None:
+    """End the workers of a DataLoader's iterator; garbage collection, after an error, would wait 5 s for each."""
+    getattr(iterator, "_shutdown_workers", lambda: None)()
+    for worker in getattr(iterator, "_workers", ()):
+        if worker.is_alive():  # in the middle of a sample, for more than torch's 5 s
+            worker.kill()
+            worker.join()
+
+
+def end_persistent_workers(loader: Any) -> None:
+    """End the workers that a DataLoader keeps from pass to pass; the next pass starts new ones."""
+    end_workers(getattr(loader, "_iterator", None))
+    loader._iterator = None

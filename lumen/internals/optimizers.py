@@ -1,0 +1,106 @@
+"""Private names of torch's optimizers and schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
+
+from lumen.internals.torch_versions import need
+
+try:
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    _WRAPPER: Any = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+    _is_profiled = torch._C._autograd._profiler_enabled
+except (ImportError, AttributeError):
+    _WRAPPER = None  # every step is called with its wrapper, whoever listens there
+
+
+_GUARD = -1  # its place among hooks, which torch numbers from 0 on
+
+
+@final
+class StepGuard:
+    """Hears of every call of an optimizer's `step`, and is no listener to `bare_step`.
+
+    Args:
+        optimizer: It.
+        refuse: Called then; raises where the call is not to be.
+    """
+
+    def __init__(self, optimizer: Optimizer, refuse: Callable[[], None]) -> None:
+        self._refuse = refuse
+        # there are none on one of a class that leaves out Optimizer.__init__
+        self._hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+        self._hooks[_GUARD] = self
+
+    def __call__(self, *_: Any) -> None:
+        """As torch calls its hooks."""
+        self._refuse()
+
+    def remove(self) -> None:
+        """Let everybody call it again."""
+        self._hooks.pop(_GUARD, None)
+
+
+def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """`optimizer.step`, without the wrapper that torch puts around it where nobody listens there.
+
+    The wrapper calls hooks, and opens a range for profilers, which takes longer than the update of a small model.
+    """
+    step, hooks = type(optimizer).step, getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    if (
+        _WRAPPER is None
+        or getattr(step, "__code__", None) is not _WRAPPER
+        or "step" in vars(optimizer)
+        or hooks is None
+        or (hooks and (_GUARD not in hooks or len(hooks) > 1))
+        or getattr(optimizer, "_optimizer_step_post_hooks", True)
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or _is_profiled()
+    ):
+        return optimizer.step
+    return step.__wrapped__.__get__(optimizer)  # type: ignore[attr-defined,no-any-return]
+
+
+def has_stepped(optimizer: Any) -> None:
+    """Tell a resumed optimizer, or torch would miss its step before the schedule's and warn."""
+    optimizer._opt_called = True
+
+
+def has_state_dict_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody has registered a hook that changes what an optimizer saves or loads."""
+    kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    return any(getattr(optimizer, f"_optimizer_{kind}_hooks", None) for kind in kinds)
+
+
+@cache
+def attributes_of_all_optimizers() -> frozenset[str]:
+    """Attributes that every optimizer of torch has, and those that schedules set."""
+    return frozenset(vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))) | {"step", "_opt_called"}
+
+
+need("Lumen", LRScheduler, "_update_lr")
+
+
+def move_schedule(scheduler: LRScheduler, position: float) -> None:
+    """Let a schedule give its learning rates at a position, a step or any number between two."""
+    scheduler._update_lr(position)  # type: ignore[arg-type]
+
+
+def set_by_hand(state: dict[str, Any]) -> dict[str, Any]:
+    """A schedule's state without what follows from the rest of it."""
+    return {key: value for key, value in state.items() if key != "_schedule_phases"}
+
+
+def schedules_in(scheduler: Any) -> tuple[list[Any], list[int]]:
+    """The schedules that a `SequentialLR` or `ChainedScheduler` is made of, and where one follows another."""
+    assert isinstance(scheduler, (SequentialLR, ChainedScheduler))
+    return getattr(scheduler, "_schedulers", []), getattr(scheduler, "_milestones", [])  # unknown ones are not checked

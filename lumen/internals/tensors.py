@@ -1,0 +1,140 @@
+"""Private names of torch's modules and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from lumen.internals.torch_versions import need
+
+with suppress(ImportError):
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+need("Lumen", nn.Module(), "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+need("Lumen", torch.Tensor, "_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
+need("Lumen", torch.UntypedStorage, "_cdata")
+need("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm", "_foreach_copy_")
+need("Lumen", torch.ops.aten.zero_.default, "_schema")
+if "TorchDispatchMode" not in globals():
+    need("Lumen", torch.utils, "_python_dispatch.TorchDispatchMode")
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters, not those of modules in it; what is put in is the module's."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers, not those of modules in it; what is put in is the module's."""
+    return module._buffers
+
+
+def own_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers that are saved."""
+    return {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
+
+
+def persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """The plain buffers of a module and those in it that are saved, a shared one once; fast enough for each step."""
+    modules: list[nn.Module | None] = [module]
+    found = {}  # in order
+    for each in modules:
+        if each is None:
+            continue
+        if each._modules:
+            modules += each._modules.values()
+        for name, buffer in each._buffers.items() if each._buffers else ():
+            if type(buffer) is torch.Tensor and name not in each._non_persistent_buffers_set:
+                found[id(buffer)] = buffer
+    return list(found.values())
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """How often a tensor has been written."""
+    return tensor._version
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor shares another one's memory, so far as autograd knows."""
+    return tensor._is_view()
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """What tensors have in common that share memory, on the meta device too."""
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def schema_of(operation: Any) -> Any:
+    """Name and arguments of an operation that a `TorchDispatchMode` is shown."""
+    return operation._schema
+
+
+def copies(operation: str) -> bool:
+    """Whether the operation of a schema gives a tensor's values in memory of their own."""
+    return operation in ("clone", "_to_copy")
+
+
+def copies_in_place(operation: str) -> bool:
+    """Whether the operation of a schema gives its first tensor, or tensors, the values of its second."""
+    return operation in ("copy_", "_foreach_copy_")
+
+
+def takes_shape_alone(operation: str) -> bool:
+    """Whether the operation of a schema makes a tensor like another one, whose values it does not read."""
+    return operation.endswith("_like") or operation.startswith("new_")
+
+
+def reset_name(module: nn.Module) -> str:
+    """Name of the method that gives a module its first values, if it has one."""
+    return "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
+
+
+def own_reset(module: nn.Module) -> Callable[[], Any] | None:
+    """The method that gives a module its first values; None if it has none."""
+    reset: Callable[[], Any] | None = getattr(module, reset_name(module), None)
+    return reset
+
+
+Hooks = tuple[Any, Any]
+
+
+def hooks_of(parameter: Any) -> Hooks:
+    """The hooks on a parameter's gradient and on its accumulated gradient, where handles find them; None: no hooks."""
+    return parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+def give_hooks(parameter: Any, hooks: Hooks) -> None:
+    """Let these be the hooks of a parameter, beside the one whose they are: what is added or removed is for both."""
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+
+
+def multiply(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply tensors in place, at least one, in a few kernels."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def clamp(tensors: list[torch.Tensor], most: float) -> None:
+    """Bring the values of tensors, at least one, to [-most, most] in place, in a few kernels."""
+    torch._foreach_clamp_min_(tensors, -most)
+    torch._foreach_clamp_max_(tensors, most)
+
+
+def copy_all(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy values into tensors, at least one, in a few kernels where all lie on one device."""
+    torch._foreach_copy_(tensors, values)
+
+
+def empty_host_cache() -> None:
+    """Give back the pinned memory that nothing lies in. torch < 2.13 has no public name for it."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()
+
+
+def norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The norm of each of the tensors, at least one, in a few kernels."""
+    return torch._foreach_norm(tensors)

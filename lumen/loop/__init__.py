@@ -1,0 +1,1 @@
+"""The order of things: training and evaluation in `loop`, one optimizer step in `step`."""

@@ -1,0 +1,368 @@
+"""One optimizer step, in the order the device sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any, final
+
+import torch
+
+from lumen.data.nested import detached, fill
+from lumen.data.windows import MicroBatch, Window
+from lumen.errors import TrainingError
+from lumen.internals.tensors import own_buffers, writes_to
+from lumen.metrics.collector import StageMetrics
+from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
+from lumen.random import GeneratorStates
+from lumen.run.loss_weighting import StepWeights
+from lumen.run.run import Run
+from lumen.task.step_output import read_output, without_gradient
+
+_log = logging.getLogger("lumen")
+
+
+class EpochSkipped(Exception):
+    """A hook ended the epoch."""
+
+
+def train_step(run: Run, window: Window) -> bool:
+    """One optimizer step. Returns False if no update was made.
+
+    Raises:
+        EpochSkipped: A hook asks to end the epoch here: nothing is updated.
+    """
+    hooks, optimizer = run.hooks, run.optimizer
+    updated = False
+    run.train_metrics.window += 1
+    run.in_train_step = True
+    run.begin_step()
+    micro_batches, weights = weigh(run, window), run.weights
+    closure = Closure(run, weights) if run.needs_closure else None
+    for micro in micro_batches:
+        run.seed_micro_batch(micro)
+        batch = run.receive(micro.batch, micro.loader) if micro.batch is not None else None
+        for hook in hooks.on_train_batch_start if not micro.idle else ():
+            if hook(batch, micro.index) == -1:
+                skip(run, window, micro, weights)
+        if micro.first:
+            for hook in hooks.on_before_zero_grad:
+                hook(optimizer)
+            run.zero_grad()
+            run.strategy.begin_step()
+        if closure is None:
+            output, _ = accumulate(run, micro, batch, weights)
+        else:
+            output = closure.first(micro, batch, weights)
+        if micro.last:
+            updated = update(run, window, weights, closure)
+        if hooks.on_train_batch_end and not micro.idle:
+            output = detached(output)
+            for hook in hooks.on_train_batch_end:
+                hook(output, batch, micro.index)
+    run.in_train_step = False
+    return updated
+
+
+def skip(run: Run, window: Window, micro: MicroBatch, weights: StepWeights) -> None:
+    """End the epoch here; where gradients are still under way, at the end of the step, once all ranks know of it."""
+    weights.skipped = True
+    if not run.strategy.communicates:
+        run.end_step(window)
+        raise EpochSkipped
+    micro.idle = True
+
+
+def accumulate(
+    run: Run, micro: MicroBatch, batch: Any, weights: StepWeights, *, check: bool = True
+) -> tuple[Any, torch.Tensor | None]:
+    """Forward and backward of one micro-batch: add its part of the step's gradient.
+
+    Returns:
+        What `training_step` returned, and the micro-batch's part of the step's loss; None if it counts nothing.
+    """
+    hooks, precision, strategy = run.hooks, run.precision, run.strategy
+    output = loss = part = None
+    with strategy.gradient_sync(micro.last):
+        if not micro.idle:
+            before = None if run.weighted_windows else run.gradients()
+            with precision.forward():
+                output = run.call_step("training_step", batch, micro.index, micro.loader)
+            if before is not None:
+                refuse_own_backward(run, before)
+            loss, returned_weight = read_output(output)
+            weights.left_out |= loss is None
+        if loss is not None:
+            if weights.unseeded:
+                weights.seed(micro.number, returned_weight)
+            share = weights.share(micro.weight, returned_weight)
+            if check:
+                run.check_loss(loss, share)
+            if share or (strategy.communicates and loss.requires_grad):
+                part = loss if share == 1.0 else loss * share
+        if part is not None:
+            for hook in hooks.on_before_backward:
+                hook(part)
+            backward(run, micro, part, weights)
+            for hook in hooks.on_after_backward:
+                hook()
+            if strategy.needs_stand_ins:
+                run.kept = batch, micro
+        elif strategy.communicates:
+            take_part(run, micro, batch, weights)
+        elif micro.last:
+            weights.begin_agreement()
+        if micro.last:
+            strategy.after_backward()
+    return output, part
+
+
+def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weights: StepWeights) -> None:
+    """The backward of a micro-batch; what the processes have to tell each other goes beside the last one.
+
+    Raises:
+        TrainingError: There is none, or somebody has made it already.
+    """
+    if not loss.requires_grad:
+        raise without_gradient(run.task)
+    if weights.unseeded:
+        weights.seed(None)
+    if micro.last:
+        weights.begin_agreement()
+        loss = run.strategy.carry_news(loss)
+    try:
+        run.precision.backward(loss)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise TrainingError(
+            "the graph of the loss that training_step returned has had its backward already. Lumen calls it: leave "
+            "loss.backward() out and return the loss. What is kept from an earlier step (a hidden state, an embedding) "
+            "has to be detached before it is used in a later one."
+        ) from error
+
+
+def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> None:
+    """Do this process's part in the backward of the others, adding nothing to the gradient.
+
+    Args:
+        run: The run.
+        micro: Its micro-batch, which counts nothing.
+        batch: It; None where there is none; where it stands in, one of another process.
+        weights: Of the step.
+    """
+    strategy = run.strategy
+    _refuse_synced_norms(run)
+    stands_in = strategy.needs_stand_ins and micro.idle and batch is not None
+    loss = None if stands_in else strategy.idle_loss()
+    if loss is not None:
+        backward(run, micro, loss * 0.0, weights)
+        return
+    with unnoticed(run):  # the backward too: it reads buffers that the forward has moved
+        for given in ((batch, micro) if stands_in else None, run.kept):
+            if loss is None and given is not None:
+                with run.precision.forward():
+                    output = run.call_step("training_step", given[0], given[1].index, given[1].loader)
+                loss, _ = read_output(output)
+                loss = strategy.idle_loss() if loss is None else loss
+        if loss is None:
+            raise TrainingError(
+                f"training_step returned None for the first micro-batch of rank {strategy.rank}, and this strategy "
+                "needs a forward of every rank. Return (loss, 0) for a batch to leave out."
+            )
+        backward(run, micro, loss * 0.0, weights)
+
+
+def _refuse_synced_norms(run: Run) -> None:
+    """Where BatchNorm sees the batches of all processes, one without a batch has no part that changes nothing."""
+    if run.strategy.world_size == 1:
+        return
+    if any(isinstance(module, torch.nn.SyncBatchNorm) and module.training for module in run.task.modules()):
+        raise TrainingError(
+            f"rank {run.strategy.rank} has no loss in step {run.progress.step + 1}, but SyncBatchNorm needs a forward "
+            "and a backward of every process. Use drop_last=True and a global batch that is a multiple of the "
+            "processes', return no None from training_step, or use a norm that does not depend on the batch."
+        )
+
+
+@contextmanager
+def unnoticed(run: Run) -> Iterator[None]:
+    """The context of a forward that is no part of the run: what it logs, counts and moves is put back."""
+    metrics, accumulated = run.stage_metrics, metric_states(run.task)
+    places = [(own, own.copy()) for module in run.task.modules() if (own := own_buffers(module))]
+    values = [(buffer, buffer.detach().clone()) for buffer in run.task.buffers()]
+    run.stage_metrics = StageMetrics()
+    try:
+        yield
+    finally:
+        run.stage_metrics = metrics
+        restore_metrics(accumulated)
+        for buffers, held in places:  # an assignment has put another tensor there
+            buffers.clear()
+            buffers.update(held)
+        with torch.no_grad():
+            for buffer, before in values:
+                fill(buffer, before)
+
+
+def update(run: Run, window: Window, weights: StepWeights, closure: Closure | None = None) -> bool:
+    """Turn the gradients of a window into one update. Returns False if it was skipped: then no schedule moves."""
+    weights.agree()
+    if weights.skipped:
+        run.end_step(window)
+        raise EpochSkipped
+    updated = bool(weights.total)
+    if updated:
+        complete_gradients(run, weights)
+        if run.grad_norm is not None:
+            run.check_gradient(run.grad_norm)
+        if closure is not None:
+            closure.hand_over(weights)
+        run.is_updating = True
+        updated = run.precision.step(run.optimizer, closure)
+        run.is_updating = False
+    else:
+        _log.warning("update after step %d skipped: the weights of its micro-batches sum to 0", run.progress.step)
+    run.count(window, weights, updated=updated)
+    if updated:
+        for scheduler in run.schedulers:
+            if scheduler.monitor is None and scheduler.moves_at(run.progress.step):  # a plateau waits for validation
+                scheduler.step()
+            elif scheduler.interval == "token":
+                scheduler.move_to(run.progress.units, counted=weights.counted)
+    return updated
+
+
+def complete_gradients(run: Run, weights: StepWeights) -> None:
+    """Bring the accumulated gradients to the size of the step's mean, and clip them."""
+    strategy, plan = run.strategy, run.plan
+    run.precision.unscale(run.optimizer)
+    if (factor := weights.correction) != 1.0:
+        strategy.correct_gradients(run.parameters, factor)
+    for hook in run.hooks.on_before_optimizer_step:
+        hook(run.optimizer)
+    if plan.clip_norm is not None:
+        run.grad_norm = strategy.clip_grad_norm(run.parameters, plan.clip_norm)
+    if plan.clip_value is not None:
+        strategy.clip_grad_value(run.parameters, plan.clip_value)
+
+
+@final
+class Closure:
+    """Loss and gradients of a step, for an optimizer that evaluates them several times.
+
+    The first evaluation is the step's own: it alone logs, updates metrics and counts. Every further one is made of the
+    same batches, as they were received, with the same random numbers; gradients are zeroed, brought to the size of the
+    step's mean and clipped as in any step, with the hooks from `on_before_backward` to `on_before_optimizer_step`. Its
+    loss may be infinite or NaN: a line search may look too far. Buffers that the forward changes, such as BatchNorm's
+    statistics, change with every evaluation, as in the loop written by hand.
+    """
+
+    def __init__(self, run: Run, weights: StepWeights) -> None:
+        self._run = run
+        self._unused_weights = copy(weights)
+        self._micro_batches: list[tuple[MicroBatch, Any, GeneratorStates]] = []
+        self._parts: list[torch.Tensor | None] = []
+        self._first: torch.Tensor | None = None
+        self._seen: list[Any] = []
+
+    def first(self, micro: MicroBatch, batch: Any, weights: StepWeights) -> Any:
+        """Evaluate a micro-batch for the first time, and keep it. Returns what `training_step` returned."""
+        self._micro_batches.append((micro, batch, GeneratorStates()))
+        output, part = accumulate(self._run, micro, batch, weights)
+        self._parts.append(part)
+        return output
+
+    def hand_over(self, weights: StepWeights) -> None:
+        """The gradients of the first evaluation are complete: from now on it is the optimizer that evaluates."""
+        self._first, self._seen = _mean(self._run, self._parts, weights), self._look()
+
+    def __call__(self) -> torch.Tensor:
+        """Bring the gradients to where the parameters are now.
+
+        Returns:
+            The mean loss of the step.
+
+        Raises:
+            TrainingError: There is none: `training_step` returned None for every micro-batch, or the weight 0.
+        """
+        loss, self._first = self._first, None
+        if loss is not None and self._look() == self._seen:
+            return loss
+        run = self._run
+        before = run.stage_metrics, run.grad_norm, metric_states(run.task)
+        run.stage_metrics = StageMetrics()
+        try:
+            return self._evaluate()
+        finally:
+            run.stage_metrics, run.grad_norm, accumulated = before
+            restore_metrics(accumulated)
+
+    @torch.enable_grad()
+    def _evaluate(self) -> torch.Tensor:
+        run, weights = self._run, copy(self._unused_weights)
+        run.zero_grad()
+        parts = []
+        for micro, batch, states in self._micro_batches:
+            states.restore()
+            parts.append(accumulate(run, micro, batch, weights, check=False)[1])
+        weights.agree()
+        if not weights.total:
+            raise TrainingError(
+                f"{type(run.optimizer).__name__} evaluated step {run.progress.step + 1} again, and this time its "
+                "micro-batches weigh 0. Let what training_step leaves out depend on the batch alone."
+            )
+        complete_gradients(run, weights)
+        return _mean(run, parts, weights)
+
+    def _look(self) -> list[Any]:
+        """What changes when the optimizer moves parameters or touches gradients before its first evaluation."""
+        return [
+            (writes_to(parameter), gradient is not None and (id(gradient), writes_to(gradient)))
+            for parameter in self._run.parameters
+            for gradient in [parameter.grad]
+        ]
+
+
+def _mean(run: Run, parts: list[torch.Tensor | None], weights: StepWeights) -> torch.Tensor:
+    """The step's mean loss, over all processes."""
+    losses = [part.detach().reshape(()) for part in parts if part is not None]
+    world = run.strategy.world_size
+    own = torch.stack(losses).sum() if losses else torch.zeros((), device=run.strategy.device)
+    return (own if world == 1 else run.strategy.reduce(own.double()) / world) * weights.correction
+
+
+def weigh(run: Run, window: Window) -> Iterable[MicroBatch]:
+    """The micro-batches of a step, weighed as far as is known; fetched all at once only if the task weighs them."""
+    micro_batches: Iterable[MicroBatch] = window
+    planned: float = window.samples
+    if run.weighs_batches:
+        micro_batches = list(window)
+        for micro in micro_batches:
+            micro.weight = 0.0 if micro.idle else float(run.task.batch_weight(micro.batch))
+        (planned,) = run.strategy.processes.sum([sum(micro.weight for micro in micro_batches)])
+    run.weights.begin(planned, len(window.sizes), run.progress.weight_guess)
+    return micro_batches
+
+
+def refuse_own_backward(run: Run, before: Sequence[torch.Tensor | None]) -> None:
+    """Find out whether `training_step` has touched gradients, while the first step of a run is made.
+
+    Args:
+        run: The run.
+        before: The gradients before it was called.
+
+    Raises:
+        TrainingError: It has.
+    """
+    for old, new in zip(before, run.gradients(), strict=False):
+        if old is not new:
+            did = "a backward" if new is not None else "zero_grad"
+            raise TrainingError(
+                f"training_step has called {did} itself: the gradients of the optimizer's parameters are not what they "
+                "were before. Lumen calls zero_grad, backward and the optimizer's step: return the loss, or the sum of "
+                "several. For gradients that are used within the step call torch.autograd.grad, which leaves those of "
+                "parameters alone."
+            )

@@ -1,0 +1,433 @@
+"""What `self.log` leaves behind: values collected without waiting, means taken over exactly the samples seen.
+
+Every process collects its own. Where a value is read, those of all processes are merged, in the order of ranks: so
+every rank reads the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final
+
+import torch
+from torch import nn
+
+from lumen.errors import ConfigError
+from lumen.metrics.accumulator import Accumulator
+from lumen.metrics.host_copy import Arrival
+from lumen.metrics.log_call import Given, How, LogOptions, Reduction, as_metric, as_number, check_name, log_options
+from lumen.metrics.outside_steps import HookValue
+from lumen.metrics.torchmetrics_states import Gather, compute_over_ranks, metrics_of
+
+if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a metric has imported it
+    from torchmetrics import Metric
+
+T = TypeVar("T")
+_NORM = "grad_norm", -1  # beside places of logged values
+
+
+#: What was logged in a window under each name: how, and the values with their weights.
+Latest = dict[str, tuple[LogOptions, list[tuple[float | torch.Tensor, float]]]]
+
+
+@final
+class _Entry:
+    """One logged name."""
+
+    __slots__ = ("epoch", "how", "is_tensor", "latest", "loaders", "metric", "options", "window")
+
+    def __init__(self, options: LogOptions, metric: Metric | None, *, is_tensor: bool = False) -> None:
+        self.options = options
+        self.is_tensor = is_tensor  # its first value
+        self.how: Given | None = None  # of the newest call, which most others repeat
+        self.loaders: tuple[str, ...] = ()  # of an evaluation, during which it was logged; "" is outside of them
+        self.metric = metric
+        self.epoch = Accumulator(options.reduce_fx)
+        self.latest: list[tuple[float | torch.Tensor, float]] = []
+        self.window = -1
+
+
+class _Report(NamedTuple):
+    """What a rank tells the others of one name."""
+
+    options: LogOptions
+    kind: str | None  # class of the torchmetrics object
+    place: str | None  # name of the module that it is in the task
+    sums: tuple[float, float]
+    loaders: tuple[str, ...]
+
+    @property
+    def mean(self) -> float:
+        """Of numbers that have been logged there."""
+        total, weight = self.sums
+        return total / weight if weight else math.nan
+
+
+@final
+class StageMetrics:
+    """Everything logged during one epoch of training or one evaluation.
+
+    Attributes:
+        window: Number of the optimizer step (or evaluation batch) in progress; values logged in the same window are
+            averaged into one step value.
+        closed: The epoch's values are out: what is logged now would be lost.
+        of_hooks: What each process has logged outside of steps, once its `epoch_values` were brought together.
+    """
+
+    def __init__(self) -> None:
+        self.window = 0
+        self.closed = False
+        self.of_hooks: dict[str, HookValue] = {}
+        self._entries: dict[str, _Entry] = {}
+        self._owners: dict[str, str] = {}  # under which names values can be read, and as what they are logged
+        self._fed: dict[tuple[int, str], str] = {}  # the same of metric objects, without what tells loaders apart
+        self._how: Given | None = None  # of the newest call that was looked at, and its options
+        self._options: LogOptions
+        self._has_steps = False  # somebody logs values of single steps
+        self._computed: tuple[Any, list[Any]] | None = None  # what all ranks had seen then, and the metrics' values
+
+    def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, how: Given) -> None:
+        """Collect a value; nobody waits for a CUDA device."""
+        entry = self._entries.get(name)
+        if entry is None or entry.how != how:
+            entry = self._entry_for(name, value, how)
+        options = entry.options
+        if entry.metric is not None:
+            if not options.on_step:
+                return
+            value = entry.metric._forward_cache  # type: ignore[assignment]  # of the metric's last call: this batch
+            if not isinstance(value, torch.Tensor):
+                raise ConfigError(
+                    f"self.log({name!r}, ..., on_step=True): the {type(entry.metric).__name__} has no number for this "
+                    "batch (update() keeps none). Call it as metric(preds, target); log parts of a dictionary apart."
+                )
+        number = as_number(name, value)
+        if options.on_step:
+            self._has_steps = True
+            if entry.window != self.window:
+                entry.window = self.window
+                entry.latest = []
+            entry.latest.append((number, weight))
+        if options.on_epoch and entry.metric is None:
+            entry.epoch.add(number, weight)
+
+    def _entry_for(self, name: str, value: Any, how: Given) -> _Entry:
+        entry = self._entries.get(name)
+        if how != self._how:
+            self._options = log_options(name, How(*how))
+            self._how = how
+        options = self._options
+        if entry is None:
+            entry = self._new_entry(name, value, options)
+        elif entry.options != options:
+            raise ConfigError(
+                f"self.log({name!r}) was called with {options} after {entry.options}. "
+                "Log one name always with the same options, or use two names."
+            )
+        entry.how = how
+        if (loader := how[-1]) not in entry.loaders:
+            entry.loaders += (loader,)
+        return entry
+
+    def _new_entry(self, name: str, value: Any, options: LogOptions) -> _Entry:
+        check_name(name)
+        metric = as_metric(name, value)
+        other = self._fed.get((id(metric), name.removesuffix(options.suffix)))
+        if other is not None:
+            raise ConfigError(
+                f"self.log({name!r}): this {type(metric).__name__} is logged as {other!r} too. Fed by two loaders, "
+                "one metric gives the value of neither; make one metric for each loader."
+            )
+        for published in _published(name, options):
+            if published in self._owners:
+                raise ConfigError(
+                    f"self.log({name!r}): {self._owners[published]!r} is logged as {published!r} already, since it has "
+                    "values of steps and of epochs. Use another name."
+                )
+        return self._add(name, _Entry(options, metric, is_tensor=isinstance(value, torch.Tensor)))
+
+    def _add(self, name: str, entry: _Entry) -> _Entry:
+        """Take in a name, so that the next one is compared with none but those that it could be confused with."""
+        self._entries[name] = entry
+        for published in _published(name, entry.options):
+            self._owners[published] = name
+        if entry.metric is not None:
+            self._fed[id(entry.metric), name.removesuffix(entry.options.suffix)] = name
+        return entry
+
+    def step_values(
+        self, keep: Callable[[LogOptions], bool] = lambda _: True, gather: Gather | None = None
+    ) -> dict[str, float | torch.Tensor]:
+        """The weighted mean of each name over the window in progress, `x_step` where `x_epoch` exists too.
+
+        Args:
+            keep: Of which names.
+            gather: Gives every rank's value of plain data, in rank order: then the mean is that of all ranks' windows.
+                Collective. None: of this process's.
+
+        Raises:
+            ConfigError: A name is logged with other options on another rank.
+        """
+        if not self._has_steps and gather is None:
+            return {}
+        latest = self.latest()
+        if gather is not None:
+            latest = {name: (options, _floats(values)) for name, (options, values) in latest.items()}
+            latest = _of_ranks(gather(latest))
+        return _means(latest, keep)
+
+    def latest(self) -> Latest:
+        """What this process has logged in the window in progress, of single steps."""
+        return {
+            name: (entry.options, entry.latest)
+            for name, entry in self._entries.items()
+            if entry.window == self.window and entry.options.on_step
+        }
+
+    @property
+    def has_values(self) -> bool:
+        """Whether this process has logged anything."""
+        return bool(self._entries)
+
+    def epoch_names(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> list[str]:
+        """The names that `epoch_values` gives, or gave for all ranks, without computing a value."""
+        return [
+            _variant(name, "epoch", entry.options) if entry.options.on_step else name
+            for name, entry in self._entries.items()
+            if entry.options.on_epoch and keep(entry.options)
+        ]
+
+    def loaders(self) -> dict[str, tuple[str, ...]]:
+        """By the names of `epoch_values` what tells the loaders apart that each was logged for; "": none."""
+        entries = [entry for entry in self._entries.values() if entry.options.on_epoch]
+        return {name: entry.loaders for name, entry in zip(self.epoch_names(), entries, strict=True)}
+
+    def of_steps(self) -> dict[str, str]:
+        """Names of values of single steps, and under which name each has, or would have, its value of the epoch."""
+        return {
+            each: _variant(name, "epoch", entry.options)
+            for name, entry in self._entries.items()
+            for each in ((name, _variant(name, "step", entry.options)) if entry.options.on_step else ())
+        }
+
+    def epoch_values(self, model: nn.Module, gather: Gather | None = None) -> dict[str, float]:
+        """The value of each name over the epoch, `x_epoch` where `x_step` exists too. Waits for the device.
+
+        Nothing that is collected changes: the epoch can go on. Names that only other ranks have logged are known here
+        from now on.
+
+        Args:
+            model: Whose modules the torchmetrics objects are.
+            gather: Gives every rank's value of plain data and tensors, in rank order; the values are then those of all
+                ranks together. Collective. None: there is one process.
+
+        Raises:
+            ConfigError: A metric gives no number; ranks do not log the same under one name.
+        """
+        computed = self._compute() if gather is None else self._compute_over_ranks(model, gather)
+        for name, value in computed.items():
+            metric = self._entries[name].metric
+            if metric is not None and not (isinstance(value, torch.Tensor) and value.numel() == 1):
+                raise ConfigError(
+                    f"self.log({name!r}, metric): {type(metric).__name__}.compute() gives "
+                    f"{type(value).__name__} instead of one number. Log its parts in on_..._epoch_end."
+                )
+        return dict(zip(self.epoch_names(), map(float, computed.values()), strict=True))
+
+    def _compute(self) -> dict[str, Any]:
+        """The epoch's values, as this process alone has them."""
+        return {
+            name: entry.epoch.compute() if entry.metric is None else entry.metric.compute()
+            for name, entry in self._entries.items()
+            if entry.options.on_epoch
+        }
+
+    def _compute_over_ranks(self, model: nn.Module, gather: Gather) -> dict[str, Any]:
+        """The epoch's values over all ranks; their names become known here."""
+        modules = metrics_of(model)
+        counts = [module._update_count for module in modules.values()]
+        places = {id(module): place for place, module in modules.items()}
+        answers = gather(({name: _report(entry, places) for name, entry in self._entries.items()}, counts))
+        reports = _by_name([report for report, _ in answers])
+        for name, ranks in reports.items():
+            _, kind, place = _agreed(name, [report[:3] for report in ranks])
+            if kind is not None and place is None:
+                raise ConfigError(
+                    f"self.log({name!r}): the {kind} is no part of the task, so the processes cannot find each "
+                    "other's. Make it an attribute of the task (a list of them an nn.ModuleList)."
+                )
+            if name not in self._entries:
+                self._add(name, _Entry(ranks[0].options, None if place is None else modules[place]))
+            self._entries[name].loaders = tuple(dict.fromkeys(chain.from_iterable(each.loaders for each in ranks)))
+        self._entries = {name: self._entries[name] for name in reports}  # the same order everywhere
+        self.of_hooks = {
+            name: HookValue(entry.options.hook, [report.mean for report in reports[name]], entry.is_tensor)
+            for name, entry in self._entries.items()
+            if entry.options.hook
+        }
+        objects = [entry.metric for entry in self._entries.values() if entry.options.on_epoch and entry.metric]
+        seen = [counts for _, counts in answers], len(objects)
+        if self._computed is None or self._computed[0] != seen:
+            self._computed = seen, compute_over_ranks(objects, gather) if objects else []
+        values = iter(self._computed[1])
+        return {
+            name: next(values)
+            if entry.metric
+            else Accumulator.of_ranks(entry.options.reduce_fx, [report.sums for report in reports[name]]).compute()
+            for name, entry in self._entries.items()
+            if entry.options.on_epoch
+        }
+
+    def reset_metrics(self) -> None:
+        """Reset the torchmetrics objects that were logged."""
+        for entry in self._entries.values():
+            if entry.metric is not None:
+                entry.metric.reset()
+
+    def state_dict(self, name_of: Callable[[Metric], str | None]) -> dict[str, Any]:
+        """Plain data, for a checkpoint in the middle of an epoch.
+
+        Args:
+            name_of: Where a logged metric object lives in the task.
+        """
+        for name, entry in self._entries.items():
+            if entry.metric is not None and name_of(entry.metric) is None:
+                raise ConfigError(
+                    f"self.log({name!r}): the {type(entry.metric).__name__} is no part of the task, so no checkpoint "
+                    "can hold it. Make it an attribute of the task (a list of them an nn.ModuleList)."
+                )
+        return {
+            name: {
+                "options": dict(entry.options._asdict()),
+                "metric": None if entry.metric is None else name_of(entry.metric),
+                "epoch": entry.epoch.state_dict(),
+            }
+            for name, entry in self._entries.items()
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], metric_named: Callable[[str], Metric], device: torch.device
+    ) -> None:
+        """Take over what `state_dict` gave."""
+        for name, saved in state.items():
+            metric = None if saved["metric"] is None else metric_named(saved["metric"])
+            entry = self._add(name, _Entry(LogOptions(**saved["options"]), metric))
+            entry.epoch = Accumulator.from_state(saved["epoch"], device)
+
+
+@final
+class StepRow:
+    """The values of one step on their way to the loggers: they may arrive while the next one is computed.
+
+    Args:
+        metrics: Of the step, which has just been made.
+        grad_norm: The same on every rank; None without one.
+        step: Its number.
+        epoch: Its epoch.
+    """
+
+    def __init__(self, metrics: StageMetrics, grad_norm: torch.Tensor | None, step: int, epoch: int) -> None:
+        self.step, self.epoch = step, epoch
+        self._latest = metrics.latest()
+        values: dict[tuple[str, int], float | torch.Tensor] = {
+            (name, place): value
+            for name, (_, pairs) in self._latest.items()
+            for place, (value, _) in enumerate(pairs)
+            if isinstance(value, torch.Tensor)
+        }
+        if grad_norm is not None:
+            values[_NORM] = grad_norm
+        self._arrival = Arrival(values)
+
+    def values(self, gather: Gather | None) -> dict[str, float]:
+        """What the loggers get; see `StageMetrics.step_values`. Waits for the device. Collective, with a `gather`."""
+        read = self._arrival.read()
+        latest = self._latest
+        if read.keys() - {_NORM}:  # else nothing is built for each name, which would make Python look for garbage
+            latest = {
+                name: (options, [(read.get((name, k), value), weight) for k, (value, weight) in enumerate(pairs)])
+                for name, (options, pairs) in latest.items()
+            }
+        means = _means(latest if gather is None else _of_ranks(gather(latest)), for_loggers)
+        values = {name: float(value) for name, value in means.items()}
+        if _NORM in read:
+            values.setdefault("grad_norm", read[_NORM])  # the user may log one
+        return values
+
+
+def for_loggers(options: LogOptions) -> bool:
+    """Whether loggers get a name."""
+    return options.logger
+
+
+def _of_ranks(ranks: Sequence[Latest]) -> Latest:
+    """What all ranks have logged in a window, as one process would have."""
+    return {
+        name: (_agreed(name, [options for options, _ in each]), _in_turn([values for _, values in each]))
+        for name, each in _by_name(ranks).items()
+    }
+
+
+def _means(latest: Latest, keep: Callable[[LogOptions], bool]) -> dict[str, float | torch.Tensor]:
+    values: dict[str, float | torch.Tensor] = {}
+    for name, (options, pairs) in latest.items():
+        if keep(options):
+            values[_variant(name, "step", options) if options.on_epoch else name] = (
+                pairs[0][0] if len(pairs) == 1 else _reduced(pairs, options.reduce_fx)
+            )
+    return values
+
+
+def _reduced(pairs: Iterable[tuple[float | torch.Tensor, float]], reduction: Reduction) -> float | torch.Tensor:
+    window = Accumulator(reduction)
+    for value, weight in pairs:
+        window.add(value, weight)
+    return window.compute()
+
+
+def _report(entry: _Entry, places: Mapping[int, str]) -> _Report:
+    kind = None if entry.metric is None else type(entry.metric).__name__
+    return _Report(entry.options, kind, places.get(id(entry.metric)), entry.epoch.sums(), entry.loaders)
+
+
+def _by_name(ranks: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
+    """What ranks have under each name: in rank order, of those that have it."""
+    found: dict[str, list[T]] = {}
+    for rank in ranks:
+        for name, value in rank.items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def _agreed(name: str, ranks: Sequence[T]) -> T:
+    """What all ranks give, which must be the same."""
+    for other in ranks:
+        if other != ranks[0]:
+            raise ConfigError(
+                f"self.log({name!r}) was called with {ranks[0]} on one rank and with {other} on another. "
+                "Log one name always with the same options, or use two names."
+            )
+    return ranks[0]
+
+
+def _floats(pairs: Iterable[tuple[Any, float]]) -> list[tuple[float | torch.Tensor, float]]:
+    return [(float(value), weight) for value, weight in pairs]
+
+
+def _in_turn(ranks: Iterable[Iterable[T]]) -> list[T]:
+    """The first of each rank, the second of each, and so on: micro-batches as one process would see them."""
+    return [value for turn in zip_longest(*ranks) for value in turn if value is not None]
+
+
+def _variant(name: str, of: str, options: LogOptions) -> str:
+    """`x_step` or `x_epoch`; what tells loaders apart stays at the end."""
+    return f"{name.removesuffix(options.suffix)}_{of}{options.suffix}"
+
+
+def _published(name: str, options: LogOptions) -> tuple[str, ...]:
+    """Under which names values of a logged one can be read."""
+    if options.on_step and options.on_epoch:
+        return _variant(name, "step", options), _variant(name, "epoch", options)
+    return (name,) if options.on_step or options.on_epoch else ()

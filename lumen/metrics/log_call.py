@@ -1,0 +1,198 @@
+"""A call of `self.log`: its name, value, weight and options, and what is said where one of them is none."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import torch
+
+from lumen.errors import ConfigError
+from lumen.errors.lightning_names import INSTEAD_IN_LOG
+
+if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a metric has imported it
+    from torchmetrics import Metric
+
+Reduction = Literal["mean", "sum", "min", "max"]
+
+
+class LogOptions(NamedTuple):
+    """How one name is logged. The first call of a stage decides; a later call that differs is an error."""
+
+    on_step: bool
+    on_epoch: bool
+    prog_bar: bool
+    logger: bool
+    reduce_fx: Reduction
+    suffix: str = ""  # of the name, where several loaders log the same one
+    hook: str = ""  # around steps, where a number is of a process and nothing says how those become one
+
+
+#: A `How`, which only a call that differs from the last one is made into.
+Given = tuple[bool, bool | None, bool | None, bool, bool, Reduction, bool, str, str]
+
+
+class How(NamedTuple):
+    """How a call logs: where it is, and what it says."""
+
+    in_step: bool  # a number, in a training step
+    on_step: bool | None
+    on_epoch: bool | None
+    prog_bar: bool
+    logger: bool
+    reduce_fx: Reduction
+    add_dataloader_idx: bool
+    hook: str  # see `LogOptions`
+    loader: str  # what tells the one that is read from the others of the evaluation
+
+
+def log_options(name: str, how: How) -> LogOptions:
+    """The options of a call; what it leaves open follows from where it is.
+
+    Raises:
+        ConfigError: One of them is none.
+    """
+    switches = {"prog_bar": how.prog_bar, "logger": how.logger, "add_dataloader_idx": how.add_dataloader_idx}
+    for option, given in {"on_step": how.on_step, "on_epoch": how.on_epoch, **switches}.items():
+        if not isinstance(given, bool) and (given is not None or option in switches):
+            raise ConfigError(f"self.log({name!r}, {option}={given!r}): expected True or False.")
+    if how.reduce_fx not in get_args(Reduction):
+        raise ConfigError(
+            f"self.log({name!r}, reduce_fx={how.reduce_fx!r}): expected one of "
+            f"{', '.join(get_args(Reduction))}. Log a torchmetrics.Metric for any other reduction."
+        )
+    return LogOptions(
+        how.in_step if how.on_step is None else how.on_step,
+        not how.in_step if how.on_epoch is None else how.on_epoch,
+        how.prog_bar,
+        how.logger,
+        how.reduce_fx,
+        how.loader if how.add_dataloader_idx else "",
+        how.hook,
+    )
+
+
+def check_name(name: Any) -> None:
+    """Refuse what is no name for a value.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"self.log({name!r}, ...): the name of a value is a string that is not empty; found "
+            f"{type(name).__name__}. Write self.log('loss', loss)."
+        )
+    if name in ("step", "epoch"):
+        raise ConfigError(f"self.log({name!r}): every logged row has its {name} already. Use another name.")
+
+
+def unknown_option(names: Iterable[str], known: Iterable[str]) -> ConfigError:
+    """The error of a call with an option that there is not."""
+    name = next(iter(names))
+    close = difflib.get_close_matches(name, known)
+    hint = INSTEAD_IN_LOG.get(name) or (f"Did you mean {' or '.join(close)}?" if close else "See help(self.log).")
+    return ConfigError(f"self.log has no argument {name}. {hint}")
+
+
+def items_of(values: Any) -> Iterable[tuple[Any, Any]]:
+    """Names and values that `self.log_dict` was given.
+
+    Raises:
+        ConfigError: It was given something else.
+    """
+    items = getattr(values, "items", None)
+    if not callable(items) or isinstance(values, type):
+        raise ConfigError(
+            f"self.log_dict: expected a dictionary of names and values, found an object of type "
+            f"{type(values).__name__}. Write self.log_dict({{'loss': loss}}), or self.log('loss', loss) for one value."
+        )
+    return items()  # type: ignore[no-any-return]
+
+
+def as_weight(name: str, weight: Any, batch_size: Any) -> float:
+    """The weight that a user gives, as a plain number: a tensor would make sums in its own dtype.
+
+    Raises:
+        ConfigError: It is none, or there are two.
+    """
+    if weight is not None and batch_size is not None:
+        raise ConfigError(
+            f"self.log({name!r}, weight={weight!r}, batch_size={batch_size!r}): both say how much the value counts. "
+            "Give one of them."
+        )
+    option, given = ("batch_size", batch_size) if weight is None else ("weight", weight)
+    try:
+        number = math.nan if isinstance(given, (str, bytes)) else float(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ConfigError(
+            f"self.log({name!r}): expected a finite {option} >= 0, found {given!r}. It says for how many samples "
+            "(tokens, boxes) the value stands; what counts nothing has 0."
+        )
+    return number
+
+
+def as_metric(name: str, value: Any) -> Metric | None:
+    """A value that is a torchmetrics object; None for a number.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if isinstance(value, (torch.Tensor, Real)):
+        if isinstance(value, torch.Tensor) and value.is_complex():
+            raise ConfigError(f"self.log({name!r}): expected a real number, found {value.dtype}. Log its parts.")
+        return None
+    from torchmetrics import Metric
+
+    if isinstance(value, Metric):
+        return value
+    raise _refusal(name, value)
+
+
+def as_number(name: str, value: Any) -> float | torch.Tensor:
+    """A value to collect; nobody waits for a CUDA device.
+
+    Raises:
+        ConfigError: It is no number.
+    """
+    if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1:  # the common case first
+        return value.item()
+    if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Real):
+            raise _refusal(name, value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"self.log({name!r}): the number is too large for a float. Log its logarithm.") from None
+    if value.numel() != 1:
+        raise ConfigError(
+            f"self.log({name!r}): expected one number, found a tensor of shape {tuple(value.shape)}. Log its mean, or "
+            "another number made of it."
+        )
+    if hasattr(value, "full_tensor"):
+        raise ConfigError(
+            f"self.log({name!r}): a part of this number lies on every process, since it was computed from parameters "
+            "or gradients that are cut up. Log value.full_tensor(), computed by every process."
+        )
+    if value.device.type in ("cpu", "mps"):  # MPS has no float64 to sum in
+        return value.item()
+    # a copy: a buffer may change in place, and a CUDA graph uses its memory again
+    return value.detach().reshape(()).to(torch.float64, copy=True)
+
+
+def _refusal(name: str, value: Any) -> ConfigError:
+    if isinstance(value, str):
+        more = " A text goes to the loggers: logger.log_text."
+    elif hasattr(value, "items"):
+        more = " What has several values goes to self.log_dict."
+    else:
+        more = ""
+    return ConfigError(
+        f"self.log({name!r}): cannot log an object of type {type(value).__name__} here. "
+        "Log a number, a tensor of one element or a torchmetrics.Metric, always the same of them under one name." + more
+    )

@@ -1,0 +1,149 @@
+"""Lay a profiler over a run: what its loop calls is replaced on the objects of this run, and put back afterwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+from lumen.data.windows import Window
+from lumen.precision import Precision
+from lumen.profilers.base import Profiler, hook_stage, in_stage
+from lumen.run.run import Run
+from lumen.task.hooks import HOOKS
+
+_log = logging.getLogger("lumen")
+#: Hooks that run before what is measured or after it.
+_OUTSIDE = ("setup", "on_exception", "teardown")
+_LOGGER_METHODS = ("log_metrics", "log_system", "log_image", "log_histogram", "log_text", "flush")
+
+
+def profiled(run: Run, profiler: Profiler | None, directory: Path | None) -> AbstractContextManager[Any]:
+    """The context in which a profiler watches a run; it reports at the end, whatever the end is.
+
+    Args:
+        run: Just built: its feeds and optimizer may come later.
+        profiler: None: nothing is done.
+        directory: The run directory, if there is one.
+    """
+    return nullcontext() if profiler is None else Overlay(run, profiler, directory)
+
+
+@final
+class Overlay:
+    """Every part of a run inside of `profiler.part`, for as long as this context is open."""
+
+    def __init__(self, run: Run, profiler: Profiler, directory: Path | None) -> None:
+        self._run = run
+        self._profiler = profiler
+        self._directory = directory
+        self._undo = ExitStack()
+        self._began = False
+
+    def __enter__(self) -> None:
+        hooks, stage = self._run.hooks, self._run.stage
+        for name in HOOKS:
+            if name not in _OUTSIDE:
+                calls = getattr(hooks, name)
+                self._replace(hooks, name, tuple(self._timed(f"{_owner(call)}.{name}", call) for call in calls))
+        name = "fit" if stage == "fit" else hook_stage(stage)
+        first, last = f"on_{name}_start", "on_boundary_end" if stage == "fit" else f"on_{name}_batch_end"
+        self._replace(hooks, first, (self._begin, *getattr(hooks, first)))
+        self._replace(hooks, "on_train_epoch_start", (self._lay_feeds, *hooks.on_train_epoch_start))
+        self._replace(hooks, last, (*getattr(hooks, last), self._step))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._undo.close()
+        if self._began:
+            try:
+                self._profiler.stop()
+            except Exception:
+                if error is None:
+                    raise
+                _log.exception("the profiler's report failed too")  # the first failure is the one to show
+
+    def _begin(self) -> None:
+        """Start, now that everything is built."""
+        run, precision, strategy = self._run, self._run.precision, self._run.strategy
+        self._lay("backward", precision, "backward")
+        if type(precision).unscale is not Precision.unscale:
+            self._lay("unscale", precision, "unscale")
+        self._lay("optimizer.step", precision, "step")
+        for method in ("correct_gradients", "clip_grad_norm", "clip_grad_value"):
+            self._lay(method, strategy, method)
+        self._replace(strategy, "call", partial(self._call, strategy.call))
+        self._replace(run, "receive", partial(self._receive, run.receive))
+        self._lay("logging", run, "write")
+        for logger in run.loggers:
+            for method in _LOGGER_METHODS:
+                self._lay(f"{type(logger).__name__}.{method}", logger, method)
+        self._lay("save_checkpoint", run.saves, "save")
+        if run.stage == "fit":
+            self._lay("optimizer.zero_grad", run.optimizer, "zero_grad")
+            for config in run.schedulers:
+                for method in ("step", "move_to"):
+                    self._lay(f"{type(config.scheduler).__name__}.step", config, method)
+        self._lay_feeds()
+        self._began = True
+        self._profiler.start(run, self._directory)
+
+    def _lay_feeds(self) -> None:
+        """Time the loaders; those of an epoch that opened new ones too."""
+        run = self._run
+        waiting = in_stage("data wait", "validate" if run.stage == "fit" else run.stage)
+        for name, feeds in (("data wait", [run.train_feed]), (waiting, run.eval_feeds)):
+            for feed in feeds:
+                if feed is not None and "windows" not in vars(feed):
+                    self._replace(feed, "windows", partial(self._windows, name, feed.windows))
+
+    def _lay(self, name: str, owner: Any, method: str) -> None:
+        self._replace(owner, method, self._timed(name, getattr(owner, method)))
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of one object, hiding its class's, until this context is closed."""
+        own = vars(owner)
+        if name in own:
+            self._undo.callback(own.__setitem__, name, own[name])
+        else:
+            self._undo.callback(own.__delitem__, name)
+        own[name] = value
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(self._inside, name, call)
+
+    def _inside(self, name: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with self._profiler.part(name):
+            return call(*args, **kwargs)
+
+    def _call(self, call: Callable[..., Any], step: str, *args: Any) -> Any:
+        with self._profiler.part(step):
+            return call(step, *args)
+
+    def _receive(self, receive: Callable[..., Any], /, *args: Any) -> Any:
+        with self._profiler.part(in_stage("transfer", self._run.stage)):
+            return receive(*args)
+
+    def _windows(self, name: str, windows: Callable[..., Iterator[Window]], /, *args: Any) -> Iterator[Window]:
+        found = windows(*args)
+        while True:
+            with self._profiler.part(name, calls=0):  # workers start here, and streams are read here
+                window = next(found, None)
+            if window is None:
+                return
+            window.fetch = self._timed(name, window.fetch)
+            yield window
+
+    def _step(self, *_: Any) -> None:
+        self._profiler.step()
+
+
+def _owner(call: Callable[..., Any]) -> str:
+    """The class whose hook a call is."""
+    method = call.func if isinstance(call, partial) else call
+    return type(getattr(method, "__self__", method)).__name__

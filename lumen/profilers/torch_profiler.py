@@ -1,0 +1,158 @@
+"""Traces of single operators and kernels, by `torch.profiler`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
+
+from lumen.errors import ConfigError
+from lumen.errors.arguments import local_path
+from lumen.profilers.base import Profiler, make_table, show
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lumen.run.run import Run
+
+_log = logging.getLogger("lumen")
+
+
+@final
+class TorchProfiler(Profiler):
+    """Records every operator, and on CUDA every kernel, of a few steps by `torch.profiler`.
+
+    Each cycle of `wait`, `warmup` and `active` steps writes a Chrome trace, in which the parts of the run
+    (`training_step`, `backward`, `data wait`, callbacks, ...) are labelled, and prints the operators that took longest.
+    Open it in ui.perfetto.dev or chrome://tracing, or give its directory to TensorBoard's profiler plugin. A step ends
+    with all that follows from it, so a validation inside an active step is recorded in full.
+
+    Args:
+        wait: Steps without recording: the first ones are slower than the rest.
+        warmup: Steps that are recorded and thrown away, because recording is slow at first.
+        active: Steps that are recorded. A trace takes megabytes for each.
+        repeat: Cycles; 0: until the run ends.
+        record_shapes: Record the operators' input shapes.
+        profile_memory: Record what operators allocate.
+        with_stack: Record where in the source each operator was called; slow.
+        row_limit: Operators to print.
+        dirpath: Where traces go. Default: `profile` in the run directory; without one (evaluations, `fast_dev_run`)
+            no trace is written.
+    """
+
+    def __init__(
+        self,
+        *,
+        wait: int = 5,
+        warmup: int = 2,
+        active: int = 3,
+        repeat: int = 1,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        row_limit: int = 20,
+        dirpath: str | Path | None = None,
+    ) -> None:
+        lowest = {"wait": (wait, 0), "warmup": (warmup, 1), "active": (active, 1), "repeat": (repeat, 0)}
+        for name, (value, least) in lowest.items():
+            if value < least:
+                raise ConfigError(f"TorchProfiler: {name} must be at least {least}, found {value}.")
+        self.wait = wait
+        self.warmup = warmup
+        self.active = active
+        self.repeat = repeat
+        self.record_shapes = record_shapes
+        self.profile_memory = profile_memory
+        self.with_stack = with_stack
+        self.row_limit = row_limit
+        self.given_dirpath = None if dirpath is None else local_path(dirpath)
+
+    def start(self, run: Run, directory: Path | None) -> None:
+        """See `Profiler.start`."""
+        self._run, self._directory, self._stage = run, directory, run.stage
+        self._steps = self._traces = 0
+        activities = [ProfilerActivity.CPU]
+        if run.strategy.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat),
+            on_trace_ready=self._report,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+        )
+        self._profile.start()
+
+    def part(self, name: str, calls: int = 1) -> AbstractContextManager[Any]:
+        """See `Profiler.part`."""
+        return record_function(name)
+
+    def step(self) -> None:
+        """See `Profiler.step`."""
+        self._steps += 1
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # each cycle is reported before
+            self._profile.step()
+
+    def stop(self) -> None:
+        """Report what is recorded of an unfinished cycle."""
+        self._profile.stop()
+        if not self._traces:
+            _log.warning(
+                "TorchProfiler: nothing was recorded, because %s ended after %d steps, before wait + warmup = %d. "
+                "Lower wait.",
+                self._stage, self._steps, self.wait + self.warmup,
+            )  # fmt: skip
+
+    def _report(self, done: profile) -> None:
+        """Write the trace of a cycle and print its operators."""
+        run, directory = self._run, self.given_dirpath
+        if directory is None and self._directory is not None:
+            directory = self._directory / "profile"
+        unit, number = ("step", run.progress.step) if self._stage == "fit" else ("batch", self._steps)
+        if directory is not None:
+            worker = f"{self._stage}-{unit}-{number:08d}-rank{run.strategy.rank}"
+            tensorboard_trace_handler(str(directory), worker, use_gzip=True)(done)
+            _log.info("the trace until %s %d is in %s", unit, number, directory)
+        if run.strategy.is_global_zero:
+            table = self._table(done)
+            table.title = f"{self._stage}: operators until {unit} {number}"
+            show(table, self._directory)
+        self._traces += 1
+
+    def _table(self, done: profile) -> Table:
+        """The operators, by their own time; on CUDA that of the kernels they launched."""
+        kind = "device" if self._run.strategy.device.type == "cuda" else "cpu"
+        own_us = attrgetter(f"self_{kind}_time_total")
+        operators = sorted(self._operators(done), key=own_us, reverse=True)
+        total_us = sum(map(own_us, operators)) or 1
+        columns: dict[str, Callable[[Any], str]] = {
+            "calls": lambda each: str(each.count),
+            "self %": lambda each: f"{100 * own_us(each) / total_us:.1f}",
+            f"self {kind} ms": lambda each: f"{own_us(each) / 1e3:.3f}",
+            f"{kind} ms": lambda each: f"{getattr(each, f'{kind}_time_total') / 1e3:.3f}",
+        }
+        if kind == "device":
+            columns["cpu ms"] = lambda each: f"{each.cpu_time_total / 1e3:.3f}"
+        if self.profile_memory:
+            columns["self MB"] = lambda each: f"{getattr(each, f'self_{kind}_memory_usage') / 1e6:z.3f}"
+        if self.record_shapes:
+            columns["input shapes"] = lambda each: str([shape for shape in each.input_shapes if shape])
+        table = make_table("operator", *columns)
+        for each in operators[: self.row_limit]:
+            table.add_row(each.key, *(cell(each) for cell in columns.values()))
+        return table
+
+    def _operators(self, done: profile) -> list[Any]:
+        """Operators and parts, without kernels of the device and the Python functions of `with_stack`."""
+        events: Iterable[Any] = done.events() if self.with_stack else ()  # type: ignore[no-untyped-call]
+        python = {event.name for event in events if getattr(event, "is_python_function", False)}  # torch 2.11 has none
+        averages = done.key_averages(group_by_input_shape=self.record_shapes)
+        return [each for each in averages if each.device_type.name == "CPU" and each.key not in python]

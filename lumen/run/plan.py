@@ -1,0 +1,151 @@
+"""Plan: how long a run is and what happens when, in resolved units, and how a user's settings become one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, final
+
+from lumen.data.adapter import Feed
+from lumen.errors import ConfigError
+
+Duration = str | timedelta | dict[str, float]
+
+
+@final
+@dataclass
+class Plan:
+    """How long a run is and what happens when, in resolved units.
+
+    Attributes:
+        max_steps: Optimizer steps; None: no limit.
+        max_epochs: Epochs; None: no limit.
+        max_time_s: Seconds; None: no limit.
+        min_steps: Steps before anything but a limit may stop the run.
+        min_epochs: Epochs before anything but a limit may stop the run.
+        clip_norm: Largest gradient norm; None: no clipping by norm.
+        clip_value: Largest gradient element; None: no clipping by value.
+        val_every_n_steps: Validate after every n-th step of the run.
+        val_every_epoch_fraction: Validate after this fraction of an epoch, (0, 1].
+        val_every_s: Validate after this many seconds.
+        val_every_n_epochs: Validate in every n-th epoch only.
+        limits: Per stage ("train", "validate", "test", "predict"): a count or a fraction of the batches; None: all.
+        log_every_n_steps: Steps between two written values.
+        accumulate: Micro-batches of a step in each process.
+        global_batch_size: Samples of a step, instead of `accumulate`; None: that counts.
+        same_batches: Every epoch repeats the batches of the first.
+        reload_every_n_epochs: Ask for new loaders at the start of every n-th epoch; 0: never.
+    """
+
+    max_steps: int | None = None
+    max_epochs: int | None = None
+    max_time_s: float | None = None
+    min_steps: int = 0
+    min_epochs: int = 0
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    val_every_n_steps: int | None = None
+    val_every_epoch_fraction: float | None = 1.0
+    val_every_s: float | None = None
+    val_every_n_epochs: int = 1
+    sanity_batches: int = 2
+    limits: dict[str, int | float | None] = field(default_factory=dict)
+    log_every_n_steps: int = 50
+    inference_mode: bool = True
+    accumulate: int = 1
+    global_batch_size: int | None = None
+    same_batches: bool = False
+    reload_every_n_epochs: int = 0
+
+    def overfitting(self, batches: int | float) -> Plan:
+        """The plan on a count or fraction of the batches, the same in every epoch."""
+        few = batch_limit("overfit_batches", batches)
+        return replace(self, same_batches=True, limits=self.limits | {"train": few, "validate": few})
+
+    def trial(self, batches: int) -> Plan:
+        """The plan of `fast_dev_run`: a few batches of everything, once."""
+        return replace(
+            self, max_steps=batches, max_epochs=1, max_time_s=None, sanity_batches=0,
+            limits=dict.fromkeys(self.limits, batches), val_every_n_steps=None, val_every_s=None,
+            val_every_epoch_fraction=1.0, val_every_n_epochs=1,
+        )  # fmt: skip
+
+    def limit(self, stage: str, feed: Feed) -> int | None:
+        """Batches of a feed to use at most.
+
+        Raises:
+            ConfigError: A fraction of an unknown length, or one that leaves no batch.
+        """
+        if stage == "sanity":
+            whole, tried = self.limit("validate", feed), self.sanity_batches
+            return whole if tried < 0 else tried if whole is None else min(tried, whole)
+        limit = self.limits.get(stage)
+        if not isinstance(limit, float):
+            return limit
+        if limit == 1.0:
+            return None
+        name = "overfit_batches" if self.same_batches else f"limit_{'val' if stage == 'validate' else stage}_batches"
+        if feed.length is None:
+            raise ConfigError(f"{name}: {limit} is a fraction, but the loader has no length. Give a number of batches.")
+        batches = int(feed.length * limit + 1e-9)  # 0.29 * 100 is a little less than 29
+        if limit and feed.length and batches == 0:
+            raise ConfigError(
+                f"{name}: {limit} of {feed.length} batches is less than one. Give a larger fraction or a count."
+            )
+        return batches
+
+    def check_validation(self, feed: Feed) -> None:
+        """Check `val_check_interval` against the training loader.
+
+        Raises:
+            ConfigError: A fraction of an unknown length.
+        """
+        if self.val_every_epoch_fraction not in (None, 1.0) and self.batches("train", feed) is None:
+            raise ConfigError(
+                f"val_check_interval: {self.val_every_epoch_fraction} is a fraction of an epoch, but the loader has no "
+                "length. Give a number of optimizer steps, or set limit_train_batches to a number."
+            )
+
+    def batches(self, stage: str, feed: Feed) -> int | None:
+        """Batches of a feed that are used; None if only its end will tell."""
+        limit = self.limit(stage, feed)
+        return limit if feed.length is None else feed.length if limit is None else min(limit, feed.length)
+
+
+def count_limit(name: str, value: int | None) -> int | None:
+    """A limit in steps or epochs; -1 means none, as in Lightning."""
+    if value is not None and value < -1:
+        raise ConfigError(f"{name}: must be at least 0 (or -1 for no limit), found {value}.")
+    return None if value == -1 else value
+
+
+def batch_limit(name: str, value: int | float | None) -> int | float | None:
+    """A limit of batches: a count, or a fraction of at most 1.0."""
+    if value is not None and (value < 0 or (isinstance(value, float) and value > 1.0)):
+        raise ConfigError(f"{name}: expected a count >= 0 or a fraction of at most 1.0, found {value}.")
+    return value
+
+
+def duration_s(name: str, value: Duration) -> float:
+    """A duration in seconds."""
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, dict):
+        return timedelta(**value).total_seconds()
+    parts = value.split(":") if isinstance(value, str) else []
+    if not 2 <= len(parts) <= 4 or not all(part.isdigit() for part in parts):
+        raise ConfigError(f'{name}: expected a duration "DD:HH:MM:SS", found {value!r}.')
+    return float(sum(int(part) * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
+
+
+def validation_interval(value: int | float | Duration) -> dict[str, Any]:
+    """`val_check_interval` as fields of a `Plan`: an int counts steps, a float is a fraction, else a duration."""
+    if isinstance(value, (str, timedelta, dict)):
+        return {"val_every_s": duration_s("val_check_interval", value), "val_every_epoch_fraction": None}
+    if isinstance(value, float):
+        if not 0.0 < value <= 1.0:
+            raise ConfigError(f"val_check_interval: a fraction of an epoch is in (0, 1], found {value}.")
+        return {"val_every_epoch_fraction": value}
+    if value < 1:
+        raise ConfigError(f"val_check_interval: expected at least 1 optimizer step, found {value}.")
+    return {"val_every_n_steps": value, "val_every_epoch_fraction": None}

@@ -1,0 +1,149 @@
+"""Which strategy runs on which device, and whether its processes are there."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from lumen.distributed.processes import Processes
+from lumen.errors import ConfigError
+from lumen.strategies.single import SingleDevice
+from lumen.strategies.strategy import Strategy
+
+_NAMES = {"auto": "ddp", "ddp": "ddp", "fsdp": "fsdp"}
+
+
+def make_strategy(
+    strategy: str | Strategy, accelerator: str = "auto", devices: int | str | None = None, num_nodes: int | None = None
+) -> Strategy:
+    """The strategy of a name, or the user's own, with its place among the processes and its device.
+
+    Args:
+        strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, or an object.
+        accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda` (`gpu`), `mps`.
+        devices: How many of this node, a process each; `auto` or -1: all accelerators. None: as many as torchrun or
+            SLURM started processes, else 1.
+        num_nodes: How many nodes. None: as many as torchrun or SLURM started processes on, else 1.
+
+    Raises:
+        ConfigError: Not available here, or the processes that run are not those asked for.
+    """
+    name = strategy if isinstance(strategy, str) else ""
+    if name not in ("", "single", *_NAMES):
+        raise ConfigError(f"strategy: {_not_known(name)}")
+    if not name and not strategy.spans_processes:  # type: ignore[union-attr]
+        return _alone(strategy, processes_of(devices, num_nodes, accelerator))  # type: ignore[arg-type]
+    processes = processes_of(devices, num_nodes, accelerator)
+    if name == "single" or (name == "auto" and processes.world_size == 1):
+        return _alone(SingleDevice(device_of(accelerator)), processes)
+    made = _import(_NAMES[name]) if isinstance(strategy, str) else strategy
+    made.processes = processes
+    made.device = device_of(accelerator, processes)
+    return made
+
+
+def processes_of(devices: int | str | None, num_nodes: int | None, accelerator: str = "auto") -> Processes:
+    """The processes of a run: those that are found, or those that have yet to be started on this node.
+
+    Raises:
+        ConfigError: Those that run are not those asked for.
+    """
+    count = _count(devices, accelerator)
+    if num_nodes is not None and num_nodes < 1:
+        raise ConfigError(f"num_nodes: must be at least 1, found {num_nodes}.")
+    found = Processes.found()
+    if found.started_by is None and (num_nodes or 1) > 1:
+        raise ConfigError(
+            f"num_nodes: {num_nodes} nodes are asked for, but this is one process that nobody started on each. Use "
+            f"srun, or run on every node: torchrun --nnodes {num_nodes} --nproc-per-node {count or 1} --rdzv-backend "
+            "c10d --rdzv-endpoint FIRST_NODE:29400 -m lumen fit ... (or your script)."
+        )
+    if found.started_by is None:
+        return Processes(world_size=count or 1, local_world_size=count or 1)
+    for option, asked, runs in (
+        ("devices", count, found.local_world_size),
+        ("num_nodes", num_nodes, found.nodes),
+    ):
+        if asked is not None and asked != runs:
+            where = "processes of this run on this node" if option == "devices" else "nodes with processes of this run"
+            raise ConfigError(
+                f"{option}: {asked} asked for, but {found.started_by} started {runs} {where}. Leave {option} out to "
+                f"use what is there, or start {asked}."
+            )
+    return found
+
+
+def device_of(accelerator: str, processes: Processes | None = None) -> torch.device:
+    """The best device there is, of several CUDA devices that of a process by its number on its node.
+
+    Raises:
+        ConfigError: Not available here.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    name = "cuda" if accelerator == "gpu" else accelerator
+    if name == "auto":
+        name = next(kind for kind, found in available.items() if found)
+    if not available.get(name, False):
+        found = ", ".join(kind for kind, there in available.items() if there)
+        raise ConfigError(f"accelerator: {accelerator!r} is not available here; there are: auto, {found}.")
+    if processes is None or name != "cuda":
+        return torch.device(name)
+    visible = torch.cuda.device_count()  # one, where SLURM shows each process its own
+    if processes.local_rank >= visible > 1:
+        raise ConfigError(
+            f"accelerator: process {processes.local_rank} of {processes.local_world_size} on this node has no device: "
+            f"{visible} are visible to it. Start as many processes as devices, or show each process one."
+        )
+    return torch.device(name, processes.local_rank if visible > 1 else 0)
+
+
+def unused_devices(strategy: Strategy) -> str | None:
+    """What to tell who runs one process although there are more devices."""
+    visible = torch.cuda.device_count() if strategy.device.type == "cuda" else 1
+    if strategy.world_size == 1 and strategy.processes.started_by is None and visible > 1:
+        return f"1 of {visible} visible devices is used; devices: auto uses all"
+    return None
+
+
+def _count(devices: int | str | None, accelerator: str) -> int | None:
+    visible = torch.cuda.device_count() if device_of(accelerator).type == "cuda" else None
+    if devices in ("auto", -1, "-1"):
+        return visible or 1
+    text = str(devices)
+    if isinstance(devices, (list, tuple)) or "," in text:
+        raise ConfigError(
+            f"devices: expected how many, found {devices!r}. Set CUDA_VISIBLE_DEVICES to say which ones, and devices: "
+            "to their number."
+        )
+    if devices is not None and (not text.isdigit() or int(text) == 0 or isinstance(devices, bool)):
+        raise ConfigError(f"devices: expected a number of devices or auto, found {devices!r}.")
+    if devices is not None and visible is not None and int(text) > visible:
+        raise ConfigError(f"devices: {devices} asked for, but {visible} are visible here.")
+    return None if devices is None else int(text)
+
+
+def _alone(strategy: Strategy, processes: Processes) -> Strategy:
+    if processes.world_size > 1 and strategy.world_size == 1:
+        kind, found = type(strategy).__name__, processes.started_by
+        there = "devices asks for" if found is None else f"{found} started"
+        raise ConfigError(
+            f"strategy: {kind} runs one process, but {there} {processes.world_size}. Use strategy: ddp or fsdp, or "
+            "one process."
+        )
+    return strategy
+
+
+def _import(name: str) -> Strategy:
+    """Not before it is asked for: its import takes time."""
+    made: Strategy = getattr(import_module(f"lumen.strategies.{name}"), name.upper())()
+    return made
+
+
+def _not_known(name: str) -> str:
+    if name == "dp":
+        return "dp (torch's DataParallel, one process for several devices) is not built. Use ddp."
+    hint = "use auto, single, ddp or fsdp, or give an object"
+    if name.startswith("ddp_find_unused_parameters"):
+        hint = "write {class_path: lumen.DDP, init_args: {find_unused_parameters: true}}"
+    return f"{name!r} is unknown; {hint}."

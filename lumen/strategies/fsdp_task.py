@@ -1,0 +1,373 @@
+"""A task whose parameters are cut up over processes by torch's `fully_shard`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lumen.data.nested import convert, tensors
+from lumen.errors import ConfigError, TrainingError
+from lumen.internals.fully_shard import forget_iteration, need_to_shard, sum_unused
+from lumen.internals.tensors import Hooks, give_hooks, hooks_of, is_view, own_parameters, writes_to
+from lumen.metrics.torchmetrics_states import metrics_of
+from lumen.strategies.step_module import Steps
+from lumen.task.references import replace
+
+
+@final
+class ShardedTask:
+    """Cuts up the parameters of a task, in place, and keeps book of what a micro-batch did with them.
+
+    Real parameters and buffers become those of rank 0 first; parameters on the meta device stay there.
+
+    Args:
+        task: Whose.
+        units: Modules whose parameters are gathered together, inner ones first; the task is the last one.
+        mesh: One dimension: over it parameters are cut; two: they are copied over the first.
+        device: Of this process.
+        reshard: See `reshard_after_forward` of `fully_shard`.
+        policy: See `mp_policy` there; the inputs of the task's modules are cast, those of its steps are not.
+        output_dtype: What the task's modules return is cast to; None: nothing.
+        offload: Parameters, gradients and the optimizer's state live on the CPU.
+
+    Attributes:
+        root: Runs the task's steps.
+        units: All of them, the task's last.
+        outputs: What units returned in the training forward in progress.
+        arrived: Names of the parameters that got a gradient since this was emptied.
+    """
+
+    def __init__(
+        self,
+        task: nn.Module,
+        units: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        reshard: bool | int,
+        policy: MixedPrecisionPolicy,
+        output_dtype: torch.dtype | None,
+        offload: bool,
+    ) -> None:
+        self.root: Any = Steps(task)
+        self.units: list[Any] = [*units, self.root]
+        self.outputs: list[torch.Tensor] = []
+        self.arrived: set[str] = set()
+        self.is_watched = mesh.size() > 1
+        self._in_forward = False
+        self._versions: dict[str, tuple[nn.Parameter, int, bool]] = {}  # of whole parameters, when they became so
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._hooks: dict[str, Hooks] = {}
+        self._hooked: set[int] = set()
+        self._reshards = reshard
+        self._syncs = True
+        self._has_run = False
+        offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
+        names = {id(module): name for name, module in task.named_modules()}
+        modules = [*task.modules()]
+        attributes = [(module, key, {**p.__dict__}) for module in modules for key, p in _own(module) if p.__dict__]
+        for unit in self.units:
+            own = _unsharded(unit)
+            before = [own_parameters(module)[key] for module, key in own]
+            _check(own, names)
+            _place(own, unit, device)
+            is_root = unit is self.root
+            unit.register_forward_hook(_not_compiled(_copy_views))
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=None if is_root and reshard is True else reshard,
+                mp_policy=MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, not is_root),
+                offload_policy=offload_policy,
+            )
+            for (module, key), earlier in zip(own, before, strict=True):
+                assert earlier is not None
+                self._take_place(module, key, earlier, f"{names[id(module)]}.{key}".lstrip("."))
+            self._watch(unit, own, names)
+            if not is_root:
+                unit.register_forward_hook(_not_compiled(self._capture))
+        need_to_shard(self.root)
+        for module, key, values in attributes:
+            own_parameters(module)[key].__dict__.update(values)
+        self._parameters = list(task.parameters())
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        for metric in metrics_of(task).values():
+            metric.to(device)
+        if self.is_watched:
+            for unit in self.units:
+                sum_unused(unit)
+        if policy.param_dtype is not None or output_dtype is not None:
+            _cast(task, policy.param_dtype, output_dtype)
+
+    # ------------------------------------------------------------------ what a micro-batch does
+
+    def _watch(self, unit: nn.Module, own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
+        """See which parameters of a unit get gradients."""
+        places = {f"{names[id(module)]}.{key}".lstrip("."): (module, key) for module, key in own}
+        self._places |= places
+
+        def before(module: nn.Module, args: Any) -> None:
+            for name, (owner, key) in places.items():
+                whole = own_parameters(owner)[key]
+                assert whole is not None
+                if self.is_watched:
+                    self._note(name, whole)
+                if whole.requires_grad and not isinstance(whole, DTensor):
+                    self._hook(name, whole)
+
+        unit.register_forward_pre_hook(_not_compiled(before))  # after fully_shard's own, when its parameters are whole
+
+    def _hook(self, name: str, whole: nn.Parameter) -> None:
+        """Let the hooks on a parameter see its whole gradient, as under every strategy."""
+        on_gradient, on_accumulated = self._hooks[name]
+        if on_gradient and not hooks_of(whole)[0]:
+            give_hooks(whole, (on_gradient, hooks_of(whole)[1]))
+        if id(whole) in self._hooked:
+            return
+        if on_accumulated is not None:
+            give_hooks(whole, (hooks_of(whole)[0], on_accumulated))
+        if self.is_watched:
+            whole.register_post_accumulate_grad_hook(partial(self._mark, name))  # type: ignore[no-untyped-call]
+        self._hooked.add(id(whole))
+
+    def _take_place(self, module: nn.Module, key: str, earlier: nn.Parameter, name: str) -> None:
+        """Let who refers to the parameter that was cut up find what its module holds; keep its hooks."""
+        on_gradient, on_accumulated = hooks_of(earlier)
+        on_gradient = OrderedDict() if on_gradient is None else on_gradient
+        give_hooks(own_parameters(module)[key], (on_gradient, None))  # those to come are seen too
+        self._hooks[name] = on_gradient, on_accumulated
+        replace(earlier, partial(self._current, module, key, name), name)
+
+    def _current(self, module: nn.Module, key: str, name: str) -> nn.Parameter | None:
+        """What a module holds now, for who refers to the parameter that was cut up.
+
+        Raises:
+            ConfigError: A step that trains needs all of it, and this process has a part.
+        """
+        parameter = own_parameters(module)[key]
+        if self._in_forward and isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"FSDP: training_step uses {name}, by a reference that is kept beside the module, while its unit is "
+                f"not gathered. Units are {self._names()}. Use it in the forward of its unit; or choose others (wrap): "
+                "what is in no unit is gathered for the whole step."
+            )
+        return parameter
+
+    def _note(self, name: str, whole: nn.Parameter) -> None:
+        """A parameter is whole: from now on a write to it would be lost, and whether it is trained."""
+        if not isinstance(whole, DTensor):
+            self._versions.setdefault(name, (whole, writes_to(whole), whole.requires_grad))
+
+    def refuse_writes(self) -> None:
+        """Find out whether somebody wrote parameters while they were whole, or froze or unfroze them.
+
+        Raises:
+            TrainingError: Names them.
+        """
+        written = [name for name, (whole, version, _) in self._versions.items() if writes_to(whole) != version]
+        moved = [name for name, (whole, _, trained) in self._versions.items() if whole.requires_grad != trained]
+        self._versions.clear()
+        if moved:
+            raise TrainingError(
+                f"FSDP: {', '.join(moved[:8])}{', ...' if len(moved) > 8 else ''} was frozen or unfrozen in a step or "
+                "a hook in which it was gathered, and what was gathered is thrown away. Do it between steps: in "
+                "on_train_epoch_start, on_train_batch_end or on_before_zero_grad."
+            )
+        if written:
+            raise TrainingError(
+                f"FSDP: {', '.join(written[:8])}{', ...' if len(written) > 8 else ''} was written in a step or a hook "
+                "in which it was gathered, and what was gathered is thrown away. Write in on_before_zero_grad, "
+                "on_validation_start or on_validation_end, where each process holds its part."
+            )
+
+    def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._in_forward:
+            self.outputs += [each for each in tensors(output) if each.requires_grad]
+
+    def _mark(self, name: str, parameter: nn.Parameter) -> None:
+        self.arrived.add(name)
+
+    def call(self, step: str, *args: Any) -> Any:
+        """Run a step of the task.
+
+        Raises:
+            ConfigError: It uses parameters of a unit without calling the unit.
+        """
+        self._has_run = True
+        self.outputs.clear()
+        self._in_forward = step == "training_step"
+        try:
+            output = self.root(step, *args)
+            if self._in_forward and any(isinstance(each, DTensor) for each in tensors(output)):
+                raise RuntimeError("the loss is made of mixed torch.Tensor and DTensor")
+            return output
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ConfigError(
+                f"FSDP: {step} uses parameters of a module without calling that module, which is when they are "
+                f"gathered: {str(error).splitlines()[0]} Units are {self._names()}. "
+                "Wrap modules that are called, such as whole blocks."
+            ) from error
+        finally:
+            self._in_forward = False
+
+    def _names(self) -> str:
+        names = [name for name, module in self.root.task.named_modules() if module in self.units]
+        return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "none"
+
+    def begin(self, *, sync: bool, keep: bool) -> None:
+        """A micro-batch begins.
+
+        Args:
+            sync: Gradients are summed over processes in its backward.
+            keep: Parameters stay whole after it.
+        """
+        for unit in self.units:
+            if sync != self._syncs:
+                unit.set_requires_gradient_sync(sync, recurse=False)
+            unit.set_reshard_after_backward(not keep, recurse=False)
+        self._syncs = sync
+
+    def look_again(self) -> None:
+        """Let units look at their parameters anew where some were frozen or unfrozen since. Collective then."""
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if trained != self._trained:
+            self._trained = trained
+            for unit in self.units:  # a unit that was frozen has not found out in which dtype its gradients are kept
+                unit.unshard()
+                unit.reshard()
+
+    def reshard(self) -> None:
+        """Free what is not this process's part."""
+        self.outputs.clear()
+        for unit in self.units:
+            unit.reshard()
+
+    def missing(self) -> list[str]:
+        """Names of the trainable parameters that have got no gradient."""
+        return [name for name, parameter in self.trained() if name not in self.arrived]
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The trainable parameters."""
+        parts = [(name, own_parameters(module)[key]) for name, (module, key) in self._places.items()]
+        return [(name, each) for name, each in parts if each is not None and each.requires_grad]
+
+    # ------------------------------------------------------------------ evaluation
+
+    def unshard(self) -> None:
+        """Make all parameters whole until `end_evaluation`. Collective."""
+        for unit in self.units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        for name, (owner, key) in self._places.items():
+            if (whole := own_parameters(owner)[key]) is not None:
+                self._note(name, whole)
+
+    def end_evaluation(self) -> None:
+        """Free what is not this process's part, and forget the forwards that had no backward."""
+        if self._reshards is True:
+            for unit in self.units[:-1]:
+                unit.set_reshard_after_forward(True, recurse=False)
+        self.reset()
+
+    def reset(self) -> None:
+        """Make a new beginning, whatever was interrupted."""
+        if self._has_run:
+            forget_iteration(self.root)
+        self.reshard()
+
+
+def _own(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    return [(key, parameter) for key, parameter in own_parameters(module).items() if parameter is not None]
+
+
+def _unsharded(unit: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the parameters of a unit are that are not yet cut up; tied ones once."""
+    found: dict[int, tuple[nn.Module, str]] = {}
+    for module in unit.modules():
+        for key, parameter in _own(module):
+            if not isinstance(parameter, DTensor):
+                found.setdefault(id(parameter), (module, key))
+    return list(found.values())
+
+
+def _check(own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
+    parameters = {f"{names[id(module)]}.{key}".lstrip("."): own_parameters(module)[key] for module, key in own}
+    dtypes: dict[torch.dtype, str] = {}
+    for name, parameter in parameters.items():
+        assert parameter is not None
+        if nn.parameter.is_lazy(parameter):
+            raise ConfigError(f"FSDP: {name} has no shape yet. Run a batch through lazy modules when they are built.")
+        if parameter.ndim == 0:
+            raise ConfigError(f"FSDP: {name} has no dimension to cut. Make it a parameter of shape (1,).")
+        if parameter.requires_grad and not parameter.numel():
+            raise ConfigError(f"FSDP: {name} has no elements to train. Set requires_grad of it to False.")
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, name)
+    if len(dtypes) > 1:
+        listed = ", ".join(f"{name} in {str(dtype)[6:]}" for dtype, name in dtypes.items())
+        raise ConfigError(
+            f"FSDP: the trainable parameters of one unit have several dtypes: {listed}. Make them one, or wrap the "
+            "modules that differ by themselves (wrap)."
+        )
+
+
+def _place(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.device) -> None:
+    """Bring real parameters and buffers to the device; they become those of rank 0."""
+    several = dist.get_world_size() > 1
+    parameters = [own_parameters(module)[key] for module, key in own]
+    for tensor in (*parameters, *unit.buffers()):
+        assert tensor is not None
+        if isinstance(tensor, DTensor):
+            continue
+        tensor.data = tensor.data.contiguous()  # fully_shard takes nothing else
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+            if several:
+                dist.broadcast(tensor.data, 0)
+
+
+def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that `torch.compile` leaves alone, as it does those of `fully_shard`."""
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return no views: an operation in place on one would take the hook from it that gathers for the backward."""
+
+    def copied(each: Any) -> Any:
+        return each.clone() if isinstance(each, torch.Tensor) and each.requires_grad and is_view(each) else each
+
+    has_views = any(each.requires_grad and is_view(each) for each in tensors(output))
+    return convert(output, copied) if has_views else None
+
+
+def _cast(module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+    """Cast what goes into the outermost modules that can be called, and what comes out of them."""
+
+    def cast(values: Any, dtype: torch.dtype | None) -> Any:
+        return convert(
+            values,
+            lambda each: each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each,
+        )
+
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            _cast(child, inputs, outputs)
+        elif next(child.parameters(), None) is not None:
+            if inputs is not None:
+                child.register_forward_pre_hook(
+                    lambda _, args, options: (cast(args, inputs), cast(options, inputs)), with_kwargs=True
+                )
+            if outputs is not None:
+                child.register_forward_hook(lambda _, args, output: cast(output, outputs))

@@ -1,0 +1,122 @@
+"""Units: the modules whose parameters FSDP gathers and frees together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from lumen.errors import ConfigError
+from lumen.task.task_module import TaskModule
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_units(
+    task: nn.Module,
+    classes: Sequence[str] = (),
+    chosen: Callable[[str, nn.Module], bool] | None = None,
+    min_parameters: int | None = None,
+) -> list[nn.Module]:
+    """The units of a task, inner ones before those around them; what is in none of them belongs to the task.
+
+    A module that shares a parameter with one outside of it is no unit: the next larger one holds both.
+
+    Args:
+        task: Whose.
+        classes: Names of classes: every module of one of them is a unit.
+        chosen: Says of a name and a module whether it is one.
+        min_parameters: The smallest modules that hold so many parameters, beside those of units in them.
+
+    Returns:
+        By the first that is given; else those of the task's `modules_to_shard`; else the blocks: modules of one class
+        that stand together in a list, a dictionary or an `nn.Sequential`.
+
+    Raises:
+        ConfigError: No module has such a class, or a module cannot be a unit.
+    """
+    named = {module: name for name, module in task.named_modules()}
+    if classes:
+        units = _by_class(task, classes)
+    elif chosen is not None:
+        units = [module for module, name in named.items() if chosen(name, module)]
+    elif min_parameters is not None:
+        units = _by_size(task, min_parameters)
+    elif isinstance(task, TaskModule) and type(task).modules_to_shard is not TaskModule.modules_to_shard:
+        units = list(task.modules_to_shard())
+        if strangers := [type(unit).__name__ for unit in units if unit not in named]:
+            raise ConfigError(f"modules_to_shard gives {strangers[0]}, which is no module of {type(task).__name__}.")
+    else:
+        units = list(_blocks(task))
+    attentions = (module for module in named if isinstance(module, nn.MultiheadAttention))
+    never = {task, *(part for attention in attentions for part in attention.children())}  # it reads what is in them
+    possible = {unit for unit in units if unit not in never and _can_be_one(unit) and not _shares(task, unit)}
+    return [module for module in reversed(named) if module in possible]
+
+
+def modules_of(task: nn.Module, classes: Iterable[str], option: str) -> list[nn.Module]:
+    """Every module of one of these classes.
+
+    Raises:
+        ConfigError: There is none of one of them.
+    """
+    found = {type(module).__name__ for module in task.modules()}
+    if missing := [name for name in classes if name not in found]:
+        raise ConfigError(
+            f"{option}: no module of {type(task).__name__} is a {' or a '.join(missing)}; "
+            f"its classes are {', '.join(sorted(found))}."
+        )
+    return [module for module in task.modules() if type(module).__name__ in classes]
+
+
+def _by_class(task: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
+    units = modules_of(task, classes, "wrap")
+    if unfit := [unit for unit in units if not _can_be_one(unit)]:
+        raise ConfigError(
+            f"wrap: a {type(unfit[0]).__name__} has no forward or no parameters, so there is no moment to gather them. "
+            "Name the class of the modules in it."
+        )
+    return units
+
+
+def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
+    units: list[nn.Module] = []
+
+    def count(module: nn.Module) -> int:
+        held = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        held += sum(count(child) for child in module.children())
+        if held >= least and _can_be_one(module):
+            units.append(module)
+            return 0
+        return held
+
+    count(module)
+    return units
+
+
+def _blocks(module: nn.Module) -> Iterable[nn.Module]:
+    """The outermost repeated modules."""
+    children = list(module.children())
+    kinds = Counter(type(child) for child in children if next(child.parameters(), None) is not None)
+    for child in children:
+        if isinstance(module, _CONTAINERS) and kinds[type(child)] > 1 and _can_be_one(child):
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _can_be_one(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None
+
+
+def _shares(task: nn.Module, unit: nn.Module) -> bool:
+    """Whether a parameter of a module is that of one outside of it too."""
+    inside = {id(parameter) for parameter in unit.parameters()}
+    within = set(unit.modules())
+    return any(
+        id(parameter) in inside
+        for module in task.modules()
+        if module not in within
+        for parameter in module.parameters(recurse=False)
+    )

@@ -1,0 +1,1 @@
+"""What users subclass, and what is done to it before it trains: hooks found, layers materialised, compiled."""

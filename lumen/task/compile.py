@@ -1,0 +1,193 @@
+"""`torch.compile` for the time of a run: in place, so that names and checkpoints stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from lumen.errors import ConfigError
+from lumen.internals.compiler import (
+    compile_calls,
+    is_compiled,
+    is_compilers,
+    limited_versions,
+    need_to_compile,
+    uncompile,
+)
+from lumen.metrics.torchmetrics_states import metrics_of
+
+if TYPE_CHECKING:
+    from lumen.strategies import Strategy
+
+_OPTIONS = ("mode", "dynamic", "fullgraph", "backend", "options")
+_GRAPH_MODES, _GRAPHS = ("reduce-overhead", "max-autotune"), "triton.cudagraphs"
+_VERSIONS = 32  # of one piece of code: for each shape, with and without gradients, in training and in evaluation
+
+
+@final
+class Compilation(AbstractContextManager["Compilation"]):
+    """Compiles modules of a task; when the context ends they are as they were.
+
+    Shapes are static unless `dynamic` says otherwise. By torch's own choice a second shape makes code for all shapes,
+    which then rounds the first shape differently too: a resumed run, which meets the shapes in another order, would
+    not end with the bits of the undisturbed one.
+
+    Args:
+        setting: False: nothing. True: the task's `forward` and its direct child modules. A class name or a list of
+            them: every module of these classes. A dictionary: options of `torch.compile` (`mode`, `dynamic`,
+            `fullgraph`, `backend`, `options`) and optionally `blocks`, the class names.
+
+    Raises:
+        ConfigError: An unknown option.
+    """
+
+    def __init__(self, setting: bool | str | list[str] | dict[str, Any] | None) -> None:
+        self.setting = setting or False
+        self._on = setting is not None and setting is not False
+        given = dict(setting) if isinstance(setting, Mapping) else {}
+        blocks = given.pop("blocks", None) if isinstance(setting, (bool, Mapping, type(None))) else setting
+        self._blocks: list[str] = [blocks] if isinstance(blocks, str) else list(blocks or ())
+        if unknown := set(given) - set(_OPTIONS):
+            raise ConfigError(
+                f"compile: unknown option {', '.join(sorted(unknown))}; there are blocks, {', '.join(_OPTIONS)}."
+            )
+        self._options = {"dynamic": False} | given
+        self._compiled: list[nn.Module] = []
+        self._limits: AbstractContextManager[Any] = nullcontext()
+
+    def replays_graphs(self, device: torch.device) -> bool:
+        """Whether compiled code is replayed as CUDA graphs, whose results lie where the next replay's will."""
+        asked = self._options.get("mode") in _GRAPH_MODES or (self._options.get("options") or {}).get(_GRAPHS)
+        return self._on and device.type == "cuda" and bool(asked)
+
+    def check_graphs(self, strategy: Strategy, *, accumulates: bool) -> None:
+        """Refuse what CUDA graphs cannot do; only where they are replayed.
+
+        Args:
+            strategy: Of the run.
+            accumulates: A step has several micro-batches in each process.
+
+        Raises:
+            ConfigError: A strategy that moves parameters, or several micro-batches.
+        """
+        if not self.replays_graphs(strategy.device):
+            return
+        if strategy.shards:
+            raise ConfigError(
+                f"compile: CUDA graphs ({self.setting}) read parameters where they lay when they were recorded, but "
+                "this strategy gathers them anew. Use mode: max-autotune-no-cudagraphs, or strategy: ddp."
+            )
+        if accumulates:
+            raise ConfigError(
+                f"compile: with CUDA graphs ({self.setting}) the gradients of a micro-batch lie where the next one's "
+                "will, so that they cannot be summed. Use mode: max-autotune-no-cudagraphs, or one micro-batch a step."
+            )
+
+    def check(self, task: nn.Module) -> None:
+        """Refuse what cannot be compiled, while nothing is compiled yet.
+
+        Raises:
+            ConfigError: No module has such a class, there is nothing to compile, or torch refuses an option.
+        """
+        if not self._on:
+            return
+        need_to_compile()
+        self._targets(task)
+        try:
+            torch.compile(nn.Identity(), **self._options)
+        except RuntimeError as error:
+            raise ConfigError(f"compile: torch.compile refuses its options: {_first_line(error)}") from error
+
+    def apply(self, task: nn.Module) -> None:
+        """Compile, on first use. Modules that are compiled already are left alone.
+
+        Raises:
+            ConfigError: See `check`.
+        """
+        self.check(task)
+        for module in self._targets(task) if self._on else ():
+            if not is_compiled(module):
+                _compile(module, self._options)
+                self._compiled.append(module)
+
+    def _targets(self, task: nn.Module) -> list[nn.Module]:
+        if self._blocks:
+            found = {type(module).__name__ for module in task.modules()}
+            if missing := [name for name in self._blocks if name not in found]:
+                raise ConfigError(
+                    f"compile: no module of {type(task).__name__} is a {' or a '.join(missing)}; "
+                    f"its classes are {', '.join(sorted(found))}."
+                )
+            return [module for module in task.modules() if type(module).__name__ in self._blocks]
+        targets = [task] if type(task).forward is not nn.Module.forward else []
+        targets += _callable_children(task, set(map(id, metrics_of(task).values())))
+        if not targets:
+            raise ConfigError(
+                f"compile: {type(task).__name__} has no forward and no module with parameters that could be compiled. "
+                "Make the model a module of the task, or set compile: false."
+            )
+        return targets
+
+    def __enter__(self) -> Compilation:
+        if self._on:
+            self._limits = limited_versions(_VERSIONS)
+        self._limits.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._limits.__exit__(kind, error, trace)
+        while self._compiled:
+            uncompile(self._compiled.pop())
+        if self._on:
+            torch.compiler.reset()  # versions are counted for a piece of code: the next run's task has the same
+            _explain(error)
+
+
+def _callable_children(module: nn.Module, metrics: set[int]) -> Iterator[nn.Module]:
+    """The modules with parameters directly in a module; of a list or dictionary of modules, those in it."""
+    for child in module.children():
+        if isinstance(child, torch.jit.ScriptModule):
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _callable_children(child, metrics)
+        elif id(child) not in metrics and next(child.parameters(), None) is not None:
+            yield child
+
+
+def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Make a module's calls compiled ones, without a wrapper around it."""
+    if not type(module).forward.__module__.startswith("torch."):
+        module.compile(**options)
+    else:  # torch passes over code of its own: `nn.Sequential.compile()` does nothing
+        compile_calls(module, options)
+
+
+def _explain(error: BaseException | None) -> None:
+    """Turn what torch says when it cannot compile into one clear error; anything else is left alone."""
+    if error is None or (about := is_compilers(error)) is None:
+        return
+    if about == "versions":
+        raise ConfigError(
+            f"compile: one module needed more than {_VERSIONS} compiled versions, one for each shape it met. Pad the "
+            "batches to few shapes, or set compile: {dynamic: true} (a resumed run is then equal within rounding)."
+        ) from error
+    if "InvalidCxxCompiler" in str(error):
+        raise ConfigError(
+            f"compile: there is no C++ compiler, which compiling for the CPU needs: {_first_line(error)}. Install g++ "
+            "or clang++, name one in the environment variable CXX, or set compile: false."
+        ) from error
+    raise ConfigError(
+        f"compile: torch.compile failed: {type(error).__name__}: {_first_line(error)}. Try compile: false. If that "
+        "works, name the classes of blocks to compile (compile: [Block]); if not, the model has a mistake."
+    ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0].rstrip(".")

@@ -1,0 +1,330 @@
+"""Hooks: which of a user's methods are called, and with what."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import takewhile
+from operator import itemgetter
+from typing import Any, final
+
+from lumen.errors import ConfigError
+from lumen.task.data_module import DataHooks, DataModule
+from lumen.task.task_module import TaskModule
+
+#: Every hook, in the order in which `Callback` draws them.
+HOOKS = (
+    "setup", "on_load_checkpoint", "on_save_checkpoint",
+    "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start",
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end",
+    "on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end",
+    "on_validation_epoch_end", "on_validation_end",
+    "on_train_epoch_end", "on_boundary", "on_boundary_end", "on_train_end", "on_fit_end",
+    "on_test_start", "on_test_epoch_start", "on_test_batch_start", "on_test_batch_end", "on_test_epoch_end",
+    "on_test_end",
+    "on_predict_start", "on_predict_epoch_start", "on_predict_batch_start", "on_predict_batch_end",
+    "on_predict_epoch_end", "on_predict_end",
+    "on_exception", "teardown",
+)  # fmt: skip
+
+
+_EPOCH_END = "Keep what the steps compute in a list of your own and read it in {}; means are self.log's business."
+_STEP_END = "Every process has its own batch: compute the loss in {} itself."
+_MODE = "Lumen puts every module into eval mode and back: set what you need in {}."
+_LOADER = "Do it in {}."
+_CLIP = (
+    "Set Trainer(gradient_clip_val=..., gradient_clip_algorithm=...), or change gradients in on_before_optimizer_step."
+)
+_BEFORE_TRAINING = "Write on_fit_start or on_train_start."
+_EVERY_EPOCH = "Write {0} for each stage: on_train_{1}, on_validation_{1}, on_test_{1}."
+_EITHER = {
+    "on_epoch_start": _EVERY_EPOCH.format("on_*_epoch_start", "epoch_start"),
+    "on_epoch_end": _EVERY_EPOCH.format("on_*_epoch_end", "epoch_end"),
+    "on_batch_start": "Write on_train_batch_start(batch, batch_idx).",
+    "on_batch_end": "Write on_train_batch_end(outputs, batch, batch_idx).",
+    "on_pretrain_routine_start": _BEFORE_TRAINING,
+    "on_pretrain_routine_end": _BEFORE_TRAINING,
+}
+_OF_LOADERS = {
+    "on_train_dataloader": _LOADER.format("train_dataloader"),
+    "on_val_dataloader": _LOADER.format("val_dataloader"),
+    "on_test_dataloader": _LOADER.format("test_dataloader"),
+    "on_predict_dataloader": _LOADER.format("predict_dataloader"),
+}
+#: Methods that were hooks in some Lightning 1 or 2, by whose they were, and what to write instead.
+NOT_CALLED: Mapping[str, Mapping[str, str]] = {
+    "task": _EITHER | _OF_LOADERS | {
+        "backward": "Return a scaled loss from training_step, or write on_before_backward and on_after_backward.",
+        "optimizer_step": "Write on_before_optimizer_step and on_train_batch_end, or an optimizer whose step does it; "
+        "warm-up is a scheduler's with interval: step.",
+        "optimizer_zero_grad": "Gradients are set to None before a step: write on_before_zero_grad to read them.",
+        "lr_scheduler_step": "Give the scheduler's interval, frequency and monitor in configure_optimizers, or write a "
+        "scheduler whose step does it.",
+        "configure_gradient_clipping": _CLIP,
+        "clip_gradients": _CLIP,
+        "configure_callbacks": "Give them to Trainer(callbacks=...).",
+        "configure_sharded_model": "Write configure_model.",
+        "training_step_end": _STEP_END.format("training_step"),
+        "validation_step_end": _STEP_END.format("validation_step"),
+        "test_step_end": _STEP_END.format("test_step"),
+        "predict_step_end": _STEP_END.format("predict_step"),
+        "training_epoch_end": _EPOCH_END.format("on_train_epoch_end"),
+        "validation_epoch_end": _EPOCH_END.format("on_validation_epoch_end"),
+        "test_epoch_end": _EPOCH_END.format("on_test_epoch_end"),
+        "predict_epoch_end": _EPOCH_END.format("on_predict_epoch_end"),
+        "on_validation_model_eval": _MODE.format("on_validation_start"),
+        "on_validation_model_train": _MODE.format("on_validation_end"),
+        "on_validation_model_zero_grad": "Gradients stay as they are; write on_validation_start to drop them.",
+        "on_test_model_eval": _MODE.format("on_test_start"),
+        "on_test_model_train": _MODE.format("on_test_end"),
+        "on_predict_model_eval": _MODE.format("on_predict_start"),
+        "on_predict_model_train": _MODE.format("on_predict_end"),
+        "tbptt_split_batch": "Split the sequence in the data, and keep the hidden state on the task, detached.",
+        "truncated_bptt_steps": "Split the sequence in the data, and keep the hidden state on the task, detached.",
+        "on_post_move_to_device": "Tie parameters in __init__ or configure_model: they stay tied.",
+        "get_progress_bar_dict": "Log with prog_bar=True; Trainer(callbacks=[lumen.ProgressBar(...)]) has the rest.",
+        "on_hpc_save": "Write on_save_checkpoint.",
+        "on_hpc_load": "Write on_load_checkpoint.",
+        "add_to_queue": "Nothing is spawned: the task that fit was given is the trained one.",
+        "get_from_queue": "Nothing is spawned: the task that fit was given is the trained one.",
+    },
+    "data module": _OF_LOADERS | {
+        "on_exception": "Write on_exception of the task or of a callback; teardown is always called.",
+        "on_save_checkpoint": "Write state_dict.",
+        "on_load_checkpoint": "Write load_state_dict.",
+        "on_hpc_save": "Write state_dict.",
+        "on_hpc_load": "Write load_state_dict.",
+    },
+    "callback": _EITHER | {
+        "on_init_start": "Write setup.",
+        "on_init_end": "Write setup.",
+        "on_before_accelerator_backend_setup": "Write setup.",
+        "on_configure_sharded_model": "Write on_fit_start; the task's configure_model builds its layers.",
+        "on_keyboard_interrupt": "Write on_exception: the exception is a KeyboardInterrupt.",
+    },
+}  # fmt: skip
+_TOLD_OF_LOADERS = {f"on_{stage}_batch_{at}" for stage in ("validation", "test", "predict") for at in ("start", "end")}
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_OF_DATA = tuple(name for name in vars(DataHooks) if not name.startswith("_"))
+#: What a misspelt name may have meant.
+_MEANT: Mapping[str, tuple[str, ...]] = {
+    "task": (*HOOKS, *_STEPS, *_OF_DATA, "configure_optimizers", "configure_model"),
+    "data module": (*_OF_DATA, "setup", "teardown", "state_dict", "load_state_dict"),
+    "callback": (*HOOKS, "state_dict", "load_state_dict"),
+}
+_ALIKE = 0.9  # of difflib: one letter of ten; `training_stage` is further from `training_step`
+
+
+@final
+class Hooks:
+    """For each hook the calls to make, found once: what nobody overrides costs an empty loop.
+
+    Args:
+        task: Called last, without `trainer` and `task`.
+        callbacks: Called first, in order.
+        trainer: First argument of every callback's hook.
+    """
+
+    def __init__(self, task: TaskModule, callbacks: Iterable[Any], trainer: Any) -> None:
+        self._calls: dict[str, tuple[Callable[..., Any], ...]] = {}
+        for name in HOOKS:
+            calls: list[Callable[..., Any]] = [
+                partial(_fitted(callback, name, 2), trainer, task)
+                for callback in callbacks
+                if overrides(callback, name)
+            ]
+            if overrides(task, name):
+                calls.append(_fitted(task, name, 0))
+            self._calls[name] = tuple(calls)
+
+    def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
+        calls = self._calls[name]
+        setattr(self, name, calls)  # found as an ordinary attribute from now on
+        return calls
+
+
+def overrides(thing: Any, method: str) -> bool:
+    """Whether a user's object changed a method that its Lumen base class defines as doing nothing."""
+    own = vars(thing)
+    found = own[method] if method in own else getattr(type(thing), method, None)  # None: the object goes without it
+    return found is not None and not str(found.__module__).startswith(
+        ("lumen.task.task_module", "lumen.task.data_module", "lumen.callbacks.base")
+    )
+
+
+_GONE = {
+    "optimizer_idx": "A step is called once for all optimizers; several that step together are one "
+    "lumen.optim.MultiOptimizer.",
+    "hiddens": NOT_CALLED["task"]["tbptt_split_batch"],
+}
+
+
+def step_arguments(
+    step: Callable[..., Any], *, several: bool = False
+) -> Callable[[tuple[Any, int, int]], tuple[Any, ...]]:
+    """What takes from (batch, batch_idx, dataloader_idx) those that a step's signature asks for.
+
+    Args:
+        step: As the task has it; a decorator that keeps its signature (`functools.wraps`) is looked through.
+        several: There are several loaders, one read after the other. Only then `*args` and a third argument that has a
+            default and another name get the last of the three.
+
+    Raises:
+        ConfigError: It asks for something else.
+    """
+    names = ("batch", "batch_idx", "dataloader_idx")
+    parameters = list(inspect.signature(step).parameters.values())
+    if gone := [parameter.name for parameter in parameters if parameter.name in _GONE]:
+        raise ConfigError(
+            f"{getattr(step, '__qualname__', step)}{inspect.signature(step)}: {gone[0]} is not given. {_GONE[gone[0]]}"
+        )
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    given = max(sum(p.default is p.empty for p in positional), 3 if several else 2)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        chosen = list(range(given))
+    else:
+        asked = takewhile(lambda each: each[0] < given or each[1].name in names, enumerate(positional))
+        chosen = [names.index(p.name) if p.name in names[1:] else place for place, p in asked]
+    if not chosen or max(chosen) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
+        raise ConfigError(
+            f"{getattr(step, '__qualname__', step)}{inspect.signature(step)}: a step takes (batch), (batch, batch_idx) "
+            "or (batch, batch_idx, dataloader_idx)."
+        )
+    first = chosen[0]
+    follow_each_other = chosen == list(range(first, first + len(chosen)))
+    return itemgetter(slice(first, first + len(chosen))) if follow_each_other else itemgetter(*chosen)
+
+
+def check_training(task: Any, *, optimizer_given: bool) -> None:
+    """Check that a task defines what training calls.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if not isinstance(task, TaskModule):
+        raise ConfigError(f"expected a TaskModule, found {type(task).__name__}. Subclass lumen.TaskModule.")
+    if not overrides(task, "training_step"):
+        raise ConfigError(f"{type(task).__name__} has no training_step. Define `training_step(self, batch)`.")
+    if not optimizer_given and not overrides(task, "configure_optimizers"):
+        task.configure_optimizers()
+    if not task.automatic_optimization:
+        raise ConfigError(
+            f"{type(task).__name__} sets automatic_optimization = False; this version has no manual optimization."
+        )
+
+
+def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> None:
+    """Refuse methods that were hooks in Lightning and are not called here, and hooks that cannot be.
+
+    Raises:
+        ConfigError: There are some; the message says what to write instead.
+    """
+    for kind, owner in _owners(task, datamodule, callbacks):
+        if dead := [name for name in NOT_CALLED[kind] if _defines(owner, name)]:
+            said = "\n".join(f"  {name}: {NOT_CALLED[kind][name]}" for name in dead)
+            raise ConfigError(
+                f"{type(owner).__name__} defines what Lumen does not call of a {kind}. Write instead:\n{said}"
+            )
+        for name in HOOKS if kind != "data module" else ():
+            if overrides(owner, name):
+                _check_signature(owner, name, 2 if kind == "callback" else 0)
+
+
+def misspelt_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> list[str]:
+    """A sentence for each method that nobody calls and whose name nearly is that of a hook that its owner lacks."""
+    found = []
+    for kind, owner in _owners(task, datamodule, callbacks):
+        lacking = [name for name in _MEANT[kind] if not overrides(owner, name)]
+        for name in _own_methods(owner, kind):
+            near = difflib.get_close_matches(name, lacking, n=1, cutoff=_ALIKE)
+            if near and name[-1].isalpha():  # `train_dataloader_` is a helper's name
+                found.append(f"{type(owner).__name__}.{name} is not called. Is it meant to be {near[0]}?")
+    return found
+
+
+def _owners(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    yield "task", task
+    if datamodule is not None:
+        yield "data module", datamodule
+    yield from (("callback", callback) for callback in callbacks)
+
+
+def _defines(owner: Any, name: str) -> bool:
+    """Whether a user's class, a parent or a mixin of it, or the object itself, has a method of this name."""
+    found = vars(owner).get(name)
+    for each in type(owner).__mro__:
+        found = vars(each).get(name) if found is None and not _is_foreign(each) else found
+    return callable(found) or (name == "truncated_bptt_steps" and bool(found))
+
+
+def _is_lumens(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "lumen"
+
+
+def _is_foreign(kind: type) -> bool:
+    """Whether a class is Lumen's, torch's or Python's own."""
+    return _is_lumens(kind) or kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
+
+
+def _own_methods(owner: Any, kind: str) -> list[str]:
+    """Names of the methods that a user's classes bring: not those of mixins, nor what overrides anything else."""
+    own: dict[str, Any] = {}
+    others = set(NOT_CALLED[kind])
+    for each in type(owner).__mro__:
+        if not _is_foreign(each) and any(map(_is_lumens, each.__mro__)):
+            own.update(vars(each))
+        else:
+            others.update(vars(each))
+    methods = (name for name, value in own.items() if inspect.isfunction(value))
+    return [name for name in methods if name not in others and not name.startswith("_")]
+
+
+def _check_signature(owner: Any, name: str, before: int) -> None:
+    """Find out now whether a hook can be called with what it is called with."""
+    hook, arguments = getattr(owner, name), _arguments(name, before)
+    if not (_takes(hook, arguments) or _takes(hook, _without_loader(arguments))):
+        raise ConfigError(
+            f"{getattr(hook, '__qualname__', name)}{inspect.signature(hook)}: it is called with "
+            f"({', '.join(arguments)})."
+        )
+
+
+def _arguments(name: str, before: int) -> list[str]:
+    """What a hook is called with."""
+    return [*("trainer", "task")[:before], *list(inspect.signature(getattr(TaskModule, name)).parameters)[1:]]
+
+
+def _without_loader(arguments: list[str]) -> list[str]:
+    return [name for name in arguments if name != "dataloader_idx"]
+
+
+def _takes(hook: Callable[..., Any], arguments: list[str]) -> bool:
+    try:
+        inspect.signature(hook).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C that does not tell
+        return True
+    return True
+
+
+def _fitted(owner: Any, name: str, before: int) -> Callable[..., Any]:
+    """An object's hook; without the number of the loader, the last argument, where it does not take that."""
+    hook = getattr(owner, name)
+    fits = name not in _TOLD_OF_LOADERS or _takes(hook, _arguments(name, before))
+    return hook if fits else _WithoutLoader(hook)
+
+
+@final
+class _WithoutLoader:
+    """A hook that does not take the number of the loader."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook, self.__self__ = hook, getattr(hook, "__self__", hook)
+
+    def __call__(self, *arguments: Any) -> None:
+        """Call it without."""
+        self._hook(*arguments[:-1])

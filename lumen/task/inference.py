@@ -1,0 +1,47 @@
+"""What an evaluation under `torch.inference_mode` leaves in a task: tensors that can be trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lumen.internals.tensors import own_buffers, own_parameters
+
+
+@contextmanager
+def ordinary_afterwards(task: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+    """The context after which tensors of a task and its optimizer are ordinary ones, wherever they were made.
+
+    Autograd and updates in place refuse what was made under `torch.inference_mode`. Parameters stay the objects that
+    they are; buffers, attributes of modules and entries of the optimizer's state are replaced by copies.
+
+    Args:
+        task: Whose modules are looked at.
+        optimizer: Whose state is, if there is one.
+    """
+    try:
+        yield
+    finally:
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the tensor, or another could get its id
+        for module in task.modules():
+            for parameter in own_parameters(module).values():
+                if parameter is not None and parameter.is_inference():
+                    parameter.data = parameter.data.clone()
+            _replace(own_buffers(module), copies)
+            _replace(vars(module), copies)
+        for state in optimizer.state.values() if optimizer is not None else ():
+            if isinstance(state, dict):
+                _replace(state, copies)
+
+
+def _replace(holder: dict[str, Any], copies: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for key, value in holder.items():
+        if isinstance(value, torch.Tensor) and value.is_inference():
+            if id(value) not in copies:
+                copies[id(value)] = value, value.clone()
+            holder[key] = copies[id(value)][1]

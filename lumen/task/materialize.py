@@ -1,0 +1,253 @@
+"""Layers built in `configure_model`: parameters first on the meta device, then given their values module by module.
+
+No process ever holds more of them than its share and one module, and they are the same bits under every strategy: what
+a module draws is keyed by the seed and the module's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import nn
+
+from lumen.distributed.dtensor import from_part, is_sharded, own_part, placed_like
+from lumen.errors import ConfigError
+from lumen.internals.tensors import give_hooks, hooks_of, own_parameters
+from lumen.random import Domain, make_key, number_of, preserved_generators, seed_generators
+from lumen.task.hooks import overrides
+from lumen.task.init_recorder import Built, Recorder, put, storage_of
+from lumen.task.references import become
+from lumen.task.task_module import TaskModule
+
+_ADVICE = (
+    "Parameters of layers built in configure_model get their values from the task's init_weights(module, name), by "
+    "default from the module's reset_parameters: define it for modules that make theirs otherwise. Values from "
+    "elsewhere, such as a pretrained model's, are loaded by init_from; or build the layers in __init__."
+)
+
+
+@contextmanager
+def _on_meta(recorder: Recorder, present: set[int]) -> Iterator[None]:
+    """The context in which parameters that a module is given go to the meta device; buffers stay where they are.
+
+    The objects stay the same, so that what is tied stays tied.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if type(parameter) is nn.Parameter and id(parameter) not in present:
+            if not parameter.is_meta:
+                outline = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                outline.__dict__.update(parameter.__dict__)
+                hooks = hooks_of(parameter)
+                torch.utils.swap_tensors(parameter, outline)  # type: ignore[no-untyped-call]
+                give_hooks(parameter, hooks)
+            if recorder.find(parameter) is None:
+                recorder.know(parameter, Built(name, parameter.dtype))
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        with recorder:
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@final
+class DeferredInit:
+    """Builds what a task defines in `configure_model`, and gives it its values when it lies where it belongs.
+
+    Args:
+        task: Whose.
+    """
+
+    def __init__(self, task: TaskModule) -> None:
+        self._task = task
+        self._built: dict[str, Built] = {}
+        self._recorder = Recorder()
+        self._owned: dict[nn.Module, list[Built]] = {}
+        self._open: list[Built] = []
+        self._finished: set[nn.Module] = set()
+        self._made: dict[int, Built] = {}
+
+    def configure(self) -> None:
+        """Call `configure_model`, once in the life of a task, with parameters on the meta device.
+
+        Raises:
+            ConfigError: It needs their values, or has buffers there too.
+        """
+        task, recorder = self._task, Recorder()
+        if task._is_configured:
+            return
+        if overrides(task, "configure_model"):
+            try:
+                with _on_meta(recorder, {id(parameter) for parameter in task.parameters()}):
+                    task.configure_model()
+            except (RuntimeError, TypeError) as error:
+                if not re.search("meta|incompatible tensor type", str(error)):
+                    raise
+                raise ConfigError(
+                    f"configure_model of {type(task).__name__} needs the values of parameters, which have none yet: "
+                    f"{str(error).splitlines()[0]}. {_ADVICE}"
+                ) from error
+        task._is_configured = True
+        for name, parameter in task.named_parameters():
+            if parameter.is_meta and (found := recorder.find(parameter)):
+                self._built[name] = Built(
+                    name, found.dtype, value=found.value, casts=found.casts, built=found.made, loses=found.fed
+                )
+        if names := [name for name, buffer in task.named_buffers() if buffer.is_meta]:
+            raise ConfigError(
+                f"{len(names)} buffers are on the meta device: {_some(names)}. Build them really: in configure_model "
+                "Lumen itself puts parameters there, and parameters only."
+            )
+
+    @torch.no_grad()
+    def materialize(self, seed: int, device: torch.device) -> None:
+        """Give every parameter on the meta device its values, or this process's part of them.
+
+        Nothing is communicated. Generators are afterwards as they were before.
+
+        Args:
+            seed: Of the run.
+            device: Where the parameters are to be.
+
+        Raises:
+            ConfigError: Some get no values, or others than `configure_model` gave them.
+        """
+        self._find()
+        if not self._owned:
+            return
+        with preserved_generators():
+            for name, module in self._task.named_modules():
+                if module not in self._finished and any(each.real is None for each in self._below(module)):
+                    self._initialise(name, module, seed)
+                    while self._open:
+                        self._close(self._open.pop(), device)
+        self._copy()
+        if problems := [problem for each in self._made.values() if (problem := _problem(each))]:
+            more = "; ..." if len(problems) > 4 else ""
+            raise ConfigError(
+                f"{len(problems)} parameters would not begin as configure_model of {type(self._task).__name__} built "
+                f"them: {'; '.join(problems[:4])}{more}. {_ADVICE}"
+            )
+
+    def _find(self) -> None:
+        """Find the parameters on the meta device, whatever a strategy has made of them, and their first owners."""
+        found: dict[int, Built] = {}
+        for prefix, module in self._task.named_modules():
+            for key, tensor in own_parameters(module).items():
+                if tensor is None or not tensor.is_meta:
+                    if tensor is not None:
+                        self._recorder.refused[storage_of(tensor)] = f"{prefix}.{key}"
+                    continue
+                if id(tensor) not in found:
+                    name = f"{prefix}.{key}" if prefix else key
+                    found[id(tensor)] = self._built.get(name) or Built(name, tensor.dtype)
+                    found[id(tensor)].target = tensor
+                    self._owned.setdefault(module, []).append(found[id(tensor)])
+                found[id(tensor)].places.append((module, key))
+        first: dict[object, Built] = {}
+        for parameter in sorted(found.values(), key=lambda each: len(each.casts)):
+            source = first.setdefault(parameter.value, parameter)
+            if source is not parameter:
+                parameter.source, parameter.through = source, parameter.casts[len(source.casts) :]
+            outline = parameter.blank("meta")
+            self._recorder.know(outline, parameter)
+            parameter.put(outline)
+
+    def _below(self, module: nn.Module) -> Iterator[Built]:
+        return (each for part in module.modules() for each in self._owned.get(part, ()))
+
+    def _initialise(self, name: str, module: nn.Module, seed: int) -> None:
+        """Run a module's initialiser; one that writes parameters of modules in it, after theirs, as constructors do."""
+        written = self._run(name, module, seed)
+        if any(each.whole is None for each in written):
+            for below_name, below in reversed([*module.named_modules(prefix=name)][1:]):
+                if not written.isdisjoint(self._below(below)):
+                    self._initialise(below_name, below, seed)
+            self._run(name, module, seed)
+        self._finished.add(module)
+
+    def _run(self, name: str, module: nn.Module, seed: int) -> set[Built]:
+        """Initialise a module whose parameters have no values yet. Returns the parameters that were written."""
+        for parameter in self._owned.get(module, ()):
+            if parameter.whole is None:
+                parameter.whole = parameter.blank("cpu")
+                self._recorder.know(parameter.whole, parameter)
+                parameter.put(parameter.whole)
+                self._open.append(parameter)
+            else:
+                parameter.whole.fill_(torch.nan if parameter.whole.is_floating_point() else 0)
+            parameter.forget()
+        tied = [(key, each) for key, each in own_parameters(module).items() if id(each) in self._made]
+        for key, each in tied:  # it has its values from its first owner: here it is written in vain
+            assert each is not None
+            put(module, key, self._made[id(each)].blank("cpu"))
+        self._recorder.written.clear()
+        seed_generators(make_key(seed, Domain.INIT, number_of(name)))
+        with self._recorder, self._recorder.own_initialiser(module):
+            self._task.init_weights(module, name)
+        for key, each in tied:
+            assert each is not None
+            put(module, key, each)
+        return set(self._recorder.written)
+
+    def _close(self, parameter: Built, device: torch.device) -> None:
+        """Keep this process's part of a parameter that has its values, and free the rest."""
+        whole, target, parameter.whole = parameter.whole, parameter.target, None
+        assert whole is not None
+        self._recorder.forget(whole)
+        parameter.has_gaps = bool(
+            whole.numel() and (not parameter.made or (whole.is_floating_point() and whole.isnan().any()))
+        )
+        part = placed_like(whole.detach().to(target.dtype), target)
+        if is_sharded(target):
+            own = own_part(part).clone().to(device)  # a view would keep the rest alive
+            part = from_part(own, target, target.shape)
+        real = nn.Parameter(part.to(device), requires_grad=target.requires_grad)
+        real.__dict__.update(target.__dict__)
+        parameter.real = become(target, real, *parameter.places[0])
+        parameter.put(parameter.real)
+        self._made[id(parameter.real)] = parameter
+        self._recorder.refused[storage_of(parameter.real)] = parameter.name
+
+    def _copy(self) -> None:
+        """Give copies the values of their sources, unless `init_weights` has given them others."""
+        for parameter in self._made.values():
+            source = parameter.source
+            if source is None or not (parameter.by_itself or parameter.made == source.made):
+                parameter.source = None
+                continue
+            assert parameter.real is not None
+            assert source.real is not None
+            values = own_part(source.real)
+            for dtype in parameter.through:
+                values = values.to(dtype)
+            own_part(parameter.real).copy_(values)
+
+
+def _problem(parameter: Built) -> str | None:
+    """What is wrong with the values of a parameter."""
+    built, made = parameter.built, parameter.made
+    if parameter.source is not None:
+        return None
+    if parameter.has_gaps:
+        kind = type(parameter.places[0][0]).__name__
+        return f"{parameter.name} gets no values, or not all ({kind} has no reset_parameters that writes it)"
+    if built is None:
+        return None
+    if parameter.by_itself and built != made:
+        return f"{parameter.name} was made by {' '.join(built) or 'its constructor'}, would now be by {' '.join(made)}"
+    if parameter.loses and built[-1] not in made:
+        return f"{parameter.name} was given data by {built[-1]}"
+    return None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -1,0 +1,469 @@
+"""TaskModule: the part of a training that is the user's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from lumen.data.nested import as_tensors
+from lumen.errors import ConfigError
+from lumen.internals.tensors import own_reset
+from lumen.metrics.log_call import Reduction, as_weight, check_name, items_of, unknown_option
+from lumen.task.data_module import Attached, DataHooks
+from lumen.task.hyperparameters import HasHyperparameters
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torchmetrics import Metric
+
+    from lumen.trainer.trainer import Trainer
+
+
+class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
+    """A model, its losses and its optimizer.
+
+    Subclass it and define `training_step` and `configure_optimizers`; everything else is optional. A step is called
+    with what its signature has: `(batch)`, `(batch, batch_idx)` or `(batch, batch_idx, dataloader_idx)`. A batch is
+    what the loader gives, on the device; `batch_idx` counts an epoch's micro-batches as one process would.
+
+    A task may bring its own data: it has the loaders and transfer hooks of a `DataModule`, which go first.
+
+    A task is an ordinary `nn.Module`: its steps can be called without a trainer, `self.log` then does nothing.
+    """
+
+    _is_filled = False  # training or a file has given it its parameters
+    _is_configured = False  # configure_model has been called
+
+    #: False asks for manual optimization, which this version refuses with a clear error.
+    automatic_optimization = True
+
+    # ------------------------------------------------------------------ steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of one micro-batch.
+
+        Returns:
+            A scalar loss: the mean over the micro-batch's samples; or `(loss, weight)`: the mean over `weight` units
+            (tokens, boxes); or a dictionary with `"loss"` (and `"weight"`); or None to leave this micro-batch out.
+            The gradient of a step is that of the mean over all units of all its micro-batches. A weight is a number
+            >= 0; as a tensor on an accelerator it makes the host wait once a micro-batch, so return a number or
+            define `batch_weight`.
+        """
+        raise ConfigError(f"{type(self).__name__} has no training_step. Define `training_step(self, batch)`.")
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch during `fit` or `validate`: no gradients, eval mode."""
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch during `test`."""
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict for one batch. Default: `self(batch)`, or `self(inputs)` for a batch `(inputs, ...)`."""
+        batch = args[0]
+        return self(batch[0] if isinstance(batch, (list, tuple)) else batch)
+
+    def batch_weight(self, batch: Any) -> float:
+        """Units (tokens, boxes) in a batch as it comes from the loader, when the loss is a mean over units.
+
+        Defining it is optional: it makes the total of a step known before its first forward, so gradients need no
+        second pass.
+        """
+        raise ConfigError("batch_weight is not defined")
+
+    def configure_optimizers(self) -> Any:
+        """Build the optimizer.
+
+        Returns:
+            An optimizer; or `([optimizer], [scheduler])`, each scheduler stepped per epoch or given as a dictionary;
+            or `{"optimizer": optimizer, "lr_scheduler": scheduler or dictionary}`. The dictionary of a scheduler has
+            `scheduler`, and optionally `interval` ("epoch", the default, "step" or "token"), `frequency` (1), `monitor`
+            (the logged name that `ReduceLROnPlateau` reads; it moves only if that has a new value since it moved last),
+            `strict` (True: a monitor that has no value yet is an error), `warmup_steps` (0) and `warmup_start` (0.0), a
+            linear warm-up before it. With "token" the lengths of a schedule of `lumen.optim` are units of weight: what
+            `training_step` returns or `batch_weight` gives.
+
+            An optimizer whose `step` needs a closure (LBFGS) gets one that evaluates all micro-batches of the step
+            anew: the same batches, random numbers, weighting and clipping; see `lumen.loop.step.Closure`.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} has no configure_optimizers and the config has no optimizer. "
+            "Define `configure_optimizers(self)` or set `optimizer:` in the config."
+        )
+
+    def configure_model(self) -> None:
+        """Build the layers here instead of in `__init__`, if no process can hold all of them.
+
+        It is called once, before the first stage. Parameters are built on the meta device, buffers really. When the
+        strategy has cut them up, Lumen gives the parameters their values by `init_weights`; the same ones under every
+        strategy. `self.device_mesh` is the grid of processes.
+        """
+
+    def init_weights(self, module: nn.Module, name: str) -> None:
+        """Give the parameters of a module their first values, in place, if it was built in `configure_model`.
+
+        It is called for every module that has such parameters or holds modules that have, without gradients, with all
+        generators keyed by the seed and the name; the parameters are real, whole and on the CPU. A module may also
+        write parameters of the modules in it, which get their own values before; they are then held whole together.
+
+        Args:
+            module: Default: its `reset_parameters()` is called, if it has one.
+            name: Its name in the task, such as "net.blocks.3.attention"; "" is the task.
+        """
+        if reset := own_reset(module):
+            reset()
+
+    def modules_to_shard(self) -> Iterable[nn.Module]:
+        """The modules whose parameters `lumen.FSDP` gathers and frees together, best the blocks of a deep model.
+
+        Defining it is optional; FSDP chooses by itself otherwise, and its arguments go first.
+        """
+        raise ConfigError("modules_to_shard is not defined")
+
+    # ------------------------------------------------------------------ logging
+
+    def log(
+        self,
+        name: str,
+        value: float | torch.Tensor | Metric,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        *,
+        weight: float | None = None,
+        reduce_fx: Reduction | None = None,
+        add_dataloader_idx: bool = True,
+        batch_size: float | None = None,
+        sync_dist: bool = True,
+        **unknown: Any,
+    ) -> None:
+        """Record a number. Never waits for a device, never communicates: any ranks may call it, any number of times.
+
+        Values of an epoch or evaluation are those of all processes together, the same on every rank, wherever they can
+        be read; so are the step values that are written. Those of the step in progress (`trainer.callback_metrics`)
+        are this process's own.
+
+        Args:
+            name: Unique within a stage; with `on_step` and `on_epoch` the two are named `x_step` and `x_epoch`.
+            value: A number, a tensor of one element, or a `torchmetrics.Metric`, which is computed over the epoch and
+                reset at its end; training and an evaluation within it may feed the same one. (A metric of the task that
+                is not logged computes over all processes too, where all call `compute`, as in
+                `on_validation_epoch_end`; within a step, over this process's batches.)
+            prog_bar: Show it in the progress bar.
+            logger: Give it to the loggers.
+            on_step: Write it at every `log_every_n_steps`-th step and at the last of a run, averaged over the step's
+                micro-batches. Default: True for numbers in training steps.
+            on_epoch: Write its mean over the epoch. Default: True everywhere else.
+            weight: Samples (tokens, boxes) the value stands for in means, >= 0; with 0 it has no part. A tensor is read
+                at once, which waits where it lies on a device. Default: the samples of this batch.
+            reduce_fx: How values become one over an epoch and over the processes. Default: the mean. In a hook around
+                steps, as `on_validation_epoch_end`, a number stands for no samples: of several processes the mean of
+                theirs is right where it is the same on all, as what torchmetrics' `compute`, `all_gather` or
+                `callback_metrics` gave. Any other needs a word, and one warning asks for it: `reduce_fx` ("sum" for
+                counts; "mean" means it), a `weight`, or a torchmetrics object.
+            add_dataloader_idx: With several evaluation loaders, append `/dataloader_idx_N`, or `/NAME` where they are
+                in a dictionary. False: the name as it is; one that several of them log is of the samples of all these.
+            batch_size: Another name of `weight`.
+            sync_dist: Accepted for users of Lightning; values are always those of all processes.
+            unknown: What else Lightning's takes: an error that says what serves instead.
+
+        Raises:
+            ConfigError: There is no step or epoch to log at, or an argument is none: says which and what to write.
+        """
+        run = self._run
+        if run is None or not run.stage:
+            return
+        metrics = run.stage_metrics
+        if metrics is None or metrics.closed:
+            raise ConfigError(
+                f"self.log({name!r}) was called outside of a training or evaluation epoch, where there is no step to "
+                "log it at. Call it in a step or in an epoch or batch hook, or use self.logger."
+            )
+        if unknown:
+            raise unknown_option(unknown, inspect.signature(TaskModule.log).parameters)
+        loader, is_number = run.loader_suffix, isinstance(value, (torch.Tensor, Real))
+        try:
+            full_name = name + (loader if add_dataloader_idx else "")
+        except TypeError:
+            check_name(name)
+            raise
+        if weight is None and batch_size is None:
+            counts: float = run.batch_samples
+            hook = run.hook if reduce_fx is None and is_number else ""
+        else:
+            counts, hook = as_weight(name, weight, batch_size), ""
+        how = (
+            run.in_train_step and is_number, on_step, on_epoch, prog_bar, logger,
+            "mean" if reduce_fx is None else reduce_fx, add_dataloader_idx, hook, loader,
+        )  # fmt: skip
+        metrics.log(full_name, value, counts, how)
+
+    def log_dict(
+        self,
+        values: Mapping[str, float | torch.Tensor | Metric],
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """`log` each entry of a mapping (a `MetricCollection` too) with the same options.
+
+        Raises:
+            ConfigError: It is no mapping; or as of `log`.
+        """
+        for name, value in items_of(values):
+            self.log(name, value, prog_bar, logger, on_step, on_epoch, **options)
+
+    def print(self, *values: Any) -> None:
+        """Print once, in the first process, above the progress bar."""
+        from lumen.console import console
+
+        if self._run is None or self._run.strategy.is_global_zero:
+            console.print(*values, markup=False, highlight=False)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """The tensors of all processes. Collective: every rank must call this, as often as the others.
+
+        So a step may do this only where every rank has a batch, which in the last one of an epoch may not be so.
+
+        Args:
+            data: A tensor or number, or a collection of them, of equal shapes on all ranks.
+            sync_grads: Let gradients flow back to the ranks that gave the tensors, summed over all ranks.
+
+        Returns:
+            The same with tensors, each of a first dimension more: the ranks. With one process they are as given.
+
+        Raises:
+            TrainingError: Shapes or types differ; raised on every rank.
+        """
+        if self._run is None:
+            return as_tensors(data, self.device)
+        return self._run.strategy.all_gather(data, sync_grads=sync_grads)
+
+    # ------------------------------------------------------------------ the run
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer of the run.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if self._run is None:
+            raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
+        return self._run.trainer  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its steps run; outside of a run, where the parameters are."""
+        if self._run is not None and self._run.stage:
+            return self._run.strategy.device
+        return next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The devices of the run as a grid, from `configure_model` on; None where there is one device."""
+        return None if self._run is None else self._run.strategy.device_mesh
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer updates completed."""
+        return 0 if self._run is None else self._run.progress.step
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed."""
+        return 0 if self._run is None else self._run.progress.epoch
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this process."""
+        return 0 if self._run is None else self._run.strategy.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its node."""
+        return 0 if self._run is None else self._run.strategy.local_rank
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return [] if self._run is None else self._run.trainer.loggers
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self.trainer.logger
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> torch.optim.Optimizer:
+        """The optimizer, as it is: there is no wrapper of Lumen's around it."""
+        return self.trainer.optimizers[0]
+
+    def lr_schedulers(self) -> Any:
+        """None, the scheduler, or the list of schedulers."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return schedulers if len(schedulers) > 1 else next(iter(schedulers), None)
+
+    def freeze(self) -> None:
+        """Take every parameter out of training and set eval mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Put every parameter into training and set train mode."""
+        self.requires_grad_(True)
+        self.train()
+
+    @classmethod
+    def load_from_checkpoint(cls, path: str | Path, *, strict: bool = True, **overrides: Any) -> Self:
+        """Build the task from the hyperparameters of a checkpoint and load its parameters.
+
+        Args:
+            path: A checkpoint directory, or a run directory (its newest valid checkpoint), or a URL of one.
+            strict: Missing and unexpected names are errors; otherwise they are reported and left alone. A shape or
+                dtype that differs is an error always.
+            overrides: Constructor arguments that replace saved ones.
+
+        Raises:
+            CheckpointDamaged: The checkpoint is not whole.
+            CheckpointMismatch: It belongs to another model.
+        """
+        from lumen.checkpoint import as_place, load_task  # checkpoints are floors above; this is the one way up
+
+        task = load_task(cls, as_place(path), strict=strict, overrides=overrides)
+        task._is_filled = True
+        return task
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; an evaluation then no longer warns of parameters that nobody has trained."""
+        self._is_filled = True
+        return super().load_state_dict(*args, **kwargs)
+
+    # ------------------------------------------------------------------ hooks, called in the order drawn in Callback
+
+    def setup(self, stage: str) -> None:
+        """Prepare for a stage: "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Clean up after a stage."""
+
+    def on_fit_start(self) -> None:
+        """`fit` begins; optimizers exist, a resumed state is loaded."""
+
+    def on_fit_end(self) -> None:
+        """`fit` ends."""
+
+    def on_train_start(self) -> None:
+        """Training begins, after the sanity check."""
+
+    def on_train_end(self) -> None:
+        """Training ends."""
+
+    def on_sanity_check_start(self) -> None:
+        """The sanity check begins."""
+
+    def on_sanity_check_end(self) -> None:
+        """The sanity check ends."""
+
+    def on_boundary(self) -> None:
+        """A step is complete: after its validation, and after the epoch's end if it was the epoch's last."""
+
+    def on_boundary_end(self) -> None:
+        """Callbacks have saved what they save of a complete step."""
+
+    def on_train_epoch_start(self) -> None:
+        """An epoch begins."""
+
+    def on_train_epoch_end(self) -> None:
+        """An epoch ends, after its validation."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Before a micro-batch; -1 ends the epoch here."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After a micro-batch, and after the update if it was a step's last; gradients can still be read.
+
+        `outputs` is what `training_step` returned, its tensors without their graph.
+        """
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the gradients of the last step are dropped."""
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        """Before backward of one micro-batch."""
+
+    def on_after_backward(self) -> None:
+        """After backward of one micro-batch; gradients are partial sums."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients are complete and unscaled, not yet clipped."""
+
+    def on_validation_start(self) -> None:
+        """A validation begins."""
+
+    def on_validation_end(self) -> None:
+        """A validation ends."""
+
+    def on_validation_epoch_start(self) -> None:
+        """The pass over the validation data begins."""
+
+    def on_validation_epoch_end(self) -> None:
+        """The pass over the validation data ends; what is logged here joins its values."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before a validation batch."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After a validation batch."""
+
+    def on_test_start(self) -> None:
+        """A test begins."""
+
+    def on_test_end(self) -> None:
+        """A test ends."""
+
+    def on_test_epoch_start(self) -> None:
+        """The pass over the test data begins."""
+
+    def on_test_epoch_end(self) -> None:
+        """The pass over the test data ends."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before a test batch."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After a test batch."""
+
+    def on_predict_start(self) -> None:
+        """A prediction begins."""
+
+    def on_predict_end(self) -> None:
+        """A prediction ends."""
+
+    def on_predict_epoch_start(self) -> None:
+        """The pass over the prediction data begins."""
+
+    def on_predict_epoch_end(self) -> None:
+        """The pass over the prediction data ends."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before a prediction batch."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After a prediction batch."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add plain data and tensors of the task's own to a checkpoint; also called once when training begins."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Get back what `on_save_checkpoint` added: parameters are loaded, the optimizers are not built."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """The run ends with an error or a stop request."""

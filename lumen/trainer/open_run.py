@@ -1,0 +1,249 @@
+"""Opening a run for a stage, and closing it whatever happens."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lumen.callbacks import ModelCheckpoint, OnExceptionCheckpoint, savers_of
+from lumen.callbacks.checkpoint_names import is_same
+from lumen.checkpoint import Checkpoint, Saves, check_writable
+from lumen.checkpoint.folder import newest_committed
+from lumen.checkpoint.state_keys import key_of
+from lumen.console import logger as _log
+from lumen.distributed.launch import relaunch
+from lumen.errors import ConfigError, LumenError
+from lumen.internals.garbage import collected_every
+from lumen.loggers import with_own_record
+from lumen.loop.loop import StopRequested
+from lumen.precision import make_precision
+from lumen.profilers import profiled
+from lumen.run.run import Run
+from lumen.strategies.factory import unused_devices
+from lumen.task.data_module import DataModule
+from lumen.task.hooks import check_hooks, misspelt_hooks
+from lumen.task.task_module import TaskModule
+from lumen.trainer import process_settings
+from lumen.trainer.run_directory import RunDirectory
+from lumen.trainer.watch import watched
+
+if TYPE_CHECKING:
+    from lumen.trainer.trainer import Trainer
+
+
+@contextmanager
+def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> Iterator[Run]:
+    """The context in which a trainer runs a stage.
+
+    Args:
+        trainer: Not in a run yet.
+        stage: "fit", "validate", "test" or "predict".
+        task: What it is run on.
+        data: A data module, or a loader or several.
+        val_loaders: Those of the validation, when `data` is the loader of `fit`.
+
+    Raises:
+        ConfigError: The trainer is in a run, or something cannot be run.
+        KeyboardInterrupt: The run was asked to stop.
+    """
+    if not isinstance(task, TaskModule):
+        raise ConfigError(f"expected a TaskModule, found {type(task).__name__}. Subclass lumen.TaskModule.")
+    datamodule = data if isinstance(data, DataModule) else None
+    check_hooks(task, datamodule, trainer.callbacks)
+    trainer.name = type(task).__name__.lower() if trainer.name is None else trainer.name
+    if trainer._running:
+        raise ConfigError(f"this trainer is in a run; call {stage} after it, or use a second Trainer.")
+    trainer._started = False
+    if trainer.strategy.processes.are_missing:
+        relaunch(trainer.world_size)
+    with ExitStack() as closing:
+        trainer._running = True
+        closing.callback(setattr, trainer, "_running", False)
+        closing.enter_context(
+            process_settings.torch_settings(
+                trainer.deterministic, trainer.detect_anomaly, trainer.matmul_precision, trainer.benchmark
+            )
+        )
+        closing.enter_context(trainer.compilation)
+        strategy, first = trainer.strategy, trainer.is_global_zero
+        closing.enter_context(process_settings.console_log(trainer.log_level, shown=first))
+        if notice := unused_devices(strategy):
+            _log.info(notice)
+        for notice in misspelt_hooks(task, datamodule, trainer.callbacks):
+            _log.warning(notice)
+        closing.enter_context(strategy.processes.explained())
+        strategy.connect()
+        if strategy.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(strategy.device)  # what `memory_mb` tells is of this run
+        trainer.name = strategy.broadcast(trainer.name)
+        if stage == "fit":
+            strategy.processes.together(partial(_check_places, trainer))
+        check_home, directory = _claim(trainer, closing) if stage == "fit" else (None, None)
+        if directory is not None:
+            _open_logs(trainer, directory, closing)
+        loggers = with_own_record(trainer.loggers) if directory is not None and first else []
+        checkpoint = None
+        if stage == "fit":
+            of_name = trainer.default_root_dir / str(trainer.name)
+            own, earlier = (checkpoints_of(trainer, place) for place in (directory or of_name, of_name))
+            checkpoint = trainer.origin.find(own, earlier, strategy.processes, writes=directory is not None)
+        seed = strategy.processes.on_rank_zero(partial(trainer.origin.seed_of, checkpoint, trainer.seed))
+        precision = make_precision(trainer.precision, strategy.device)
+        run = trainer._run = Run(
+            trainer, task, datamodule, strategy, precision, trainer.plan, seed, trainer.callbacks, loggers
+        )
+        ranks_with = strategy.processes.sum(list(map(float, (run.is_logged, run.has_epoch_ends, run.has_metrics))))
+        run.is_logged, run.has_epoch_ends, run.has_metrics = (ranks > 0 for ranks in ranks_with)
+        run.stage, run.checkpoint, run.saves = stage, checkpoint, Saves(run, check_home)
+        run.loaders = None if datamodule is not None else (data, val_loaders)
+        task._run = run
+        if datamodule is not None:
+            datamodule._run = run
+        if directory is not None and first:
+            process_settings.write_environment(directory, strategy)
+        for logger in loggers:
+            assert directory is not None
+            logger.open(directory, resumed=trainer.origin.stays and _has_record(checkpoint, key_of(logger)))
+            closing.callback(logger.close)
+        closing.enter_context(process_settings.stop_signals(run))
+        if trainer.gc_every_n_steps is not None:
+            closing.enter_context(collected_every(trainer.gc_every_n_steps, run))
+        closing.callback(strategy.teardown)
+        closing.callback(run.close)
+        closing.callback(run.saves.close)
+        if datamodule is not None:
+            closing.callback(datamodule.teardown, stage)
+        for hook in reversed(run.hooks.teardown):
+            closing.callback(hook, stage)
+        closing.enter_context(watched(run))
+        try:
+            with profiled(run, trainer.profiler, directory):
+                yield run
+        except StopRequested:
+            _leave(trainer, run, directory)
+        except BaseException as error:
+            if run.strategy.world_size == 1:
+                with suppress(Exception):  # a device that has failed gives no values
+                    run.write_row()
+            for hook in run.hooks.on_exception:
+                try:
+                    hook(error)
+                except Exception:  # the first failure is the one to show
+                    _log.exception("on_exception failed too")
+            raise
+
+
+def checkpoints_of(trainer: Trainer, run_directory: Path) -> list[Path]:
+    """Where the checkpoints of a run lie, first those of the callback that says which is best."""
+    default = run_directory / "checkpoints"
+    folders = [saver.given_dirpath or default for saver in savers_of(trainer.callbacks)] or [default]
+    return [each for number, each in enumerate(folders) if not any(is_same(each, one) for one in folders[:number])]
+
+
+def _check_places(trainer: Trainer) -> None:
+    """Every process writes its share of a checkpoint itself."""
+    given = [each.given_dirpath for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
+    given += [each.dirpath for each in trainer.callbacks if isinstance(each, OnExceptionCheckpoint)]
+    for place in given:
+        if place is not None:
+            check_writable(place)
+
+
+def _claim(trainer: Trainer, closing: ExitStack) -> tuple[Callable[[], None] | None, Path | None]:
+    """The run's directory, if it writes anything; held by the first process until the end.
+
+    Returns:
+        On the first process what finds out whether it is still there, and where it is.
+    """
+    origin, processes = trainer.origin, trainer.strategy.processes
+    origin.restarted = False
+    launchers = {each for each in processes.gather(processes.launcher) if each is not None}
+
+    held: list[RunDirectory] = []
+
+    def claim() -> tuple[Path | None, bool]:
+        origin.check()
+        if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
+            return None, False
+        root, name = trainer.default_root_dir, str(trainer.name)
+        directory = closing.enter_context(RunDirectory.claim(root, name, reuse=origin.stays, launchers=launchers))
+        held.append(directory)
+        if not (origin.stays or directory.restarted):
+            closing.callback(_give_back_if_unused, trainer, directory.path)
+        return directory.path, directory.restarted
+
+    trainer.run_directory, origin.restarted = processes.on_rank_zero(claim)
+    return (held[0].check if held else None), trainer.run_directory
+
+
+def _open_logs(trainer: Trainer, directory: Path, closing: ExitStack) -> None:
+    """`run.log` is the first process's; with several each has a file of its own beside it, by when the run began."""
+    strategy = trainer.strategy
+    if strategy.is_global_zero:
+        closing.enter_context(process_settings.log_file(directory / "run.log", trainer.log_level))
+    if strategy.world_size > 1:
+        began = strategy.broadcast(f"{datetime.now():%Y%m%d-%H%M%S}")
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+        closing.enter_context(
+            process_settings.log_file(directory / "logs" / f"{began}-rank{strategy.rank}.log", trainer.log_level)
+        )
+        strategy.barrier()  # all are open before anything can fail and give the directory back
+    process_settings.record("the run is in %s", directory)
+    closing.enter_context(_failure_recorded(trainer, directory))
+    closing.enter_context(strategy.processes.explained())  # what is recorded is what is raised
+
+
+@contextmanager
+def _failure_recorded(trainer: Trainer, directory: Path) -> Iterator[None]:
+    """Write what a run fails by, with its traceback, into the logs of each process that it ends."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:  # it was asked to stop
+            raise
+        step = trainer.run.progress.step if trainer._started else 0
+        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        process_settings.record("failed: %s (step %d)", first_line, step, error=error)
+        if trainer.world_size > 1 and _stays(trainer):
+            error.add_note(f"The tracebacks of all ranks are in {directory / 'logs'}.")
+        raise
+
+
+def _give_back_if_unused(trainer: Trainer, directory: Path) -> None:
+    """Leave nothing behind of a run that failed before its training began: its name stays free."""
+    if not _stays(trainer):
+        shutil.rmtree(directory, ignore_errors=True)  # the failure is what is to be seen
+
+
+def _stays(trainer: Trainer) -> bool:
+    """Whether the run's directory is kept: training has begun, or it did in an earlier part of the run."""
+    return trainer._started or trainer.origin.stays
+
+
+def _has_record(checkpoint: Checkpoint | None, logger: str) -> bool:
+    """Whether a checkpoint says how far a logger's record goes; without that nothing of it can be told apart."""
+    return checkpoint is not None and logger in checkpoint.state["loggers"]
+
+
+def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
+    """Say how to go on, and end as the signal asks."""
+    interruption = process_settings.interruption(run.pulse.stop_signal)
+    for hook in run.hooks.on_exception:
+        hook(interruption)
+    saved = False
+    with suppress(LumenError):  # a store that does not answer shall not hide why the run ends
+        saved = directory is not None and any(map(newest_committed, checkpoints_of(trainer, directory)))
+    if saved and directory is not None:
+        process_settings.record(
+            "stopped at step %d. Go on with:\n  %s", run.progress.step, process_settings.resume_command(directory)
+        )
+    else:
+        process_settings.record("stopped at step %d; no checkpoint was saved", run.progress.step)
+    raise interruption from None

@@ -1,0 +1,248 @@
+"""What a run changes in its process while it lasts: signals, log handlers, torch's switches. All of it is put back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import Any, final
+
+import torch
+
+from lumen.console import ConsoleHandler, in_notebook, logger, stderr
+from lumen.errors import ConfigError
+from lumen.run.run import Run
+from lumen.strategies import Strategy
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME_REQUEST_S = 5.0
+
+
+@contextmanager
+def stop_signals(run: Run) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM lets the step finish and the run save; a second one waits for no more than a save.
+
+    Who stops a service or a job may send SIGTERM to all of its processes, and launchers pass on theirs: one that
+    follows within `_SAME_REQUEST_S` is the same request.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    process, first_s = os.getpid(), -math.inf
+
+    def request(number: int, frame: FrameType | None) -> None:
+        nonlocal first_s
+        if os.getpid() != process:  # a forked worker: the main process decides
+            return
+        if number == run.pulse.requested == signal.SIGTERM and time.monotonic() - first_s < _SAME_REQUEST_S:
+            return
+        if run.pulse.requested is not None:
+            for known, handler in before.items():
+                signal.signal(known, handler)
+            record("stopped at once: %s", signal.Signals(number).name)
+            if run.saves.is_writing:
+                logger.warning("%s: leaving when the checkpoint under way is written", signal.Signals(number).name)
+            raise interruption(number)
+        run.pulse.requested, first_s = number, time.monotonic()
+        logger.info("%s: finishing this step; once more leaves at once", signal.Signals(number).name)
+
+    before = {number: signal.signal(number, request) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def interruption(number: int | None) -> BaseException:
+    """How a process ends that was asked to: as Python does for Ctrl-C, else with 128 + the signal's number."""
+    return KeyboardInterrupt() if number in (None, signal.SIGINT) else SystemExit(128 + int(number or 0))
+
+
+def resume_command(run_directory: Path) -> str:
+    """The command, or in a notebook the line, that goes on from where a run stopped."""
+    trainer = f'Trainer(..., name={json.dumps(run_directory.name, ensure_ascii=False)}, resume="auto")'
+    if in_notebook:
+        return f"{trainer}.fit(...)"
+    if (run_directory / "config.yaml").exists():
+        return f"lumen fit --config {shlex.quote(str(run_directory / 'config.yaml'))} --trainer.resume auto"
+    script = " ".join(shlex.quote(word) for word in [Path(sys.executable).name, *sys.orig_argv[1:]])
+    return f"{script}   # with {trainer}"
+
+
+@contextmanager
+def console_log(level: str, *, shown: bool = True) -> Iterator[None]:
+    """Show Lumen's messages in the terminal; in the manner of the user's program where it shows them already.
+
+    Args:
+        level: DEBUG, INFO, WARNING or ERROR.
+        shown: False in a process that leaves the terminal to another one.
+    """
+    if not isinstance(logging.getLevelName(level.upper()), int):
+        raise ConfigError(f"log_level: expected DEBUG, INFO, WARNING or ERROR, found {level!r}.")
+    above = logging.root.handlers if logger.propagate else []
+    listened = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
+    has_shown = listened or any(_is_on_the_terminal(handler) for handler in above)
+    with _handler(ConsoleHandler() if shown and not has_shown else logging.NullHandler(), level):
+        yield
+
+
+def _is_on_the_terminal(handler: logging.Handler) -> bool:
+    """Whether it writes where this process does: that of `logging.basicConfig`, or rich's; no file, no test's."""
+    stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
+    return stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+
+
+@final
+class _LogFile(logging.FileHandler):
+    """A log of a run. Where it cannot be written, on a full disk for example, that is said once, and nothing ends."""
+
+    _is_broken = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say it, in one line."""
+        if not self._is_broken:
+            self._is_broken = True
+            print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=stderr)
+
+    def close(self) -> None:
+        """Close the file; what it cannot take any more is lost."""
+        with suppress(OSError):
+            super().close()
+
+
+def record(message: str, *args: Any, error: BaseException | None = None) -> None:
+    """Say how a run stands. Its log files have it whatever `log_level` is: `lumen runs` reads them.
+
+    Args:
+        message: How, as for a logger.
+        args: What goes into it.
+        error: What has failed, with its traceback: only for the files, since whoever gets the error shows it.
+    """
+    level = logging.INFO if error is None else logging.ERROR
+    if error is None and logger.isEnabledFor(level):
+        logger.log(level, message, *args)
+        return
+    trace = None if error is None else (type(error), error, error.__traceback__)
+    said = logger.makeRecord(logger.name, level, __file__, 0, message, args, trace)
+    for handler in logger.handlers:
+        if isinstance(handler, _LogFile):
+            handler.handle(said)
+
+
+@contextmanager
+def log_file(path: Path, level: str) -> Iterator[None]:
+    """Append Lumen's messages to a file."""
+    handler = _LogFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    with _handler(handler, level):
+        yield
+
+
+@contextmanager
+def _handler(handler: logging.Handler, level: str) -> Iterator[None]:
+    before = logger.level
+    logger.setLevel(level.upper())
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        handler.close()
+
+
+@contextmanager
+def torch_settings(
+    deterministic: bool, detect_anomaly: bool, matmul_precision: str | None = None, benchmark: bool | None = None
+) -> Iterator[None]:
+    """Torch's global switches for the time of a run; None leaves one as it is."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.benchmark
+    with (
+        _float32_matmul(matmul_precision),
+        torch.autograd.set_detect_anomaly(detect_anomaly or torch.is_anomaly_enabled()),
+    ):
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+        if benchmark is not None:
+            torch.backends.cudnn.benchmark = benchmark
+        try:
+            yield
+        finally:
+            if deterministic:  # the function imports torch's compiler, which takes longer than many a run
+                torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.backends.cudnn.benchmark = cudnn
+
+
+@contextmanager
+def _float32_matmul(precision: str | None) -> Iterator[None]:
+    """Set the precision with which float32 matrices are multiplied.
+
+    The function that torch has had for long is used to set it: after the per-backend switches have been, the compiler
+    of torch < 2.14 refuses to work. Those are read and put back all the same, for who has set them.
+    """
+    if precision is None:
+        yield
+        return
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        known = torch.get_float32_matmul_precision()
+    except RuntimeError:  # they were set, and this has no name for it
+        known = "highest"
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(known)
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
+
+
+def write_environment(directory: Path, strategy: Strategy) -> None:
+    """Record what the run runs on, as `environment.json`."""
+    record = {
+        "command": sys.orig_argv,
+        "working_directory": os.getcwd(),
+        "host": platform.node(),
+        **_software(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "strategy": strategy.__class__.__name__,
+        "processes": strategy.world_size,
+        "nodes": strategy.processes.nodes,
+        "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+        "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+    (directory / "environment.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+@cache
+def _software() -> dict[str, Any]:
+    """What stays for as long as the process: each is a file that is read, some of them large."""
+    versions = {}
+    for package in ("lumen", "torch", "numpy", "torchmetrics", "safetensors"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    libc = "".join(platform.libc_ver())
+    return {
+        # not platform.platform(), which starts a process
+        "platform": "-".join(filter(None, [platform.system(), platform.release(), platform.machine(), libc])),
+        "python": platform.python_version(),
+        "packages": versions,
+    }

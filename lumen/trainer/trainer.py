@@ -1,0 +1,513 @@
+"""Trainer: keeps the pieces, opens a run, chooses the loop, closes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, final
+
+from torch import nn
+
+from lumen.callbacks import (
+    Callback,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    ThroughputMonitor,
+    choose_callbacks,
+    savers_of,
+)
+from lumen.checkpoint import (
+    Checkpoint,
+    Part,
+    Weights,
+    as_place,
+    check_savable,
+    compare,
+    configured,
+    groups_of,
+    load_run,
+    modes_of,
+)
+from lumen.errors import ConfigError
+from lumen.errors.arguments import at_least, checked, local_path
+from lumen.errors.lightning_names import INSTEAD
+from lumen.internals.garbage import only_young_collected
+from lumen.loggers import CSVLogger, Logger
+from lumen.loop import loop
+from lumen.optim import needs_closure
+from lumen.precision import check_precision
+from lumen.profilers import Profiler, make_profiler
+from lumen.random import Domain, checked_seed, make_key, seed_generators
+from lumen.run.configure_optimizers import build_optimizers, guard
+from lumen.run.loaders import eval_feeds, one_source, open_feeds
+from lumen.run.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
+from lumen.run.run import Run
+from lumen.run.schedule_checks import check_horizons
+from lumen.strategies import Strategy, make_strategy
+from lumen.task.compile import Compilation
+from lumen.task.data_module import DataModule
+from lumen.task.hooks import check_training, overrides
+from lumen.task.materialize import DeferredInit
+from lumen.task.task_module import TaskModule
+from lumen.trainer.open_run import checkpoints_of, opened
+from lumen.trainer.process_settings import record
+from lumen.trainer.run_view import RunView
+from lumen.trainer.start_from import Origin
+
+_log = logging.getLogger("lumen")
+
+
+@final
+class Trainer(RunView):
+    """Trains, evaluates and predicts.
+
+    Args:
+        max_epochs: Epochs to train. One of `max_epochs`, `max_steps` and `max_time` is required for `fit`; the first
+            one reached ends it.
+        max_steps: Optimizer updates to make.
+        max_time: Time to train, over all resumed parts: "DD:HH:MM:SS", a timedelta, or its keywords.
+        min_epochs: Epochs before a callback may stop the run.
+        min_steps: Optimizer updates before a callback may stop the run.
+        accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda`, `mps`.
+        devices: How many of each node, a process each; `auto`: all accelerators. Default: as many as torchrun or SLURM
+            started processes, else 1. Processes that nobody started are started by the run.
+        num_nodes: How many nodes. Default: as many as torchrun or SLURM started processes on, else 1.
+        strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, or a `Strategy`.
+        precision: `fp32`; `bf16` or `fp16` (autocast); `bf16-true` or `fp64` (parameters, buffers and batches).
+        matmul_precision: With which float32 matrices are multiplied: `highest`, `high` (TF32 on CUDA) or `medium`.
+            Default: as torch is set.
+        benchmark: Let cuDNN time its algorithms and take the fastest, so that runs differ in the last bits. Default: as
+            torch is set.
+        compile: True: compile the task's `forward` and its direct child modules; class names: every module of these
+            classes; a dictionary: options of `torch.compile` (mode, dynamic, fullgraph, backend, options) and `blocks`,
+            the class names.
+        global_batch_size: Samples of an optimizer step, whatever the hardware; the micro-batches follow from the
+            loader's batch size.
+        accumulate_grad_batches: Micro-batches of an optimizer step, when `global_batch_size` is not set.
+        gradient_clip_val: Largest gradient norm or element.
+        gradient_clip_algorithm: `norm` or `value`.
+        val_check_interval: When to validate: an int counts optimizer steps, a float is a fraction of an epoch, a
+            string ("00:00:15:00") or timedelta is a duration.
+        check_val_every_n_epoch: Validate in every n-th epoch only.
+        num_sanity_val_steps: Validation batches to try before training; -1: all.
+        limit_train_batches: A count, or a fraction, of the batches of an epoch.
+        limit_val_batches: Likewise for validation; 0 turns it off.
+        limit_test_batches: Likewise for test.
+        limit_predict_batches: Likewise for prediction.
+        overfit_batches: Train on this count or fraction of the batches, the same in every epoch, and validate on as
+            many: a model that cannot learn them by heart has a defect. 0: off.
+        reload_dataloaders_every_n_epochs: Ask for new loaders at the start of every n-th epoch; 0: never.
+        fast_dev_run: Run this many batches (True: 1) of training and validation, and write nothing.
+        log_every_n_steps: Optimizer steps between two written values; the last step of a run is written too.
+        callbacks: A list, or a dictionary whose names serve configs; None entries are left out.
+        logger: True: `metrics.csv` and `system.csv` in the run directory; one or several: these beside them; False or
+            an empty list: none at all.
+        default_root_dir: Where run directories are made.
+        name: Of the run. Default: the config file's stem, else the task's class name.
+        resume: None: a new run directory `name`, `name-2`, ...; "auto": go on from the newest valid checkpoint of
+            `name`, or start it; "last": the same, but there must be one; "best" or a path of a checkpoint or run: start
+            a new run directory from there.
+        resume_parts: What a new run takes over from "best" or a path; default: everything. `model`: parameters, buffers
+            and what `on_save_checkpoint` added; else they are built anew. `optimizer`: its state and the scale of fp16;
+            else it begins empty. `schedulers`: where they stand and the learning rates; else they and the optimizer's
+            settings are those configured, moved to the step and epoch that the run begins at (one with a monitor begins
+            anew). `progress`: step, epoch, time, the callbacks' states and the seed; else step 0 of epoch 0. `data`,
+            which needs `progress`: the place in the epoch, its values so far, the data module's state; else the epoch
+            begins anew.
+        init_from: Parameters and buffers that a new run begins with: the path or URL of a checkpoint, a run or
+            safetensors files, or `Weights`, which renames and leaves out. A run that is resumed does not read it.
+        seed: Of everything random: 0 to 2**63 - 1. Default: that of `seed_everything`, else drawn once and recorded;
+            when resuming the checkpoint's counts.
+        deterministic: Use deterministic algorithms only; an operation that has none is an error.
+        detect_anomaly: Find the operation that made a loss NaN or infinite, or whose backward made a NaN; slow.
+        sync_batchnorm: Let BatchNorm see the batches of all processes: each becomes a `torch.nn.SyncBatchNorm`, which
+            needs CUDA.
+        profiler: `simple`: a table of where the time goes; `torch`: traces of `torch.profiler`; or a `Profiler`.
+        inference_mode: Evaluate under `torch.inference_mode`, else under `torch.no_grad`; `on_validation_start` and
+            `_end`, and those of test and predict, under the latter. What modules hold can be trained with afterwards.
+        gc_every_n_steps: Let Python look for garbage (objects that refer to each other in circles) after every n-th
+            optimizer step, in an evaluation after every n-th batch, and at no other time: so no process makes the
+            others wait at a moment of its own. Default: whenever Python wants to.
+        enable_progress_bar: Show progress: a bar in a terminal, plain lines elsewhere.
+        enable_checkpointing: Save checkpoints.
+        enable_model_summary: Print a table of the model at the start.
+        log_level: Of `run.log` and the terminal: DEBUG, INFO, WARNING or ERROR. How the run began and ended, with the
+            traceback of what it failed by, is in `run.log` at every level.
+    """
+
+    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD
+
+    @checked
+    def __init__(
+        self,
+        *,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        max_time: Duration | None = None,
+        min_epochs: int = 0,
+        min_steps: int = 0,
+        accelerator: str = "auto",
+        devices: int | str | None = None,
+        num_nodes: int | None = None,
+        strategy: str | Strategy = "auto",
+        precision: str | int = "fp32",
+        matmul_precision: Literal["highest", "high", "medium"] | None = None,
+        benchmark: bool | None = None,
+        compile: bool | str | list[str] | dict[str, Any] | None = False,
+        global_batch_size: int | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+        val_check_interval: int | float | Duration = 1.0,
+        check_val_every_n_epoch: int = 1,
+        num_sanity_val_steps: int = 2,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0,
+        reload_dataloaders_every_n_epochs: int = 0,
+        fast_dev_run: bool | int = False,
+        log_every_n_steps: int = 50,
+        callbacks: list[Callback] | dict[str, Callback | None] | Callback | None = None,
+        logger: bool | Logger | list[Logger] = True,
+        default_root_dir: str | Path = "runs",
+        name: str | None = None,
+        resume: str | Path | None = None,
+        resume_parts: list[Part] | None = None,
+        init_from: Weights | str | Path | None = None,
+        seed: int | None = None,
+        deterministic: bool = False,
+        detect_anomaly: bool = False,
+        sync_batchnorm: bool = False,
+        profiler: Literal["simple", "torch", "pytorch"] | Profiler | None = None,
+        inference_mode: bool = True,
+        gc_every_n_steps: int | None = None,
+        enable_progress_bar: bool = True,
+        enable_checkpointing: bool = True,
+        enable_model_summary: bool = True,
+        log_level: str = "INFO",
+    ) -> None:
+        if global_batch_size is not None and accumulate_grad_batches != 1:
+            raise ConfigError(
+                "global_batch_size and accumulate_grad_batches both say how large a step is. Set only one of them."
+            )
+        at_least(
+            1, accumulate_grad_batches=accumulate_grad_batches, check_val_every_n_epoch=check_val_every_n_epoch,
+            log_every_n_steps=log_every_n_steps, global_batch_size=global_batch_size, gc_every_n_steps=gc_every_n_steps,
+        )  # fmt: skip
+        at_least(
+            0, min_epochs=min_epochs, min_steps=min_steps, fast_dev_run=fast_dev_run,
+            reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
+        )  # fmt: skip
+        at_least(-1, num_sanity_val_steps=num_sanity_val_steps)
+        if gradient_clip_val is not None and not gradient_clip_val > 0:
+            raise ConfigError(f"gradient_clip_val: must be more than 0 (None: no clipping), found {gradient_clip_val}.")
+        self.strategy = make_strategy(strategy, accelerator, devices, num_nodes)
+        self.precision = precision
+        check_precision(precision, self.strategy.device, self.strategy.parameter_device)
+        self.matmul_precision = matmul_precision
+        self.benchmark = benchmark
+        self.compilation = Compilation(compile)
+        self.fast_dev_run = int(fast_dev_run)
+        self.default_root_dir = local_path(default_root_dir)
+        self.name = name
+        self.origin = self._origin = Origin(resume, resume_parts, init_from)
+        self.seed = None if seed is None else checked_seed("seed", seed)
+        self.deterministic = deterministic
+        self.detect_anomaly = detect_anomaly
+        self.sync_batchnorm = sync_batchnorm
+        if sync_batchnorm and self.world_size > 1 and self.strategy.device.type == "cpu":
+            raise ConfigError(
+                f"sync_batchnorm: torch.nn.SyncBatchNorm needs CUDA, but the {self.world_size} processes run on the "
+                "CPU. Leave it out there, or use a norm that does not depend on the batch, such as GroupNorm."
+            )
+        self.profiler = make_profiler(profiler)
+        self.gc_every_n_steps = gc_every_n_steps
+        self.log_level = log_level
+        self.plan = Plan(
+            max_steps=count_limit("max_steps", max_steps),
+            max_epochs=count_limit("max_epochs", max_epochs),
+            max_time_s=None if max_time is None else duration_s("max_time", max_time),
+            min_steps=min_steps,
+            min_epochs=min_epochs,
+            clip_norm=gradient_clip_val if gradient_clip_algorithm == "norm" else None,
+            clip_value=gradient_clip_val if gradient_clip_algorithm == "value" else None,
+            val_every_n_epochs=check_val_every_n_epoch,
+            sanity_batches=num_sanity_val_steps,
+            limits={
+                "train": batch_limit("limit_train_batches", limit_train_batches),
+                "validate": batch_limit("limit_val_batches", limit_val_batches),
+                "test": batch_limit("limit_test_batches", limit_test_batches),
+                "predict": batch_limit("limit_predict_batches", limit_predict_batches),
+            },
+            log_every_n_steps=log_every_n_steps,
+            inference_mode=inference_mode,
+            accumulate=accumulate_grad_batches,
+            global_batch_size=global_batch_size,
+            reload_every_n_epochs=reload_dataloaders_every_n_epochs,
+            **validation_interval(val_check_interval),
+        )
+        if overfit_batches:
+            self.plan = self.plan.overfitting(overfit_batches)
+        if self.fast_dev_run:
+            self.plan, logger = self.plan.trial(self.fast_dev_run), False
+        self.loggers: list[Logger] = (
+            ([CSVLogger()] if logger else [])
+            if isinstance(logger, bool)
+            else [logger]
+            if isinstance(logger, Logger)
+            else logger
+        )
+        defaults: dict[type[Callback], bool] = {
+            ThroughputMonitor: bool(self.loggers),
+            ModelSummary: enable_model_summary,
+            ProgressBar: enable_progress_bar,
+        }
+        self.callbacks = choose_callbacks(callbacks, defaults, checkpointing=enable_checkpointing)
+        self.enable_checkpointing = enable_checkpointing and not self.fast_dev_run
+        if self.fast_dev_run:
+            self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, ModelCheckpoint)]
+        self.run_directory: Path | None = None
+        self._run: Run | None = None
+        self._running = False
+        self._started = False
+
+    # ------------------------------------------------------------------ the four loops
+
+    def fit(
+        self,
+        model: TaskModule,
+        train_dataloaders: DataModule | Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        *,
+        configure_optimizers: Callable[[], Any] | None = None,
+    ) -> None:
+        """Train.
+
+        Args:
+            model: What to train.
+            train_dataloaders: A training loader, several, or a data module; None if the task brings its loaders.
+            val_dataloaders: One validation loader or several, beside a training loader.
+            datamodule: A data module, in place of loaders.
+            ckpt_path: As `resume` of the trainer, for this run.
+            configure_optimizers: Used instead of the task's.
+
+        Raises:
+            LumenError: Something is wrong; see `lumen.errors`.
+            KeyboardInterrupt: The run was asked to stop; a checkpoint was saved and the resuming command printed.
+        """
+        task, data = model, one_source(train_dataloaders, datamodule)
+        if isinstance(data, DataModule) and val_dataloaders is not None:
+            raise ConfigError("val_dataloaders was given beside a DataModule, which brings its own. Leave one out.")
+        self.origin = self._origin.asked_for(ckpt_path)
+        if self.plan.max_steps is None and self.plan.max_epochs is None and self.plan.max_time_s is None:
+            raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
+        check_training(task, optimizer_given=configure_optimizers is not None)
+        with opened(self, "fit", task, data, val_dataloaders) as run:
+            checkpoint = self._start(run)
+            with only_young_collected():  # the first optimizer of a process makes torch import its compiler
+                run.optimizer, run.schedulers = build_optimizers(
+                    task, configure_optimizers or task.configure_optimizers, run.precision
+                )
+            run.needs_closure = needs_closure(run.optimizer)
+            run.step_guard = guard(run.optimizer, lambda: run.is_updating or not run.in_train_step)
+            self.strategy.check_optimizer(run.optimizer)
+            run.built_groups = groups_of(task, run.optimizer)
+            run.configured, run.built = configured(run), modes_of(task)
+            if checkpoint is not None:
+                continue_records = self.origin.stays and self.is_global_zero
+                load_run(run, checkpoint, parts=self.origin.parts, continue_records=continue_records)
+                run.progress.should_stop &= self.origin.stays  # a new run may go on where a callback ended the old one
+            open_feeds(run)
+            if checkpoint is not None:
+                compare(run, checkpoint, self.origin.parts)
+            if not self.fast_dev_run:
+                check_horizons(run)
+            if self.enable_checkpointing:
+                check_savable(run)  # what cannot be saved is found now, not after the first epoch
+            if checkpoint is not None and (reason := run.limit_reached):
+                record("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
+                if not run.progress.in_epoch:
+                    return
+            self._started = True
+            owners = {"model": task, "data": run.datamodule}
+            hyperparameters = {name: owner.logged_hparams for name, owner in owners.items() if owner is not None}
+            for logger in run.loggers:
+                logger.log_hyperparams(hyperparameters)
+            for hook in run.hooks.on_fit_start:
+                hook()
+            if checkpoint is None and run.eval_feeds and run.plan.sanity_batches:
+                loop.sanity_check(run)
+            loop.train(run)
+            for hook in run.hooks.on_fit_end:
+                hook()
+            run.saves.check_home()
+            if skipped := run.precision.skipped_updates:
+                _log.info("fp16: %d updates were skipped, because their gradients overflowed", skipped)
+            record("finished: %s at step %d, epoch %d", run.limit_reached, run.progress.step, run.progress.epochs_begun)
+
+    def validate(
+        self,
+        model: TaskModule | None = None,
+        dataloaders: DataModule | Any = None,
+        ckpt_path: Weights | str | Path | None = None,
+        *,
+        datamodule: DataModule | None = None,
+    ) -> list[dict[str, float]]:
+        """Evaluate on the validation data.
+
+        Args:
+            model: What to evaluate. Default: that of the run before, with its data if none is given, and with the best
+                parameters that it saved if it had a monitor.
+            dataloaders: A loader, several, or a data module; None if the task brings its loaders.
+            ckpt_path: Parameters to load first: "best" or "last" of the run, or what `init_from` may be. Default: those
+                that the task has, with a warning where nobody has trained or loaded them.
+            datamodule: A data module, in place of loaders.
+
+        Returns:
+            One dictionary of logged values per loader; the same on every rank.
+        """
+        return self._evaluate("validate", model, one_source(dataloaders, datamodule), ckpt_path)
+
+    def test(
+        self,
+        model: TaskModule | None = None,
+        dataloaders: DataModule | Any = None,
+        ckpt_path: Weights | str | Path | None = None,
+        *,
+        datamodule: DataModule | None = None,
+    ) -> list[dict[str, float]]:
+        """Evaluate on the test data; see `validate`."""
+        return self._evaluate("test", model, one_source(dataloaders, datamodule), ckpt_path)
+
+    def predict(
+        self,
+        model: TaskModule | None = None,
+        dataloaders: DataModule | Any = None,
+        ckpt_path: Weights | str | Path | None = None,
+        *,
+        datamodule: DataModule | None = None,
+    ) -> list[Any]:
+        """Predict; see `validate`.
+
+        Returns:
+            What `predict_step` returned for each batch, in order; with several loaders a list of such lists. Every rank
+            has those of all, then with tensors on the CPU: `predict_step` must return what can be pickled.
+        """
+        task, data, ckpt_path = self._of_last_run("predict", model, one_source(dataloaders, datamodule), ckpt_path)
+        with opened(self, "predict", task, data, data) as run:
+            self._start(run, ckpt_path)
+            run.eval_feeds = eval_feeds(run, "predict")
+            run.bind_steps()
+            if not loop.evaluate(run, "predict", run.eval_feeds):
+                raise loop.StopRequested
+            return run.predictions[0] if len(run.predictions) == 1 else run.predictions
+
+    def save_checkpoint(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint of the run in progress, exact in `on_boundary_end`. Collective: every rank must call this.
+
+        Args:
+            path: The directory to commit; an existing checkpoint is never overwritten.
+            info: Plain data for listings of runs.
+
+        Raises:
+            CheckpointError: It could not be written; nothing that existed was touched.
+        """
+        _ = self.optimizers  # only a training can be saved
+        self.run.saves.save(as_place(path), info or {})
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The `ModelCheckpoint` that says which checkpoint is best: the first with a monitor, else the first."""
+        return next(iter(savers_of(self.callbacks)), None)
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """Optimizer steps of the whole run, for schedules that need their length, as long as the data is now.
+
+        Raises:
+            ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
+        """
+        if self.run.train_feed is None:
+            open_feeds(self.run)
+        feed = self.run.train_feed
+        assert feed is not None
+        steps = feed.steps(self.plan.limit("train", feed))
+        by_epochs = None if steps is None or self.plan.max_epochs is None else steps * self.plan.max_epochs
+        totals = [total for total in (self.plan.max_steps, by_epochs) if total is not None]
+        if not totals:
+            raise ConfigError("the number of optimizer steps is unknown: set max_steps.")
+        return min(totals)
+
+    def _start(self, run: Run, ckpt_path: Weights | str | Path | None = None) -> Checkpoint | None:
+        """Prepare the data, set up, place and load the model. Returns the checkpoint that the run goes on from."""
+        task, datamodule, stage = run.task, run.datamodule, run.stage
+        if not (overrides(task, "configure_model") or overrides(task, "setup")):  # its modules are all there
+            self.compilation.check(task)
+        seed_generators(make_key(run.seed, Domain.INIT, 1))
+        self.strategy.processes.once_per_node(partial(_prepare_data, datamodule, task))
+        seed_generators(make_key(run.seed, Domain.INIT, 1))  # once more: only one process of a node has drawn there
+        if datamodule is not None:
+            datamodule.setup(stage)
+        for hook in run.hooks.setup:
+            hook(stage)
+        seed_generators(make_key(run.seed, Domain.INIT, 2))
+        layers = DeferredInit(task)
+        layers.configure()
+        run.precision.convert(task)
+        if self.sync_batchnorm and self.world_size > 1:
+            nn.SyncBatchNorm.convert_sync_batchnorm(task)  # type: ignore[no-untyped-call]
+        self.compilation.apply(task)
+        if not self.strategy.shards:
+            layers.materialize(run.seed, self.strategy.parameter_device)
+        self.strategy.setup(task)
+        layers.materialize(run.seed, self.strategy.parameter_device)  # what the strategy has cut up
+        home = self.run_directory or self.default_root_dir / str(self.name)
+        return self.origin.fill(run, ckpt_path, home, checkpoints_of(self, home))
+
+    def _of_last_run(
+        self, stage: str, task: TaskModule | None, data: Any, ckpt_path: Weights | str | Path | None
+    ) -> tuple[TaskModule, Any, Weights | str | Path | None]:
+        """What to evaluate, where a call leaves that to the run before it."""
+        if task is not None:
+            return task, data, ckpt_path
+        if self._run is None:
+            raise ConfigError(f"{stage}: there is no model, and no run before this one. Give one: {stage}(model, ...).")
+        if data is None:
+            data = self._run.datamodule
+        best = self.checkpoint_callback
+        if ckpt_path is None and best is not None and best.monitor is not None and best.best_model_path:
+            ckpt_path = best.best_model_path
+            _log.info("%s: with the best parameters of the run before, %s", stage, ckpt_path)
+        return self._run.task, data, ckpt_path
+
+    def _evaluate(
+        self, stage: str, model: TaskModule | None, data: Any, ckpt_path: Weights | str | Path | None
+    ) -> list[dict[str, float]]:
+        task, data, ckpt_path = self._of_last_run(stage, model, data, ckpt_path)
+        step = {"validate": "validation_step", "test": "test_step"}[stage]
+        if not overrides(task, step):
+            raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")
+        with opened(self, stage, task, data, data) as run:
+            self._start(run, ckpt_path)
+            run.eval_feeds = eval_feeds(run, stage)
+            run.bind_steps()
+            if not loop.evaluate(run, stage, run.eval_feeds):
+                raise loop.StopRequested
+            loaders = run.published[stage].loaders()
+            return [
+                {name: value for name, value in run.metrics.items() if {"", suffix} & {*loaders[name]}}
+                for suffix in (loop.loader_suffix(run.eval_feeds, number) for number in range(len(run.eval_feeds)))
+            ]
+
+
+def _prepare_data(datamodule: DataModule | None, task: TaskModule) -> None:
+    for owner in (datamodule, task):
+        if owner is not None:
+            owner.prepare_data()
