@@ -11,9 +11,9 @@
 
 The commit is one rename. All files are written and synced in a directory beside the final one, the manifest last, and
 checked as a reader would check them; then that directory gets its name. So a checkpoint is there completely or not at
-all, whenever the process or the machine dies. For readers a directory without a valid manifest does not exist. In an
-object store (`object_store`), which cannot rename, the files lie in their place at once, under names that never come again,
-and the manifest, uploaded last, is the commit. Nothing is ever overwritten or unpickled.
+all, whenever the process or the machine dies. For readers a directory without a valid manifest does not exist. An
+object store cannot rename: there the files lie in their place at once, under names that never come again, and the
+manifest, uploaded last, is the commit. Nothing is ever overwritten or unpickled.
 
 Each process writes its share: the part that it holds of what is cut up, and some of what all hold alike.
 

@@ -241,9 +241,8 @@ def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
     with suppress(LumenError):  # a store that does not answer shall not hide why the run ends
         saved = directory is not None and any(map(newest_committed, checkpoints_of(trainer, directory)))
     if saved and directory is not None:
-        process_settings.record(
-            "stopped at step %d. Go on with:\n  %s", run.progress.step, process_settings.resume_command(directory)
-        )
+        how = process_settings.resume_command(directory)
+        process_settings.record("stopped at step %d. Go on with:\n  %s", run.progress.step, how)
     else:
         process_settings.record("stopped at step %d; no checkpoint was saved", run.progress.step)
     raise interruption from None
