@@ -117,7 +117,7 @@ class SaveAtOnce(lumen.Callback):
         self.kinds = {name: kinds_of(part) for name, part in trainer.callbacks[0].state.items()}
         self.parts = [
             (parameter, entry)
-            for parameter, entries in trainer.run.optimizer.state.items()
+            for parameter, entries in trainer.run.optim.optimizer.state.items()
             for key, entry in entries.items()
             if key != "step"
         ]

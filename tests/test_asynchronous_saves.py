@@ -315,7 +315,7 @@ def test_nothing_is_removed_before_the_commit_and_every_path_given_out_exists(tm
 def wait_until_announced(trainer):
     """Until the save is over, as the next boundary will find."""
     deadline_s = time.monotonic() + 60
-    while not trainer.run.pulse.announces:
+    while not trainer.run.ending.pulse.announces:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
 

@@ -244,7 +244,7 @@ def test_a_run_that_is_asked_to_leave_reads_as_many_manifests_however_many_are_k
     def read_by_the_end(epochs):
         def stop(trainer, task):
             if trainer.current_epoch == epochs:
-                trainer.run.pulse.requested = 15
+                trainer.run.ending.pulse.requested = 15
 
         saver = lumen.ModelCheckpoint(keep_last=-1, asynchronous=False)
         folder = tmp_path / str(epochs)

@@ -271,8 +271,9 @@ def test_a_profiled_run_has_the_bits_of_one_without(tmp_path, profiler):
 def attributes(trainer):
     """What every object that the loop calls holds of its own."""
     run = trainer.run
-    owners = [trainer, run, run.strategy, run.precision, run.optimizer, run.train_feed, *run.eval_feeds]
-    owners += [*run.loggers, *run.schedulers, *run.callbacks, run.task]
+    owners = [trainer, run, run.strategy, run.precision, run.calls, run.records, run.saves, run.optim.optimizer]
+    owners += [run.loaders.train, *run.loaders.evaluation]
+    owners += [*run.records.loggers, *run.optim.schedulers, *run.trainer.callbacks, run.task]
     hooks = {name: len(calls) for name, calls in vars(run.hooks).items() if name.startswith("on_")}
     return [(type(owner).__name__, sorted(vars(owner))) for owner in owners], hooks
 

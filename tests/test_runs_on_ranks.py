@@ -102,7 +102,7 @@ def fit_and_tell(tmp_path):
     before = process_state()
     trainer.fit(task, loader(dtype=F64), val_dataloaders=loader(dtype=F64))
     assert process_state() == before
-    return {"directory": trainer.run_directory, "loggers": len(trainer.run.loggers), "seed": trainer.run.seed}
+    return {"directory": trainer.run_directory, "loggers": len(trainer.run.records.loggers), "seed": trainer.run.seed}
 
 
 def process_state():
@@ -548,7 +548,7 @@ def measured(folder, strategy, options):
         callbacks=lumen.ThroughputMonitor(measure_flops=True), **options,
     )  # fmt: skip
     trainer.fit(Regression(dtype=F64), loader(400, 4, dtype=F64))
-    if not trainer.run.loggers:
+    if not trainer.run.records.loggers:
         return None
     with open(trainer.run_directory / "system.csv", newline="") as file:
         *_, row = csv.DictReader(file)

@@ -590,7 +590,7 @@ def train_keeping_on(strategy, make, max_steps, *, save=None, resume=None):
     )  # fmt: skip
     trainer.fit(task, loader(dtype=torch.float64))
     values = [whole(parameter.detach()) for parameter in task.parameters()]
-    return values, [getattr(entry["kept"], "placements", None) for entry in trainer.run.optimizer.state.values()]
+    return values, [getattr(entry["kept"], "placements", None) for entry in trainer.run.optim.optimizer.state.values()]
 
 
 def resume_keeping(folder, written_by, make):

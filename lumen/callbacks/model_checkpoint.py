@@ -193,7 +193,7 @@ class ModelCheckpoint(Callback):
         self._saves, self._seen = trainer.run.saves, set()
         self._all = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
         self._all = [each for each in self._all if each.dirpath is not None]
-        self._saved_at_s = trainer.run.pulse.now_s
+        self._saved_at_s = trainer.run.ending.pulse.now_s
         self._epoch = trainer.current_epoch
         self._reserves_at_s = self._saved_at_s + self._reserves_after_s(trainer)
         resumed = trainer.run.checkpoint
@@ -212,7 +212,7 @@ class ModelCheckpoint(Callback):
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
         """Say whether one of the rules wants this boundary saved: then all ranks agree before on whether they end."""
         self._is_wanted = self.dirpath is not None and self._is_due(trainer)
-        trainer.run.is_saving |= self._is_wanted
+        trainer.run.ending.is_saving |= self._is_wanted
 
     def on_boundary_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Save if one of the rules says so."""
@@ -227,12 +227,12 @@ class ModelCheckpoint(Callback):
     def _save_what_is_due(self, trainer: Trainer) -> None:
         """Let all save that want to, once each has its score: every checkpoint holds those of all."""
         run = trainer.run
-        pulse, ending = run.pulse, run.is_ending
+        pulse, ending = run.ending.pulse, run.ending.is_here
         if pulse.announced or ending:
             run.saves.settle()
         for each in self._all if ending else ():
             each._is_wanted = each.at_end or each._is_due(trainer)
-        for each in self._all if run.fresh else ():
+        for each in self._all if run.values.updated else ():
             each._note_score(trainer)
         for each in self._all:
             if each._is_wanted:
@@ -258,14 +258,14 @@ class ModelCheckpoint(Callback):
         return (
             (self.every_n_train_steps > 0 and progress.step % self.every_n_train_steps == 0)
             or (progress.epoch != self._epoch and self.every_n_epochs > 0 and progress.epoch % self.every_n_epochs == 0)
-            or trainer.run.pulse.now_s - self._saved_at_s >= self.train_time_interval_s
+            or trainer.run.ending.pulse.now_s - self._saved_at_s >= self.train_time_interval_s
             or (self.on_best and value is not None and self._is_among_best(value))
         )
 
     def _new_value(self, trainer: Trainer) -> float | None:
         """The monitor's value, if it has a new one."""
-        fresh = self.monitor is not None and self.monitor in trainer.run.fresh
-        return trainer.run.metrics[str(self.monitor)] if fresh else None
+        fresh = self.monitor is not None and self.monitor in trainer.run.values.updated
+        return trainer.run.values.newest[str(self.monitor)] if fresh else None
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Wait for a save under way, and complain of a monitor that never had a value, now that all is saved."""
@@ -307,7 +307,7 @@ class ModelCheckpoint(Callback):
         if not saved:
             chief = deciding_first(self._sharing(trainer, self.dirpath))[0]
             best = next(iter(chief._ranked()), None)
-            info = {"best": best, "monitor": chief.monitor, "finished": run.limit_reached}
+            info = {"best": best, "monitor": chief.monitor, "finished": run.ending.limit_reached}
             run.saves.save(
                 path,
                 info,
@@ -318,7 +318,7 @@ class ModelCheckpoint(Callback):
             _log.debug("saving %s" if run.saves.path == path else "saved %s", path)
         elif run.saves.path is None or not is_same(run.saves.path, path):
             self._prune(trainer, path)
-        self._saved_at_s = run.pulse.now_s
+        self._saved_at_s = run.ending.pulse.now_s
 
     def _reserves_after_s(self, trainer: Trainer) -> float:
         """When to take the memory for copies: well before the first save, but not in a run that ends before it."""

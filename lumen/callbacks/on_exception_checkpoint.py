@@ -15,7 +15,7 @@ from lumen.callbacks.checkpoint_names import place
 from lumen.checkpoint.object_store import as_place
 from lumen.errors import NonFiniteLoss
 from lumen.errors.arguments import checked
-from lumen.run.run import Progress
+from lumen.run.progress import Progress
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
@@ -72,7 +72,7 @@ class OnExceptionCheckpoint(Callback):
         """Save what can be saved."""
         if self._boundary is None or not isinstance(exception, Exception) or not trainer.is_global_zero:
             return
-        run, now = trainer.run, trainer.run.progress
+        run, now = trainer.run, replace(trainer.run.progress)
         counted = (now.epoch, now.batches) != (self._boundary.epoch, self._boundary.batches)
         reason = None
         if trainer.world_size > 1:
@@ -85,12 +85,12 @@ class OnExceptionCheckpoint(Callback):
             _log.warning("no checkpoint is saved on this exception: %s", reason)
             return
         if not counted:
-            run.progress = self._boundary  # what a step has begun is to be done again
-        untouched = _moment(now) == _moment(self._boundary) or (now.validation_due and not run.in_train_step)
+            run.progress.become(self._boundary)  # what a step has begun is to be done again
+        untouched = _moment(now) == _moment(self._boundary) or (now.validation_due and not run.log.in_train_step)
         try:
             self._save(trainer, exact=untouched, may_be_there=untouched or not counted)
         finally:
-            run.progress = now
+            run.progress.become(now)
 
     def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Watch no more."""

@@ -105,7 +105,7 @@ class ProgressBar(Callback):
 
     def _count_steps(self, run: Run, done: int, epochs: int) -> None:
         """Find out how many steps the run has, of which some were done in whole epochs."""
-        plan, feed = run.plan, run.train_feed
+        plan, feed = run.plan, run.loaders.train
         assert feed is not None
         per_epoch = feed.steps(plan.limit("train", feed))
         left = None if per_epoch is None or plan.max_epochs is None else per_epoch * (plan.max_epochs - epochs)
@@ -138,10 +138,10 @@ class ProgressBar(Callback):
     def _take_look(self, trainer: Trainer) -> None:
         """Note where the run is and ask for its values."""
         run = trainer.run
-        values: Mapping[str, float | torch.Tensor] = run.train_metrics.step_values(_asked_for)
-        if not values and run.last_loss is not None:
-            values = {"loss": run.last_loss}
-        self._epoch_names |= dict.fromkeys(run.train_metrics.epoch_names(_asked_for))
+        values: Mapping[str, float | torch.Tensor] = run.log.train.step_values(_asked_for)
+        if not values and run.step.loss is not None:
+            values = {"loss": run.step.loss}
+        self._epoch_names |= dict.fromkeys(run.log.train.epoch_names(_asked_for))
         self._look = self._position(trainer), Arrival(values)
 
     def _take_in_look(self, *, wait: bool = False) -> bool:
@@ -172,7 +172,7 @@ class ProgressBar(Callback):
             head=f"step {_of(progress.step, self._total_steps)} · epoch {epoch}",
             fraction=self._fraction(trainer),
             tail="" if left_s is None else f"{duration(math.ceil(left_s))} left",
-            values={name: run.metrics[name] for name in self._epoch_names if name in run.metrics},
+            values={name: run.values.newest[name] for name in self._epoch_names if name in run.values.newest},
             costs=costs,
         )
 
@@ -278,7 +278,7 @@ class ProgressBar(Callback):
             if (now := perf_counter()) >= self._validation_due_at_s:
                 self._due_at_s, self._validation_due_at_s = 0.0, now + self._display.interval_s
         else:
-            self._board.evaluation = self._evaluation.line({name: run.metrics[name] for name in names}, over=True)
+            self._board.evaluation = self._evaluation.line({name: run.values.newest[name] for name in names}, over=True)
             self._show()
             self._close()
 
@@ -287,7 +287,7 @@ class ProgressBar(Callback):
     def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
         """Show where a run that was asked to leave ended; leave the terminal as it was."""
         run = trainer.run
-        if self._training and run.pulse.requested is not None and not run.in_train_step:
+        if self._training and run.ending.pulse.requested is not None and not run.log.in_train_step:
             if self._board.evaluation is not None:
                 self._throughput.resume()
                 self._board.evaluation = None
@@ -333,7 +333,7 @@ def _asked_for(options: LogOptions) -> bool:
 
 def _names(run: Run) -> list[str]:
     """What to show of the evaluation that has just published its values."""
-    metrics: StageMetrics | None = run.stage_metrics
+    metrics: StageMetrics | None = run.log.stage
     assert metrics is not None
     return metrics.epoch_names(_asked_for) or metrics.epoch_names()[:_UNASKED_VALUES]
 
@@ -341,7 +341,7 @@ def _names(run: Run) -> list[str]:
 def _batches_of(run: Run) -> int | None:
     """Batches of the evaluation that begins; None if a loader does not know."""
     total = 0
-    for feed in run.eval_feeds:
+    for feed in run.loaders.evaluation:
         known = [count for count in (feed.length, run.plan.limit(run.stage, feed)) if count is not None]
         if not known:
             return None

@@ -85,9 +85,9 @@ class Throughput:
             perf_counter() - self._paused_s,
             progress.step,
             progress.micro_batches,
-            run.samples_seen,
+            run.step.samples_seen,
             progress.units,
-            run.waited_s,
+            run.step.waited_s,
         )
 
 

@@ -104,7 +104,7 @@ class ThroughputMonitor(Callback):
             return
         self._recorded_step = step
         values = {"time_s": run.progress.elapsed_s, **self._speeds(run), "memory_mb": memory_mb(run.strategy.device)}
-        for logger in run.loggers:
+        for logger in run.records.loggers:
             logger.log_system(values, step)
 
     def _begin_to_count(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
@@ -112,7 +112,7 @@ class ThroughputMonitor(Callback):
         if self._is_asked and self._counter is None:
             from torch.utils.flop_counter import FlopCounterMode
 
-            self._counted_samples = max(trainer.run.batch_samples, 1)
+            self._counted_samples = max(trainer.run.log.batch_samples, 1)
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()  # type: ignore[no-untyped-call]
 
@@ -134,7 +134,7 @@ class ThroughputMonitor(Callback):
 
     def _speeds(self, run: Run) -> dict[str, float]:
         values = self._throughput.measure(run)._asdict()
-        if not run.has_units:
+        if not run.step.has_units:
             del values["units_per_s"]
         if self._flop_per_sample is not None:
             flop_per_s = self._flop_per_sample * values["samples_per_s"]
@@ -153,7 +153,7 @@ def _peak_flop_per_s(run: Run) -> float | None:
     device = run.strategy.device
     with run.precision.forward():
         autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else next(iter(run.parameters)).dtype
+        dtype = torch.get_autocast_dtype(device.type) if autocast else next(iter(run.optim.parameters)).dtype
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     peak = peak_flop_per_s(name, dtype, tf32=torch.backends.cuda.matmul.fp32_precision == "tf32")
     if peak is None:

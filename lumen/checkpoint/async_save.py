@@ -101,7 +101,7 @@ class Saves:
         try:
             self.settle()
             self.check_home()
-            self._run.write_row()  # records end with this step
+            self._run.records.write_row()  # records end with this step
             with only_young_collected():
                 under_way = self._write_or_begin(path, collect(self._run, info), asynchronous)
         except BaseException:
@@ -137,7 +137,7 @@ class Saves:
             others.together(self._snapshot.wait)
             refuse_non_finite(collected, copy.sections["model"], others)
             _write(path, collected, copy, others)
-            self._run.pulse.announces = True
+            self._run.ending.pulse.announces = True
 
         self._writing = self._submit(write)
         return True
@@ -197,7 +197,7 @@ class Saves:
             try:
                 work()
             except BaseException:
-                self._run.pulse.announces = True
+                self._run.ending.pulse.announces = True
                 raise
 
         return self._thread.submit(watched)
@@ -238,7 +238,7 @@ class Saves:
             CheckpointError: It could not be written, or a checkpoint not be removed.
             NonFiniteLoss: A parameter was not finite.
         """
-        if self.path is None and not self._run.pulse.announced:
+        if self.path is None and not self._run.ending.pulse.announced:
             return
         account, self._account = self._account, _keep_all
         try:
@@ -248,7 +248,7 @@ class Saves:
             raise
         finally:
             self.path = self.moment = None
-            self._run.pulse.dismiss()
+            self._run.ending.pulse.dismiss()
         doomed = account(True)
         if self._processes.rank == 0:
             self._chores.append(self._submit(partial(remove_checkpoints, doomed)))

@@ -45,13 +45,13 @@ def _extra_state(model: nn.Module) -> dict[str, Any]:
 
 def logger_states(run: Run) -> dict[str, Any]:
     """Where the records of all loggers stand, of those too that an earlier part of the run had."""
-    return run.absent_records | states_of(run.loggers)
+    return run.records.absent | states_of(run.records.loggers)
 
 
 def _of_user(run: Run) -> dict[str, Any]:
     """What the task, the data module and the callbacks have to say."""
     return {
-        "callbacks": {key: state for key, state in states_of(run.callbacks).items() if state},
+        "callbacks": {key: state for key, state in states_of(run.trainer.callbacks).items() if state},
         "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
         **added_to_checkpoint(run),
     }
@@ -75,19 +75,19 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
     optimizer, extra = Tensors(), Tensors()
     parts: dict[str, Any] = {
         "seed": run.seed,
-        "progress": run.progress_state(),
+        "progress": run.progress.state(),
         "precision": run.precision.state_dict(),
-        "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
-        "monitors": [(config.known, config.unread) for config in run.schedulers],
-        "configured": run.configured,
-        "loggers": logger_states(run) if run.records is None else run.records,
-        "metrics": run.metrics,
-        "kept_row": run.kept_row if run.progress.validation_due else None,
+        "schedulers": [config.scheduler.state_dict() for config in run.optim.schedulers],
+        "monitors": [(config.known, config.unread) for config in run.optim.schedulers],
+        "configured": run.optim.configured,
+        "loggers": logger_states(run) if run.records.before_evaluation is None else run.records.before_evaluation,
+        "metrics": run.values.newest,
+        "kept_row": run.records.kept_row if run.progress.validation_due else None,
         "hyperparameters": dict(task.hparams),
         "data_hyperparameters": dict(run.datamodule.hparams) if isinstance(run.datamodule, HasHyperparameters) else {},
         "extra_state": _extra_state(task),
         "modes": modes_of(task),
-        "built": run.built,
+        "built": run.optim.built,
         "settings": trainer_settings(run),
         "data": data_read(run),
     }
@@ -106,7 +106,7 @@ def _sharded(tensors: Tensors) -> dict[str, bool]:
 
 
 def _capture_optimizer(run: Run, tensors: Tensors) -> dict[str, Any]:
-    return capture_optimizer(run.task, run.optimizer, run.built_groups, tensors)
+    return capture_optimizer(run.task, run.optim.optimizer, run.optim.built_groups, tensors)
 
 
 def check_savable(run: Run) -> None:
@@ -186,8 +186,8 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
     """
 
     def own() -> tuple[Any, ...]:
-        run.losses.flush()
-        for logger in run.loggers:
+        run.step.losses.flush()
+        for logger in run.records.loggers:
             logger.flush()
         return *capture(run), own_values(run)
 
@@ -204,7 +204,7 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
         sections,
         aliases,
         state,
-        info={**counts, "metrics": dict(run.metrics), **info},
+        info={**counts, "metrics": dict(run.values.newest), **info},
         trained=_trained(run),
     )
 
@@ -219,7 +219,7 @@ def moving_tensors(run: Run) -> tuple[dict[str, Tensors], list[str]]:
 def _trained(run: Run) -> list[str]:
     """Names of the parameters that the optimizer moves, alike on all processes."""
     names = parameter_names(run.task)
-    return [names[id(parameter)] for parameter in run.parameters]
+    return [names[id(parameter)] for parameter in run.optim.parameters]
 
 
 def refuse_non_finite(collected: Collected, parts: Mapping[str, torch.Tensor], processes: Processes) -> None:

@@ -28,15 +28,15 @@ def configured(run: Run) -> dict[str, Setting]:
         Plain values by their place: `groups[0].lr`, `schedulers[0].T_max`. A scheduler's rates follow from the groups'.
     """
     found: dict[str, Setting] = {}
-    for number, group in enumerate(run.optimizer.param_groups):
+    for number, group in enumerate(run.optim.optimizer.param_groups):
         follows = ("lr",) if "initial_lr" in group else ()  # a scheduler has moved it by now
         own = {key: value for key, value in group.items() if key not in (*HOW_TO_STEP, *follows)}
         found |= settings(f"groups[{number}]", own)
-    for place, attributes in attributes_of(run.task, run.optimizer).items():
+    for place, attributes in attributes_of(run.task, run.optim.optimizer).items():
         found |= settings(f"optimizer{place and '.'}{place}", attributes)
-    for number, config in enumerate(run.schedulers):
+    for number, config in enumerate(run.optim.schedulers):
         state = dict(config.scheduler.state_dict()) if hasattr(config.scheduler, "state_dict") else {}
-        found[f"schedulers[{number}]"] = config.describe(run.optimizer)
+        found[f"schedulers[{number}]"] = config.describe(run.optim.optimizer)
         found |= settings(f"schedulers[{number}]", set_by_hand(state))
     return found
 
@@ -103,7 +103,7 @@ def trainer_settings(run: Run) -> dict[str, Setting]:
 
     Not how long the run is, nor what is shown and saved.
     """
-    trainer, plan, feed = run.trainer, run.plan, run.train_feed
+    trainer, plan, feed = run.trainer, run.plan, run.loaders.train
     assert feed is not None
     interval = f"{plan.val_every_s:g} s" if plan.val_every_s is not None else plan.val_every_epoch_fraction
     return {
@@ -135,11 +135,11 @@ def _limit(plan: Plan, stage: str) -> int | float | None:
 
 def data_read(run: Run) -> dict[str, Any]:
     """What the loaders of training and validation read now, and as of which epoch they were asked for."""
-    assert run.train_feed is not None
+    assert run.loaders.train is not None
     return {
-        "asked_in": run.feeds_epoch,
-        "training": run.train_feed.identity(),
-        "validation": [line for feed in run.eval_feeds for line in feed.identity()],
+        "asked_in": run.loaders.epoch,
+        "training": run.loaders.train.identity(),
+        "validation": [line for feed in run.loaders.evaluation for line in feed.identity()],
     }
 
 

@@ -26,7 +26,7 @@ def own_values(run: Run) -> tuple[JSON, Tensors]:
     metrics = metrics_of(run.task)
     names = {id(metric): name for name, metric in metrics.items()}
     values = {
-        "logged": run.train_metrics.state_dict(lambda metric: names.get(id(metric))),
+        "logged": run.log.train.state_dict(lambda metric: names.get(id(metric))),
         "torchmetrics": {name: metric_state(metric) for name, metric in metrics.items()},
         "seen": updates_seen(run.task),
     }
@@ -53,7 +53,7 @@ def load_values(run: Run, checkpoint: Checkpoint) -> None:
     seen = updates_seen(run.task)
     seen.clear()
     seen.update(values["seen"])
-    run.train_metrics.load_state_dict(values["logged"], metrics.__getitem__, run.strategy.device)
+    run.log.train.load_state_dict(values["logged"], metrics.__getitem__, run.strategy.device)
 
 
 def _merged(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> dict[str, Any]:

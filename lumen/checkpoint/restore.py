@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -32,7 +31,8 @@ from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.internals.garbage import only_young_collected
 from lumen.internals.optimizers import has_stepped
 from lumen.precision import make_precision
-from lumen.run.run import Progress, Run
+from lumen.run.progress import Progress
+from lumen.run.run import Run
 from lumen.task.task_module import TaskModule
 
 Task = TypeVar("Task", bound=TaskModule)
@@ -101,32 +101,32 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue
     needed = (*of_run, "schedulers", "monitors", "loggers")
     state = {name: decode(checkpoint.state[name], extra) for name in needed}
     if "progress" in parts:
-        run.progress = Progress(**state["progress"])
-        run.metrics = state["metrics"]
+        run.progress.become(Progress(**state["progress"]))
+        run.values.newest = state["metrics"]
         compare_modes(run, checkpoint)
         _load_modes(run.task, state["modes"])
-        load_states(run.callbacks, state["callbacks"], checkpoint.path)
+        load_states(run.trainer.callbacks, state["callbacks"], checkpoint.path)
     if "optimizer" in parts:
         run.precision.load_state_dict(state["precision"])
         if "progress" in parts:
-            regroup(run.task, run.optimizer, checkpoint)
+            regroup(run.task, run.optim.optimizer, checkpoint)
         _load_optimizer(run, checkpoint)
     _load_groups(run, checkpoint, parts, state["configured"])
     if "optimizer" in parts:
-        load_rest(run.task, run.optimizer, checkpoint)
+        load_rest(run.task, run.optim.optimizer, checkpoint)
     if "schedulers" in parts:
         _load_schedulers(run, checkpoint, state, exact="optimizer" in parts)
     else:
         _move_schedulers(run)
     if "data" in parts:
         load_values(run, checkpoint)
-        run.kept_row = decode(checkpoint.state.get("kept_row"), extra) or run.kept_row
+        run.records.kept_row = decode(checkpoint.state.get("kept_row"), extra) or run.records.kept_row
     else:
-        run.progress = replace(run.progress, samples=0, batches=0, loader=None, in_epoch=False, validation_due=False)
+        run.progress.leave_epoch()
     if continue_records:
-        load_states(run.loggers, state["loggers"], checkpoint.path)
-        present = set(map(key_of, run.loggers))
-        run.absent_records = {key: record for key, record in state["loggers"].items() if key not in present}
+        load_states(run.records.loggers, state["loggers"], checkpoint.path)
+        present = set(map(key_of, run.records.loggers))
+        run.records.absent = {key: record for key, record in state["loggers"].items() if key not in present}
     if changed := changed_hyperparameters(run, checkpoint):
         _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, listed(changed))
 
@@ -142,7 +142,7 @@ def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
 
 
 def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
-    saved, optimizer = checkpoint.state["optimizer"], run.optimizer
+    saved, optimizer = checkpoint.state["optimizer"], run.optim.optimizer
     groups = groups_of(run.task, optimizer)
     if saved["class"] != kind_of(optimizer) or [group["params"] for group in saved["groups"]] != groups:
         there, here = {name for group in saved["groups"] for name in group["params"]}, set(chain(*groups))
@@ -181,13 +181,13 @@ def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], confi
     saved, tensors = checkpoint.state["optimizer"]["groups"], checkpoint.tensors("optimizer")
     if not parts & {"optimizer", "schedulers"}:
         return
-    if len(saved) != len(run.optimizer.param_groups):
+    if len(saved) != len(run.optim.optimizer.param_groups):
         raise CheckpointMismatch(
             f"{checkpoint.path} has learning rates of {len(saved)} parameter groups, the run has "
-            f"{len(run.optimizer.param_groups)}. Resume with these groups, or "
+            f"{len(run.optim.optimizer.param_groups)}. Resume with these groups, or "
             f"{without(checkpoint, 'optimizer', 'schedulers')}."
         )
-    for number, (group, values) in enumerate(zip(run.optimizer.param_groups, saved, strict=True)):
+    for number, (group, values) in enumerate(zip(run.optim.optimizer.param_groups, saved, strict=True)):
         for key in values.keys() - HOW_TO_STEP:
             value = decode(values[key], tensors)
             moved = settings(f"groups[{number}].{key}", value).items() - configuration.items()
@@ -202,14 +202,15 @@ def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], confi
 def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any], *, exact: bool) -> None:
     """Let the schedulers go on, and say where the configuration asks for something else than what goes on."""
     configuration: dict[str, Setting] = state["configured"]
-    found = [run.configured[f"schedulers[{number}]"] for number in range(len(run.schedulers))]
+    found = [run.optim.configured[f"schedulers[{number}]"] for number in range(len(run.optim.schedulers))]
     saved = [configuration[f"schedulers[{number}]"] for number in range(len(state["schedulers"]))]
     if found != saved:
         raise CheckpointMismatch(
             f"{checkpoint.path} was saved with the schedulers {saved}, the run has {found}. "
             f"Resume with the configuration it was saved with, or {without(checkpoint, 'schedulers')}."
         )
-    for config, scheduler_state, monitor in zip(run.schedulers, state["schedulers"], state["monitors"], strict=True):
+    schedulers = run.optim.schedulers
+    for config, scheduler_state, monitor in zip(schedulers, state["schedulers"], state["monitors"], strict=True):
         config.known, config.unread = monitor
         config.scheduler.load_state_dict(scheduler_state)
         optimizer = getattr(config.scheduler, "optimizer", None)
@@ -220,7 +221,7 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
         for where, value in configuration.items()
         if exact or where.startswith("schedulers") or where.rpartition(".")[2] in _RATES
     }
-    if changed := differences(goes_on, run.configured):
+    if changed := differences(goes_on, run.optim.configured):
         _log.warning(
             "the optimizer or its schedule is configured otherwise than in %s: %s. The checkpoint's values count, so "
             "that it goes on exactly. For the configured ones, %s",
@@ -228,7 +229,7 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
             listed(changed),
             without(checkpoint, "schedulers"),
         )
-    run.configured |= goes_on
+    run.optim.configured |= goes_on
 
 
 def _move_schedulers(run: Run) -> None:
@@ -236,7 +237,7 @@ def _move_schedulers(run: Run) -> None:
     progress = run.progress
     in_epochs = round(progress.step * (1 - progress.batches / max(progress.micro_batches, 1)))  # the complete ones
     ended = [min(step, in_epochs) * progress.epoch // max(in_epochs, 1) for step in range(progress.step + 1)]
-    moving = [config for config in run.schedulers if config.monitor is None]
+    moving = [config for config in run.optim.schedulers if config.monitor is None]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch misses the optimizer's steps, which were made long ago
         try:

@@ -91,7 +91,7 @@ def compare_modes(run: Run, checkpoint: Checkpoint) -> None:
     changed: dict[str, tuple[str, str]] = {}
     for kind, word in words.items():
         began, here, goes_on = (
-            set(of[kind]) for of in (checkpoint.state["built"], run.built, checkpoint.state["modes"])
+            set(of[kind]) for of in (checkpoint.state["built"], run.optim.built, checkpoint.state["modes"])
         )
         for name in sorted((began ^ here) & (here ^ goes_on)):
             changed[name or type(run.task).__name__] = word[name in goes_on], word[name in here]
@@ -101,4 +101,4 @@ def compare_modes(run: Run, checkpoint: Checkpoint) -> None:
             "on exactly. For the task's own, %s",
             checkpoint.path, listed(changed), without(checkpoint, "progress", "data"),
         )  # fmt: skip
-    run.built = checkpoint.state["built"]
+    run.optim.built = checkpoint.state["built"]

@@ -98,7 +98,7 @@ def added_to_checkpoint(run: Run) -> dict[str, Any]:
         ConfigError: Two callbacks that add something share a key.
     """
     of_callbacks: dict[str, dict[str, Any]] = {}
-    for callback in run.callbacks:
+    for callback in run.trainer.callbacks:
         if overrides(callback, "on_save_checkpoint"):
             key = key_of(callback)
             if added := _added(key, partial(callback.on_save_checkpoint, run.trainer, run.task)):
@@ -130,7 +130,7 @@ def hand_back(run: Run, saved: Mapping[str, Any], path: Path) -> None:
     Raises:
         ConfigError: It may be of several.
     """
-    loading = [callback for callback in run.callbacks if overrides(callback, "on_load_checkpoint")]
+    loading = [callback for callback in run.trainer.callbacks if overrides(callback, "on_load_checkpoint")]
     keys = Counter(map(key_of, loading))
     for key in saved:
         if keys[key] > 1:
@@ -138,5 +138,5 @@ def hand_back(run: Run, saved: Mapping[str, Any], path: Path) -> None:
     for callback in loading:
         key = key_of(callback)
         callback.on_load_checkpoint(run.trainer, run.task, Additions(key, saved.get(key, {})))
-    if lost := ", ".join(saved.keys() - set(map(key_of, run.callbacks))):
+    if lost := ", ".join(saved.keys() - set(map(key_of, run.trainer.callbacks))):
         _log.warning("%s holds what %s added, which this run does not have", path, lost)

@@ -185,11 +185,11 @@ def run(command: str, words: list[str]) -> int:
     if not first:
         return 0
     if command == "predict":
-        results = [batch for loader in built.trainer.run.predictions for batch in loader]
+        results = [batch for loader in built.trainer.run.values.predictions for batch in loader]
         show_predictions(results, kept=output is not None)
     else:
         title = f"{command}, {getattr(where, 'path', where) or 'no checkpoint'}"
-        show_metrics(results, built.trainer.run.eval_feeds, title)
+        show_metrics(results, built.trainer.run.loaders.evaluation, title)
     if output is not None:
         write_results(results, local_path(output))
     return 0

@@ -21,7 +21,7 @@ from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stderr, stdout
 from lumen.data.adapter import Feed
 from lumen.errors import ConfigError, DataError
-from lumen.loop.loop import loader_suffix
+from lumen.loop.evaluate import loader_suffixes
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
 
@@ -66,10 +66,9 @@ def check_output(command: str, path: Path) -> None:
 
 def show_metrics(metrics: list[dict[str, float]], feeds: list[Feed], title: str) -> None:
     """Print a table of values, one column per loader."""
-    suffixes = [loader_suffix(feeds, number) for number in range(len(feeds))]
     columns = [
         {name.removesuffix(suffix): value for name, value in column.items()}
-        for column, suffix in zip(metrics, suffixes, strict=True)
+        for column, suffix in zip(metrics, loader_suffixes(feeds), strict=True)
     ]
     unnamed = ["value"] if len(feeds) == 1 else [f"loader {number}" for number in range(len(feeds))]
     table = Table("metric", *(feed.name or head for feed, head in zip(feeds, unnamed, strict=True)), title=title)

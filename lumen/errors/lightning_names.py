@@ -92,7 +92,7 @@ ATTRIBUTES = {
     "model": "Hooks of callbacks are given the task; elsewhere it is trainer.run.task.",
     "num_devices": "Read trainer.world_size, the processes of all nodes.",
     "num_sanity_val_steps": _PLAN.format("sanity_batches"),
-    "num_val_batches": "Read the lengths of trainer.run.eval_feeds.",
+    "num_val_batches": "Read the lengths of trainer.run.loaders.evaluation.",
     "overfit_batches": _PLAN.format("same_batches"),
     "predict_dataloaders": _LOADERS,
     "predict_loop": "trainer.predict returns the predictions.",

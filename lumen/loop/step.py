@@ -34,23 +34,24 @@ def train_step(run: Run, window: Window) -> bool:
     Raises:
         EpochSkipped: A hook asks to end the epoch here: nothing is updated.
     """
-    hooks, optimizer = run.hooks, run.optimizer
+    hooks, optimizer = run.hooks, run.optim.optimizer
     updated = False
-    run.train_metrics.window += 1
-    run.in_train_step = True
-    run.begin_step()
-    micro_batches, weights = weigh(run, window), run.weights
-    closure = Closure(run, weights) if run.needs_closure else None
+    run.log.train.window += 1
+    run.log.in_train_step = True
+    run.step.begin()
+    micro_batches, weights = weigh(run, window), run.step.weights
+    closure = Closure(run, weights) if run.optim.needs_closure else None
     for micro in micro_batches:
-        run.seed_micro_batch(micro)
-        batch = run.receive(micro.batch, micro.loader) if micro.batch is not None else None
+        run.step.seed(micro)
+        run.log.batch_samples = micro.samples
+        batch = run.calls.receive(micro.batch, micro.loader) if micro.batch is not None else None
         for hook in hooks.on_train_batch_start if not micro.idle else ():
             if hook(batch, micro.index) == -1:
                 skip(run, window, micro, weights)
         if micro.first:
             for hook in hooks.on_before_zero_grad:
                 hook(optimizer)
-            run.zero_grad()
+            run.optim.zero_grad()
             run.strategy.begin_step()
         if closure is None:
             output, _ = accumulate(run, micro, batch, weights)
@@ -62,7 +63,7 @@ def train_step(run: Run, window: Window) -> bool:
             output = detached(output)
             for hook in hooks.on_train_batch_end:
                 hook(output, batch, micro.index)
-    run.in_train_step = False
+    run.log.in_train_step = False
     return updated
 
 
@@ -70,7 +71,8 @@ def skip(run: Run, window: Window, micro: MicroBatch, weights: StepWeights) -> N
     """End the epoch here; where gradients are still under way, at the end of the step, once all ranks know of it."""
     weights.skipped = True
     if not run.strategy.communicates:
-        run.end_step(window)
+        run.step.end(window)
+        run.records.has_updated = False
         raise EpochSkipped
     micro.idle = True
 
@@ -87,9 +89,9 @@ def accumulate(
     output = loss = part = None
     with strategy.gradient_sync(micro.last):
         if not micro.idle:
-            before = None if run.weighted_windows else run.gradients()
+            before = None if run.step.weighted_windows else run.optim.gradients()
             with precision.forward():
-                output = run.call_step("training_step", batch, micro.index, micro.loader)
+                output = run.calls.step("training_step", batch, micro.index, micro.loader)
             if before is not None:
                 refuse_own_backward(run, before)
             loss, returned_weight = read_output(output)
@@ -99,7 +101,7 @@ def accumulate(
                 weights.seed(micro.number, returned_weight)
             share = weights.share(micro.weight, returned_weight)
             if check:
-                run.check_loss(loss, share)
+                run.step.check_loss(loss, share)
             if share or (strategy.communicates and loss.requires_grad):
                 part = loss if share == 1.0 else loss * share
         if part is not None:
@@ -109,7 +111,7 @@ def accumulate(
             for hook in hooks.on_after_backward:
                 hook()
             if strategy.needs_stand_ins:
-                run.kept = batch, micro
+                run.step.kept = batch, micro
         elif strategy.communicates:
             take_part(run, micro, batch, weights)
         elif micro.last:
@@ -161,10 +163,10 @@ def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> 
         backward(run, micro, loss * 0.0, weights)
         return
     with unnoticed(run):  # the backward too: it reads buffers that the forward has moved
-        for given in ((batch, micro) if stands_in else None, run.kept):
+        for given in ((batch, micro) if stands_in else None, run.step.kept):
             if loss is None and given is not None:
                 with run.precision.forward():
-                    output = run.call_step("training_step", given[0], given[1].index, given[1].loader)
+                    output = run.calls.step("training_step", given[0], given[1].index, given[1].loader)
                 loss, _ = read_output(output)
                 loss = strategy.idle_loss() if loss is None else loss
         if loss is None:
@@ -190,14 +192,14 @@ def _refuse_synced_norms(run: Run) -> None:
 @contextmanager
 def unnoticed(run: Run) -> Iterator[None]:
     """The context of a forward that is no part of the run: what it logs, counts and moves is put back."""
-    metrics, accumulated = run.stage_metrics, metric_states(run.task)
+    metrics, accumulated = run.log.stage, metric_states(run.task)
     places = [(own, own.copy()) for module in run.task.modules() if (own := own_buffers(module))]
     values = [(buffer, buffer.detach().clone()) for buffer in run.task.buffers()]
-    run.stage_metrics = StageMetrics()
+    run.log.stage = StageMetrics()
     try:
         yield
     finally:
-        run.stage_metrics = metrics
+        run.log.stage = metrics
         restore_metrics(accumulated)
         for buffers, held in places:  # an assignment has put another tensor there
             buffers.clear()
@@ -211,23 +213,25 @@ def update(run: Run, window: Window, weights: StepWeights, closure: Closure | No
     """Turn the gradients of a window into one update. Returns False if it was skipped: then no schedule moves."""
     weights.agree()
     if weights.skipped:
-        run.end_step(window)
+        run.step.end(window)
+        run.records.has_updated = False
         raise EpochSkipped
     updated = bool(weights.total)
     if updated:
         complete_gradients(run, weights)
-        if run.grad_norm is not None:
-            run.check_gradient(run.grad_norm)
+        if run.step.grad_norm is not None:
+            run.step.check_gradient(run.step.grad_norm)
         if closure is not None:
             closure.hand_over(weights)
-        run.is_updating = True
-        updated = run.precision.step(run.optimizer, closure)
-        run.is_updating = False
+        run.optim.is_updating = True
+        updated = run.precision.step(run.optim.optimizer, closure)
+        run.optim.is_updating = False
     else:
         _log.warning("update after step %d skipped: the weights of its micro-batches sum to 0", run.progress.step)
-    run.count(window, weights, updated=updated)
+    run.step.count(window, updated=updated)
+    run.records.has_updated = updated
     if updated:
-        for scheduler in run.schedulers:
+        for scheduler in run.optim.schedulers:
             if scheduler.monitor is None and scheduler.moves_at(run.progress.step):  # a plateau waits for validation
                 scheduler.step()
             elif scheduler.interval == "token":
@@ -238,15 +242,15 @@ def update(run: Run, window: Window, weights: StepWeights, closure: Closure | No
 def complete_gradients(run: Run, weights: StepWeights) -> None:
     """Bring the accumulated gradients to the size of the step's mean, and clip them."""
     strategy, plan = run.strategy, run.plan
-    run.precision.unscale(run.optimizer)
+    run.precision.unscale(run.optim.optimizer)
     if (factor := weights.correction) != 1.0:
-        strategy.correct_gradients(run.parameters, factor)
+        strategy.correct_gradients(run.optim.parameters, factor)
     for hook in run.hooks.on_before_optimizer_step:
-        hook(run.optimizer)
+        hook(run.optim.optimizer)
     if plan.clip_norm is not None:
-        run.grad_norm = strategy.clip_grad_norm(run.parameters, plan.clip_norm)
+        run.step.grad_norm = strategy.clip_grad_norm(run.optim.parameters, plan.clip_norm)
     if plan.clip_value is not None:
-        strategy.clip_grad_value(run.parameters, plan.clip_value)
+        strategy.clip_grad_value(run.optim.parameters, plan.clip_value)
 
 
 @final
@@ -292,18 +296,18 @@ class Closure:
         if loss is not None and self._look() == self._seen:
             return loss
         run = self._run
-        before = run.stage_metrics, run.grad_norm, metric_states(run.task)
-        run.stage_metrics = StageMetrics()
+        before = run.log.stage, run.step.grad_norm, metric_states(run.task)
+        run.log.stage = StageMetrics()
         try:
             return self._evaluate()
         finally:
-            run.stage_metrics, run.grad_norm, accumulated = before
+            run.log.stage, run.step.grad_norm, accumulated = before
             restore_metrics(accumulated)
 
     @torch.enable_grad()
     def _evaluate(self) -> torch.Tensor:
         run, weights = self._run, copy(self._unused_weights)
-        run.zero_grad()
+        run.optim.zero_grad()
         parts = []
         for micro, batch, states in self._micro_batches:
             states.restore()
@@ -311,7 +315,7 @@ class Closure:
         weights.agree()
         if not weights.total:
             raise TrainingError(
-                f"{type(run.optimizer).__name__} evaluated step {run.progress.step + 1} again, and this time its "
+                f"{type(run.optim.optimizer).__name__} evaluated step {run.progress.step + 1} again, and this time its "
                 "micro-batches weigh 0. Let what training_step leaves out depend on the batch alone."
             )
         complete_gradients(run, weights)
@@ -321,7 +325,7 @@ class Closure:
         """What changes when the optimizer moves parameters or touches gradients before its first evaluation."""
         return [
             (writes_to(parameter), gradient is not None and (id(gradient), writes_to(gradient)))
-            for parameter in self._run.parameters
+            for parameter in self._run.optim.parameters
             for gradient in [parameter.grad]
         ]
 
@@ -338,12 +342,12 @@ def weigh(run: Run, window: Window) -> Iterable[MicroBatch]:
     """The micro-batches of a step, weighed as far as is known; fetched all at once only if the task weighs them."""
     micro_batches: Iterable[MicroBatch] = window
     planned: float = window.samples
-    if run.weighs_batches:
+    if run.step.weighs_batches:
         micro_batches = list(window)
         for micro in micro_batches:
             micro.weight = 0.0 if micro.idle else float(run.task.batch_weight(micro.batch))
         (planned,) = run.strategy.processes.sum([sum(micro.weight for micro in micro_batches)])
-    run.weights.begin(planned, len(window.sizes), run.progress.weight_guess)
+    run.step.weights.begin(planned, len(window.sizes), run.progress.weight_guess)
     return micro_batches
 
 
@@ -357,7 +361,7 @@ def refuse_own_backward(run: Run, before: Sequence[torch.Tensor | None]) -> None
     Raises:
         TrainingError: It has.
     """
-    for old, new in zip(before, run.gradients(), strict=False):
+    for old, new in zip(before, run.optim.gradients(), strict=False):
         if old is not new:
             did = "a backward" if new is not None else "zero_grad"
             raise TrainingError(

@@ -78,15 +78,15 @@ class Overlay:
         for method in ("correct_gradients", "clip_grad_norm", "clip_grad_value"):
             self._lay(method, strategy, method)
         self._replace(strategy, "call", partial(self._call, strategy.call))
-        self._replace(run, "receive", partial(self._receive, run.receive))
-        self._lay("logging", run, "write")
-        for logger in run.loggers:
+        self._replace(run.calls, "receive", partial(self._receive, run.calls.receive))
+        self._lay("logging", run.records, "write")
+        for logger in run.records.loggers:
             for method in _LOGGER_METHODS:
                 self._lay(f"{type(logger).__name__}.{method}", logger, method)
         self._lay("save_checkpoint", run.saves, "save")
         if run.stage == "fit":
-            self._lay("optimizer.zero_grad", run.optimizer, "zero_grad")
-            for config in run.schedulers:
+            self._lay("optimizer.zero_grad", run.optim.optimizer, "zero_grad")
+            for config in run.optim.schedulers:
                 for method in ("step", "move_to"):
                     self._lay(f"{type(config.scheduler).__name__}.step", config, method)
         self._lay_feeds()
@@ -97,7 +97,7 @@ class Overlay:
         """Time the loaders; those of an epoch that opened new ones too."""
         run = self._run
         waiting = in_stage("data wait", "validate" if run.stage == "fit" else run.stage)
-        for name, feeds in (("data wait", [run.train_feed]), (waiting, run.eval_feeds)):
+        for name, feeds in (("data wait", [run.loaders.train]), (waiting, run.loaders.evaluation)):
             for feed in feeds:
                 if feed is not None and "windows" not in vars(feed):
                     self._replace(feed, "windows", partial(self._windows, name, feed.windows))

@@ -1,174 +1,61 @@
-"""Where a run's batches come from: the call, the data module or the task, in this order."""
+"""The loaders of a run, as it reads them."""
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 from lumen.data.adapter import Feed
-from lumen.data.combined import holds_loaders
-from lumen.data.loaders import make_feed
-from lumen.data.windows import Shard
-from lumen.errors import ConfigError, DataError
-from lumen.random import EVALUATIONS, Domain, make_key
-from lumen.run.run import Run
-from lumen.task.data_module import DataModule
-from lumen.task.hooks import overrides
+from lumen.run.progress import Progress
 
 _log = logging.getLogger("lumen")
-_METHODS = {
-    "fit": "train_dataloader",
-    "validate": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
-_BEFORE_THE_FIRST_EPOCH = ("on_fit_start", "on_train_start", "on_train_epoch_start")
-NO_TRAINING = "there is no batch to train on: {}. Look at where the data comes from, or lower the batch_size."
 
 
-def open_feeds(run: Run) -> None:
-    """Take over the loaders of `fit`, if this epoch has new ones: training, and validation if there is any.
-
-    They are asked for as of the epoch in which they are due, also by a run that goes on later: with the generators and
-    the `current_epoch` that the undisturbed run had.
-
-    Raises:
-        DataError: There is no training data, or it is empty.
-    """
-    progress, every = run.progress, run.plan.reload_every_n_epochs
-    due = progress.epoch - progress.epoch % every if every else 0
-    if run.train_feed is not None:
-        if run.feeds_epoch == due:
-            return
-        run.close_feeds()
-        run.train_feed, run.eval_feeds = None, []
-    epoch, progress.epoch = progress.epoch, due
-    if due:
-        run.seed_hooks(2)
-    try:
-        _open_feeds(run)
-    finally:
-        progress.epoch = epoch
-    run.feeds_epoch = due
-
-
-def _open_feeds(run: Run) -> None:
-    plan = run.plan
-    loader = _loader(run, "fit")
-    if loader is None:
-        raise DataError("there is no training data. Give a DataModule or a loader to fit, or define train_dataloader.")
-    shard = _shard(run, run.strategy.needs_stand_ins)
-    run.train_feed = make_feed(
-        loader, run.seed, plan.accumulate * shard.world, plan.global_batch_size, rewinds=plan.same_batches, shard=shard
-    )
-    steps, length = run.train_feed.steps(None), run.train_feed.length or 0
-    accumulates = plan.accumulate > 1 or (steps is not None and length > steps * shard.world)
-    run.trainer.compilation.check_graphs(run.strategy, accumulates=accumulates)
-    plan.limit("train", run.train_feed)
-    plan.check_validation(run.train_feed)
-    if run.train_feed.length == 0 and not _may_be_filled(run):
-        raise DataError(NO_TRAINING.format(run.train_feed.nothing()))
-    if overrides(run.task, "validation_step") and plan.limits["validate"] != 0:
-        run.eval_feeds = eval_feeds(run, "validate", required=False, beside=loader)
-    elif run.loaders is not None and run.loaders[1] is not None and plan.limits["validate"] != 0:
-        _log.warning("%s has no validation_step: the validation data is not used", type(run.task).__name__)
-    run.bind_steps()
-
-
-def _may_be_filled(run: Run) -> bool:
-    """Whether somebody has a hook that runs before the first epoch and may give the data its first samples."""
-    owners = (each for each in (run.task, *run.callbacks) if not type(each).__module__.startswith("lumen."))
-    return any(overrides(owner, hook) for owner in owners for hook in _BEFORE_THE_FIRST_EPOCH)
-
-
-def one_source(loaders: Any, datamodule: DataModule | None) -> Any:
-    """What a stage reads: loaders, or a data module, which may stand in their place.
-
-    Raises:
-        ConfigError: Both were given, or no data module where one belongs.
-    """
-    if datamodule is None:
-        return loaders
-    if loaders is not None:
-        raise ConfigError("loaders were given beside a datamodule, which brings its own. Leave one out.")
-    if not isinstance(datamodule, DataModule):
-        raise ConfigError(f"datamodule: expected a lumen.DataModule, found {type(datamodule).__name__}.")
-    return datamodule
-
-
-def eval_feeds(run: Run, stage: str, *, required: bool = True, beside: Any = None) -> list[Feed]:
-    """Take over the loaders of an evaluation; those in a dictionary keep their names.
+@final
+class Loaders:
+    """The open loaders of a run.
 
     Args:
-        run: The run.
-        stage: Which evaluation.
-        required: There must be some.
-        beside: The loader of the training that it interrupts.
+        given: The loaders that a stage was given instead of a data module, for training and for evaluation; None: the
+            data module or the task has them.
+        progress: Of the run.
 
-    Raises:
-        DataError: There is none, and it is required; or it would take batches from the training.
+    Attributes:
+        train: The training loader; None before `fit` has opened it.
+        evaluation: Those of the evaluation; during `fit` of its validation.
+        epoch: The epoch as of which those of `fit` were asked for.
+        empty: Why evaluation loaders gave no batch, a sentence each.
     """
-    given = _loader(run, stage)
-    if given is None:
-        if required:
-            raise DataError(f"there is no data to {stage}. Give a DataModule or a loader, or define {_METHODS[stage]}.")
-        return []
-    several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
-    loaders = list(given.values() if isinstance(given, Mapping) else given if several else [given])
-    if any(map(holds_loaders, loaders)):
-        raise DataError(
-            f"{_METHODS[stage]}: a list or dictionary of loaders lies in another, but an evaluation reads one loader "
-            "after the other. Give them in one list or dictionary; or as a CombinedLoader, whose mode says how they "
-            "are read together."
-        )
-    if (
-        isinstance(beside, Iterator)
-        and any(each is beside for each in loaders)
-        and run.plan.val_every_epoch_fraction != 1.0
-    ):
-        raise DataError(
-            f"training and validation within its epoch read one {type(beside).__name__}, which is its own iterator: "
-            "each would move the other on. Give a loader to each."
-        )
-    shard = _shard(run, run.strategy.evaluation_stands_in)
-    seeds = [make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number) for number in range(len(loaders))]
-    feeds = [
-        make_feed(loader, seed, shard.world, rewinds=True, shard=shard)
-        for loader, seed in zip(loaders, seeds, strict=True)
-    ]
-    for feed, name in zip(feeds, given if isinstance(given, Mapping) else [""] * len(feeds), strict=True):
-        feed.name = str(name)
-        run.plan.limit(stage, feed)
-    return feeds
 
+    def __init__(self, given: tuple[Any, Any] | None, progress: Progress) -> None:
+        self.given = given
+        self._progress = progress
+        self.train: Feed | None = None
+        self.evaluation: list[Feed] = []
+        self.epoch = 0
+        self.empty: list[str] = []
 
-def _shard(run: Run, stands_in: bool) -> Shard:
-    return Shard(run.strategy.rank, run.strategy.world_size, stands_in, run.strategy.gather)
+    def measure(self) -> Feed:
+        """The training data, with the length of the epoch in progress: it may grow or shrink from one to the next."""
+        assert self.train is not None
+        self.train.measure(self._progress.position)
+        return self.train
 
+    def say_empty(self, stage: str, feed: Feed) -> None:
+        """Warn once that a loader gave an evaluation no batch; who misses its values hears of it again.
 
-def _loader(run: Run, stage: str) -> Any:
-    if run.loaders is not None:
-        training, evaluation = run.loaders
-        given = training if stage == "fit" else evaluation
-        if given is not None:
-            return given
-    for owner in (run.datamodule, run.task):
-        if owner is not None and overrides(owner, _METHODS[stage]):
-            return _asked(owner, _METHODS[stage])
-    return None
+        Args:
+            stage: "validate", "sanity", "test" or "predict".
+            feed: The loader.
+        """
+        stage = "validate" if stage == "sanity" else stage
+        why = f"the loader{f' {feed.name}' if feed.name else ''} to {stage} is empty: {feed.nothing()}"
+        if why not in self.empty:
+            self.empty.append(why)
+            _log.warning("%s. It gives no values", why)
 
-
-def _asked(owner: Any, method: str) -> Any:
-    """What a data module or a task gives as a loader."""
-    try:
-        return getattr(owner, method)()
-    except ValueError as error:
-        if not re.match("(batch_size|num_samples) should be a positive integer", str(error)):  # torch's own
-            raise
-        empty = "Shuffling needs a data set that has samples: look at where they come from."
-        raise DataError(
-            f"{method} of {type(owner).__name__} cannot make its loader: {error}. "
-            + (empty if "num_samples" in str(error) else "Set batch_size to at least 1.")
-        ) from error
+    def close(self) -> None:
+        """End the loaders' workers."""
+        for feed in (self.train, *self.evaluation):
+            if feed is not None:
+                feed.close()

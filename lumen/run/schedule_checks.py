@@ -58,8 +58,8 @@ def check_horizons(run: Run) -> None:
             epoch; or learning rates vanish, step by step, within the first of many epochs.
     """
     horizon = _horizon(run)
-    for config in run.schedulers:
-        moves = _moves(config, run.schedulers, horizon)
+    for config in run.optim.schedulers:
+        moves = _moves(config, run.optim.schedulers, horizon)
         parts = [] if moves is None else _parts(config.scheduler, 0)
         reasons = (_misfit(part, begin, moves or 0, config, horizon) for part, begin in parts)
         if reason := next(filter(None, reasons), None):
@@ -67,7 +67,7 @@ def check_horizons(run: Run) -> None:
 
 
 def _horizon(run: Run) -> _Horizon:
-    plan, feed = run.plan, run.train_feed
+    plan, feed = run.plan, run.loaders.train
     assert feed is not None
     per_epoch = feed.steps(plan.limit("train", feed)) or None
     steps, epochs = plan.max_steps, plan.max_epochs

@@ -179,7 +179,7 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         run = self._run
         if run is None or not run.stage:
             return
-        metrics = run.stage_metrics
+        metrics = run.log.stage
         if metrics is None or metrics.closed:
             raise ConfigError(
                 f"self.log({name!r}) was called outside of a training or evaluation epoch, where there is no step to "
@@ -187,19 +187,19 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
             )
         if unknown:
             raise unknown_option(unknown, inspect.signature(TaskModule.log).parameters)
-        loader, is_number = run.loader_suffix, isinstance(value, (torch.Tensor, Real))
+        loader, is_number = run.log.loader_suffix, isinstance(value, (torch.Tensor, Real))
         try:
             full_name = name + (loader if add_dataloader_idx else "")
         except TypeError:
             check_name(name)
             raise
         if weight is None and batch_size is None:
-            counts: float = run.batch_samples
-            hook = run.hook if reduce_fx is None and is_number else ""
+            counts: float = run.log.batch_samples
+            hook = run.log.hook if reduce_fx is None and is_number else ""
         else:
             counts, hook = as_weight(name, weight, batch_size), ""
         how = (
-            run.in_train_step and is_number, on_step, on_epoch, prog_bar, logger,
+            run.log.in_train_step and is_number, on_step, on_epoch, prog_bar, logger,
             "mean" if reduce_fx is None else reduce_fx, add_dataloader_idx, hook, loader,
         )  # fmt: skip
         metrics.log(full_name, value, counts, how)

@@ -22,7 +22,8 @@ from lumen.distributed.launch import relaunch
 from lumen.errors import ConfigError, LumenError
 from lumen.internals.garbage import collected_every
 from lumen.loggers import with_own_record
-from lumen.loop.loop import StopRequested
+from lumen.loop.fit import StopRequested
+from lumen.metrics.torchmetrics_states import unshare_metrics
 from lumen.precision import make_precision
 from lumen.profilers import profiled
 from lumen.run.run import Run
@@ -96,13 +97,12 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
             checkpoint = trainer.origin.find(own, earlier, strategy.processes, writes=directory is not None)
         seed = strategy.processes.on_rank_zero(partial(trainer.origin.seed_of, checkpoint, trainer.seed))
         precision = make_precision(trainer.precision, strategy.device)
-        run = trainer._run = Run(
-            trainer, task, datamodule, strategy, precision, trainer.plan, seed, trainer.callbacks, loggers
-        )
-        ranks_with = strategy.processes.sum(list(map(float, (run.is_logged, run.has_epoch_ends, run.has_metrics))))
-        run.is_logged, run.has_epoch_ends, run.has_metrics = (ranks > 0 for ranks in ranks_with)
-        run.stage, run.checkpoint, run.saves = stage, checkpoint, Saves(run, check_home)
-        run.loaders = None if datamodule is not None else (data, val_loaders)
+        given = None if datamodule is not None else (data, val_loaders)
+        run = trainer._run = Run(trainer, stage, task, datamodule, given, precision, seed, loggers)
+        log, records = run.log, run.records
+        ranks_with = strategy.processes.sum(list(map(float, (records.is_logged, log.has_epoch_ends, log.has_metrics))))
+        records.is_logged, log.has_epoch_ends, log.has_metrics = (ranks > 0 for ranks in ranks_with)
+        run.checkpoint, run.saves = checkpoint, Saves(run, check_home)
         task._run = run
         if datamodule is not None:
             datamodule._run = run
@@ -116,7 +116,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         if trainer.gc_every_n_steps is not None:
             closing.enter_context(collected_every(trainer.gc_every_n_steps, run))
         closing.callback(strategy.teardown)
-        closing.callback(run.close)
+        closing.callback(_close, run)
         closing.callback(run.saves.close)
         if datamodule is not None:
             closing.callback(datamodule.teardown, stage)
@@ -131,13 +131,21 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         except BaseException as error:
             if run.strategy.world_size == 1:
                 with suppress(Exception):  # a device that has failed gives no values
-                    run.write_row()
+                    run.records.write_row()
             for hook in run.hooks.on_exception:
                 try:
                     hook(error)
                 except Exception:  # the first failure is the one to show
                     _log.exception("on_exception failed too")
             raise
+
+
+def _close(run: Run) -> None:
+    """End the loaders' workers; the task is again one without a run, whose `log` does nothing."""
+    run.stage = ""
+    run.optim.release()
+    run.loaders.close()
+    unshare_metrics(run.task)
 
 
 def checkpoints_of(trainer: Trainer, run_directory: Path) -> list[Path]:
@@ -234,7 +242,7 @@ def _has_record(checkpoint: Checkpoint | None, logger: str) -> bool:
 
 def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
     """Say how to go on, and end as the signal asks."""
-    interruption = process_settings.interruption(run.pulse.stop_signal)
+    interruption = process_settings.interruption(run.ending.pulse.stop_signal)
     for hook in run.hooks.on_exception:
         hook(interruption)
     saved = False

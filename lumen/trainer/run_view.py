@@ -84,14 +84,14 @@ class RunView(ABC):
         Those of an epoch or a validation are the same on every rank, of what all have seen; those of the step in
         progress are of this rank's micro-batches.
         """
-        steps: dict[str, Any] = self.run.train_metrics.step_values()
-        values = self.run.metrics | steps if self.run.in_train_step else steps | self.run.metrics
+        steps: dict[str, Any] = self.run.log.train.step_values()
+        values = self.run.values.newest | steps if self.run.log.in_train_step else steps | self.run.values.newest
         return {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
 
     @property
     def fresh_metrics(self) -> set[str]:
         """Names with a value since the last boundary: from an epoch's end or a validation, not from single steps."""
-        return self.run.fresh
+        return self.run.values.updated
 
     def require_logged(self, who: str, monitor: str) -> None:
         """Refuse a monitor that has no value although everything that logs has had its turn since the run went on.
@@ -99,15 +99,7 @@ class RunView(ABC):
         Raises:
             ConfigError: It was never logged; names what was.
         """
-        run = self.run
-        if monitor not in run.logged and run.all_have_logged:
-            since = " since the run went on" if monitor in run.metrics else ""
-            empty = "".join(f"But {why}. " for why in run.empty)
-            said = run.of_steps_alone(monitor) or (
-                f"was never logged{since}; logged so far: {', '.join(sorted(run.logged)) or 'nothing'}. {empty}Use one "
-                "of these or log it, once an epoch or in validation."
-            )
-            raise ConfigError(f"{who}: the monitor {monitor!r} {said}")
+        self.run.values.require(who, monitor)
 
     @property
     def should_stop(self) -> bool:
@@ -116,7 +108,7 @@ class RunView(ABC):
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        if value and self.run.is_decided and not self.should_stop:
+        if value and self.run.ending.is_decided and not self.should_stop:
             raise TrainingError(
                 "should_stop was set in on_boundary_end, where it is decided whether the run ends here. "
                 "Set it in on_boundary."
@@ -126,7 +118,7 @@ class RunView(ABC):
     @property
     def is_ending(self) -> bool:
         """The boundary in progress is the run's last one; decided when `on_boundary_end` begins."""
-        return self.run.is_ending
+        return self.run.ending.is_here
 
     @property
     def validation_due(self) -> bool:
@@ -161,14 +153,14 @@ class RunView(ABC):
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizer, in a list."""
-        if not hasattr(self.run, "optimizer"):
+        if not hasattr(self.run.optim, "optimizer"):
             raise ConfigError("there is no optimizer: it exists during fit, once configure_optimizers has returned.")
-        return [self.run.optimizer]
+        return [self.run.optim.optimizer]
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
         """The schedulers and when they step."""
-        return list(self.run.schedulers)
+        return list(self.run.optim.schedulers)
 
     @property
     def datamodule(self) -> DataModule | None:
@@ -218,7 +210,7 @@ class RunView(ABC):
     @property
     def num_training_batches(self) -> int | None:
         """Micro-batches of a training epoch; None if the loader has no length."""
-        feed = self.run.train_feed
+        feed = self.run.loaders.train
         if feed is None:
             raise ConfigError("there is no training loader: it is opened during fit.")
         return self.plan.batches("train", feed)

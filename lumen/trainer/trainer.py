@@ -36,13 +36,13 @@ from lumen.errors.arguments import at_least, checked, local_path
 from lumen.errors.lightning_names import INSTEAD
 from lumen.internals.garbage import only_young_collected
 from lumen.loggers import CSVLogger, Logger
-from lumen.loop import loop
-from lumen.optim import needs_closure
+from lumen.loop.evaluate import evaluate, loader_suffixes
+from lumen.loop.fit import StopRequested, sanity_check, train
 from lumen.precision import check_precision
 from lumen.profilers import Profiler, make_profiler
 from lumen.random import Domain, checked_seed, make_key, seed_generators
-from lumen.run.configure_optimizers import build_optimizers, guard
-from lumen.run.loaders import eval_feeds, one_source, open_feeds
+from lumen.run.configure_optimizers import build_optimizers
+from lumen.run.open_loaders import eval_feeds, one_source, open_feeds
 from lumen.run.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
 from lumen.run.run import Run
 from lumen.run.schedule_checks import check_horizons
@@ -312,14 +312,11 @@ class Trainer(RunView):
         with opened(self, "fit", task, data, val_dataloaders) as run:
             checkpoint = self._start(run)
             with only_young_collected():  # the first optimizer of a process makes torch import its compiler
-                run.optimizer, run.schedulers = build_optimizers(
-                    task, configure_optimizers or task.configure_optimizers, run.precision
-                )
-            run.needs_closure = needs_closure(run.optimizer)
-            run.step_guard = guard(run.optimizer, lambda: run.is_updating or not run.in_train_step)
-            self.strategy.check_optimizer(run.optimizer)
-            run.built_groups = groups_of(task, run.optimizer)
-            run.configured, run.built = configured(run), modes_of(task)
+                built = build_optimizers(task, configure_optimizers or task.configure_optimizers, run.precision)
+            run.optim.take(*built, in_step=lambda: run.log.in_train_step)
+            self.strategy.check_optimizer(run.optim.optimizer)
+            run.optim.built_groups = groups_of(task, run.optim.optimizer)
+            run.optim.configured, run.optim.built = configured(run), modes_of(task)
             if checkpoint is not None:
                 continue_records = self.origin.stays and self.is_global_zero
                 load_run(run, checkpoint, parts=self.origin.parts, continue_records=continue_records)
@@ -331,26 +328,27 @@ class Trainer(RunView):
                 check_horizons(run)
             if self.enable_checkpointing:
                 check_savable(run)  # what cannot be saved is found now, not after the first epoch
-            if checkpoint is not None and (reason := run.limit_reached):
+            if checkpoint is not None and (reason := run.ending.limit_reached):
                 record("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
                 if not run.progress.in_epoch:
                     return
             self._started = True
             owners = {"model": task, "data": run.datamodule}
             hyperparameters = {name: owner.logged_hparams for name, owner in owners.items() if owner is not None}
-            for logger in run.loggers:
+            for logger in run.records.loggers:
                 logger.log_hyperparams(hyperparameters)
             for hook in run.hooks.on_fit_start:
                 hook()
-            if checkpoint is None and run.eval_feeds and run.plan.sanity_batches:
-                loop.sanity_check(run)
-            loop.train(run)
+            if checkpoint is None and run.loaders.evaluation and run.plan.sanity_batches:
+                sanity_check(run)
+            train(run)
             for hook in run.hooks.on_fit_end:
                 hook()
             run.saves.check_home()
             if skipped := run.precision.skipped_updates:
                 _log.info("fp16: %d updates were skipped, because their gradients overflowed", skipped)
-            record("finished: %s at step %d, epoch %d", run.limit_reached, run.progress.step, run.progress.epochs_begun)
+            why, progress = run.ending.limit_reached, run.progress
+            record("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_begun)
 
     def validate(
         self,
@@ -403,11 +401,11 @@ class Trainer(RunView):
         task, data, ckpt_path = self._of_last_run("predict", model, one_source(dataloaders, datamodule), ckpt_path)
         with opened(self, "predict", task, data, data) as run:
             self._start(run, ckpt_path)
-            run.eval_feeds = eval_feeds(run, "predict")
-            run.bind_steps()
-            if not loop.evaluate(run, "predict", run.eval_feeds):
-                raise loop.StopRequested
-            return run.predictions[0] if len(run.predictions) == 1 else run.predictions
+            run.loaders.evaluation = eval_feeds(run, "predict")
+            run.calls.bind(run.loaders)
+            if not evaluate(run, "predict", run.loaders.evaluation):
+                raise StopRequested
+            return run.values.predictions[0] if len(run.values.predictions) == 1 else run.values.predictions
 
     def save_checkpoint(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint of the run in progress, exact in `on_boundary_end`. Collective: every rank must call this.
@@ -434,9 +432,9 @@ class Trainer(RunView):
         Raises:
             ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
         """
-        if self.run.train_feed is None:
+        if self.run.loaders.train is None:
             open_feeds(self.run)
-        feed = self.run.train_feed
+        feed = self.run.loaders.train
         assert feed is not None
         steps = feed.steps(self.plan.limit("train", feed))
         by_epochs = None if steps is None or self.plan.max_epochs is None else steps * self.plan.max_epochs
@@ -496,15 +494,11 @@ class Trainer(RunView):
             raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")
         with opened(self, stage, task, data, data) as run:
             self._start(run, ckpt_path)
-            run.eval_feeds = eval_feeds(run, stage)
-            run.bind_steps()
-            if not loop.evaluate(run, stage, run.eval_feeds):
-                raise loop.StopRequested
-            loaders = run.published[stage].loaders()
-            return [
-                {name: value for name, value in run.metrics.items() if {"", suffix} & {*loaders[name]}}
-                for suffix in (loop.loader_suffix(run.eval_feeds, number) for number in range(len(run.eval_feeds)))
-            ]
+            run.loaders.evaluation = eval_feeds(run, stage)
+            run.calls.bind(run.loaders)
+            if not evaluate(run, stage, run.loaders.evaluation):
+                raise StopRequested
+            return run.values.by_loader(stage, loader_suffixes(run.loaders.evaluation))
 
 
 def _prepare_data(datamodule: DataModule | None, task: TaskModule) -> None:

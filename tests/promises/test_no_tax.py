@@ -20,8 +20,14 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 import lumen
 from lumen.data.windows import MicroBatch, Window
-from lumen.loop import loop, step
-from lumen.run.run import Progress, Run
+from lumen.loop import fit, step
+from lumen.run.ending import Ending
+from lumen.run.optimization import Optimization
+from lumen.run.progress import Progress
+from lumen.run.records import Records
+from lumen.run.step_context import StepContext
+from lumen.run.task_calls import TaskCalls
+from lumen.run.validation_schedule import validation_due
 from tests.tasks import Regression, bare_trainer, quiet_trainer
 
 #: What a test counts belongs to the package, wherever it lies: a clone is called lumen too, with all of its .venv.
@@ -107,8 +113,9 @@ def test_an_evaluation_calls_few_functions_of_lumens_own_for_a_batch(tmp_path):
 
 EVERY_STEP = [
     step.train_step, step.weigh, step.accumulate, step.read_output, step.backward, step.update, step.complete_gradients,
-    loop.finish_step, loop.reach_boundary, Run.begin_step, Run.seed_micro_batch, Run.receive, Run.call_step,
-    Run.zero_grad, Run.check_loss, Run.count, Run.tick, Run.write_row, Run.validation_due, Progress.advance,
+    fit.finish_step, fit.reach_boundary, StepContext.begin, StepContext.seed, TaskCalls.receive, TaskCalls.step,
+    Optimization.zero_grad, StepContext.check_loss, StepContext.count, Ending.tick, Records.write_row, validation_due,
+    Progress.advance,
     Window.__init__, Window.__iter__, MicroBatch.__init__,
 ]  # fmt: skip
 #: How Python 3.11 to 3.14 make strings and dictionaries.

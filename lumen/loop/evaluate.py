@@ -1,0 +1,198 @@
+"""Evaluation: one pass over loaders, for validation, test and prediction; and how its values become known."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import chain
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import torch
+
+from lumen.checkpoint.collect import logger_states
+from lumen.data.adapter import Feed, Position
+from lumen.data.nested import move
+from lumen.data.windows import Window
+from lumen.loop.step import unnoticed
+from lumen.metrics.collector import StageMetrics, for_loggers
+from lumen.metrics.stages import StatesApart
+from lumen.metrics.torchmetrics_states import Gather
+from lumen.random import EVALUATIONS, make_key, preserved_generators, seed_generators
+from lumen.run.run import Run
+from lumen.task.inference import ordinary_afterwards
+from lumen.task.modes import Modes
+
+_log = logging.getLogger("lumen")
+T = TypeVar("T")
+Numbered = tuple[Any, T]
+
+
+def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
+    """One pass over evaluation loaders: eval mode, no gradients; everything else is afterwards as it was before.
+
+    So are the modes, but for those that a hook at its end has chosen.
+
+    Args:
+        run: The run.
+        stage: "validate", "sanity", "test" or "predict".
+        feeds: One per loader.
+
+    Returns:
+        False if the run was asked to leave: then nothing of the pass is published.
+    """
+    name = "validation" if stage in ("validate", "sanity") else stage
+    task, hooks = run.task, run.hooks
+    run.records.write_row()
+    before, modes = (run.stage, run.log.stage), Modes(task)
+    apart, run.records.before_evaluation = StatesApart(task), logger_states(run)
+    complete = False
+    run.stage, run.log.stage = stage, StageMetrics()
+    metrics, run.log.batch_samples = run.log.stage, 1
+    rows: list[Numbered[dict[str, float | torch.Tensor]]] = []
+    inference_mode = run.plan.inference_mode and run.strategy.inference_mode
+    no_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference_mode else torch.no_grad()
+    ordinary = partial(ordinary_afterwards, task, vars(run.optim).get("optimizer"))
+    run.log.share_metrics(task)
+    run.strategy.sync_buffers(task)
+    run.ending.pulse.change_pace()
+    for feed in feeds:
+        feed.measure()
+    try:
+        with preserved_generators(), torch.no_grad(), ordinary():
+            task.eval()
+            seed_generators(make_key(run.seed, EVALUATIONS[stage]))
+            run.log.call_hooks(f"on_{name}_start")
+            with ordinary(), no_gradients, run.strategy.evaluation():
+                if not evaluate_feeds(run, stage, name, feeds, rows, modes, apart):
+                    return False
+                complete = True
+            metrics.closed = True
+            with modes.choosing():
+                for hook in getattr(hooks, f"on_{name}_end"):
+                    hook()
+    finally:
+        run.ending.pulse.change_pace()
+        metrics.reset_metrics()
+        apart.restore(everything=not complete or stage == "sanity")
+        run.log.loader_suffix, run.log.in_evaluation_pass = "", False
+        run.stage, run.log.stage = before
+        modes.restore()
+    run.records.before_evaluation = None
+    return True
+
+
+def evaluate_feeds(
+    run: Run,
+    stage: str,
+    name: str,
+    feeds: list[Feed],
+    rows: list[Numbered[dict[str, float | torch.Tensor]]],
+    modes: Modes,
+    apart: StatesApart,
+) -> bool:
+    """The part of an evaluation in which the model is used, from its first hook to its values.
+
+    Returns:
+        False if the run was asked to leave.
+    """
+    metrics = run.log.stage
+    assert metrics is not None
+    run.log.call_hooks(f"on_{name}_epoch_start")
+    apart.put_aside()
+    for number, (feed, suffix) in enumerate(zip(feeds, loader_suffixes(feeds), strict=True)):
+        run.log.loader_suffix, run.log.in_evaluation_pass = suffix, True
+        outputs = evaluate_feed(run, stage, name, feed, number, rows)
+        run.log.in_evaluation_pass = False
+        if run.ending.pulse.stop_signal is not None:
+            return False
+        if stage == "predict":
+            run.values.predictions.append(in_order(run, outputs))
+    run.log.loader_suffix, run.log.batch_samples = "", 1
+    seed_generators(make_key(run.seed, EVALUATIONS[stage], 1))
+    apart.settle(run.log.gather if run.log.has_metrics else None)
+    with modes.choosing():
+        run.log.call_hooks(f"on_{name}_epoch_end")
+    values = publish(run, metrics, run.log.gather)
+    if stage != "sanity" and run.records.is_logged:
+        for row in in_order(run, rows):
+            run.records.write(row)
+        run.records.write({name: values[name] for name in metrics.epoch_names(for_loggers)})
+    return True
+
+
+def loader_suffixes(feeds: list[Feed]) -> list[str]:
+    """What is added to the names logged for each loader: its name, or its number; nothing for one alone."""
+    if len(feeds) == 1:
+        return [""]
+    return [f"/{feed.name or f'dataloader_idx_{number}'}" for number, feed in enumerate(feeds)]
+
+
+def in_order(run: Run, mine: list[Numbered[T]]) -> list[T]:
+    """What all ranks have, by its number. Collective."""
+    if run.log.gather is None:
+        return [value for _, value in mine]
+    numbered = chain.from_iterable(run.log.gather(move(mine, torch.device("cpu"))))
+    return [value for _, value in sorted(numbered, key=itemgetter(0))]
+
+
+def evaluate_feed(
+    run: Run,
+    stage: str,
+    name: str,
+    feed: Feed,
+    dataloader_idx: int,
+    rows: list[Numbered[dict[str, float | torch.Tensor]]],
+) -> list[Numbered[Any]]:
+    """Evaluate this rank's batches of one loader, adding a row of step values for each.
+
+    Returns:
+        What the steps returned, for predictions only.
+    """
+    hooks = run.hooks
+    starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
+    step, domain, metrics = f"{name}_step", EVALUATIONS[stage], run.log.stage
+    assert metrics is not None
+    outputs: list[Numbered[Any]] = []
+    window: Window | None = None
+    limit = run.plan.limit(stage, feed)
+    for window in feed.windows(0, Position(), limit):
+        for micro in window:
+            if micro.idle and micro.batch is None:
+                continue
+            metrics.window += 1
+            run.log.batch_samples = micro.samples
+            seed_generators(make_key(run.seed, domain, 2, dataloader_idx, micro.index))
+            batch = run.calls.receive(micro.batch, dataloader_idx)
+            if micro.idle:  # it stands in for a batch of this rank, in a forward that all ranks make together
+                with unnoticed(run), run.precision.forward():
+                    run.calls.step(step, batch, micro.index, dataloader_idx or micro.loader)
+                continue
+            for hook in starts:
+                hook(batch, micro.index, dataloader_idx)
+            with run.precision.forward():
+                output = run.calls.step(step, batch, micro.index, dataloader_idx or micro.loader)
+            for hook in ends:
+                hook(output, batch, micro.index, dataloader_idx)
+            if stage == "predict":
+                outputs.append((micro.index, run.calls.to_host(output)))
+            if row := metrics.step_values(for_loggers):
+                rows.append(((dataloader_idx, micro.index), row))
+        run.ending.pulse.beat()
+        if run.ending.pulse.stop_signal is not None:
+            break
+    if window is None and limit != 0:
+        run.loaders.say_empty(stage, feed)
+    return outputs
+
+
+def publish(run: Run, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
+    """Make the values of an epoch or evaluation known to monitors, schedulers and the bar. Collective."""
+    before = {*run.values.newest.values()}
+    values = run.values.publish(run.stage, metrics, gather)
+    epoch = run.progress.epoch  # not the step: after one epoch a process may have kept as many batches
+    run.log.doubts.look(metrics.of_hooks, {epoch, epoch + 1, *before})
+    for scheduler in run.optim.schedulers:
+        scheduler.take(values)
+    return values

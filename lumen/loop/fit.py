@@ -1,0 +1,213 @@
+"""Training: epochs, their steps and validations, until the run is over; one optimizer step is in `step`.
+
+Every step ends in exactly one boundary, at which nothing is half done: after its update and its validation, and for
+the last step of an epoch after the end of that epoch. Checkpoints are made and stop requests obeyed only there. Only
+what loggers get of the step may come later, where a device still computes it, but before anything is saved.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TypeVar
+
+from lumen.checkpoint.collect import check_additions
+from lumen.errors import DataError, TrainingError
+from lumen.loop.evaluate import evaluate, publish
+from lumen.loop.step import EpochSkipped, train_step
+from lumen.metrics.collector import StageMetrics, for_loggers
+from lumen.metrics.torchmetrics_states import metrics_of
+from lumen.random import preserved_generators
+from lumen.run.open_loaders import NO_TRAINING, open_feeds
+from lumen.run.run import Run
+from lumen.run.validation_schedule import validation_done, validation_due
+
+_log = logging.getLogger("lumen")
+T = TypeVar("T")
+Numbered = tuple[Any, T]
+
+
+class StopRequested(Exception):
+    """The run was asked to leave; a checkpoint of this boundary exists if checkpoints are on."""
+
+
+def train(run: Run) -> None:
+    """Run epochs until a limit is reached, a callback stops the run, or it is asked to leave."""
+    run.log.share_metrics(run.task)
+    for hook in run.hooks.on_train_start:
+        hook()
+    if run.trainer.enable_checkpointing:
+        check_additions(run)
+    run.step.start_weighing(run.task, run.log.gather)
+    (run.log.has_metrics,) = run.ending.agree(bool(metrics_of(run.task)))
+    run.ending.start_clock()
+    ending = run.ending
+    ending.finished = ending.limit_reached is not None
+    if ending.finished and run.progress.in_epoch:  # killed between the last checkpoint and the end of its open epoch
+        end_epoch(run, complete=False)
+    while not ending.finished:
+        train_epoch(run)
+    run.step.losses.flush()
+    run.strategy.barrier()  # what one process has written is there for all
+    for hook in run.hooks.on_train_end:
+        hook()
+
+
+def train_epoch(run: Run) -> None:
+    """Run the rest of the epoch in progress, from wherever a checkpoint left it."""
+    progress, plan = run.progress, run.plan
+    fresh, weighted_before = not progress.in_epoch, run.step.weighted_windows
+    if fresh:
+        open_feeds(run)
+        run.loaders.measure()
+        progress.in_epoch = True
+        run.log.train = run.log.stage = StageMetrics()
+        run.step.seed_hooks(0)
+        run.log.call_hooks("on_train_epoch_start")
+    run.log.stage = run.log.train
+
+    feed = run.loaders.measure()  # hooks may have changed the data
+    limit = plan.limit("train", feed)
+    windows = feed.windows(0 if plan.same_batches else progress.epoch, progress.position, limit)
+    window, skipped = next(windows, None), limit == 0
+    if window is None and fresh and not (progress.step or skipped):
+        raise DataError(NO_TRAINING.format(feed.nothing()))
+    over = progress.validation_due and finish_step(run, updated=True, last=window is None)  # saved while validating
+    while window is not None and not over:
+        try:
+            updated = train_step(run, window)
+        except EpochSkipped:
+            run.log.in_train_step, skipped = False, True
+            break
+        run.records.write_row()  # of a step before, whose values have arrived meanwhile
+        if updated and progress.step % plan.log_every_n_steps == 0:
+            run.records.log_step()
+        progress.validation_due = validation_due(run, window, updated=updated)
+        over = finish_step(run, updated=updated, last=window.last)
+        window = None if over else next(windows, None)
+
+    if fresh and not over and run.step.weighted_windows == weighted_before:
+        say_idle(run, skipped=skipped)
+    end_epoch(run, complete=not over)
+
+
+def say_idle(run: Run, *, skipped: bool) -> None:
+    """Say that an epoch has made no step.
+
+    Args:
+        run: The run.
+        skipped: As it was asked to, by a hook or a limit of 0 batches.
+
+    Raises:
+        TrainingError: None was ever made, or the run would never end.
+    """
+    progress = run.progress
+    if skipped:
+        why = "a hook has left it before its first step, or limit_train_batches is 0."
+    elif progress.batches:
+        why = (
+            f"training_step returned None, or the weight 0, for all of its {progress.batches} micro-batches. Does it "
+            "end with `return loss`?"
+        )
+    else:
+        why = f"there was no batch: {run.loaders.measure().nothing()}."
+    if run.plan.max_epochs is None or not (skipped or progress.step):
+        endless = ", so training would never end" if run.plan.max_epochs is None else ""
+        raise TrainingError(f"epoch {progress.epoch} made no optimizer step{endless}: {why}")
+    _log.warning("epoch %d made no optimizer step: %s", progress.epoch, why)
+
+
+def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
+    """Validate if it is due, then reach the boundary, unless the epoch's end comes first. Returns whether to end."""
+    validates = run.progress.validation_due
+    if validates:
+        if evaluate(run, "validate", run.loaders.evaluation):
+            validation_done(run)
+        run.log.stage = run.log.train
+    if run.progress.validation_due:
+        run.records.keep_row()
+        return reach_boundary(run)
+    for scheduler in run.optim.schedulers if updated else ():
+        if scheduler.monitor is not None and scheduler.moves_at(run.progress.step):
+            run.values.show_step(scheduler, step_values(run))
+            run.values.move(scheduler)
+    return False if last else reach_boundary(run, after_hooks=validates)
+
+
+def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
+    """Let callbacks act on a complete step. Returns whether the run is over.
+
+    Args:
+        run: The run.
+        after_hooks: Hooks in which one rank is enough to stop the run may have been called since all have agreed.
+
+    Raises:
+        StopRequested: The run was asked to leave, and callbacks have saved what they save.
+    """
+    if after_hooks:
+        run.ending.agree()
+    run.ending.tick()
+    metrics, run.log.stage = run.log.stage, None  # what is logged here would belong to no step
+    for hook in run.hooks.on_boundary if not run.progress.validation_due else ():  # the step goes on when resumed
+        hook()
+    if run.ending.is_saving:
+        run.ending.agree()  # nobody waits in vain for the others' share
+    elif run.progress.should_stop:
+        run.ending.leave(weighs_batches=run.step.weighs_batches)
+    run.ending.finished, run.ending.is_saving, run.ending.is_decided = run.ending.limit_reached is not None, False, True
+    if run.ending.finished:
+        run.records.log_last_step()
+    for hook in run.hooks.on_boundary_end:
+        hook()
+    run.ending.is_decided, run.log.stage = False, metrics
+    run.values.updated.clear()
+    if run.ending.pulse.stop_signal is not None:
+        run.records.write_row()
+        raise StopRequested
+    return run.ending.finished
+
+
+def end_epoch(run: Run, *, complete: bool) -> None:
+    """Close an epoch: its hooks, its values, its schedulers.
+
+    Where it is not complete, because the run ends in its middle, progress keeps its place for a longer run to go on.
+    """
+    progress = run.progress
+    run.records.write_row()
+    run.step.seed_hooks(1)
+    run.log.batch_samples = 1
+    (has_values,) = run.ending.agree(run.log.train.has_values)
+    values = publish(run, run.log.train, run.log.gather if has_values else None)
+    if run.log.has_epoch_ends:
+        run.log.call_hooks("on_train_epoch_end")
+        values = publish(run, run.log.train, run.log.gather)  # once more: with what the hooks logged
+    run.records.write({name: values[name] for name in run.log.train.epoch_names(for_loggers)})
+    run.log.train.reset_metrics()
+    run.log.stage, run.values.has_ended_epoch = None, True
+    if complete:
+        for scheduler in run.optim.schedulers:
+            if scheduler.interval == "epoch" and (progress.epoch + 1) % scheduler.frequency == 0:
+                run.values.move(scheduler)
+        progress.next_epoch()
+        reach_boundary(run, after_hooks=run.log.has_epoch_ends)
+
+
+def sanity_check(run: Run) -> None:
+    """Run the first validation batches before training, and forget what they gave.
+
+    Raises:
+        StopRequested: The run was asked to leave.
+    """
+    with preserved_generators():
+        for hook in run.hooks.on_sanity_check_start:
+            hook()
+        complete = evaluate(run, "sanity", run.loaders.evaluation)
+        for hook in run.hooks.on_sanity_check_end:
+            hook()
+    run.values.forget()
+    if not complete:
+        raise StopRequested
+
+
+def step_values(run: Run) -> dict[str, float]:
+    """What the step in progress has logged. Waits for the device. Collective."""
+    return {name: float(value) for name, value in run.log.train.step_values(gather=run.log.gather).items()}

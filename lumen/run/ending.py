@@ -1,0 +1,112 @@
+"""When a run ends: its limits, what callbacks and the user ask for, signals; and the clock of it."""
+
+from __future__ import annotations
+
+from typing import final
+
+from lumen.run.loss_weighting import StepWeights
+from lumen.run.plan import Plan
+from lumen.run.progress import Progress
+from lumen.run.stop_vote import Pulse
+from lumen.strategies import Strategy
+
+_STOPPED = "stopped early"
+
+
+@final
+class Ending:
+    """Whether a run is over, as all of its processes know.
+
+    Args:
+        plan: Has the limits.
+        progress: Of the run.
+        strategy: Its processes agree.
+
+    Attributes:
+        pulse: The time and the stop request that all processes act on.
+        finished: The run is over.
+        is_saving: A callback will save this boundary, on all ranks.
+        is_decided: Whether the run ends here is decided, as callbacks that save have to know.
+        validated_at_s: When the last validation was complete, or training began; as `pulse.now_s`.
+    """
+
+    def __init__(self, plan: Plan, progress: Progress, strategy: Strategy) -> None:
+        self._plan, self._progress, self._strategy = plan, progress, strategy
+        self.pulse = Pulse(strategy)
+        self.finished = self._stop_agreed = self._time_is_up = False
+        self.is_saving = False
+        self.is_decided = False
+        self._clock_s = self.validated_at_s = self.pulse.now_s
+
+    def start_clock(self) -> None:
+        """Training begins now; what came before does not count."""
+        self._clock_s = self.validated_at_s = self.pulse.now_s
+        self.tick()
+
+    def tick(self) -> None:
+        """Read the clock, at boundaries only, and decide whether the run ends here. Collective."""
+        self.pulse.beat()
+        now_s = self.pulse.now_s
+        self._progress.elapsed_s += now_s - self._clock_s
+        self._clock_s = now_s
+        if self._plan.max_time_s is not None:
+            self._time_is_up = self._progress.elapsed_s >= self._plan.max_time_s
+
+    def agree(self, *wishes: bool) -> list[bool]:
+        """Vote now, and look at the clocks, for signals, and whether a callback wants to end the run.
+
+        Collective: at the start, after a validation or an epoch, and where a checkpoint is due.
+
+        Args:
+            wishes: What this process says to each question.
+
+        Returns:
+            For each question whether some process said True.
+        """
+        wants_to_stop, *others = self.pulse.agree(self._progress.should_stop, *wishes)
+        if self._strategy.world_size > 1:
+            self._progress.should_stop = self._stop_agreed = wants_to_stop
+        return others
+
+    def leave(self, *, weighs_batches: bool) -> None:
+        """A stop was asked for: where it ends the run here, find out whether it does on every rank.
+
+        Args:
+            weighs_batches: Steps begin with a sum of the weights of their batches.
+
+        Raises:
+            TrainingError: Others go on.
+        """
+        strategy = self._strategy
+        if strategy.world_size == 1 or self._stop_agreed or self.limit_reached != _STOPPED:
+            return
+        if self.pulse.stop_signal is not None:
+            return  # all leave here
+        if weighs_batches:
+            strategy.processes.sum([0.0])  # those who go on begin their step with that
+        StepWeights.leave(strategy.agree_in_next_step, strategy.world_size)
+        self._stop_agreed = True
+
+    @property
+    def limit_reached(self) -> str | None:
+        """Why the run is over, or None; a step whose validation is due is not done."""
+        plan, progress = self._plan, self._progress
+        if progress.validation_due:
+            return None
+        if plan.max_steps is not None and progress.step >= plan.max_steps:
+            return f"max_steps={plan.max_steps} reached"
+        if plan.max_epochs is not None and progress.epoch >= plan.max_epochs:
+            return f"max_epochs={plan.max_epochs} reached"
+        if self._time_is_up:
+            return f"max_time of {plan.max_time_s:g} s reached"
+        return _STOPPED if progress.should_stop and self.may_stop else None
+
+    @property
+    def may_stop(self) -> bool:
+        """The minimum of steps and epochs is reached, so that a callback's or the user's wish to stop is granted."""
+        return self._progress.step >= self._plan.min_steps and self._progress.epoch >= self._plan.min_epochs
+
+    @property
+    def is_here(self) -> bool:
+        """This boundary is the last one, as all know in `on_boundary_end`: the run is over, or was asked to leave."""
+        return self.finished or self.pulse.stop_signal is not None

@@ -1,0 +1,100 @@
+"""What a run's loggers get: a row of values for a step, once they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from lumen.metrics.collector import StepRow
+from lumen.run.log_context import LogContext
+from lumen.run.plan import Plan
+from lumen.run.progress import Progress
+from lumen.run.step_context import StepContext
+from lumen.strategies import Strategy
+
+if TYPE_CHECKING:
+    from lumen.loggers import Logger
+
+
+@final
+class Records:
+    """Gives values to the loggers of a run.
+
+    Args:
+        loggers: Of this process; empty on all but the first.
+        plan: Says which steps are logged.
+        progress: Of the run.
+        log: Has the values of steps.
+        step: Has the newest gradient norm.
+        strategy: Of the run.
+
+    Attributes:
+        loggers: As given.
+        is_logged: A rank has loggers.
+        absent: States of the loggers that the run had in an earlier part only, by key.
+        before_evaluation: States of the loggers before an evaluation that is not complete; None: there is none.
+        has_updated: The newest window made an update, so that its values are those of a step.
+        kept_row: A step that was not logged when it was made, and its values.
+    """
+
+    def __init__(
+        self,
+        loggers: Sequence[Logger],
+        plan: Plan,
+        progress: Progress,
+        log: LogContext,
+        step: StepContext,
+        strategy: Strategy,
+    ) -> None:
+        self._plan, self._progress, self._log, self._step, self._strategy = plan, progress, log, step, strategy
+        self._row: StepRow | None = None  # on its way to the loggers
+        self.loggers = loggers
+        self.is_logged = bool(loggers)
+        self.absent: dict[str, Any] = {}
+        self.before_evaluation: dict[str, Any] | None = None
+        self.has_updated = False
+        self.kept_row: tuple[int, dict[str, float]] = 0, {}
+
+    def log_step(self) -> None:
+        """Let the loggers have the values of this step: now, or once a device has computed them. Collective."""
+        if self.is_logged:
+            self._row = self._newest_row()
+            if not self._strategy.is_asynchronous:
+                self.write_row()
+
+    def keep_row(self) -> None:
+        """Keep the values of the newest step, if it was not logged: it may turn out to be the last. Collective."""
+        if self._is_unlogged and self.has_updated:
+            self.kept_row = self._progress.step, self._newest_row().values(self._log.gather)
+
+    def log_last_step(self) -> None:
+        """Let the loggers have the values of the run's last step, if no `log_step` gave them. Collective."""
+        progress = self._progress
+        if self._is_unlogged:
+            self.keep_row()
+            step, values = self.kept_row
+            self._write(values if step == progress.step else {}, step, progress.epoch - (not progress.in_epoch))
+
+    def write_row(self) -> None:
+        """Write what `log_step` has left, before anything else is written or saved. Collective."""
+        if self._row is not None:
+            row, self._row = self._row, None
+            self._write(row.values(self._log.gather), row.step, row.epoch)
+
+    def write(self, values: Mapping[str, float | torch.Tensor]) -> None:
+        """Give values to every logger at the current step."""
+        self._write({name: float(value) for name, value in values.items()}, self._progress.step, self._progress.epoch)
+
+    @property
+    def _is_unlogged(self) -> bool:
+        return self.is_logged and self._progress.step % self._plan.log_every_n_steps != 0
+
+    def _newest_row(self) -> StepRow:
+        return StepRow(self._log.train, self._step.grad_norm, self._progress.step, self._progress.epoch)
+
+    def _write(self, values: Mapping[str, float], step: int, epoch: int) -> None:
+        if values:
+            for logger in self.loggers:
+                logger.log_metrics(values, step, epoch)

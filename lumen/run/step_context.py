@@ -1,0 +1,125 @@
+"""What one optimizer step of a run is made of, and what it has shown so far."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+
+from lumen.data.windows import MicroBatch, Window
+from lumen.metrics.torchmetrics_states import Gather
+from lumen.precision import Precision
+from lumen.random import Domain, make_key, seed_generators
+from lumen.run.anomalies import OperationFinder
+from lumen.run.loss_weighting import StepWeights
+from lumen.run.nonfinite import LossCheck, Place
+from lumen.run.progress import Progress
+from lumen.strategies import Strategy
+from lumen.task.hooks import overrides
+from lumen.task.task_module import TaskModule
+
+
+@final
+class StepContext:
+    """The step in progress: its random numbers, its weights, its loss; and sums over the steps of this part of a run.
+
+    Args:
+        strategy: Of the run.
+        precision: Of the run.
+        progress: Of the run.
+        seed: Of the run.
+        replays_graphs: Compiled modules write what they return into the same memory for each batch.
+
+    Attributes:
+        weights: The loss weights of the step, from `start_weighing` on.
+        weighs_batches: The task has a `batch_weight`.
+        losses: Finds losses and gradients that are not finite.
+        kept: A batch that gave a loss, with its micro-batch: it stands in where a rank has none.
+        loss: The newest loss, without dimensions; on the device, perhaps with its graph.
+        grad_norm: The newest gradient norm before clipping, without dimensions; None where nothing is clipped.
+        waited_s: Seconds that the loop has waited for data.
+        samples_seen: Samples of all steps, of all processes.
+        has_units: The task weighs its micro-batches, by tokens or boxes: then speed is told in these units.
+        weighted_windows: Windows whose weights summed to more than 0.
+    """
+
+    def __init__(
+        self, strategy: Strategy, precision: Precision, progress: Progress, seed: int, *, replays_graphs: bool
+    ) -> None:
+        self._strategy, self._precision, self._progress, self._seed = strategy, precision, progress, seed
+        self._replays_graphs = replays_graphs
+        self._first_micro_batch = 0
+        self.weights: StepWeights
+        self.weighs_batches = False
+        finds = torch.is_anomaly_enabled()
+        self.losses = LossCheck(OperationFinder.over(precision, self.where).told if finds else None)
+        self.kept: tuple[Any, MicroBatch] | None = None
+        self.loss: torch.Tensor | None = None
+        self.grad_norm: torch.Tensor | None = None
+        self.waited_s = 0.0
+        self.samples_seen = 0
+        self.has_units = False
+        self.weighted_windows = 0
+
+    def start_weighing(self, task: TaskModule, gather: Gather | None) -> None:
+        """Training begins now: hooks that could give the task a `batch_weight` are over."""
+        strategy, self.weighs_batches = self._strategy, overrides(task, "batch_weight")
+        self.weights = StepWeights(
+            by_task=self.weighs_batches, world=strategy.world_size, scaled=self._precision.handles_overflow,
+            begin_agreement=strategy.begin_agreement if strategy.world_size > 1 else None, gather=gather,
+        )  # fmt: skip
+
+    def begin(self) -> None:
+        """Count micro-batches from here."""
+        self._first_micro_batch = self._progress.micro_batches
+
+    def seed(self, micro: MicroBatch) -> None:
+        """Key everything random in a training micro-batch by its number in the run."""
+        number = self._first_micro_batch + micro.number
+        seed_generators(make_key(self._seed, Domain.TRAIN, number))
+        self._progress.micro_batches = number + 1
+
+    def seed_hooks(self, place: int) -> None:
+        """Key what hooks draw at the start (0) and the end (1) of an epoch, and where its loaders are opened (2)."""
+        seed_generators(make_key(self._seed, Domain.HOOK, self._progress.epoch, place))
+
+    def end(self, window: Window) -> None:
+        """The step's micro-batches are used, those of all processes."""
+        self._progress.micro_batches = self._first_micro_batch + len(window.sizes)
+
+    def where(self) -> Place:
+        """The step in progress, its epoch, and its newest micro-batch."""
+        return self._progress.step + 1, self._progress.epoch, self._progress.micro_batches - 1
+
+    def check_loss(self, loss: torch.Tensor, share: float) -> None:
+        """Refuse a NaN or infinite loss; fp16 leaves one with a weight to its scaler.
+
+        Args:
+            loss: Without dimensions.
+            share: The factor that its weight gives it; 0 for a micro-batch that counts nothing.
+        """
+        self.loss = loss.detach().clone() if self._replays_graphs else loss
+        if not (share and self._precision.handles_overflow):
+            self.losses.check(loss, share, self.where)
+
+    def check_gradient(self, norm: torch.Tensor) -> None:
+        """Refuse a NaN or infinite norm of the gradients; fp16 leaves one to its scaler."""
+        if not self._precision.handles_overflow:
+            self.losses.check(norm, None, self.where)
+
+    def count(self, window: Window, *, updated: bool) -> None:
+        """Advance the run by one window."""
+        progress, weights = self._progress, self.weights
+        counted = weights.counted
+        progress.advance(window, updated=updated)
+        self.end(window)
+        if counted or not progress.weight_guess:
+            progress.weight_guess = weights.next_guess
+        if updated:
+            progress.units += weights.total
+        self.waited_s += window.waited_s
+        self.samples_seen += window.samples
+        self.has_units |= counted
+        if not self.weighted_windows:
+            self._strategy.processes.begin_training()
+        self.weighted_windows += bool(weights.total)

@@ -1,0 +1,116 @@
+"""The newest values of what a run has logged, for those who look at them: monitors, schedulers, the progress bar."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from lumen.errors import ConfigError
+from lumen.metrics.collector import StageMetrics
+from lumen.metrics.torchmetrics_states import Gather
+from lumen.run.configure_optimizers import SchedulerConfig
+from lumen.run.loaders import Loaders
+from lumen.task.task_module import TaskModule
+
+
+@final
+class LoggedValues:
+    """The values of epochs and evaluations, by name.
+
+    Args:
+        task: Its torchmetrics objects are computed.
+        loaders: Of the run.
+
+    Attributes:
+        newest: The newest value of every name; after a resume those of the part before too.
+        updated: Names whose value is new since the last boundary.
+        logged: Names that have had a value since this part of the run began.
+        predictions: What `predict_step` returned, one list per loader.
+        has_ended_epoch: A training epoch has ended since this part of the run began.
+        has_validated: A validation has ended since then.
+    """
+
+    def __init__(self, task: TaskModule, loaders: Loaders) -> None:
+        self._task, self._loaders = task, loaders
+        self._of_stages: dict[str, StageMetrics] = {}
+        self._of_single_steps: set[str] = set()  # that a scheduler has looked at
+        self.newest: dict[str, float] = {}
+        self.updated: set[str] = set()
+        self.logged: set[str] = set()
+        self.predictions: list[list[Any]] = []
+        self.has_ended_epoch = self.has_validated = False
+
+    def publish(self, stage: str, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
+        """Compute the values of an epoch or evaluation, and keep them. Collective: every rank must call this."""
+        values = metrics.epoch_values(self._task, gather)
+        self._of_stages[stage] = metrics
+        self.newest.update(values)
+        self.updated.update(values)
+        self.logged.update(values)
+        return values
+
+    def by_loader(self, stage: str, suffixes: list[str]) -> list[dict[str, float]]:
+        """The newest values, one dictionary per loader of a stage; `suffixes`: those of the loaders' names."""
+        loaders = self._of_stages[stage].loaders()
+        return [
+            {name: value for name, value in self.newest.items() if {"", suffix} & {*loaders[name]}}
+            for suffix in suffixes
+        ]
+
+    def forget(self) -> None:
+        """Those of a sanity check are nobody's."""
+        for values in (self.newest, self.updated, self.logged, self._of_stages):
+            values.clear()
+
+    def show_step(self, scheduler: SchedulerConfig, values: dict[str, float]) -> None:
+        """Show a scheduler what the step in progress has logged."""
+        self._of_single_steps.update(values)
+        scheduler.take(values)
+
+    @property
+    def all_have_logged(self) -> bool:
+        """Everything that logs has had its turn since this part of the run began: what has no value now never has."""
+        return self.has_ended_epoch and (self.has_validated or not self._loaders.evaluation)
+
+    def require(self, who: str, monitor: str) -> None:
+        """Refuse a monitor that has no value although everything that logs has had its turn since the run went on.
+
+        Raises:
+            ConfigError: It was never logged; names what was.
+        """
+        if monitor in self.logged or not self.all_have_logged:
+            return
+        since = " since the run went on" if monitor in self.newest else ""
+        empty = "".join(f"But {why}. " for why in self._loaders.empty)
+        said = self._only_in_steps(monitor) or (
+            f"was never logged{since}; logged so far: {', '.join(sorted(self.logged)) or 'nothing'}. {empty}Use one "
+            "of these or log it, once an epoch or in validation."
+        )
+        raise ConfigError(f"{who}: the monitor {monitor!r} {said}")
+
+    def move(self, scheduler: SchedulerConfig) -> None:
+        """Move a schedule by one.
+
+        Raises:
+            ConfigError: It is strict about a monitor that has no value.
+        """
+        name, never = scheduler.monitor, not scheduler.known or self.all_have_logged
+        known = self.logged | self._of_single_steps
+        if name is not None and scheduler.strict and never and name not in known:
+            said = self._only_in_steps(name) or (
+                f"has no value of an epoch or a validation; there are: {', '.join(sorted(known)) or 'none'}. Log it so "
+                "(on_epoch=True), set a frequency at which it has one, or set strict: false."
+            )
+            raise ConfigError(f"lr_scheduler: the monitor {name!r} {said}")
+        scheduler.step()
+
+    def _only_in_steps(self, name: str) -> str:
+        """What is said of a monitor that has values of single steps only, each of one batch; "" of any other."""
+        epoch = next((found[name] for each in self._of_stages.values() if name in (found := each.of_steps())), None)
+        if epoch is None:
+            return ""
+        if epoch in self.logged:
+            return f"has values of single steps only, each of one batch; the one of an epoch is {epoch!r}. Write that."
+        return (
+            f"is logged per step only, and a step's value is that of one batch. Write self.log({name!r}, ..., "
+            f"on_step=False, on_epoch=True); or on_epoch=True alone, and {epoch!r} as the monitor."
+        )
