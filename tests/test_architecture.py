@@ -163,31 +163,59 @@ def test_lumen_does_not_know_the_models_that_use_it():
 # ---------------------------------------------------------------------- frames
 
 
+def lumens_frames():
+    """Names of Lumen's functions on the stack, the innermost first."""
+    frame, stack = sys._getframe(2), []
+    while frame is not None:
+        if Path(frame.f_code.co_filename).is_relative_to(ROOT):
+            stack.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return stack
+
+
+class Looking(torch.optim.SGD):
+    def step(self, closure=None):
+        self.stacks.append(("optimizer.step", lumens_frames()))
+        return super().step(closure)
+
+
+class Looked(Regression):
+    """Notes how deep it is called."""
+
+    def training_step(self, batch):
+        self.stacks.append(("training_step", lumens_frames()))
+        return super().training_step(batch)
+
+    def validation_step(self, batch):
+        self.stacks.append(("validation_step", lumens_frames()))
+        return super().validation_step(batch)
+
+    def configure_optimizers(self):
+        optimizer = Looking(self.parameters(), lr=0.1)
+        optimizer.stacks = self.stacks
+        return optimizer
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}, {"precision": "bf16"}]
+    ("options", "more"),
+    [
+        ({}, 0),
+        ({"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}, 0),
+        ({"precision": "bf16"}, 0),
+        ({"strategy": "ddp"}, 1),
+    ],
 )
-def test_at_most_six_frames_lie_between_fit_and_the_optimizer(tmp_path, options):
-    stacks = []
-
-    class Looking(torch.optim.SGD):
-        def step(self, closure=None):
-            frame, stack = sys._getframe(1), []
-            while frame is not None:
-                if Path(frame.f_code.co_filename).is_relative_to(ROOT):
-                    stack.append(frame.f_code.co_name)
-                frame = frame.f_back
-            stacks.append(stack)
-            return super().step(closure)
-
-    class Looked(Regression):
-        def configure_optimizers(self):
-            return Looking(self.parameters(), lr=0.1)
-
-    quiet_trainer(tmp_path, max_steps=2, **options).fit(Looked(), loader(), val_dataloaders=loader())
-    assert len(stacks) == 2
-    for stack in stacks:
+def test_few_frames_lie_between_fit_and_what_a_user_steps_through(tmp_path, options, more):
+    task = Looked()
+    task.stacks = []
+    quiet_trainer(tmp_path, max_steps=2, num_sanity_val_steps=0, **options).fit(
+        task, loader(), val_dataloaders=loader()
+    )
+    deepest = {"optimizer.step": 6, "training_step": 6 + more, "validation_step": 7 + more}
+    assert {name for name, _ in task.stacks} == deepest.keys()
+    for name, stack in task.stacks:
         assert stack[-1] == "fit"
-        assert len(stack) <= 6
+        assert len(stack) <= deepest[name], (name, stack)
 
 
 # ---------------------------------------------------------------------- public names

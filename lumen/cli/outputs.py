@@ -21,7 +21,7 @@ from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stderr, stdout
 from lumen.data.adapter import Feed
 from lumen.errors import ConfigError, DataError
-from lumen.loop.evaluate import loader_suffixes
+from lumen.run.loaders import loader_suffixes
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import torch
 
@@ -20,6 +22,7 @@ from lumen.metrics.collector import StageMetrics, for_loggers
 from lumen.metrics.stages import StatesApart
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.random import EVALUATIONS, make_key, preserved_generators, seed_generators
+from lumen.run.loaders import loader_suffixes
 from lumen.run.run import Run
 from lumen.task.inference import ordinary_afterwards
 from lumen.task.modes import Modes
@@ -27,6 +30,26 @@ from lumen.task.modes import Modes
 _log = logging.getLogger("lumen")
 T = TypeVar("T")
 Numbered = tuple[Any, T]
+
+
+@final
+@dataclass
+class SetApart:
+    """What an evaluation keeps apart from the training that it interrupts.
+
+    Attributes:
+        metrics: What the evaluation logs.
+        modes: Of the task's modules, before it.
+        states: Of the task's torchmetrics objects, before it.
+        rows: For each batch of this process what it logged, by the numbers of its loader and of the batch.
+        complete: Its values are published.
+    """
+
+    metrics: StageMetrics
+    modes: Modes
+    states: StatesApart
+    rows: list[Numbered[dict[str, float | torch.Tensor]]] = field(default_factory=list)
+    complete: bool = False
 
 
 def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
@@ -43,90 +66,70 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
         False if the run was asked to leave: then nothing of the pass is published.
     """
     name = "validation" if stage in ("validate", "sanity") else stage
-    task, hooks = run.task, run.hooks
-    run.records.write_row()
-    before, modes = (run.stage, run.log.stage), Modes(task)
-    apart, run.records.before_evaluation = StatesApart(task), logger_states(run)
-    complete = False
-    run.stage, run.log.stage = stage, StageMetrics()
-    metrics, run.log.batch_samples = run.log.stage, 1
-    rows: list[Numbered[dict[str, float | torch.Tensor]]] = []
     inference_mode = run.plan.inference_mode and run.strategy.inference_mode
     no_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference_mode else torch.no_grad()
-    ordinary = partial(ordinary_afterwards, task, vars(run.optim).get("optimizer"))
-    run.log.share_metrics(task)
-    run.strategy.sync_buffers(task)
-    run.ending.pulse.change_pace()
-    for feed in feeds:
-        feed.measure()
-    try:
-        with preserved_generators(), torch.no_grad(), ordinary():
-            task.eval()
-            seed_generators(make_key(run.seed, EVALUATIONS[stage]))
-            run.log.call_hooks(f"on_{name}_start")
-            with ordinary(), no_gradients, run.strategy.evaluation():
-                if not evaluate_feeds(run, stage, name, feeds, rows, modes, apart):
+    ordinary = partial(ordinary_afterwards, run.task, vars(run.optim).get("optimizer"))
+    with set_apart(run, stage, feeds) as apart, preserved_generators(), torch.no_grad(), ordinary():
+        run.task.eval()
+        seed_generators(make_key(run.seed, EVALUATIONS[stage]))
+        run.log.call_hooks(f"on_{name}_start")
+        with ordinary(), no_gradients, run.strategy.evaluation():
+            run.log.call_hooks(f"on_{name}_epoch_start")
+            apart.states.put_aside()
+            for number, (feed, suffix) in enumerate(zip(feeds, loader_suffixes(feeds), strict=True)):
+                run.log.loader_suffix, run.log.in_evaluation_pass = suffix, True
+                outputs = evaluate_feed(run, stage, name, feed, number, apart)
+                run.log.in_evaluation_pass = False
+                if run.ending.pulse.stop_signal is not None:
                     return False
-                complete = True
-            metrics.closed = True
-            with modes.choosing():
-                for hook in getattr(hooks, f"on_{name}_end"):
-                    hook()
-    finally:
-        run.ending.pulse.change_pace()
-        metrics.reset_metrics()
-        apart.restore(everything=not complete or stage == "sanity")
-        run.log.loader_suffix, run.log.in_evaluation_pass = "", False
-        run.stage, run.log.stage = before
-        modes.restore()
+                if stage == "predict":
+                    run.values.predictions.append(in_order(run, outputs))
+            end_pass(run, stage, name, apart)
+        apart.metrics.closed = True
+        with apart.modes.choosing():
+            for hook in getattr(run.hooks, f"on_{name}_end"):
+                hook()
     run.records.before_evaluation = None
     return True
 
 
-def evaluate_feeds(
-    run: Run,
-    stage: str,
-    name: str,
-    feeds: list[Feed],
-    rows: list[Numbered[dict[str, float | torch.Tensor]]],
-    modes: Modes,
-    apart: StatesApart,
-) -> bool:
-    """The part of an evaluation in which the model is used, from its first hook to its values.
+@contextmanager
+def set_apart(run: Run, stage: str, feeds: list[Feed]) -> Iterator[SetApart]:
+    """The context of an evaluation: what training goes on with is kept, and put back whatever happens."""
+    run.records.write_row()
+    apart = SetApart(StageMetrics(), Modes(run.task), StatesApart(run.task))
+    run.records.before_evaluation = logger_states(run)
+    before = run.stage, run.log.stage
+    run.stage, run.log.stage, run.log.batch_samples = stage, apart.metrics, 1
+    run.log.share_metrics(run.task)
+    run.strategy.sync_buffers(run.task)
+    run.ending.pulse.change_pace()
+    for feed in feeds:
+        feed.measure()
+    try:
+        yield apart
+    finally:
+        run.ending.pulse.change_pace()
+        apart.metrics.reset_metrics()
+        apart.states.restore(everything=not apart.complete or stage == "sanity")
+        run.log.loader_suffix, run.log.in_evaluation_pass = "", False
+        run.stage, run.log.stage = before
+        apart.modes.restore()
 
-    Returns:
-        False if the run was asked to leave.
-    """
-    metrics = run.log.stage
-    assert metrics is not None
-    run.log.call_hooks(f"on_{name}_epoch_start")
-    apart.put_aside()
-    for number, (feed, suffix) in enumerate(zip(feeds, loader_suffixes(feeds), strict=True)):
-        run.log.loader_suffix, run.log.in_evaluation_pass = suffix, True
-        outputs = evaluate_feed(run, stage, name, feed, number, rows)
-        run.log.in_evaluation_pass = False
-        if run.ending.pulse.stop_signal is not None:
-            return False
-        if stage == "predict":
-            run.values.predictions.append(in_order(run, outputs))
+
+def end_pass(run: Run, stage: str, name: str, apart: SetApart) -> None:
+    """All batches are evaluated: call the hooks that may still log, and publish the values. Collective."""
     run.log.loader_suffix, run.log.batch_samples = "", 1
     seed_generators(make_key(run.seed, EVALUATIONS[stage], 1))
-    apart.settle(run.log.gather if run.log.has_metrics else None)
-    with modes.choosing():
+    apart.states.settle(run.log.gather if run.log.has_metrics else None)
+    with apart.modes.choosing():
         run.log.call_hooks(f"on_{name}_epoch_end")
-    values = publish(run, metrics, run.log.gather)
+    values = publish(run, apart.metrics, run.log.gather)
     if stage != "sanity" and run.records.is_logged:
-        for row in in_order(run, rows):
+        for row in in_order(run, apart.rows):
             run.records.write(row)
-        run.records.write({name: values[name] for name in metrics.epoch_names(for_loggers)})
-    return True
-
-
-def loader_suffixes(feeds: list[Feed]) -> list[str]:
-    """What is added to the names logged for each loader: its name, or its number; nothing for one alone."""
-    if len(feeds) == 1:
-        return [""]
-    return [f"/{feed.name or f'dataloader_idx_{number}'}" for number, feed in enumerate(feeds)]
+        run.records.write({name: values[name] for name in apart.metrics.epoch_names(for_loggers)})
+    apart.complete = True
 
 
 def in_order(run: Run, mine: list[Numbered[T]]) -> list[T]:
@@ -143,7 +146,7 @@ def evaluate_feed(
     name: str,
     feed: Feed,
     dataloader_idx: int,
-    rows: list[Numbered[dict[str, float | torch.Tensor]]],
+    apart: SetApart,
 ) -> list[Numbered[Any]]:
     """Evaluate this rank's batches of one loader, adding a row of step values for each.
 
@@ -152,8 +155,8 @@ def evaluate_feed(
     """
     hooks = run.hooks
     starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
-    step, domain, metrics = f"{name}_step", EVALUATIONS[stage], run.log.stage
-    assert metrics is not None
+    step, domain, metrics = f"{name}_step", EVALUATIONS[stage], apart.metrics
+    call, arguments = run.strategy.call, run.calls.arguments
     outputs: list[Numbered[Any]] = []
     window: Window | None = None
     limit = run.plan.limit(stage, feed)
@@ -167,18 +170,18 @@ def evaluate_feed(
             batch = run.calls.receive(micro.batch, dataloader_idx)
             if micro.idle:  # it stands in for a batch of this rank, in a forward that all ranks make together
                 with unnoticed(run), run.precision.forward():
-                    run.calls.step(step, batch, micro.index, dataloader_idx or micro.loader)
+                    call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))
                 continue
             for hook in starts:
                 hook(batch, micro.index, dataloader_idx)
             with run.precision.forward():
-                output = run.calls.step(step, batch, micro.index, dataloader_idx or micro.loader)
+                output = call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))
             for hook in ends:
                 hook(output, batch, micro.index, dataloader_idx)
             if stage == "predict":
                 outputs.append((micro.index, run.calls.to_host(output)))
             if row := metrics.step_values(for_loggers):
-                rows.append(((dataloader_idx, micro.index), row))
+                apart.rows.append(((dataloader_idx, micro.index), row))
         run.ending.pulse.beat()
         if run.ending.pulse.stop_signal is not None:
             break

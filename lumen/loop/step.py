@@ -91,7 +91,8 @@ def accumulate(
         if not micro.idle:
             before = None if run.step.weighted_windows else run.optim.gradients()
             with precision.forward():
-                output = run.calls.step("training_step", batch, micro.index, micro.loader)
+                arguments = run.calls.arguments("training_step", batch, micro.index, micro.loader)
+                output = strategy.call("training_step", *arguments)
             if before is not None:
                 refuse_own_backward(run, before)
             loss, returned_weight = read_output(output)
@@ -166,7 +167,9 @@ def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> 
         for given in ((batch, micro) if stands_in else None, run.step.kept):
             if loss is None and given is not None:
                 with run.precision.forward():
-                    output = run.calls.step("training_step", given[0], given[1].index, given[1].loader)
+                    given_batch, stand_in = given
+                    arguments = run.calls.arguments("training_step", given_batch, stand_in.index, stand_in.loader)
+                    output = strategy.call("training_step", *arguments)
                 loss, _ = read_output(output)
                 loss = strategy.idle_loss() if loss is None else loss
         if loss is None:

@@ -54,8 +54,19 @@ class Loaders:
             self.empty.append(why)
             _log.warning("%s. It gives no values", why)
 
+    def suffixes(self) -> list[str]:
+        """What is added to the names that are logged for each evaluation loader."""
+        return loader_suffixes(self.evaluation)
+
     def close(self) -> None:
         """End the loaders' workers."""
         for feed in (self.train, *self.evaluation):
             if feed is not None:
                 feed.close()
+
+
+def loader_suffixes(feeds: list[Feed]) -> list[str]:
+    """What is added to the names logged for each loader: its name, or its number; nothing for one alone."""
+    if len(feeds) == 1:
+        return [""]
+    return [f"/{feed.name or f'dataloader_idx_{number}'}" for number, feed in enumerate(feeds)]

@@ -111,6 +111,19 @@ class Plan:
         limit = self.limit(stage, feed)
         return limit if feed.length is None else feed.length if limit is None else min(limit, feed.length)
 
+    def total_steps(self, feed: Feed) -> int:
+        """Optimizer steps of the whole run, as long as the training data is now.
+
+        Raises:
+            ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
+        """
+        steps = feed.steps(self.limit("train", feed))
+        by_epochs = None if steps is None or self.max_epochs is None else steps * self.max_epochs
+        totals = [total for total in (self.max_steps, by_epochs) if total is not None]
+        if not totals:
+            raise ConfigError("the number of optimizer steps is unknown: set max_steps.")
+        return min(totals)
+
 
 def count_limit(name: str, value: int | None) -> int | None:
     """A limit in steps or epochs; -1 means none, as in Lightning."""

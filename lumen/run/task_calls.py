@@ -15,15 +15,17 @@ from lumen.task.data_module import DataModule
 from lumen.task.hooks import overrides, step_arguments
 from lumen.task.task_module import TaskModule
 
+_Pick = Callable[[tuple[Any, int, int]], tuple[Any, ...]]  # of (batch, batch_idx, dataloader_idx)
+
 
 @final
 class TaskCalls:
-    """Brings batches to the device, and calls the task's steps.
+    """Brings batches to the device, and picks the arguments of the task's steps.
 
     Args:
         task: The steps are its own; its transfer hooks are used where the data module has none.
         datamodule: None: there is none.
-        strategy: Knows the device, and calls the steps.
+        strategy: Knows the device.
         precision: May change the dtype of batches.
         replays_graphs: Compiled modules write what they return into the same memory for each batch.
     """
@@ -38,7 +40,7 @@ class TaskCalls:
         replays_graphs: bool,
     ) -> None:
         self._task = task
-        self._strategy = strategy
+        self._device = strategy.device
         self._arguments = _step_arguments(task, {})
         self._hooks = _transfer_hooks(task, datamodule, strategy.device, precision.dtype, marks_steps=replays_graphs)
 
@@ -55,26 +57,25 @@ class TaskCalls:
             batch = hook(batch, dataloader_idx)
         return batch
 
-    def step(self, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Run a step of the task with those of the arguments that its signature has.
+    def arguments(self, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> tuple[Any, ...]:
+        """What a step of the task is called with: those of the arguments that its signature has.
 
         Args:
             step: "training_step", "validation_step", "test_step" or "predict_step".
             batch: On the device.
             batch_idx: Its number in the epoch or evaluation.
             dataloader_idx: Number of its loader.
-
-        Returns:
-            What the step returned.
         """
-        return self._strategy.call(step, *self._arguments[step]((batch, batch_idx, dataloader_idx)))
+        return self._arguments[step]((batch, batch_idx, dataloader_idx))
 
     def to_host(self, output: Any) -> Any:
         """What a step returned, to be kept: on an accelerator all of it would pile up, or be written over."""
-        return output if self._strategy.device.type == "cpu" else move(output, torch.device("cpu"))
+        return output if self._device.type == "cpu" else move(output, torch.device("cpu"))
 
 
-def _step_arguments(task: TaskModule, several: dict[str, bool]) -> dict[str, Callable[[tuple[Any, int, int]], Any]]:
+def _step_arguments(
+    task: TaskModule, several: dict[str, bool]
+) -> dict[str, Callable[[tuple[Any, int, int]], tuple[Any, ...]]]:
     """What picks the arguments of each step that the task has; `several`: by step, whether it has several loaders."""
     steps = ("training_step", "validation_step", "test_step", "predict_step")
     return {

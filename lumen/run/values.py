@@ -32,6 +32,7 @@ class LoggedValues:
     def __init__(self, task: TaskModule, loaders: Loaders) -> None:
         self._task, self._loaders = task, loaders
         self._of_stages: dict[str, StageMetrics] = {}
+        self._newest: StageMetrics
         self._of_single_steps: set[str] = set()  # that a scheduler has looked at
         self.newest: dict[str, float] = {}
         self.updated: set[str] = set()
@@ -42,18 +43,18 @@ class LoggedValues:
     def publish(self, stage: str, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
         """Compute the values of an epoch or evaluation, and keep them. Collective: every rank must call this."""
         values = metrics.epoch_values(self._task, gather)
-        self._of_stages[stage] = metrics
+        self._of_stages[stage] = self._newest = metrics
         self.newest.update(values)
         self.updated.update(values)
         self.logged.update(values)
         return values
 
-    def by_loader(self, stage: str, suffixes: list[str]) -> list[dict[str, float]]:
-        """The newest values, one dictionary per loader of a stage; `suffixes`: those of the loaders' names."""
-        loaders = self._of_stages[stage].loaders()
+    def by_loader(self) -> list[dict[str, float]]:
+        """The newest values, one dictionary for each loader of the evaluation that was published last."""
+        loaders = self._newest.loaders()
         return [
             {name: value for name, value in self.newest.items() if {"", suffix} & {*loaders[name]}}
-            for suffix in suffixes
+            for suffix in self._loaders.suffixes()
         ]
 
     def forget(self) -> None:

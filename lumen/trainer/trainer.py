@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final
-
-from torch import nn
 
 from lumen.callbacks import (
     Callback,
@@ -20,39 +17,29 @@ from lumen.callbacks import (
     savers_of,
 )
 from lumen.checkpoint import (
-    Checkpoint,
     Part,
     Weights,
     as_place,
-    check_savable,
-    compare,
-    configured,
-    groups_of,
-    load_run,
-    modes_of,
 )
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked, local_path
 from lumen.errors.lightning_names import INSTEAD
-from lumen.internals.garbage import only_young_collected
-from lumen.loggers import CSVLogger, Logger
-from lumen.loop.evaluate import evaluate, loader_suffixes
-from lumen.loop.fit import StopRequested, sanity_check, train
+from lumen.loggers import Logger, as_loggers
+from lumen.loop.fit import sanity_check, train
 from lumen.precision import check_precision
 from lumen.profilers import Profiler, make_profiler
-from lumen.random import Domain, checked_seed, make_key, seed_generators
-from lumen.run.configure_optimizers import build_optimizers
-from lumen.run.open_loaders import eval_feeds, one_source, open_feeds
+from lumen.random import checked_seed
+from lumen.run.open_loaders import one_source, open_feeds
 from lumen.run.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
 from lumen.run.run import Run
-from lumen.run.schedule_checks import check_horizons
 from lumen.strategies import Strategy, make_strategy
 from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
-from lumen.task.hooks import check_training, overrides
-from lumen.task.materialize import DeferredInit
+from lumen.task.hooks import check_training
 from lumen.task.task_module import TaskModule
-from lumen.trainer.open_run import checkpoints_of, opened
+from lumen.trainer.evaluations import evaluate_all
+from lumen.trainer.open_run import opened
+from lumen.trainer.prepare import prepare, prepare_training
 from lumen.trainer.process_settings import record
 from lumen.trainer.run_view import RunView
 from lumen.trainer.start_from import Origin
@@ -255,13 +242,7 @@ class Trainer(RunView):
             self.plan = self.plan.overfitting(overfit_batches)
         if self.fast_dev_run:
             self.plan, logger = self.plan.trial(self.fast_dev_run), False
-        self.loggers: list[Logger] = (
-            ([CSVLogger()] if logger else [])
-            if isinstance(logger, bool)
-            else [logger]
-            if isinstance(logger, Logger)
-            else logger
-        )
+        self.loggers = as_loggers(logger)
         defaults: dict[type[Callback], bool] = {
             ThroughputMonitor: bool(self.loggers),
             ModelSummary: enable_model_summary,
@@ -310,24 +291,8 @@ class Trainer(RunView):
             raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
         check_training(task, optimizer_given=configure_optimizers is not None)
         with opened(self, "fit", task, data, val_dataloaders) as run:
-            checkpoint = self._start(run)
-            with only_young_collected():  # the first optimizer of a process makes torch import its compiler
-                built = build_optimizers(task, configure_optimizers or task.configure_optimizers, run.precision)
-            run.optim.take(*built, in_step=lambda: run.log.in_train_step)
-            self.strategy.check_optimizer(run.optim.optimizer)
-            run.optim.built_groups = groups_of(task, run.optim.optimizer)
-            run.optim.configured, run.optim.built = configured(run), modes_of(task)
-            if checkpoint is not None:
-                continue_records = self.origin.stays and self.is_global_zero
-                load_run(run, checkpoint, parts=self.origin.parts, continue_records=continue_records)
-                run.progress.should_stop &= self.origin.stays  # a new run may go on where a callback ended the old one
-            open_feeds(run)
-            if checkpoint is not None:
-                compare(run, checkpoint, self.origin.parts)
-            if not self.fast_dev_run:
-                check_horizons(run)
-            if self.enable_checkpointing:
-                check_savable(run)  # what cannot be saved is found now, not after the first epoch
+            checkpoint = prepare(run)
+            prepare_training(run, configure_optimizers or task.configure_optimizers, checkpoint)
             if checkpoint is not None and (reason := run.ending.limit_reached):
                 record("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
                 if not run.progress.in_epoch:
@@ -371,7 +336,7 @@ class Trainer(RunView):
         Returns:
             One dictionary of logged values per loader; the same on every rank.
         """
-        return self._evaluate("validate", model, one_source(dataloaders, datamodule), ckpt_path)
+        return evaluate_all(self, "validate", model, one_source(dataloaders, datamodule), ckpt_path).values.by_loader()
 
     def test(
         self,
@@ -382,7 +347,7 @@ class Trainer(RunView):
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; see `validate`."""
-        return self._evaluate("test", model, one_source(dataloaders, datamodule), ckpt_path)
+        return evaluate_all(self, "test", model, one_source(dataloaders, datamodule), ckpt_path).values.by_loader()
 
     def predict(
         self,
@@ -398,14 +363,8 @@ class Trainer(RunView):
             What `predict_step` returned for each batch, in order; with several loaders a list of such lists. Every rank
             has those of all, then with tensors on the CPU: `predict_step` must return what can be pickled.
         """
-        task, data, ckpt_path = self._of_last_run("predict", model, one_source(dataloaders, datamodule), ckpt_path)
-        with opened(self, "predict", task, data, data) as run:
-            self._start(run, ckpt_path)
-            run.loaders.evaluation = eval_feeds(run, "predict")
-            run.calls.bind(run.loaders)
-            if not evaluate(run, "predict", run.loaders.evaluation):
-                raise StopRequested
-            return run.values.predictions[0] if len(run.values.predictions) == 1 else run.values.predictions
+        run = evaluate_all(self, "predict", model, one_source(dataloaders, datamodule), ckpt_path)
+        return run.values.predictions[0] if len(run.values.predictions) == 1 else run.values.predictions
 
     def save_checkpoint(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint of the run in progress, exact in `on_boundary_end`. Collective: every rank must call this.
@@ -434,74 +393,5 @@ class Trainer(RunView):
         """
         if self.run.loaders.train is None:
             open_feeds(self.run)
-        feed = self.run.loaders.train
-        assert feed is not None
-        steps = feed.steps(self.plan.limit("train", feed))
-        by_epochs = None if steps is None or self.plan.max_epochs is None else steps * self.plan.max_epochs
-        totals = [total for total in (self.plan.max_steps, by_epochs) if total is not None]
-        if not totals:
-            raise ConfigError("the number of optimizer steps is unknown: set max_steps.")
-        return min(totals)
-
-    def _start(self, run: Run, ckpt_path: Weights | str | Path | None = None) -> Checkpoint | None:
-        """Prepare the data, set up, place and load the model. Returns the checkpoint that the run goes on from."""
-        task, datamodule, stage = run.task, run.datamodule, run.stage
-        if not (overrides(task, "configure_model") or overrides(task, "setup")):  # its modules are all there
-            self.compilation.check(task)
-        seed_generators(make_key(run.seed, Domain.INIT, 1))
-        self.strategy.processes.once_per_node(partial(_prepare_data, datamodule, task))
-        seed_generators(make_key(run.seed, Domain.INIT, 1))  # once more: only one process of a node has drawn there
-        if datamodule is not None:
-            datamodule.setup(stage)
-        for hook in run.hooks.setup:
-            hook(stage)
-        seed_generators(make_key(run.seed, Domain.INIT, 2))
-        layers = DeferredInit(task)
-        layers.configure()
-        run.precision.convert(task)
-        if self.sync_batchnorm and self.world_size > 1:
-            nn.SyncBatchNorm.convert_sync_batchnorm(task)  # type: ignore[no-untyped-call]
-        self.compilation.apply(task)
-        if not self.strategy.shards:
-            layers.materialize(run.seed, self.strategy.parameter_device)
-        self.strategy.setup(task)
-        layers.materialize(run.seed, self.strategy.parameter_device)  # what the strategy has cut up
-        home = self.run_directory or self.default_root_dir / str(self.name)
-        return self.origin.fill(run, ckpt_path, home, checkpoints_of(self, home))
-
-    def _of_last_run(
-        self, stage: str, task: TaskModule | None, data: Any, ckpt_path: Weights | str | Path | None
-    ) -> tuple[TaskModule, Any, Weights | str | Path | None]:
-        """What to evaluate, where a call leaves that to the run before it."""
-        if task is not None:
-            return task, data, ckpt_path
-        if self._run is None:
-            raise ConfigError(f"{stage}: there is no model, and no run before this one. Give one: {stage}(model, ...).")
-        if data is None:
-            data = self._run.datamodule
-        best = self.checkpoint_callback
-        if ckpt_path is None and best is not None and best.monitor is not None and best.best_model_path:
-            ckpt_path = best.best_model_path
-            _log.info("%s: with the best parameters of the run before, %s", stage, ckpt_path)
-        return self._run.task, data, ckpt_path
-
-    def _evaluate(
-        self, stage: str, model: TaskModule | None, data: Any, ckpt_path: Weights | str | Path | None
-    ) -> list[dict[str, float]]:
-        task, data, ckpt_path = self._of_last_run(stage, model, data, ckpt_path)
-        step = {"validate": "validation_step", "test": "test_step"}[stage]
-        if not overrides(task, step):
-            raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")
-        with opened(self, stage, task, data, data) as run:
-            self._start(run, ckpt_path)
-            run.loaders.evaluation = eval_feeds(run, stage)
-            run.calls.bind(run.loaders)
-            if not evaluate(run, stage, run.loaders.evaluation):
-                raise StopRequested
-            return run.values.by_loader(stage, loader_suffixes(run.loaders.evaluation))
-
-
-def _prepare_data(datamodule: DataModule | None, task: TaskModule) -> None:
-    for owner in (datamodule, task):
-        if owner is not None:
-            owner.prepare_data()
+        assert self.run.loaders.train is not None
+        return self.plan.total_steps(self.run.loaders.train)

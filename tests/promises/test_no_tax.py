@@ -113,7 +113,7 @@ def test_an_evaluation_calls_few_functions_of_lumens_own_for_a_batch(tmp_path):
 
 EVERY_STEP = [
     step.train_step, step.weigh, step.accumulate, step.read_output, step.backward, step.update, step.complete_gradients,
-    fit.finish_step, fit.reach_boundary, StepContext.begin, StepContext.seed, TaskCalls.receive, TaskCalls.step,
+    fit.finish_step, fit.reach_boundary, StepContext.begin, StepContext.seed, TaskCalls.receive, TaskCalls.arguments,
     Optimization.zero_grad, StepContext.check_loss, StepContext.count, Ending.tick, Records.write_row, validation_due,
     Progress.advance,
     Window.__init__, Window.__iter__, MicroBatch.__init__,

@@ -1,0 +1,106 @@
+"""What is done between the opening of a run and its loop: data, modules, parameters, optimizer, and what is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lumen.checkpoint import (
+    Checkpoint,
+    Weights,
+    check_savable,
+    compare,
+    configured,
+    groups_of,
+    load_run,
+    modes_of,
+)
+from lumen.internals.garbage import only_young_collected
+from lumen.random import Domain, make_key, seed_generators
+from lumen.run.configure_optimizers import build_optimizers
+from lumen.run.open_loaders import open_feeds
+from lumen.run.run import Run
+from lumen.run.schedule_checks import check_horizons
+from lumen.task.data_module import DataModule
+from lumen.task.hooks import overrides
+from lumen.task.materialize import DeferredInit
+from lumen.task.task_module import TaskModule
+from lumen.trainer.open_run import checkpoints_of
+
+
+def prepare(run: Run, ckpt_path: Weights | str | Path | None = None) -> Checkpoint | None:
+    """Prepare the data, set up, place and load the model. Collective: every rank must call this.
+
+    Args:
+        run: Just opened, of any stage.
+        ckpt_path: The parameters to evaluate with; None: those that the task has, or that the run begins with.
+
+    Returns:
+        The checkpoint that the run goes on from.
+    """
+    trainer, strategy, task, datamodule, stage = run.trainer, run.strategy, run.task, run.datamodule, run.stage
+    if not (overrides(task, "configure_model") or overrides(task, "setup")):  # its modules are all there
+        trainer.compilation.check(task)
+    seed_generators(make_key(run.seed, Domain.INIT, 1))
+    strategy.processes.once_per_node(partial(_prepare_data, datamodule, task))
+    seed_generators(make_key(run.seed, Domain.INIT, 1))  # once more: only one process of a node has drawn there
+    if datamodule is not None:
+        datamodule.setup(stage)
+    for hook in run.hooks.setup:
+        hook(stage)
+    seed_generators(make_key(run.seed, Domain.INIT, 2))
+    layers = DeferredInit(task)
+    layers.configure()
+    run.precision.convert(task)
+    if trainer.sync_batchnorm and strategy.world_size > 1:
+        nn.SyncBatchNorm.convert_sync_batchnorm(task)  # type: ignore[no-untyped-call]
+    trainer.compilation.apply(task)
+    if not strategy.shards:
+        layers.materialize(run.seed, strategy.parameter_device)
+    strategy.setup(task)
+    layers.materialize(run.seed, strategy.parameter_device)  # what the strategy has cut up
+    home = trainer.run_directory or trainer.default_root_dir / str(trainer.name)
+    found: Checkpoint | None = trainer.origin.fill(run, ckpt_path, home, checkpoints_of(trainer, home))
+    return found
+
+
+def prepare_training(run: Run, configure_optimizers: Callable[[], Any], checkpoint: Checkpoint | None) -> None:
+    """Build the optimizer, open the loaders, and take over what a checkpoint holds. Collective.
+
+    Args:
+        run: Of `fit`; its model is placed and loaded.
+        configure_optimizers: The task's, or what was given in its place.
+        checkpoint: What the run goes on from; None: it begins anew.
+
+    Raises:
+        LumenError: Something does not fit: the optimizer to the task, a schedule to the run's length, the checkpoint to
+            the configuration; or something cannot be saved.
+    """
+    trainer, task, optim = run.trainer, run.task, run.optim
+    with only_young_collected():  # the first optimizer of a process makes torch import its compiler
+        built = build_optimizers(task, configure_optimizers, run.precision)
+    optim.take(*built, in_step=lambda: run.log.in_train_step)
+    run.strategy.check_optimizer(optim.optimizer)
+    optim.built_groups = groups_of(task, optim.optimizer)
+    optim.configured, optim.built = configured(run), modes_of(task)
+    origin = trainer.origin
+    if checkpoint is not None:
+        load_run(run, checkpoint, parts=origin.parts, continue_records=origin.stays and trainer.is_global_zero)
+        run.progress.should_stop &= origin.stays  # a new run may go on where a callback ended the old one
+    open_feeds(run)
+    if checkpoint is not None:
+        compare(run, checkpoint, origin.parts)
+    if not trainer.fast_dev_run:
+        check_horizons(run)
+    if trainer.enable_checkpointing:
+        check_savable(run)  # what cannot be saved is found now, not after the first epoch
+
+
+def _prepare_data(datamodule: DataModule | None, task: TaskModule) -> None:
+    for owner in (datamodule, task):
+        if owner is not None:
+            owner.prepare_data()
