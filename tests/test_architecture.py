@@ -208,7 +208,7 @@ class Looked(Regression):
 def test_few_frames_lie_between_fit_and_what_a_user_steps_through(tmp_path, options, more):
     task = Looked()
     task.stacks = []
-    quiet_trainer(tmp_path, max_steps=2, num_sanity_val_steps=0, **options).fit(
+    quiet_trainer(tmp_path, max_steps=2, val_check_interval=2, num_sanity_val_steps=0, **options).fit(
         task, loader(), val_dataloaders=loader()
     )
     deepest = {"optimizer.step": 6, "training_step": 6 + more, "validation_step": 7 + more}
