@@ -1,4 +1,4 @@
-"""Feed: one loader as the loop reads it, from any position of any epoch on."""
+"""The base of the loader adapters, which give the loop one optimizer step after another, from any position on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FETCHED = attrgetter("batch", "loader")
 
 
 class Position(NamedTuple):
-    """Where an epoch stands.
+    """How much of an epoch has been consumed, by all processes together.
 
     Attributes:
-        samples: Consumed of it.
-        batches: Consumed of it.
-        state: What the feed gave with the window consumed last, of this epoch or of the one before; None at the start.
-        round: How often the loader has begun again within the epoch, beside longer ones.
-        turn: See `Shard.dealer`.
+        samples: Samples consumed in this epoch.
+        batches: Micro-batches consumed in this epoch.
+        state: `state` of the window consumed last, in this epoch or the one before; None before the first one.
+        round: How often a shorter loader of several has begun again within the epoch.
+        turn: Number of the first step where processes take whole steps in turn, else None; see `Shard.dealer`.
     """
 
     samples: int = 0
@@ -34,10 +34,10 @@ class Position(NamedTuple):
     turn: int | None = None
 
     def state_of(self, kind: str) -> dict[str, Any]:
-        """The state, if a feed of this kind gave it.
+        """The state, if an adapter of this kind has saved it; else an empty one.
 
         Raises:
-            DataError: Another kind of feed was in the middle of this epoch.
+            DataError: An adapter of another kind has saved it in the middle of this epoch.
         """
         state: dict[str, Any] = self.state or {}
         if state.get("kind", kind) == kind:
@@ -50,20 +50,20 @@ class Position(NamedTuple):
         return {}
 
     def key(self, epoch: int) -> int:
-        """What keys an epoch: one of its own for every round."""
+        """The key of the random order: the epoch, in the low 32 bits, and `round`, so that each round has its own."""
         return epoch + (self.round << 32)
 
 
-#: Before the first sample of an epoch.
+#: The position before the first sample of an epoch.
 START = Position()
 
 
 class Feed(ABC):
-    """One loader as the loop reads it, in one pass at a time.
+    """Reads one loader for the loop, one pass over it at a time.
 
     Attributes:
-        length: Micro-batches of an epoch as one process would count them; None if the loader does not know.
-        name: Of an evaluation loader that was given one.
+        length: Micro-batches of an epoch as a single process would count them; None if the loader has no length.
+        name: Name that the user gave an evaluation loader; "" if none.
         in_turn: It reads several loaders, one after the other.
     """
 
@@ -73,53 +73,53 @@ class Feed(ABC):
 
     @abstractmethod
     def measure(self, position: Position = START) -> None:
-        """Take the length anew, as of an epoch that is read from a position on: data may grow from epoch to epoch."""
+        """Update `length` for the epoch that `position` is in: a data set may grow from epoch to epoch."""
 
     @abstractmethod
     def identity(self) -> list[str | None]:
-        """What is read now, a line for each loader; None of a stream, which does not tell."""
+        """A fingerprint of the data set of each loader; None for iterable data, which has none."""
 
     @abstractmethod
     def cut(self) -> dict[str, int | None]:
-        """How it is cut into batches and steps, by the names of the settings that say so."""
+        """The settings that cut the data into batches and steps, such as `batch_size`, by name."""
 
     @abstractmethod
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
-        """The optimizer steps of an epoch, from a position on. The pass before is over, even if it was not read out.
+        """The optimizer steps of an epoch, from a position on. Ends the pass before this one.
 
         Args:
-            epoch: Decides the order.
-            position: What was consumed of the epoch before.
-            limit: Micro-batches of the epoch to use at most.
+            epoch: Number of the epoch, from 0: with the seed it decides the order.
+            position: What has been consumed of the epoch already.
+            limit: The most micro-batches of the epoch to use, those consumed already included; None: all.
         """
 
     @abstractmethod
     def nothing(self) -> str:
-        """Why there is no batch, as far as can be told: what is empty, or smaller than a batch."""
+        """The reason why there is no batch, for an error: what is empty, or smaller than a batch."""
 
     @abstractmethod
     def steps(self, limit: int | None) -> int | None:
         """Optimizer steps of an epoch; None if the loader has no length."""
 
     def close(self) -> None:
-        """End the workers; the lengths stay known."""
+        """End the loader's workers; `length` can still be read."""
 
 
 def count_steps(length: int | None, limit: int | None, accumulate: int) -> int | None:
-    """Optimizer steps of an epoch of a length in micro-batches; None if neither length nor limit is known."""
+    """Optimizer steps in an epoch of `length` micro-batches; None if neither `length` nor `limit` is known."""
     known = [number for number in (length, limit) if number is not None]
     return -(-min(known) // accumulate) if known else None
 
 
 @final
 class Step(NamedTuple):
-    """The micro-batches of an optimizer step that were read already.
+    """The batches of one optimizer step, which have been read.
 
     Attributes:
-        items: Those of this process, with those that stand in.
-        sizes: Samples of each, of all processes.
-        dealt: Which are this process's.
-        state: Where the feed stands after it.
+        items: Batches of this process, dummies included.
+        sizes: Number of samples of each micro-batch, of all processes.
+        dealt: Numbers of the micro-batches that this process takes.
+        state: Where the adapter stands after the step: plain data and tensors, for a checkpoint.
     """
 
     items: list[Item]
@@ -134,15 +134,15 @@ def read_ahead(
     shard: Shard,
     at_end: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state,
 ) -> Iterator[Window]:
-    """Optimizer steps out of micro-batches whose sizes are known only once they are read.
+    """The windows of steps whose sizes are known only once they have been read.
 
-    One step is read ahead, to know which is the last.
+    One step is read ahead of the one that is yielded, to know which is the last.
 
     Args:
-        steps: What was read.
-        index: Number of the first micro-batch in the epoch.
-        shard: Which of them are this process's.
-        at_end: Makes of the state after the last step one that knows of the end.
+        steps: Reads the optimizer steps, one at a time.
+        index: Number of the first micro-batch in the epoch, from 0.
+        shard: The part of each step that this process takes.
+        at_end: Converts the state after the last step into one that records the end of the epoch.
     """
     ahead = next(steps, None)
     while ahead is not None:
@@ -157,10 +157,10 @@ def read_ahead(
 
 @final
 class SampleCounter:
-    """Counts the samples of batches that Lumen did not draw, and says once what it counts.
+    """Counts the samples of batches that are not drawn by Lumen, and logs once how it counts.
 
     Args:
-        loader: Where they come from.
+        loader: The loader of these batches; its class is named in the warning.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -168,7 +168,7 @@ class SampleCounter:
         self._said = False
 
     def __call__(self, batch: Any) -> int:
-        """Samples of a batch."""
+        """Size of dimension 0 of the batch's first tensor."""
         if not self._said:
             self._said = True
             _log.warning(

@@ -68,7 +68,7 @@ def _leaves(given: Mapping[Any, Any] | Sequence[Any], above: tuple[Any, ...] = (
 
 
 def _skeleton(given: Any, numbers: Iterator[int]) -> Any:
-    """The same lists and dictionaries with the number of a loader in its place."""
+    """The same lists and dictionaries, with each loader replaced by its index."""
     if isinstance(given, Mapping):
         return {key: _skeleton(part, numbers) if holds_loaders(part) else next(numbers) for key, part in given.items()}
     return [_skeleton(part, numbers) if holds_loaders(part) else next(numbers) for part in given]
@@ -84,16 +84,16 @@ def _filled(skeleton: Any, batches: Sequence[Any]) -> Any:
 
 @final
 class CombinedFeed(Feed):
-    """The loaders of a `CombinedLoader`, each with its own order, position and state.
+    """Reads the loaders of a `CombinedLoader`, each with its own order, position and state.
 
-    A micro-batch counts as many samples as that of its first loader. The processes take turns with them, and each asks
-    the loaders for what its own consist of.
+    A micro-batch counts as many samples as the part of its first loader has. The processes take micro-batches in turn,
+    and each loads only the parts of its own.
 
     Args:
-        loader: How they are combined.
-        open_feed: Makes the feed of a loader, with a number by which its randomness differs from the others'.
-        accumulate: Micro-batches of an optimizer step: as many for each process.
-        shard: Which of them are this process's.
+        loader: The loaders, and the mode in which they are combined.
+        open_feed: Makes the adapter of one loader, given its index, which tells its randomness from the others'.
+        accumulate: Micro-batches of an optimizer step, of all processes together.
+        shard: The part of each step that this process takes.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class CombinedFeed(Feed):
 
 @final
 class _Part:
-    """One of the loaders within an epoch of them all."""
+    """One of several loaders, within an epoch of the combination."""
 
     def __init__(self, feed: Feed, epoch: int, position: Position, saved: Mapping[str, Any] | None) -> None:
         self._feed, self._epoch, self._outer_round = feed, epoch, position.round << 16
@@ -223,7 +223,7 @@ class _Part:
         self._windows: Iterator[Window] | None = None
 
     def next(self, turn: int) -> Item | None:
-        """The next micro-batch, without the batch where it is another process's turn."""
+        """The loader's next batch; without the batch itself if it is another process's turn; None at the end."""
         if self._windows is None:
             self._position = self._position._replace(round=self._outer_round + self._round, turn=turn)
             self._windows = self._feed.windows(self._epoch, self._position, None)
@@ -237,7 +237,7 @@ class _Part:
         return next((Item(micro.batch, micro.samples) for micro in window), Item(None, window.samples))
 
     def step_back(self) -> None:
-        """The newest was not used."""
+        """Give back the newest batch, which was not used: the next epoch begins before it."""
         self._position = self._before
 
     def begin_again(self, turn: int) -> Item:

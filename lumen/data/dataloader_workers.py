@@ -19,12 +19,12 @@ _GRACE_S = 30
 
 
 def init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id: int) -> None:
-    """Prepare a worker, before the user's own `worker_init_fn`, which may change any of this.
+    """Prepare a DataLoader's worker. The user's own `worker_init_fn` runs last, and may change any of this.
 
     Args:
-        dataset: The user's, shown by `get_worker_info` instead of the one around it.
-        user_init: The user's `worker_init_fn`.
-        worker_id: Number of the worker.
+        dataset: The user's data set, which `get_worker_info().dataset` is to show instead of Lumen's wrapper.
+        user_init: The user's `worker_init_fn`, or None.
+        worker_id: Index of the worker, from 0, as torch passes it.
     """
     # a stop request reaches every process of the group; the main one decides, and still needs its data for this step
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -39,7 +39,7 @@ def init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id
 
 
 def _limit_threads() -> None:
-    """One thread a worker, as torch does for its own: libraries that take every core would slow each other down."""
+    """Let libraries use one thread in this worker, as torch does: all cores in every worker would be slower."""
     from threadpoolctl import threadpool_limits
 
     for library in ("OMP", "OPENBLAS", "MKL"):  # those loaded from now on
@@ -51,9 +51,9 @@ def _limit_threads() -> None:
 
 @contextmanager
 def prepared(loader: Any) -> Iterator[None]:
-    """The context in which a loader of the user's own begins a pass.
+    """The context in which a DataLoader that Lumen does not replace is to begin a pass.
 
-    It starts workers that `init_worker` prepares, and a StopIteration of its collate function does not end the data.
+    Its workers are prepared by `init_worker`, and a StopIteration in its collate function becomes a clear error.
     """
     if not isinstance(loader, DataLoader):
         yield

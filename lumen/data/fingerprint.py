@@ -1,4 +1,4 @@
-"""What a map-style data set is, told without reading a sample: so a resumed run finds out that it was given another."""
+"""A fingerprint of a map-style data set, made without reading a sample: a resumed run then notices another data set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WITH_INDICES = ", indices "
 
 
 def known_length(thing: Any) -> int | None:
-    """What `len` says, or None where it says nothing."""
+    """`len(thing)`, or None if it has no length."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):
@@ -23,9 +23,9 @@ def known_length(thing: Any) -> int | None:
 
 
 def reads_once(thing: Any, iterator: Any) -> bool:
-    """Whether an iterable can be read only once, so far as can be told from the iterator that it gave.
+    """Whether an iterable can be read only once, as far as can be told from `iterator = iter(thing)`.
 
-    That is the iterable itself: an iterator, unless it has an `__iter__` of its own that does more than return it.
+    It can if it is its own iterator, as a generator is, and its `__iter__` does nothing but return it.
     """
     if iterator is not thing:
         return False
@@ -34,11 +34,11 @@ def reads_once(thing: Any, iterator: Any) -> bool:
 
 
 def describe(dataset: Any) -> str:
-    """A line that two different data sets hardly share: classes, lengths, and a digest of what subsets take.
+    """One line that is hardly ever equal for two different data sets: classes, lengths, a digest of subsets' indices.
 
     Returns:
-        `Subset(80, indices 1f3a77c2, TensorDataset(100))`. Of classes that torch does not have also the subsets that
-        they keep as attributes, and their own `indices`.
+        For example `Subset(80, indices 1f3a77c2, TensorDataset(100))`. For a user's own class it also has its
+        attribute `indices`, and the subsets among its attributes.
     """
     return _describe(dataset, set())
 
@@ -60,7 +60,7 @@ def _describe(dataset: Any, met: set[int]) -> str:
 
 
 def _parts(dataset: Any) -> Iterator[Any]:
-    """The data sets that one keeps as attributes, or in lists and dictionaries that begin with one."""
+    """The data sets among an object's attributes, also in lists and dictionaries whose first item is one."""
     for value in list(getattr(dataset, "__dict__", {}).values()):
         several = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
         if isinstance(value, Dataset):

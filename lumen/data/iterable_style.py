@@ -1,4 +1,4 @@
-"""Iterables of batches: read whole by every process of a run, or each process its own part."""
+"""Reads iterables of batches: the same one in every process of a run, or in each process a part of its own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lumen.errors import DataError
 
 @final
 class StreamFeed(Feed):
-    """An iterable of batches, all of which every process reads, to keep its share.
+    """Reads an iterable that gives every process all batches; each process keeps its part of them.
 
     Args:
-        loader: Gives a fresh iterator of batches for every epoch, the same in every process.
-        seed: Of the run.
-        accumulate: Batches of an optimizer step.
-        shard: Which of them are kept in this process.
+        loader: Its `__iter__` begins an epoch anew, with the same batches in every process.
+        seed: The run's seed, which keys everything random.
+        accumulate: Batches of an optimizer step, of all processes together.
+        shard: The part of each step that this process keeps.
         rewinds: Every pass begins where the first one did, as evaluations do.
     """
 
@@ -67,7 +67,7 @@ class StreamFeed(Feed):
         yield from read_ahead(steps, position.batches, self._shard, lambda state: self._reader.last_state())
 
     def _agreed(self, items: Iterator[Item]) -> Iterator[Item]:
-        """The same, of which all processes have found that they begin alike."""
+        """Yield the same batches, after a check that all processes begin with the same. Collective."""
         first = list(islice(items, 1))
         found = {"batches": self.length, "digest of the first": [digest(item.batch) for item in first]}
         check_same(
@@ -107,7 +107,7 @@ class StreamFeed(Feed):
 
 
 def shards_itself(loader: Any, world: int) -> bool:
-    """Whether each process reads a part of its own from a loader: it or its data set says so."""
+    """Whether a loader gives each of `world` processes a part of its own: it or its data set says so."""
     dataset = getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else None
     split = getattr(getattr(dataset, "_distributed", None), "world_size", None)  # by Hugging Face's datasets
     return split == world or any(getattr(part, "shards_itself", False) for part in (loader, dataset))
@@ -115,17 +115,17 @@ def shards_itself(loader: Any, world: int) -> bool:
 
 @final
 class ShardedStreamFeed(Feed):
-    """An iterable that gives each process batches of its own. They may end at different times.
+    """Reads an iterable that gives each process batches of its own. They may end at different times.
 
-    A step takes batches from the processes in turn, and more from the others once some have ended: so it is full until
-    the last of the epoch. Before it begins, every process tells how many samples it has read for it and where its
-    stream stands then.
+    A step takes batches from the processes in turn, and more from the others once some have ended: so every step but
+    the last of the epoch is full. Before each step the processes tell each other how many samples they have read for
+    it, and the state of their iterators after it.
 
     Args:
-        loader: Gives a fresh iterator of this process's batches for every epoch.
-        seed: Of the run.
-        accumulate: Batches of an optimizer step, of all processes.
-        shard: This process among them.
+        loader: Its `__iter__` begins an epoch anew, with this process's batches.
+        seed: The run's seed, which keys everything random.
+        accumulate: Batches of an optimizer step, of all processes together.
+        shard: Rank of this process, number of processes, and how they communicate.
         rewinds: Every pass begins where the first one did, as evaluations do.
     """
 
@@ -143,7 +143,7 @@ class ShardedStreamFeed(Feed):
         self.length = None if None in lengths else sum(lengths)
 
     def measure(self, position: Position = START) -> None:
-        """See `Feed.measure`. It stays: only together could the processes tell another one."""
+        """Do nothing: the length was agreed by all processes at the start, and one alone cannot tell a new one."""
 
     def identity(self) -> list[str | None]:
         """See `Feed.identity`."""
@@ -167,7 +167,7 @@ class ShardedStreamFeed(Feed):
         yield from read_ahead(steps, position.batches, self._shard, lambda state: self._last_state())
 
     def _states_at(self, position: Position) -> list[dict[str, Any]]:
-        """The state of every process."""
+        """The saved state of every process's iterator, in rank order."""
         world = self._shard.world
         state = position.state_of("stream in parts")
         if (self._rewinds and not position.batches) or not state:
@@ -216,7 +216,7 @@ class ShardedStreamFeed(Feed):
             yield Step(own, sizes, dealt, {"kind": "stream in parts", "ranks": self._states})
 
     def _compare(self, first: list[int | None]) -> None:
-        """Say once where parts look like the whole."""
+        """Warn once if several processes have read the same first batch: then their parts may not be parts."""
         suspicious = not self._compared and len(first) > 1 and first[0] is not None and len(set(first)) == 1
         self._compared = True
         if suspicious:
@@ -228,7 +228,7 @@ class ShardedStreamFeed(Feed):
             )
 
     def _stand_in(self, own: list[Item], numbers: list[list[int]], rounds: int) -> Item:
-        """A real batch for the rounds in which this process has none."""
+        """A real batch to run as a dummy in the rounds for which this process has none. Collective at times."""
         if own:
             self._read = own[-1]
         self._have_read |= {rank for rank, its in enumerate(numbers) if its}

@@ -1,4 +1,4 @@
-"""What a user returned as a loader, as a feed."""
+"""Chooses the adapter for what a user returned as a loader."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def make_feed(
 
     Args:
         loader: A `DataLoader`, any iterable of batches, a `CombinedLoader`, or a list or dictionary of loaders.
-        seed: Of the run.
-        accumulate: Micro-batches of an optimizer step, of all processes.
+        seed: The run's seed, which keys everything random.
+        accumulate: Micro-batches of an optimizer step, of all processes together.
         global_batch_size: Samples of an optimizer step; replaces `accumulate`.
-        rewinds: Every pass over a stream with a state begins where the first one did, as evaluations do.
-        shard: Which of the micro-batches are this process's. If there are several processes, passes over the feed are
-            collective: every rank must begin them, and read them to the same step.
+        rewinds: Every pass over iterable data with a state begins where the first one did, as evaluations do.
+        shard: The part of each step that this process takes. If there are several processes, every pass is collective:
+            every rank must begin it, and read it to the same step.
 
     Raises:
         ConfigError: The batch size does not fit `global_batch_size`.
-        DataError: Not a loader; or one that reads parts among several training loaders.
+        DataError: `loader` cannot be iterated; or, as one of several, gives each process a part of its own.
     """
     if holds_loaders(loader):
         loader = CombinedLoader(loader)
@@ -80,7 +80,7 @@ def _refuse_parts(loader: Any, shard: Shard) -> None:
 
 
 def _is_standard(loader: Any) -> bool:
-    """Whether a loader asks a map-style data set for the samples that a sampler names, and does nothing else."""
+    """Whether a loader asks a map-style data set for the samples that a sampler names, and does nothing more."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     return iterates_as_ever(type(loader)) or _is_torchdatas(type(loader))  # whose state Lumen's position replaces
@@ -91,7 +91,7 @@ def _is_torchdatas(kind: type) -> bool:
 
 
 def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_size: int | None, world: int) -> Order:
-    """Which samples make which micro-batch, as the loader's samplers say."""
+    """The order in which the loader's sampler or batch sampler asks for samples."""
     sampler: Any = loader.sampler
     batch_size, drop_last = loader.batch_size, loader.drop_last
     if batch_size is None and type(loader.batch_sampler) is BatchSampler:
@@ -127,7 +127,7 @@ def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_siz
 
 
 def _only_distributes(sampler: Any) -> bool:
-    """Whether a sampler gives each process a part of a plain order, and is no class of the user's that does more."""
+    """Whether a sampler is a `DistributedSampler`, and no subclass of the user's with an order of its own."""
     kind = type(sampler)
     as_torch_does = kind.__iter__ is DistributedSampler.__iter__ or _is_torchdatas(kind)
     return isinstance(sampler, DistributedSampler) and as_torch_does
@@ -143,7 +143,7 @@ def _takes_each_sample_once(sampler: Any, samples: int | None) -> bool:
 
 
 def _batches_of_step(loader: Any, accumulate: int, global_batch_size: int | None, world: int) -> int:
-    """Batches of an optimizer step, where only whole batches can be taken."""
+    """Batches of an optimizer step, for loaders whose batches cannot be cut further."""
     if global_batch_size is None:
         return accumulate
     batch_size = getattr(loader, "batch_size", None)

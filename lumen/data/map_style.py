@@ -1,4 +1,4 @@
-"""A standard DataLoader over map-style data, taken over: its samples are known before they are loaded."""
+"""Takes over a standard DataLoader over map-style data: which sample comes when is known before any is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Plan = Iterator[tuple[list[Draw], Dealt, dict[str, Any]]]
 
 @final
 class _Draws:
-    """The sampler of the DataLoader that replaces the user's: gives this process's draws of the epoch in progress."""
+    """The sampler of the DataLoader that replaces the user's: yields what this process loads in the epoch."""
 
     def __init__(self, shard: Shard) -> None:
         self.plan: Plan = iter(())
@@ -40,13 +40,13 @@ class _Draws:
 
 @final
 class IndexedFeed(Feed):
-    """A DataLoader of which Lumen decides which sample comes when, and the user how it is loaded.
+    """Reads a DataLoader of which Lumen decides the order of the samples, and the user how they are loaded.
 
     Args:
         loader: The user's; its data set, collate function, workers, pinning, prefetching and `worker_init_fn` stay.
-        order: Which samples make which micro-batch.
-        seed: Of the run.
-        shard: Which micro-batches are loaded in this process.
+        order: Decides which samples make which micro-batch.
+        seed: The run's seed, which keys everything random.
+        shard: The part of each step that this process loads.
     """
 
     def __init__(self, loader: DataLoader[Any], order: Order, seed: int, shard: Shard) -> None:
@@ -129,7 +129,7 @@ class IndexedFeed(Feed):
                 end_persistent_workers(loader)
 
     def _agreed(self, steps: Iterator[Draws]) -> Iterator[Draws]:
-        """The same, of which all processes have found that they begin alike."""
+        """Yield the same steps, after a check that all processes begin with the same. Collective."""
         first = next(steps, None)
         draws, state = first or ([], {})
         indices = [draw.indices for draw in draws]
@@ -147,7 +147,7 @@ class IndexedFeed(Feed):
         return steps if first is None else chain([first], steps)
 
     def _load(self) -> Load:
-        """What loads the batches of a pass, one after the other."""
+        """A function that returns the batches of a pass, one after the other."""
         if (iterator := self._iterator) is not None:
             return lambda draw: next(iterator)  # the workers were given the same draws
         load = self._batches.__getitems__ if self._makes_batches else self._batches.__getitem__
@@ -164,7 +164,7 @@ class IndexedFeed(Feed):
             index += len(sizes)
 
     def _read(self, plan: Plan, load: Load) -> Iterator[Step]:
-        """Without batching only a batch itself tells how many samples it holds."""
+        """Read a loader that makes no batches, where only a loaded one tells how many samples it holds."""
         shard = self._shard
         for draws, dealt, state in plan:
             batches = [load(draw) for draw in shard.share(draws, dealt)]
@@ -191,7 +191,7 @@ class IndexedFeed(Feed):
 
 
 def _as_it_is(batch: Any) -> Any:
-    """Workers make whole batches."""
+    """The collate function of a loader whose workers return whole batches already."""
     return batch
 
 

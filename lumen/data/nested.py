@@ -23,13 +23,13 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
     """Copy every tensor of a nested batch to a device, keeping the structure.
 
     Mappings, lists, tuples, named tuples and dataclasses are walked; anything else with a `to` method (a
-    `PackedSequence`) is asked to move, and not cast; the rest (None, strings, numbers) is returned as it is. The host
-    waits for copies, but for those to CUDA from pinned memory: elsewhere their values may be read too early.
+    `PackedSequence`) is asked to move, and not cast; the rest (None, strings, numbers) is returned as it is. Copies are
+    asynchronous only from pinned memory to CUDA: elsewhere a tensor might be read before its copy has ended.
 
     Args:
-        batch: What a loader returned.
-        device: Where the tensors go.
-        dtype: Of all floating tensors; None: each keeps its own.
+        batch: A tensor, or nested collections of tensors and anything else.
+        device: The device to copy to.
+        dtype: The dtype of all floating-point tensors; None: each keeps its own.
     """
     beside = device.type == "cuda"
 
@@ -44,7 +44,7 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values of a tensor's shape into it, in place; elements that `expand` has made of one get the first's."""
+    """Copy `values`, of the same shape, into a tensor in place; elements that `expand` made share the first's value."""
     tensor, values = _apart(tensor, values)
     tensor.copy_(values)
 
@@ -57,7 +57,7 @@ def fill_all(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) ->
 
 
 def _apart(tensor: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The elements of a tensor that lie in places of their own, and their values."""
+    """Both tensors without the repeated elements of the first: along expanded dimensions only index 0 is kept."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
@@ -68,12 +68,12 @@ def _apart(tensor: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, to
 class CopyStream:
     """Copies batches to a CUDA device on a stream of its own, beside the kernels that the host has queued already.
 
-    Only copies from pinned memory overlap. What is no dense tensor on the CPU moves on the current stream. The host
-    runs ahead by a few batches at most: the memory of each is free only once the device is done with it.
+    Only copies from pinned memory overlap with computing. Anything but dense CPU tensors moves on the current stream.
+    The host runs ahead by `_AHEAD` batches at most: the memory of each is free only once the device has used it.
 
     Args:
-        device: Where the tensors go.
-        dtype: Of all floating tensors; None: each keeps its own.
+        device: The CUDA device to copy to.
+        dtype: The dtype of all floating-point tensors; None: each keeps its own.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -82,7 +82,7 @@ class CopyStream:
         self._begun: deque[torch.cuda.Event] = deque()  # of each batch under way: all before it is done
 
     def move(self, batch: Any) -> Any:
-        """See `move`; the current stream waits for the copies, the host only for what came `_AHEAD` batches before."""
+        """See `move`; the current stream waits for the copies, the host for the batch `_AHEAD` before this one."""
         current = torch.cuda.current_stream(self._device)
         self._begun.append(current.record_event())
         if len(self._begun) > _AHEAD:
@@ -105,12 +105,12 @@ class CopyStream:
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all runs of a process: what a stream's copies were in stays in its pool of memory."""
+    """The one copy stream of a device, for all runs: memory is cached per stream, and another would need its own."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def convert(data: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to everything in nested data that is no collection, keeping the structure.
+    """Apply a function to every leaf of nested data, keeping the structure.
 
     Mappings, lists, tuples, named tuples without a `to` method and dataclasses are walked.
     """
@@ -141,12 +141,12 @@ def convert(data: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def detached(data: Any) -> Any:
-    """The same nested data, its tensors without the graph they were computed by."""
+    """The same nested data with `detach` called on every tensor."""
     return convert(data, lambda part: part.detach() if isinstance(part, torch.Tensor) else part)
 
 
 def as_tensors(data: Any, device: torch.device) -> Any:
-    """The numbers in nested data as tensors, and all tensors, on a device."""
+    """The same nested data with numbers made tensors, and all tensors moved to a device."""
     return convert(data, lambda part: torch.as_tensor(part, device=device) if isinstance(part, _NUMBERS) else part)
 
 

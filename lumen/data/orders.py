@@ -1,8 +1,8 @@
 """Orders: which samples make which micro-batch of an epoch, from a position on, without loading any.
 
-Three kinds: the data set's own order or a plain shuffle of it; a sampler of the user's, cut into batches; a batch
-sampler of the user's. The user's are iterated with every generator keyed by (seed, epoch), so every process draws the
-same list, and a resumed one skips what was consumed.
+There are three kinds: each sample of the data set once, in its order or shuffled; a user's sampler, cut into batches;
+a user's batch sampler. A user's sampler is iterated with every generator seeded from (seed, epoch), so every process
+draws the same list, and a resumed run skips what was consumed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Order(ABC):
     """Which samples make which micro-batch.
 
     Attributes:
-        length: Micro-batches of an epoch; None if only its end will tell.
-        is_known: It depends on nothing that may change on the way: asking for steps early makes no difference.
+        length: Micro-batches of an epoch, of all processes; None if it is known only at the epoch's end.
+        is_known: The steps depend on (seed, epoch) alone, so they may be asked for long before they are run.
     """
 
     length: int | None
@@ -40,14 +40,14 @@ class Order(ABC):
 
     @abstractmethod
     def measure(self, position: Position = START) -> None:
-        """Take the length anew, as of an epoch that is read from a position on."""
+        """Update `length` for the epoch that `position` is in."""
 
     @abstractmethod
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
-        """The draws of each optimizer step from a position on, and the state after it.
+        """The requests of each optimizer step from a position on, and the order's state after the step.
 
         Raises:
-            DataError: The position belongs to another order.
+            DataError: The position was saved by another order, or over other data.
         """
 
     @abstractmethod
@@ -60,21 +60,21 @@ class Order(ABC):
 
     @abstractmethod
     def count(self, limit: int | None) -> int | None:
-        """Optimizer steps of an epoch; None if only its end will tell."""
+        """Optimizer steps of an epoch; None if they are known only at the epoch's end."""
 
 
 @final
 class PlainOrder(Order):
     """Each sample once: in the data set's order, or shuffled by (seed, epoch).
 
-    An epoch has the samples that the data set has when it begins, also for a run that goes on in its middle.
+    An epoch has the samples that the data set has when it begins, also for a run that is resumed in its middle.
 
     Args:
-        dataset: Has a length, which may be another one in every epoch.
-        seed: Of the order.
-        shuffle: Or in the data set's order.
-        batch_size: Samples of a micro-batch.
-        step_size: Samples of an optimizer step.
+        dataset: A data set with a length, which may change between epochs.
+        seed: Seed of the shuffling: the run's, or that of the loader's own generator.
+        shuffle: Shuffle the samples anew in every epoch.
+        batch_size: Number of samples in a micro-batch.
+        step_size: Number of samples in an optimizer step, of all processes together.
         drop_last: Leave out the epoch's last micro-batch if it is not full.
     """
 
@@ -145,10 +145,10 @@ class SampledOrder(Order):
     """The order of a user's sampler, which may leave samples out, repeat them, or never end.
 
     Args:
-        sampler: An iterable of indices.
-        seed: Of the run.
-        batch_size: Samples of a micro-batch.
-        step_size: Samples of an optimizer step.
+        sampler: An iterable of indices, such as a `WeightedRandomSampler`.
+        seed: The run's seed, which keys everything random.
+        batch_size: Number of samples in a micro-batch.
+        step_size: Number of samples in an optimizer step, of all processes together.
         drop_last: Leave out the epoch's last micro-batch if it is not full.
     """
 
@@ -197,13 +197,13 @@ class SampledOrder(Order):
 
 @final
 class BatchedOrder(Order):
-    """The batches of a user's batch sampler, or single samples where a loader makes no batches.
+    """The batches of a user's batch sampler, or single samples where a loader has `batch_size=None`.
 
     Args:
-        sampler: An iterable of lists of indices, or of indices.
-        seed: Of the run.
-        accumulate: Batches of an optimizer step.
-        single: It gives single indices.
+        sampler: An iterable of lists of indices; with `single`, of indices.
+        seed: The run's seed, which keys everything random.
+        accumulate: Batches of an optimizer step, of all processes together.
+        single: The sampler gives single indices instead of lists.
     """
 
     def __init__(self, sampler: Any, seed: int, accumulate: int, *, single: bool = False) -> None:
@@ -252,7 +252,7 @@ class BatchedOrder(Order):
 
 
 def _too_few(source: Any, samples: int | None, batch_size: int, *, drop_last: bool) -> str:
-    """What to say of samples, those of all processes together, that fill no batch."""
+    """The reason, for an error, why the samples of an epoch fill no batch."""
     name = type(source).__name__
     if not (samples or drop_last) or samples == 0:
         return f"{name} has no samples"
@@ -261,13 +261,13 @@ def _too_few(source: Any, samples: int | None, batch_size: int, *, drop_last: bo
 
 
 def _batches(samples: int, batch_size: int, step_size: int, *, drop_last: bool) -> int:
-    """Micro-batches of an epoch."""
+    """Number of micro-batches in an epoch of `samples`."""
     steps, rest = divmod(samples, step_size)
     return steps * -(-step_size // batch_size) + (rest // batch_size if drop_last else -(-rest // batch_size))
 
 
 def parts_of(loader: Any) -> Iterator[Any]:
-    """A loader with its samplers and data set, and theirs: what may want to know the epoch."""
+    """The loader, its samplers and its data set, and the samplers that these hold: all that may have `set_epoch`."""
     waiting, met = [loader], set[int]()
     while waiting:
         part = waiting.pop(0)
@@ -280,7 +280,7 @@ def parts_of(loader: Any) -> Iterator[Any]:
 
 
 def _held_by(part: Any) -> Iterator[Any]:
-    """What an object keeps as attributes, or in lists and dictionaries that are not data."""
+    """The values of an object's attributes, and of lists and dictionaries among them that are too short to be data."""
     for value in list(getattr(part, "__dict__", {}).values()):
         yield value
         if isinstance(value, (list, tuple, dict)) and len(value) <= 64:
@@ -288,7 +288,7 @@ def _held_by(part: Any) -> Iterator[Any]:
 
 
 def begin_epoch(loader: Any, own: OwnGenerators, seed: int, epoch: int, position: Position) -> None:
-    """Tell a loader or sampler which epoch begins, and key every generator that it keeps."""
+    """Call `set_epoch` wherever a loader or sampler has it, and seed every generator that it keeps for the epoch."""
     own.look()
     own.seed(make_key(seed, Domain.ORDER, position.key(epoch)))
     for part in parts_of(loader):
@@ -302,7 +302,7 @@ _END = object()
 
 @final
 class _KeyedIterator:
-    """An iterator over a sampler that draws from generators of its own, and a digest of what it gave."""
+    """Iterates over a sampler with the generators in a state of its own, and keeps a digest of what was drawn."""
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ class _KeyedIterator:
 
     @contextmanager
     def _as_if_alone(self) -> Iterator[None]:
-        """Put every generator to where the sampler left it, and afterwards back to where it was."""
+        """Within it every generator is where the sampler left it; afterwards where it was before."""
         outside = GeneratorStates(self._own.generators)
         if self._generators is not None:
             self._generators.restore()
@@ -371,13 +371,13 @@ class _KeyedIterator:
 
 
 def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
-    """What is left of an iterator, which may begin anew when it is asked for one."""
+    """The items that are left of an iterator whose own `__iter__` may begin anew."""
     while (given := next(iterator, _END)) is not _END:
         yield given
 
 
 def _word(given: Any) -> str:
-    """What tells indices apart, whatever they are pieces of."""
+    """A text that is equal for equal indices, be they ints, tensors, arrays, or lists of them."""
     if isinstance(given, (list, tuple)):
         words = map(str if set(map(type, given)) == {int} else _word, given)
         return ",".join([*words, ""])

@@ -1,4 +1,4 @@
-"""The order of samples: pure functions of (seed, epoch), the same whatever the hardware.
+"""The order of samples, as a pure function of (seed, epoch): the same on any hardware.
 
 The global batch of step s is `order[s*G : (s+1)*G]`; its micro-batches are consecutive slices of at most B samples.
 So the position of a run inside an epoch is one integer: samples consumed.
@@ -14,15 +14,15 @@ import torch
 
 from lumen.random import Domain, make_key
 
-#: Above this length a shuffled order is computed in pieces: torch's would take 8 bytes a sample and seconds an epoch.
+#: The length above which a shuffled order is computed piece by piece: `randperm` needs 8 bytes a sample and seconds.
 LARGE = 2**24
 
 
 def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> range | torch.Tensor | Permutation:
-    """The indices of an epoch.
+    """The sample indices of an epoch, in their order.
 
     Returns:
-        int64 of shape (length,); above `LARGE` samples something else that gives indices by slices.
+        int64 of shape (length,); above `LARGE` samples a range or `Permutation`, which give indices by slices.
     """
     if not shuffle:
         return range(length) if length > LARGE else torch.arange(length, device="cpu")
@@ -34,15 +34,15 @@ def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> range |
 
 @final
 class Permutation:
-    """A permutation of range(length) that is computed in pieces, in no memory.
+    """A permutation of range(length) that is never held in memory: slices of it are computed when asked for.
 
     A Feistel network over the next power of four, walked along its cycles until it is back in the range (Black &
     Rogaway, Ciphers with Arbitrary Finite Domains, 2002). The round function is the finaliser of MurmurHash3, whose
     output is well mixed but not secret. Independent of torch's version.
 
     Args:
-        length: 1 to 2**62.
-        key: Two keys give unrelated permutations.
+        length: Number of elements, 1 to 2**62.
+        key: Any integer; different keys give unrelated permutations.
     """
 
     _ROUNDS = 6
@@ -57,7 +57,7 @@ class Permutation:
         self._block = np.empty(0, np.int64)
 
     def __getitem__(self, part: slice) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The indices at positions `part.start` to `part.stop`: int64."""
+        """The indices at positions `part.start` to `part.stop`: int64 of shape (stop - start,)."""
         start, stop, _ = part.indices(self.length)
         pieces = []
         while start < stop:
@@ -90,11 +90,11 @@ def cut_steps(
     """Cut a stream of indices into the micro-batches of optimizer steps.
 
     Args:
-        take: Returns the next n indices, or fewer at the end.
-        batch_size: Samples of a micro-batch.
-        step_size: Samples of an optimizer step.
+        take: Called with n, returns the next n indices, or fewer at the end.
+        batch_size: Number of samples in a micro-batch.
+        step_size: Number of samples in an optimizer step, of all processes together.
         drop_last: Leave out the last micro-batch if the data ended before it was full.
-        limit: Samples to use at most.
+        limit: The most samples to use; None: all.
 
     Yields:
         Indices of each micro-batch of one step, never an empty list.

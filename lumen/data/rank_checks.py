@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other about their data, before they work on it together."""
+"""Checks that the processes of a run were given the same data, before they train on it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lumen.errors import DataError
 
 
 def check_same(shard: Shard, what: str, found: Any, advice: str) -> None:
-    """Refuse data that is not the same for all processes. Collective: every rank must call this.
+    """Refuse data that is not the same in all processes. Collective: every rank must call this.
 
     Args:
-        shard: This process among them.
-        what: Ought to be the same.
-        found: Here; plain data.
-        advice: What to do.
+        shard: Rank of this process, number of processes, and how they communicate.
+        what: What is compared, in words for the message: "data set or order".
+        found: What this process has: plain data, compared by `==`.
+        advice: A sentence for the message: what the user should do.
 
     Raises:
-        DataError: On every process: another one found something else than rank 0.
+        DataError: A rank has found something else than rank 0; raised on every rank.
     """
     told = shard.gather(found)
     for rank, other in enumerate(told):
@@ -33,14 +33,14 @@ def check_same(shard: Shard, what: str, found: Any, advice: str) -> None:
 
 
 def lend(shard: Shard, source: int, item: Item | None) -> Item:
-    """A process's own item, or that of rank `source` if it has none. Collective: every rank must call this."""
+    """This process's own batch, or that of rank `source` if it has none. Collective: every rank must call this."""
     given = shard.gather(item if shard.rank == source else None)[source]
     assert given is not None
     return given if item is None else item
 
 
 def digest(batch: Any) -> int:
-    """A number that two different batches hardly share: of their values, as far as they are plain or tensors."""
+    """A checksum of a batch's values; parts that are neither plain data nor tensors count by their class alone."""
     code = 0
     for piece in _pieces(batch):
         code = crc32(piece, code)

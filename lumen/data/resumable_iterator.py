@@ -1,4 +1,4 @@
-"""An iterable of batches, read as it is by one process: what comes next is known only to it."""
+"""An iterable of batches that can be resumed in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from lumen.random import Domain, make_key, seed_generators
 
 @final
 class StreamReader:
-    """One process's reading of an iterable of batches.
+    """Reads an iterable of batches in one process, and goes on in the middle of an epoch after a resume.
 
-    Where it has `state_dict` and `load_state_dict` (the loader; or its data set, when it is loaded in this process) it
-    goes on from its state. Otherwise the epoch is read again up to where the reader stood. The global generators are
-    keyed before every batch, so what is drawn in this process is the same then; what workers draw is repeated only by
-    reading again. So it has to be cut into batches as it was.
+    Where the loader has `state_dict` and `load_state_dict` (or its data set has, and is loaded in this process), that
+    state is saved and restored. Otherwise a resumed run reads the epoch's first batches once more and drops them, which
+    works only if batch size and workers are what they were. The global generators are seeded before every batch, so
+    the main process draws the same random numbers after a resume; those of workers repeat only where batches are read
+    once more.
 
     Args:
-        loader: Gives a fresh iterator of batches for every epoch.
-        seed: Of the run.
+        loader: Its `__iter__` begins an epoch anew.
+        seed: The run's seed, which keys everything random.
         rewinds: Every pass begins where the first one did, as evaluations do.
-        shard: This process among those that read parts of their own, which draw other random numbers; not for the
-            first batch, because what leads to it may be the division into parts.
+        shard: Rank and number of the processes, where each reads a part of its own and so draws other random numbers.
+            (Not before the first batch: what is drawn there may decide how the data is divided into parts.)
 
     Attributes:
-        beginning: The state in which a pass begins that rewinds.
-        cut: What a DataLoader says of how it is cut into batches.
+        beginning: The state with which every pass begins, if it rewinds.
+        cut: The loader's `batch_size`, `num_workers` and `drop_last`; empty if it is no `DataLoader`.
     """
 
     def __init__(self, loader: Any, seed: int, *, rewinds: bool, shard: Shard = ALONE) -> None:
@@ -59,13 +60,13 @@ class StreamReader:
         self.beginning = self.state() if rewinds and part_of_loader else {"kind": "stream"}
 
     def items(self, epoch: int, position: Position, state: dict[str, Any], number: int) -> Iterator[Item]:
-        """The batches of an epoch. The reader stands before the first of them at once.
+        """The batches of an epoch that are left. The loader's state is restored at once, not at the first `next`.
 
         Args:
-            epoch: Decides what it draws.
-            position: Of the epoch, over all processes.
-            state: In which this reader was there.
-            number: Batches that it had read of the epoch.
+            epoch: Number of the epoch, from 0: with the seed it keys what is drawn.
+            position: What has been consumed of the epoch, by all processes together.
+            state: What `state` returned at that position.
+            number: Batches that this process had read of the epoch by then.
         """
         fresh = not number
         stands_there = state is self._stands_at
@@ -81,10 +82,10 @@ class StreamReader:
         return self._rest(epoch, position, may_end_at_once)
 
     def _read_again(self, key: int, number: int, state: dict[str, Any]) -> None:
-        """Bring a loader without a state to where it stood, if what is read then is what was read.
+        """Read the first `number` batches of the epoch once more, for a loader without a state.
 
         Raises:
-            DataError: It is not.
+            DataError: They are cut otherwise now, or hold another number of samples.
         """
         name = type(self._loader).__name__
         changed = [f"{what} was {old}, is {self.cut.get(what)}" for what, old in state["cut"].items()
@@ -167,7 +168,7 @@ class StreamReader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the reader stands, as plain data and tensors."""
+        """What `items` needs to go on from here: plain data and tensors."""
         state: dict[str, Any] = {"kind": "stream", "read": self._read, "exhausted": self._exhausted}
         state |= {"samples": self._samples, "cut": self.cut}
         if self._stateful is not None:  # a copy: it may be made of what the next batch changes
@@ -175,14 +176,14 @@ class StreamReader:
         return state
 
     def last_state(self) -> dict[str, Any]:
-        """Where it stands at the end of a pass: there the next one begins."""
+        """The state at the end of a pass, from which the next one begins."""
         state = self.state() | {"ended": True}
         if self._exhausted or self._stateful is not self._loader:  # a loader forgets its place when it begins anew
             self._stands_at = state
         return state
 
     def go_to(self, state: dict[str, Any]) -> bool:
-        """Bring the loader to where a state says it stood. Returns whether it could be."""
+        """Restore the loader to a state. Returns whether it has `load_state_dict` and the state is one of its own."""
         if "exhausted" in state:
             self._read, self._samples, self._exhausted = state["read"], state["samples"], state["exhausted"]
         if self._stateful is None or "loader" not in state:
@@ -193,14 +194,14 @@ class StreamReader:
         return True
 
     def nothing(self) -> str:
-        """Why there is no batch, as far as can be told."""
+        """The reason why there is no batch, for an error."""
         name, size = type(self._source).__name__, self.cut.get("batch_size")
         if size and self.cut["drop_last"]:
             return f"{name} gave no samples, or fewer than the batch_size {size}, which drop_last=True leaves out"
         return f"{name} gave nothing"
 
     def close(self) -> None:
-        """End the workers. A loader of the user's own can be iterated again, with its generators where they were."""
+        """End the workers, and put the loader's own generators back, so that the user can iterate it again."""
         self._own.put_back()
         end_workers(self._iterator)
         self._iterator = None
@@ -213,7 +214,7 @@ _CUTTING = ("batch_size", "num_workers", "drop_last")
 
 
 def _stateful_part(loader: Any) -> Any:
-    """What holds the state of an iterable, or None."""
+    """The loader, or its data set, if it has `load_state_dict`; else None."""
     dataset = getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else None
     here = isinstance(dataset, IterableDataset) and loader.num_workers == 0
     candidates = [dataset, loader] if here else [loader]

@@ -1,4 +1,4 @@
-"""A user's data set with everything random in it keyed: what a sample draws depends on nothing but its place."""
+"""A user's data set whose randomness is seeded for every sample, so it depends on (seed, epoch, sample) alone."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lumen.random import Domain, make_key
 
 
 class Draw(NamedTuple):
-    """What a worker is handed: everything that a micro-batch's samples and their randomness depend on.
+    """One micro-batch, as a worker is asked for it: all that its samples and their randomness depend on.
 
     Attributes:
-        epoch: Of the order.
-        start: Position of the first sample in the epoch.
-        indices: Of the samples in the data set: int64 in an array, or a list of whatever it takes.
-        by_place: An index may come twice in an epoch, so samples are keyed by position instead of by index.
+        epoch: Key of the epoch, see `Position.key`.
+        start: Position of the first sample in the epoch's order, from 0.
+        indices: Indices into the data set: an int64 array of shape (samples,), or a list of any keys it takes.
+        by_place: An index may come twice in an epoch, so randomness is keyed by position instead of by index.
     """
 
     epoch: int
@@ -33,7 +33,7 @@ class Draw(NamedTuple):
     by_place: bool
 
     def __reduce__(self) -> tuple[Callable[..., Draw], tuple[Any, ...]]:
-        """How it travels to a worker: numpy's own way takes three times as long."""
+        """Pickle the indices as bytes on the way to a worker: numpy's own way takes three times as long."""
         epoch, start, indices, by_place = self
         if isinstance(indices, np.ndarray) and indices.dtype == np.int64 and indices.ndim == 1:
             return _arrived, (epoch, start, indices.tobytes(), by_place)
@@ -45,7 +45,7 @@ def _arrived(epoch: int, start: int, indices: bytes, by_place: bool) -> Draw:
 
 
 def can_draw(dataset: Any) -> bool:
-    """Whether fetching from a data set may use random numbers; `draws_randomness = False` on it says no."""
+    """Whether a data set may use random numbers; False for tensors, and where it has `draws_randomness = False`."""
     if type(dataset) is Subset:
         return can_draw(dataset.dataset)
     if type(dataset) is ConcatDataset:
@@ -54,7 +54,7 @@ def can_draw(dataset: Any) -> bool:
 
 
 def _fetches_many(dataset: Any) -> bool:
-    """Whether a data set fetches a micro-batch at once in a way of its own; a `Subset` passes on what it is part of."""
+    """Whether a data set has `__getitems__` of its own; that of a `Subset` counts only if what it wraps has one."""
     return hasattr(_under_subsets(dataset), "__getitems__")
 
 
@@ -66,19 +66,19 @@ def _under_subsets(dataset: Any) -> Any:
 
 @final
 class KeyedDataset(Dataset[Any]):
-    """Makes whole micro-batches, with the generators keyed for each sample and then for the collate function.
+    """Makes whole micro-batches, with the generators seeded for each sample and then for the collate function.
 
-    Rows of plain tensors are taken at once: bit for bit what stacking them one by one gives.
+    Rows of a `TensorDataset` are taken at once, with the bits that stacking single ones gives.
 
     Args:
-        dataset: The user's.
-        collate: Makes a micro-batch of samples; where the loader makes no batches, converts the one sample.
-        seed: Of the run.
-        single: The loader makes no batches.
+        dataset: The user's map-style data set.
+        collate: The loader's collate function; with `single` it converts one sample.
+        seed: The run's seed, which keys everything random.
+        single: The loader has `batch_size=None`, so every item is one sample.
 
     Attributes:
-        looks: The next is the first of a pass, and what the data set keeps may have changed.
-        own: The generators that it keeps.
+        looks: The next batch is the first of a pass, before which generators are to be looked for once more.
+        own: The random generators that the data set and the collate function keep.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, single: bool) -> None:
@@ -95,7 +95,7 @@ class KeyedDataset(Dataset[Any]):
         self.has_rows = self.stacks and not single and type(_under_subsets(dataset)) is TensorDataset
 
     def __getitem__(self, draw: Draw) -> Any:
-        """The one sample of a draw: where the loader does not make batches."""
+        """The single sample that is asked for, where the loader has `batch_size=None`."""
         if self.looks:
             return self._first(self.__getitem__, draw)
         try:
@@ -105,7 +105,7 @@ class KeyedDataset(Dataset[Any]):
             raise
 
     def __getitems__(self, draw: Draw) -> Any:
-        """The micro-batch of a draw.
+        """The micro-batch that is asked for.
 
         Raises:
             DataError: The data set has become shorter, the sampler asks for what it never had, or fetching raised
@@ -123,7 +123,7 @@ class KeyedDataset(Dataset[Any]):
             raise
 
     def _first(self, make: Callable[[Draw], Any], draw: Draw) -> Any:
-        """The first of a process, whose generators are its own; once more if some were made only on the way."""
+        """Make the first batch of a pass; once more, seeded, if loading it created generators."""
         self.looks = False
         self.own.look()
         made = make(draw)
@@ -161,11 +161,11 @@ class KeyedDataset(Dataset[Any]):
 
 
 def early_end(data: Any, where: str) -> DataError:
-    """The error of a StopIteration that would pass for the end of the data.
+    """The error for a StopIteration raised by user code, which Python would take for the end of the data.
 
     Args:
-        data: What raised it, or its collate function did.
-        where: It was raised.
+        data: The data set that raised it, or whose collate function did.
+        where: Words for the message, such as "in its collate function".
     """
     return DataError(
         f"{type(data).__name__} raised StopIteration {where}, in the middle of the data. It comes of next() on an "
@@ -179,7 +179,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def stack(samples: list[Any]) -> list[torch.Tensor] | None:
-    """What `default_collate` makes of tuples of tensors and ints, in two thirds of its time; None for anything else."""
+    """`default_collate` for tuples of tensors and ints, in two thirds of its time; None for anything else."""
     first = samples[0]
     if type(first) is not tuple or get_worker_info() is not None:  # workers stack into memory that is shared
         return None
@@ -196,10 +196,10 @@ def stack(samples: list[Any]) -> list[torch.Tensor] | None:
 
 
 def take_rows(dataset: Any, indices: Any) -> list[torch.Tensor] | None:
-    """What `default_collate` makes of samples of a `TensorDataset`, or of a `Subset` of one, by one operation a tensor.
+    """`default_collate` for a `TensorDataset` or a `Subset` of one, by one indexing operation a tensor.
 
     Returns:
-        Copies; None where taking the samples one by one may give anything else.
+        One tensor of shape (samples, ...) for each of the data set's; None where the result might differ.
     """
     try:
         while type(dataset) is Subset:

@@ -1,4 +1,4 @@
-"""A window: the micro-batches of one optimizer step, dealt to the processes of a run and fetched one by one."""
+"""The micro-batches of one optimizer step, divided among the processes of a run and fetched one by one."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from time import perf_counter
 from typing import Any, NamedTuple, TypeVar, final
 
 T = TypeVar("T")
-#: Numbers of a process's micro-batches in their step; None where there is none left while others still have one.
+#: For each round of a step the number of the micro-batch that this process takes; None: others still have one, it not.
 Dealt = list[int | None]
 
 
 class Item(NamedTuple):
-    """What a loader gave.
+    """A batch that a loader has returned.
 
     Attributes:
-        batch: As it is.
-        samples: How many samples it holds.
-        loader: Which of several loaders it came from.
+        batch: The batch, as the loader returned it.
+        samples: Number of samples in the batch.
+        loader: Index of the loader it came from, where several take turns.
     """
 
     batch: Any
@@ -28,14 +28,14 @@ class Item(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Which micro-batches of a run this process takes: of every step those whose number is `rank` modulo `world`.
+    """The part of every optimizer step that one process takes: micro-batches whose number is `rank` modulo `world`.
 
     Attributes:
-        rank: Of this process.
-        world: Number of processes.
-        stands_in: Where there is none left for this process, it fetches one of another process: its forward has to
-            take part in theirs.
-        gather: Every process's value of plain data, in rank order; every process must call it.
+        rank: Rank of this process in the run, from 0.
+        world: Number of processes in the run.
+        stands_in: In a round for which no micro-batch is left, this process runs a dummy: a batch of another process,
+            whose loss counts nothing. FSDP needs it, because all ranks communicate in every forward.
+        gather: Returns every process's value of plain data, in rank order. Collective: every rank must call this.
     """
 
     rank: int = 0
@@ -44,16 +44,16 @@ class Shard(NamedTuple):
     gather: Callable[[Any], list[Any]] = lambda value: [value]
 
     def deal(self, size: int) -> Dealt:
-        """What a step of `size` micro-batches has for this process; as many rounds as for every other one."""
+        """Numbers of the micro-batches of this process in a step of `size`; the list is equally long on all ranks."""
         rounds = range(self.rank, -(-size // self.world) * self.world, self.world)
         return [number if number < size else None for number in rounds]
 
     def dealer(self, turn: int | None) -> Callable[[int], Dealt]:
-        """What deals one step after the other.
+        """A function that is given the size of each step in turn and returns this process's part of it.
 
         Args:
-            turn: None: every step is dealt anew, as `deal` says. Otherwise steps have one micro-batch, processes take
-                turns, this is the number of the first, and there is nothing for the processes whose turn it is not.
+            turn: None: every step is divided as `deal` says. An int: every step is a single micro-batch, the processes
+                take the steps in turn, and this is the number of the first step; the other processes get an empty list.
         """
         if turn is None:
             return lru_cache(maxsize=8)(self.deal)  # steps are of one size, but for an epoch's last
@@ -61,7 +61,7 @@ class Shard(NamedTuple):
         return lambda size: [0] if next(turns) % self.world == self.rank else []
 
     def share(self, step: Sequence[T], dealt: Dealt) -> list[T]:
-        """What this process fetches of a step; where it stands in, the last one."""
+        """The elements of `step` that this process fetches; for a dummy, the last one of the step."""
         return [step[-1 if number is None else number] for number in dealt if number is not None or self.stands_in]
 
 
@@ -69,7 +69,7 @@ ALONE = Shard()
 
 
 def in_blocks(items: Iterator[T], size: int = 16) -> Iterator[T]:
-    """The same, made several at a time: code that runs many times in a row runs several times as fast."""
+    """Yield the same items, but take `size` of them from the iterator at a time: that runs several times as fast."""
     while block := list(islice(items, size)):
         yield from block
 
@@ -79,15 +79,15 @@ class MicroBatch:
     """One forward and backward.
 
     Attributes:
-        batch: What the loader returned.
-        index: Its number in the epoch, as one process would count.
-        number: Its number in the step, likewise.
-        samples: How many samples it holds.
-        weight: What it counts in its step; the number of samples unless the task weighs batches itself.
-        loader: Which of several loaders that take turns it came from.
-        first: It opens its optimizer step in this process.
-        last: It closes its optimizer step in this process.
-        idle: There is none left for this process: `batch` is None, or stands in and counts nothing.
+        batch: What the loader returned; None before it is fetched.
+        index: Number of the micro-batch in the epoch, from 0, as a single process would count.
+        number: Number of the micro-batch in its optimizer step, from 0, as a single process would count.
+        samples: Number of samples in the batch.
+        weight: Weight of the loss in the step: `samples`, unless the task defines `batch_weight`.
+        loader: Index of the loader it came from, where several take turns.
+        first: It is the first micro-batch of the step in this process.
+        last: It is the last micro-batch of the step in this process.
+        idle: No micro-batch is left for this process in this round: `batch` is None or a dummy, and counts nothing.
     """
 
     __slots__ = ("batch", "first", "idle", "index", "last", "loader", "number", "samples", "weight")
@@ -106,24 +106,24 @@ class MicroBatch:
 
 @final
 class Window:
-    """The micro-batches of one optimizer step; iterate it once for those of this process.
+    """The micro-batches of one optimizer step. Iterating it, once, fetches and yields those of this process.
 
     Args:
-        fetch: Returns the next one's batch, and which of several loaders it came from; also of those that stand in.
-        sizes: Samples of each micro-batch, of all processes.
-        first_index: Number of the first one in the epoch.
-        last: It is the epoch's last step.
-        state: Where the feed stands after this step, as plain data and tensors.
-        waited_s: Seconds spent waiting for the loader before.
-        shard: Which of them are this process's.
-        dealt: Their numbers, where they are not dealt in turn.
+        fetch: Returns the batch of the next micro-batch of this process (dummies included) and its loader's index.
+        sizes: Number of samples of each micro-batch, of all processes.
+        first_index: Number of the step's first micro-batch in the epoch, from 0.
+        last: It is the last step of the epoch.
+        state: Where the adapter stands after this step: plain data and tensors, for a checkpoint.
+        waited_s: Seconds already spent waiting for the loader.
+        shard: The part of each step that this process takes.
+        dealt: Numbers of the micro-batches of this process; None: those that `shard.deal` gives.
 
     Attributes:
-        fetch: Returns the next micro-batch's batch and loader.
-        sizes: Samples of each micro-batch, of all processes.
-        samples: Samples of the whole step.
-        last: It is the epoch's last step.
-        state: Where the feed stands after this step.
+        fetch: Returns the batch of the next micro-batch of this process and its loader's index.
+        sizes: Number of samples of each micro-batch, of all processes.
+        samples: Number of samples of the whole step, of all processes.
+        last: It is the last step of the epoch.
+        state: Where the adapter stands after this step: plain data and tensors, for a checkpoint.
         waited_s: Seconds spent waiting for the loader so far.
     """
 

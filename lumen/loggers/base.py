@@ -1,4 +1,4 @@
-"""Logger: where numbers go."""
+"""Logger: the base of what records a run's metrics, hyperparameters, images and text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 
 @final
 class Nothing:
-    """Whatever is asked of it or called on it does nothing: what writes no record has no effect."""
+    """An object whose every attribute and call does nothing; it stands for a writer where no record is written."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of copying, pickling and the like
@@ -45,9 +45,9 @@ class Logger(ABC):
         """Begin the record in a run directory.
 
         Args:
-            directory: The run's.
-            resumed: Keep what is there, for `load_state_dict` to cut it back; otherwise start over. A record that the
-                checkpoint does not know is started over too: all of it is past the checkpoint.
+            directory: The run directory; it exists.
+            resumed: True: keep what is recorded, for `load_state_dict` to cut it back; False: start over. A record that
+                the checkpoint has no state of is started over too, since all of it comes after the checkpoint.
         """
 
     @abstractmethod
@@ -55,7 +55,7 @@ class Logger(ABC):
         """Record values that repeat exactly in a repeated run.
 
         Args:
-            metrics: By name.
+            metrics: Values by name.
             step: Optimizer updates completed.
             epoch: Epochs completed.
         """
@@ -64,7 +64,7 @@ class Logger(ABC):
         """Record timings and memory, which no two runs share."""
 
     def log_hyperparams(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Record what the run was configured with; called whenever `fit` starts, also with a record that goes on.
+        """Record the hyperparameters; called whenever `fit` starts, a resumed one too.
 
         Args:
             hyperparameters: Those of the task under `model`, those of the data module under `data`.
@@ -74,21 +74,21 @@ class Logger(ABC):
         """Record an image.
 
         Args:
-            name: Of the series that the image continues.
+            name: Name of the series of images, such as "reconstruction".
             image: Of shape (height, width) or (channels, height, width) with 1 (grey), 3 (RGB) or 4 (RGBA) channels;
                 uint8 of 0 to 255, bool, or floating point of 0 to 1 (what is outside is clipped).
             step: Optimizer updates completed.
 
         Raises:
-            ConfigError: The shape or the dtype is another one.
+            ConfigError: The image has another shape or dtype.
         """
 
     def log_histogram(self, name: str, values: Array, step: int) -> None:
         """Record how values are distributed.
 
         Args:
-            name: Of the series that the histogram continues.
-            values: Of any shape and real dtype. What is not finite, or 1e20 and beyond, is left out.
+            name: Name of the series of histograms, such as "weights".
+            values: An array of any shape and real dtype. Values that are not finite, or 1e20 and beyond, are left out.
             step: Optimizer updates completed.
         """
 
@@ -96,14 +96,14 @@ class Logger(ABC):
         """Record a text, in Markdown.
 
         Args:
-            name: Of the series that the text continues.
-            text: Of any length.
+            name: Name of the series of texts, such as "samples".
+            text: Markdown, of any length.
             step: Optimizer updates completed.
         """
 
     @property
     def experiment(self) -> Any:
-        """The object that writes the record, for what is not offered here; None if there is none.
+        """The object that writes the record, for what `Logger` does not offer; None if the logger has none.
 
         Where there is no record, outside of `fit` and in all processes but the first, what is called on it does
         nothing.
@@ -114,7 +114,7 @@ class Logger(ABC):
         """Bring everything recorded to the disk; called before each checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the record stands: plain data."""
+        """The length of the record, as plain data, from which `load_state_dict` cuts it back."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

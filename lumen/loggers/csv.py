@@ -1,4 +1,4 @@
-"""metrics.csv and system.csv."""
+"""The CSV logger: `metrics.csv` and `system.csv`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CURES = {
 
 
 def _explained(write: Callable[Concatenate[_Table, _P], None]) -> Callable[Concatenate[_Table, _P], None]:
-    """Let what writes a table say which file it is, and what to do."""
+    """Turn an OSError of a method of a table into an error that names the file and says what to do."""
 
     @wraps(write)
     def explained(table: _Table, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -74,9 +74,9 @@ class _Table:
 
     @_explained
     def rewrite(self, columns: list[str], rows: int) -> None:
-        """Keep the first rows and the given columns: in a file beside, which takes this one's place when it is whole.
+        """Keep the first `rows` rows and the given columns, by writing a new file that then replaces this one.
 
-        One row is held at a time, however many there are.
+        Only one row is in memory at a time.
         """
         self.close()
         try:
@@ -92,7 +92,7 @@ class _Table:
         self._columns, self.rows = dict.fromkeys(columns), min(rows, self.rows)
 
     def _read(self, columns: list[str], rows: int) -> Iterator[list[str]]:
-        """The first rows, each with the given columns; what a row does not have is empty."""
+        """The first `rows` rows, each cut to the given columns; cells that a row lacks are empty."""
         if not self._columns:
             return
         with self.path.open(newline="") as file:
@@ -106,7 +106,7 @@ class _Table:
 
     @_explained
     def flush(self) -> None:
-        """To the disk."""
+        """Write what is buffered to the disk."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -159,7 +159,7 @@ class CSVLogger(Logger):
         return {table.path.name: {"rows": table.rows, "columns": table.columns} for table in self._tables()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Cut both files back."""
+        """Cut both files back to the rows and columns that they had."""
         for table in self._tables():
             saved = state[table.path.name]
             if (table.rows, table.columns) != (saved["rows"], saved["columns"]):

@@ -1,4 +1,4 @@
-"""TensorBoard's writer, on a file whose name and length are known; imported only where TensorBoard is used."""
+"""A TensorBoard writer whose file has a known name and length; imported only where TensorBoard is used."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class EventWriter(SummaryWriter):
     """A `SummaryWriter` that writes into one file.
 
     Args:
-        path: Of the file; "tfevents" in its name tells TensorBoard what it is.
+        path: The event file; TensorBoard finds it by "tfevents" in its name.
     """
 
     file_writer: Any

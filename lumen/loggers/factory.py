@@ -1,4 +1,4 @@
-"""Which loggers a run has."""
+"""Chooses the loggers of a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def as_loggers(given: bool | Logger | list[Logger]) -> list[Logger]:
 
 
 def with_own_record(given: Sequence[Logger]) -> list[Logger]:
-    """The loggers that a trainer was given, and the run directory's own record: that is there whatever is beside it.
+    """The loggers that the user gave, with a `CSVLogger` among them: a run directory always has its own record.
 
     Args:
-        given: Where there is none, there is no record either.
+        given: The user's loggers; if it is empty, the run has no record at all.
     """
     has_own = not given or any(isinstance(each, CSVLogger) for each in given)
     return [*given] if has_own else [*given, CSVLogger()]

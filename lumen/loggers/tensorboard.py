@@ -1,4 +1,4 @@
-"""A record that TensorBoard shows."""
+"""The TensorBoard logger."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TensorBoardLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The `SummaryWriter`; where there is no record, what is called on it does nothing."""
+        """The `SummaryWriter`; outside of `fit`, and in all processes but the first, calls on it do nothing."""
         if self._directory is None:
             return Nothing()
         if self._writer is None:
@@ -132,7 +132,7 @@ class TensorBoardLogger(Logger):
         return {"files": files, "step": self._step, "hyperparameters": self._hyperparameters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Cut every file back, remove those that came later, and go on in a new one."""
+        """Cut every file back to its length, remove files that came later, and go on in a new one."""
         self._close_writer()
         self._step, self._hyperparameters = state["step"], state["hyperparameters"]
         for path in self._files():

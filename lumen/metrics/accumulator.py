@@ -1,4 +1,4 @@
-"""Running sums of logged values: exact to the bit, and without waiting for a device."""
+"""Running reductions of logged values in float64, exact to the bit, that never wait for a device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Accumulator:
         self.pending: list[tuple[torch.Tensor, float]] = []
 
     def add(self, value: float | torch.Tensor, weight: float) -> None:
-        """Take in one value that stands for `weight` samples; in a mean, what stands for none has no part."""
+        """Add a value that stands for `weight` samples; in a mean, one of weight 0 is ignored."""
         if not weight and self.reduction == "mean":  # it may be NaN, as a mean of nothing is, and 0 * NaN is NaN
             return
         self.weight += weight
@@ -42,7 +42,7 @@ class Accumulator:
             self.total = self._fold(self.total, value, weight)
 
     def compute(self) -> float | torch.Tensor:
-        """The reduced value; NaN for a mean of nothing. A tensor where the values lie on an accelerator."""
+        """The reduced value: a float, or a float64 tensor for values on an accelerator; NaN for a mean of nothing."""
         total = self._folded()
         if self.reduction != "mean":
             return total
@@ -54,7 +54,7 @@ class Accumulator:
 
     @classmethod
     def of_ranks(cls, reduction: Reduction, sums: Iterable[tuple[float, float]]) -> Accumulator:
-        """What the accumulators of all ranks, which gave these `sums`, would be as one."""
+        """One accumulator over the values of all ranks, from the `sums` of each."""
         accumulator = cls(reduction)
         for total, weight in sums:
             accumulator.total = accumulator._fold(accumulator.total, total, 1.0)
@@ -86,13 +86,13 @@ class Accumulator:
         return self.total + values.sum()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; exact."""
+        """Plain data, from which `from_state` makes an equal accumulator, to the bit."""
         pending = [(float(value), weight) for value, weight in self.pending]
         return {"reduction": self.reduction, "total": float(self.total), "weight": self.weight, "pending": pending}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], device: torch.device) -> Accumulator:
-        """The accumulator that gave this state."""
+        """An accumulator in the state that `state_dict` returned."""
         accumulator = cls(state["reduction"])
         accumulator.total, accumulator.weight = state["total"], state["weight"]
         accumulator.pending = [

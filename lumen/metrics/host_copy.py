@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host."""
+"""Asynchronous copies of numbers from a device to the host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ K = TypeVar("K", bound=Hashable)
 
 @final
 class Arrival(Generic[K]):
-    """Numbers on their way to the host; nobody waits for a CUDA device that is still computing them.
+    """Numbers that are copied to the host without waiting for a CUDA device that is still computing them.
 
     Args:
-        values: Numbers, and tensors of one element.
+        values: Floats, and tensors of one element on any device, by key.
     """
 
     def __init__(self, values: Mapping[K, float | torch.Tensor]) -> None:
@@ -27,11 +27,11 @@ class Arrival(Generic[K]):
         ]
 
     def is_here(self) -> bool:
-        """Whether `read` returns at once."""
+        """Whether all copies have arrived, so that `read` returns at once."""
         return all(event.query() for *_, event in self._under_way)  # type: ignore[no-untyped-call]
 
     def read(self) -> dict[K, float]:
-        """The numbers, waited for if necessary."""
+        """The numbers by key; waits for copies that have not arrived."""
         for names, host, event in self._under_way:
             event.synchronize()
             self._values |= zip(names, host.tolist(), strict=True)
@@ -39,7 +39,7 @@ class Arrival(Generic[K]):
 
 
 def _copy(values: Mapping[K, torch.Tensor]) -> tuple[list[K], torch.Tensor, torch.cuda.Event]:
-    """Queue a copy of numbers on one device: their names, where they will be, and when."""
+    """Begin to copy numbers of one device: their keys, the pinned tensor they go to, and the event of their arrival."""
     stacked = torch.stack([tensor.reshape(()).double() for tensor in values.values()])
     host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
     host.copy_(stacked, non_blocking=True)

@@ -1,4 +1,4 @@
-"""A call of `self.log`: its name, value, weight and options, and what is said where one of them is none."""
+"""The arguments of one call of `self.log`: their checks, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class LogOptions(NamedTuple):
     hook: str = ""  # around steps, where a number is of a process and nothing says how those become one
 
 
-#: A `How`, which only a call that differs from the last one is made into.
+#: The values of a `How` as a plain tuple: comparing it to the last call's is cheaper than building a `How` each time.
 Given = tuple[bool, bool | None, bool | None, bool, bool, Reduction, bool, str, str]
 
 
 class How(NamedTuple):
-    """How a call logs: where it is, and what it says."""
+    """The arguments of a call of `self.log`, and where it was made."""
 
     in_step: bool  # a number, in a training step
     on_step: bool | None
@@ -50,10 +50,10 @@ class How(NamedTuple):
 
 
 def log_options(name: str, how: How) -> LogOptions:
-    """The options of a call; what it leaves open follows from where it is.
+    """The options of a call; `on_step` and `on_epoch` that were not given follow from where the call was made.
 
     Raises:
-        ConfigError: One of them is none.
+        ConfigError: An option has a wrong type, or `reduce_fx` is unknown.
     """
     switches = {"prog_bar": how.prog_bar, "logger": how.logger, "add_dataloader_idx": how.add_dataloader_idx}
     for option, given in {"on_step": how.on_step, "on_epoch": how.on_epoch, **switches}.items():
@@ -76,10 +76,10 @@ def log_options(name: str, how: How) -> LogOptions:
 
 
 def check_name(name: Any) -> None:
-    """Refuse what is no name for a value.
+    """Refuse a name that is no string, empty, or "step" or "epoch".
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: `name` is one of these.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(
@@ -91,7 +91,7 @@ def check_name(name: Any) -> None:
 
 
 def unknown_option(names: Iterable[str], known: Iterable[str]) -> ConfigError:
-    """The error of a call with an option that there is not."""
+    """The error for an unknown keyword argument of `self.log`, with what to use instead."""
     name = next(iter(names))
     close = difflib.get_close_matches(name, known)
     hint = INSTEAD_IN_LOG.get(name) or (f"Did you mean {' or '.join(close)}?" if close else "See help(self.log).")
@@ -99,10 +99,10 @@ def unknown_option(names: Iterable[str], known: Iterable[str]) -> ConfigError:
 
 
 def items_of(values: Any) -> Iterable[tuple[Any, Any]]:
-    """Names and values that `self.log_dict` was given.
+    """The names and values in the argument of `self.log_dict`.
 
     Raises:
-        ConfigError: It was given something else.
+        ConfigError: `values` has no `items()`.
     """
     items = getattr(values, "items", None)
     if not callable(items) or isinstance(values, type):
@@ -114,10 +114,10 @@ def items_of(values: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def as_weight(name: str, weight: Any, batch_size: Any) -> float:
-    """The weight that a user gives, as a plain number: a tensor would make sums in its own dtype.
+    """The weight of a logged value as a float: a tensor would make sums in its own dtype.
 
     Raises:
-        ConfigError: It is none, or there are two.
+        ConfigError: The weight is negative, not finite or no number; or both arguments are given.
     """
     if weight is not None and batch_size is not None:
         raise ConfigError(
@@ -138,10 +138,10 @@ def as_weight(name: str, weight: Any, batch_size: Any) -> float:
 
 
 def as_metric(name: str, value: Any) -> Metric | None:
-    """A value that is a torchmetrics object; None for a number.
+    """The value if it is a `torchmetrics.Metric`; None if it is a number or a tensor.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The value is of any other type, or complex.
     """
     if isinstance(value, (torch.Tensor, Real)):
         if isinstance(value, torch.Tensor) and value.is_complex():
@@ -155,10 +155,10 @@ def as_metric(name: str, value: Any) -> Metric | None:
 
 
 def as_number(name: str, value: Any) -> float | torch.Tensor:
-    """A value to collect; nobody waits for a CUDA device.
+    """A logged number as a float; on CUDA a float64 copy on the device, so that nobody waits.
 
     Raises:
-        ConfigError: It is no number.
+        ConfigError: The value is no number, a tensor of several elements, a `DTensor`, or too large for a float.
     """
     if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1:  # the common case first
         return value.item()

@@ -1,4 +1,4 @@
-"""Numbers that are logged outside of steps on several processes: are they of all samples, or of one process's?"""
+"""Warns of numbers logged outside of steps that differ between processes and have no weight or reduction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROUNDING = 1e-6  # relative
 
 
 class HookValue(NamedTuple):
-    """What was logged under one name in a hook around steps, where nothing said how it becomes one value."""
+    """The values that all processes have logged under one name outside of steps, without a weight or `reduce_fx`."""
 
     hook: str
     ranks: Sequence[float]
@@ -21,23 +21,23 @@ class HookValue(NamedTuple):
 
 @final
 class Doubts:
-    """Warns once of each name whose value is probably that of a part of the samples.
+    """Warns once for each name whose value is probably that of a part of the samples only.
 
-    Outside of steps a number has no samples that it stands for, so that its mean over the processes is right only if
-    they all have the same by nature. Where they differ they do not. Where they are equal it is the mean, the minimum
-    and the maximum of all, and wrong as a count or a sum alone: of one that changes with the data they are equal once
-    in a while only; of the length of a list they can be equal always, so a whole number of Python's is doubted too.
+    Outside of steps a number stands for no samples, so its mean over the processes is right only if all of them log the
+    same number by nature, as one that torchmetrics computed over all. If the numbers differ, the mean is doubtful. If
+    they are equal, mean, minimum and maximum are right, but a count or a sum is not; so a Python int (the length of a
+    list, say) is doubtful even then.
     """
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def look(self, values: Mapping[str, HookValue], known: Container[float]) -> None:
-        """Look at the values of an epoch.
+        """Warn of the doubtful ones among the values of an epoch.
 
         Args:
-            values: By name.
-            known: Numbers that are the same on all processes.
+            values: The values of all processes by name.
+            known: Numbers that are the same on all processes by nature, such as computed metrics.
         """
         for name, value in values.items():
             if name not in self._told and _is_doubtful(value, known):

@@ -1,4 +1,4 @@
-"""Training and evaluations, each with torchmetrics states of its own, where they feed the same objects."""
+"""Keeps the torchmetrics states of training and of the evaluations within it apart, where they feed the same metric."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 @final
 class StatesApart:
-    """Lets the metrics that training has fed begin anew in an evaluation, and go on where they were after it.
+    """Resets the metrics that training has updated for the time of an evaluation, and restores them after it.
 
-    A metric that training has not fed since the last evaluation is left alone: one that the user never resets goes on
-    from evaluation to evaluation. So is one that training alone feeds, but for the time of the evaluation's batches.
+    A metric that training has not updated since the last evaluation keeps its state: one that the user never resets
+    goes on from evaluation to evaluation. A metric that only training updates is set aside during the evaluation's
+    batches.
 
     Args:
-        model: With the metrics; it remembers how often each was updated when an evaluation last ended.
+        model: The module whose metrics are looked after; on it is noted how often each had been updated when an
+            evaluation last ended.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,7 +36,7 @@ class StatesApart:
         self._apart: set[str] = set()  # families
 
     def put_aside(self) -> None:
-        """The batches come now: begin anew what training has fed."""
+        """Reset what training has updated: the batches of the evaluation come now."""
         self._apart = {family for family, names in self._families.items() if any(map(self._is_fed, names))}
         names = self._names(self._apart)
         self._states |= self._copies(names)  # hooks may have changed them
@@ -43,10 +45,10 @@ class StatesApart:
         self._counts = {name: metric._update_count for name, metric in self._metrics.items()}
 
     def settle(self, gather: Gather | None) -> None:
-        """The batches are over: put back what none of them has fed. Collective, with a `gather`.
+        """Restore what no batch of the evaluation has updated: its batches are over. Collective, with a `gather`.
 
         Args:
-            gather: Gives every rank's value of plain data. None: there is one process, or there are no metrics.
+            gather: Returns every rank's value of plain data. None: there is one process, or there are no metrics.
         """
         fed = {name for name, metric in self._metrics.items() if metric._update_count != self._counts[name]}
         mine = self._apart, {family for family, names in self._families.items() if fed & set(names)}
@@ -56,10 +58,10 @@ class StatesApart:
         self._apart = fed_by_any & set().union(*(families for families, _ in ranks))
 
     def restore(self, *, everything: bool) -> None:
-        """The evaluation has ended.
+        """Restore what training had: the evaluation has ended.
 
         Args:
-            everything: It counts nowhere: all states become what they were before it.
+            everything: Restore all states, for an evaluation that counts nowhere (the sanity check).
         """
         self._put_back(self._families if everything else self._apart)
         for name in () if everything else self._names(self._families.keys() - self._apart):
@@ -87,7 +89,7 @@ def updates_seen(model: nn.Module) -> dict[str, int]:
 
 
 def _families(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the metrics that are fed together: those in one collection or wrapper, by its name."""
+    """Names of the metrics that are updated together: those of one collection or wrapper, by its name."""
     metrics, families = metrics_of(model), dict[str, list[str]]()
     collections = [name for name, module in model.named_modules() if type(module).__name__ == "MetricCollection"]
     roots = sorted([*metrics, *collections], key=len)
@@ -98,6 +100,6 @@ def _families(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _empty(metric: Metric) -> None:
-    """Take its states back to their defaults, and leave everything else that it may keep."""
+    """Set a metric's states to their defaults; its other attributes stay, which `reset` might change."""
     defaults = {name: value if isinstance(value, list) else value.clone() for name, value in metric._defaults.items()}
     load_metric_state(metric, (0, defaults))

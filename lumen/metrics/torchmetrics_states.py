@@ -1,4 +1,4 @@
-"""The torchmetrics objects of a task: their states, copied, put back and merged over processes."""
+"""The states of the torchmetrics objects in a task: copied, restored, and merged over processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def metric_state(metric: Metric) -> MetricState:
 
 
 def load_metric_state(metric: Metric, state: MetricState) -> None:
-    """Take over what `metric_state` gave, on the metric's device."""
+    """Restore a state that `metric_state` returned, on the metric's device."""
     metric._update_count, states = state
     metric._computed = metric._forward_cache = None  # of other samples
     for name, value in states.items():
@@ -62,18 +62,18 @@ def _moved(value: Any, device: torch.device | str) -> Any:
 
 
 def compute_over_ranks(metrics: Sequence[Metric], gather: Gather) -> list[Any]:
-    """What torchmetrics objects compute from what all processes have seen; each keeps its own state.
+    """What each metric computes over the updates of all ranks; the metric's own state stays that of this rank.
 
     Args:
-        metrics: The same ones on every rank, updated or not.
-        gather: Gives every rank's value of plain data and tensors, in rank order. Collective.
+        metrics: The same ones on every rank, in the same order, updated or not.
+        gather: Returns every rank's value of plain data and tensors, in rank order. Collective.
     """
     ranks = gather([[_portable(part) for part in metrics_of(metric).values()] for metric in metrics])
     return [_compute(metric, list(zip(*parts, strict=True))) for metric, *parts in zip(metrics, *ranks, strict=True)]
 
 
 def _compute(metric: Metric, states: Sequence[Sequence[MetricState]]) -> Any:
-    """What a metric computes with the states that its parts have on all ranks."""
+    """What a metric computes from the states that its parts (its own, or a collection's) have on all ranks."""
     parts = list(metrics_of(metric).values())
     own = [(part, metric_state(part)) for part in parts]
     try:
@@ -88,14 +88,15 @@ def _compute(metric: Metric, states: Sequence[Sequence[MetricState]]) -> Any:
 
 
 def share_metrics(model: nn.Module, gather: Gather, is_alone: Callable[[], bool]) -> None:
-    """Let `compute`, when the user calls it, find what all processes have seen.
+    """Make `compute`, when the user calls it, work on the updates of all ranks.
 
-    torchmetrics' own exchange ends the processes where one of them has seen nothing, or fewer batches than another.
+    torchmetrics' own exchange hangs or fails where a rank has no updates, or fewer than another.
 
     Args:
-        model: Whose metrics.
-        gather: See `compute_over_ranks`.
-        is_alone: Not every rank may come here now, as within a step: then a metric computes what this one has seen.
+        model: The module whose metrics are changed, in place.
+        gather: Returns every rank's value of plain data and tensors, in rank order. Collective.
+        is_alone: True at a moment that not every rank may reach, as within a step: then `compute` uses this rank's
+            updates only.
     """
 
     def sync(metric: Metric, *_: Any, **__: Any) -> None:
@@ -120,7 +121,7 @@ def _portable(metric: Metric) -> MetricState:
 
 
 def merged_state(metric: Metric, ranks: Sequence[MetricState]) -> MetricState:
-    """The state of a metric that has seen what all ranks have, by its own reductions."""
+    """The state of a metric over the updates of all ranks, merged by the metric's own reductions."""
     from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
     ranks = [state for state in ranks if state[0]] or ranks  # what has seen nothing has no part in a mean or a minimum

@@ -20,16 +20,16 @@ def adamw(
     weight_decay: float = 0.01,
     amsgrad: bool = False,
 ) -> AdamW:
-    """`torch.optim.AdamW`, fused where torch has one kernel for the whole update, over what is trainable.
+    """`torch.optim.AdamW`, with `fused=True` where torch supports it, over the trainable parameters.
 
     Args:
         params: Parameters, pairs of name and parameter, or groups such as `decay_groups` returns. Those that need no
             gradient are left out, and groups that hold nothing else.
         lr: Learning rate of groups that have none of their own.
-        betas: Decay of the running means of gradient and squared gradient, in [0, 1).
-        eps: Added to the root of the mean square.
-        weight_decay: Decoupled, per unit of learning rate; of groups that have none of their own.
-        amsgrad: Divide by the largest mean square so far (Reddi et al., On the Convergence of Adam and Beyond, 2018).
+        betas: Decay of the running means of gradient and squared gradient, each in [0, 1).
+        eps: Added to the square root of the running mean of squared gradients.
+        weight_decay: Decoupled weight decay, scaled by the learning rate; for groups that have none of their own.
+        amsgrad: Divide by the largest running mean so far (Reddi et al., On the Convergence of Adam and Beyond, 2018).
 
     Raises:
         ValueError: A value is out of range, or nothing is trainable.

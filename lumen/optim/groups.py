@@ -23,7 +23,7 @@ def decay_groups(module: nn.Module, weight_decay: float, *, by: By = "dimension"
 
     Args:
         module: Its trainable parameters are taken, each once, tied ones too.
-        weight_decay: Of the first group; the second one's is 0.
+        weight_decay: Weight decay of the first group; the second one's is 0.
         by: What does not decay. "dimension": parameters of less than two dimensions, as in nanoGPT. "module type":
             parameters with "bias" in their name, and whatever a norm or an embedding holds (a tied parameter if any of
             its modules is one); a norm is a class whose name, or a base's, ends like BatchNorm2d or RMSNorm. Otherwise
@@ -57,13 +57,13 @@ def layer_decay_groups(
 
     Args:
         module: Its trainable parameters are taken, each once; a tied one in the lowest of its layers.
-        lr: The head's learning rate.
-        decay: From one layer to the one below, in (0, 1].
+        lr: Learning rate of the head, the highest of all.
+        decay: Factor from each layer to the one below it, in (0, 1].
         blocks: Name of the module that holds the blocks, such as "transformer.blocks"; or the names of the blocks, that
             nearest to the input first: `["stem", "layer1", "layer2"]`.
-        weight_decay: Of the parameters that decay.
-        by: Which ones do not; see `decay_groups`.
-        embeddings: Names of modules or parameters. By default what is defined before the first block.
+        weight_decay: Weight decay of the parameters that decay.
+        by: Which parameters do not decay; see `decay_groups`.
+        embeddings: Names of modules or parameters below the blocks. Default: what is defined before the first block.
 
     Returns:
         For each depth, lowest first, the decaying group and the other one; without empty ones. Their names are those
@@ -93,7 +93,7 @@ def check_groups(module: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None
     """Check that every trainable parameter of a module is in exactly one group.
 
     Args:
-        module: The whole model.
+        module: The whole model, whose trainable parameters are counted.
         groups: As for an optimizer, or its `param_groups`; the parameters of each in a list.
 
     Raises:

@@ -29,9 +29,9 @@ class Lookahead(Optimizer):
     skips is no step.
 
     Args:
-        optimizer: Makes the fast steps.
-        k: Fast steps for one slow step, at least 1.
-        alpha: Part of the way, in (0, 1].
+        optimizer: The optimizer that makes the fast steps, such as AdamW.
+        k: Fast steps for each slow step, at least 1.
+        alpha: Fraction of the way that the slow weights move, in (0, 1].
 
     Raises:
         ConfigError: A value is out of range, or the optimizer needs a closure.
@@ -50,22 +50,22 @@ class Lookahead(Optimizer):
         self.share()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: torch's leaves out what it does not know."""
+        """Pickle all attributes: `Optimizer` would leave out those that torch does not know."""
         return super().__getstate__() | {"optimizer": self.optimizer, "k": self.k, "alpha": self.alpha}
 
     def share(self) -> None:
-        """Hold what the optimizer inside holds, after that has loaded or replaced it."""
+        """Take over groups and state of the optimizer inside, after it has loaded or replaced them."""
         self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One fast step; every k-th time a slow one after it.
+        """One fast step, and after every k-th a slow one.
 
         Args:
-            closure: Computes loss and gradients anew, and returns the loss.
+            closure: Called by the optimizer inside, as by any optimizer of torch: returns the loss.
 
         Returns:
-            What the closure returned.
+            The loss that the closure returned; None without one.
         """
         loss = None
         if closure is not None:
@@ -85,6 +85,6 @@ class Lookahead(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore groups and state, those of the slow weights too."""
         self.optimizer.load_state_dict(state_dict)
         self.share()

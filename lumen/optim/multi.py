@@ -23,7 +23,7 @@ class MultiOptimizer(Optimizer):
     their values, are its `defaults`: `OneCycleLR` cycles momentum only where each of them has it by the same name.
 
     Args:
-        optimizers: Each over parameters of its own.
+        optimizers: At least one; no two of them may hold the same parameter.
 
     Raises:
         ConfigError: There is none, one is no optimizer or needs a closure, or two hold the same parameter.
@@ -38,14 +38,14 @@ class MultiOptimizer(Optimizer):
         self.state = _States(self.optimizers)  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: torch's leaves out what it does not know."""
+        """Pickle all attributes: `Optimizer` would leave out those that torch does not know."""
         return super().__getstate__() | {"optimizers": self.optimizers}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused.
+        """Always an error: add the group to one of the optimizers inside.
 
         Raises:
-            ConfigError: Nobody could say which optimizer is to have the group.
+            ConfigError: Always, since it is unknown which of the optimizers is to have the group.
         """
         if not any(param_group is each for each in _groups(self.optimizers)):
             raise ConfigError(
@@ -61,10 +61,10 @@ class MultiOptimizer(Optimizer):
             closure: Computes loss and gradients anew, once for all, and returns the loss.
 
         Returns:
-            What the closure returned.
+            The loss that the closure returned; None without one.
 
         Raises:
-            ConfigError: The groups are not those that it was built of.
+            ConfigError: A group was added or removed after the optimizers were combined.
         """
         if [*map(id, self.param_groups)] != [*map(id, _groups(self.optimizers))]:
             raise ConfigError(
@@ -80,10 +80,10 @@ class MultiOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave.
+        """Restore the states of the optimizers inside.
 
         Raises:
-            ConfigError: It is of other numbers of groups or of parameters in them; nothing was loaded.
+            ConfigError: It has other groups, or other numbers of parameters in them; nothing is then loaded.
         """
         saved, own = (
             [len(group["params"]) for group in each] for each in (state_dict["param_groups"], self.param_groups)
@@ -102,13 +102,13 @@ class MultiOptimizer(Optimizer):
         self.share()
 
     def share(self) -> None:
-        """Hold the groups of the optimizers inside, after these have loaded or replaced them."""
+        """Take over the groups of the optimizers inside, after these have loaded or replaced them."""
         self.param_groups[:] = _groups(self.optimizers)
 
 
 @final
 class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """What several optimizers hold of their parameters, as if it were one optimizer's `state`."""
+    """The states of several optimizers as one mapping, from parameter to its state."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -120,7 +120,7 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         }
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """An entry; a new one where there is none, as with each optimizer."""
+        """The state of a parameter; a new, empty one if there is none, as in any optimizer."""
         return self._owners[parameter].state[parameter]  # type: ignore[no-any-return]
 
     def __setitem__(self, parameter: torch.Tensor, entries: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         return sum(1 for _ in self)
 
     def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
-        """An entry, or what is given for one that is absent."""
+        """The state of a parameter, or `default` if there is none."""
         return super().get(parameter, default) if parameter in self else default
 
 

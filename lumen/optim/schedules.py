@@ -23,9 +23,9 @@ class Schedule(LRScheduler):
     run that goes on with a longer schedule follows the longer one after its first update.
 
     Args:
-        optimizer: The learning rates of its groups are the highest ones.
-        factor: Of the steps made, 0 at the first update; or of the tokens.
-        total_steps: Where the schedule ends; None if never.
+        optimizer: The optimizer; the learning rates of its groups are the peaks.
+        factor: Called with the step, 0 at the first update (or with the tokens so far); returns the factor.
+        total_steps: The step at which the schedule ends; None if it never does.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[float], float], total_steps: int | None = None) -> None:
@@ -37,11 +37,11 @@ class Schedule(LRScheduler):
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def move_to(self, position: float) -> None:
-        """Go to a position that its owner counts, in tokens for example, instead of one step further."""
+        """Go to a position that the caller counts, in tokens for example, instead of one step further."""
         move_schedule(self, position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule stands: plain data."""
+        """The schedule's position, as plain data."""
         return {key: value for key, value in super().state_dict().items() if key not in ("factor", "total_steps")}
 
 
@@ -64,12 +64,12 @@ class Warmup(LRScheduler):
         {"scheduler": StepLR(optimizer, 10), "interval": "epoch", "warmup_steps": 500}
 
     Args:
-        scheduler: Just built; from now on stepped by this one only, unless it `leads` not.
+        scheduler: A scheduler that has made no step yet. From now on this one steps it; but see `leads`.
         steps: Length of the warm-up in calls of `step`, at least 1: steps, epochs or tokens as the `interval` says.
-        start: Where it begins, as a fraction of the target, in [0, 1].
+        start: Where the warm-up begins, as a fraction of the target, in [0, 1].
 
     Attributes:
-        leads: After the warm-up it steps the scheduler; False if the scheduler is stepped by its owner.
+        leads: This one steps the scheduler after the warm-up; False for ReduceLROnPlateau, which needs its metric.
 
     Raises:
         ConfigError: A value is out of range.
@@ -85,7 +85,7 @@ class Warmup(LRScheduler):
 
     @property
     def over(self) -> bool:
-        """The learning rates are those of the scheduler."""
+        """Whether the warm-up is over, so that the learning rates are those of the scheduler."""
         return self.last_epoch >= self.steps
 
     def step(self) -> None:  # type: ignore[override]
@@ -100,7 +100,7 @@ class Warmup(LRScheduler):
             self.scheduler.step()
 
     def move_to(self, position: float) -> None:
-        """Go to a position, with a `Schedule` that can go there too."""
+        """Go to a position that the caller counts, such as tokens; only with a scheduler that has `move_to` too."""
         if position <= self.steps:
             move_schedule(self, position)
         else:
@@ -115,16 +115,16 @@ class Warmup(LRScheduler):
         return [target * share for target in self.targets]
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """Learning rates of the groups, whoever set them."""
+        """Learning rates of the groups, be they set by the warm-up or by the scheduler."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where warm-up and scheduler stand: plain data if the scheduler's is."""
+        """The positions of warm-up and scheduler; plain data if the scheduler's state is."""
         own = {key: value for key, value in super().state_dict().items() if key not in ("steps", "start", "leads")}
         return own | {"scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the positions of warm-up and scheduler."""
         self.scheduler.load_state_dict(state_dict["scheduler"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "scheduler"})
 
@@ -133,9 +133,9 @@ def constant(optimizer: Optimizer, *, warmup: int = 0, start: float = 0.0) -> LR
     """The optimizer's learning rates, after a warm-up.
 
     Args:
-        optimizer: The learning rates of its groups are the highest ones.
+        optimizer: The optimizer; the learning rates of its groups are the peaks.
         warmup: Steps of linear warm-up; 0 for none.
-        start: Of the warm-up, as a fraction; see `Warmup`.
+        start: Where the warm-up begins, as a fraction of the peak, in [0, 1].
 
     Raises:
         ConfigError: A value is out of range.
@@ -147,11 +147,11 @@ def linear(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int 
     """Straight down, as in BERT (Devlin et al., 2018): `1 - (1 - floor) * x` with x from 0 to 1.
 
     Args:
-        optimizer: The learning rates of its groups are the highest ones.
+        optimizer: The optimizer; the learning rates of its groups are the peaks.
         steps: Length of the schedule, its warm-up included: that of the run.
-        floor: Where it ends and stays, as a fraction, in [0, 1].
+        floor: Where it ends and stays, as a fraction of the peak, in [0, 1].
         warmup: Steps of linear warm-up; 0 for none.
-        start: Of the warm-up, as a fraction; see `Warmup`.
+        start: Where the warm-up begins, as a fraction of the peak, in [0, 1].
 
     Raises:
         ConfigError: A value is out of range.
@@ -179,9 +179,9 @@ def inverse_sqrt(optimizer: Optimizer, warmup: int, *, start: float = 0.0) -> LR
     The optimizer's learning rate is the peak: the paper's is `(d_model * warmup) ** -0.5`.
 
     Args:
-        optimizer: The learning rates of its groups are the highest ones.
+        optimizer: The optimizer; the learning rates of its groups are the peaks.
         warmup: Steps of linear warm-up, at least 1.
-        start: Of the warm-up, as a fraction; see `Warmup`.
+        start: Where the warm-up begins, as a fraction of the peak, in [0, 1].
 
     Raises:
         ConfigError: A value is out of range.
@@ -206,13 +206,13 @@ def wsd(
     Beyond Fixed Training Durations, 2024) or as `1 - x`, with x from 0 to 1.
 
     Args:
-        optimizer: The learning rates of its groups are the highest ones.
+        optimizer: The optimizer; the learning rates of its groups are the peaks.
         steps: Length of the schedule, its warm-up included: that of the run.
-        decay: How many of them decay, at least 1; in a shorter run all after the warm-up.
-        shape: Of the decay.
-        floor: Where it ends and stays, as a fraction, in [0, 1].
+        decay: How many of the steps decay, at least 1; in a shorter run all after the warm-up.
+        shape: The function by which the rate falls, named by x: see above.
+        floor: Where it ends and stays, as a fraction of the peak, in [0, 1].
         warmup: Steps of linear warm-up; 0 for none.
-        start: Of the warm-up, as a fraction; see `Warmup`.
+        start: Where the warm-up begins, as a fraction of the peak, in [0, 1].
 
     Raises:
         ConfigError: A value is out of range.
@@ -234,7 +234,7 @@ def _warmed(schedule: Schedule, warmup: int, start: float) -> LRScheduler:
 
 
 def _length(steps: int, warmup: int, floor: float) -> int:
-    """Steps after the warm-up; a trial run may be shorter than its warm-up."""
+    """Number of steps after the warm-up, at least 1: a trial run may be shorter than its warm-up."""
     _check_count("steps", steps)
     _check_fraction("floor", floor)
     return max(1, steps - warmup)

@@ -24,7 +24,7 @@ def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
         profiler: `simple` or `torch` (Lightning's `pytorch` means the same); None or an object is returned as it is.
 
     Raises:
-        ConfigError: No such profiler.
+        ConfigError: There is no profiler of this name.
     """
     if profiler is None or isinstance(profiler, Profiler):
         return profiler

@@ -1,4 +1,4 @@
-"""Profiler: what is told of each part of a run, and how its table is shown."""
+"""Profiler: the base of what measures the parts of a run, and how its table is printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STAGES = {"validate": "validation", "sanity": "validation", "test": "test", "pr
 
 
 class Profiler(ABC):
-    """Is told when each part of a run begins and ends; `Trainer(profiler=...)` takes a class of your own too.
+    """Is told when each part of a run begins and ends; `Trainer(profiler=...)` takes a subclass of your own too.
 
     What is measured begins with the first hook of `fit` (after model, data and optimizer are built) or of an
     evaluation and ends before `teardown`. A run without a profiler has no trace of one in its loop.
@@ -28,11 +28,11 @@ class Profiler(ABC):
 
     @abstractmethod
     def start(self, run: Run, directory: Path | None) -> None:
-        """Begin anew.
+        """Start to measure a run; called once for each.
 
         Args:
-            run: What is measured; `run.stage` is "fit", "validate", "test" or "predict".
-            directory: The run directory; None: there is none, as in evaluations, so nothing is to be written.
+            run: The run that is measured; `run.stage` is "fit", "validate", "test" or "predict".
+            directory: The run directory; None where there is none, as in evaluations: then nothing is to be written.
         """
 
     @abstractmethod
@@ -40,26 +40,26 @@ class Profiler(ABC):
         """The context in which a part runs. Parts nest: a callback saves a checkpoint, which flushes a logger.
 
         Args:
-            name: Such as `training_step`, `data wait (validation)` or `EarlyStopping.on_boundary`.
-            calls: 0 where this is no call of its own but belongs to another one.
+            name: Name of the part, such as `training_step`, `data wait (validation)` or `EarlyStopping.on_boundary`.
+            calls: By how much to raise the count of its calls; 0 for time that belongs to another call.
         """
 
     @abstractmethod
     def step(self) -> None:
-        """An optimizer step is complete with all that follows from it; in an evaluation: a batch."""
+        """An optimizer step is over, with its callbacks and validation; in an evaluation: a batch."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Report. Called after errors and stop requests too."""
+        """End the measurement and report it. Called after errors and stop requests too."""
 
 
 def in_stage(name: str, stage: str) -> str:
-    """A part's name, by which those of evaluations are told from those of training."""
+    """The name of a part with its stage in brackets, where that is an evaluation."""
     return f"{name} ({_STAGES[stage]})" if stage in _STAGES else name
 
 
 def hook_stage(stage: str) -> str:
-    """A stage as hooks spell it: "validation" for "validate"."""
+    """The name of a stage in the names of its hooks: "validation" for "validate"."""
     return _STAGES[stage]
 
 

@@ -1,4 +1,4 @@
-"""Lay a profiler over a run: what its loop calls is replaced on the objects of this run, and put back afterwards."""
+"""Times the parts of a run by wrapping the methods of this run's objects, and unwraps them afterwards."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _LOGGER_METHODS = ("log_metrics", "log_system", "log_image", "log_histogram", "l
 
 
 def profiled(run: Run, profiler: Profiler | None, directory: Path | None) -> AbstractContextManager[Any]:
-    """The context in which a profiler watches a run; it reports at the end, whatever the end is.
+    """The context in which a profiler measures a run; it reports at the end, also after an error.
 
     Args:
-        run: Just built: its feeds and optimizer may come later.
-        profiler: None: nothing is done.
-        directory: The run directory, if there is one.
+        run: A run that has just been built: its loaders and optimizer may come later.
+        profiler: The profiler to tell; None: the context does nothing.
+        directory: The run directory, or None.
     """
     return nullcontext() if profiler is None else Overlay(run, profiler, directory)
 
 
 @final
 class Overlay:
-    """Every part of a run inside of `profiler.part`, for as long as this context is open."""
+    """Wraps every part of a run in `profiler.part`, while this context is open."""
 
     def __init__(self, run: Run, profiler: Profiler, directory: Path | None) -> None:
         self._run = run
@@ -94,7 +94,7 @@ class Overlay:
         self._profiler.start(run, self._directory)
 
     def _lay_feeds(self) -> None:
-        """Time the loaders; those of an epoch that opened new ones too."""
+        """Wrap the loaders' adapters, and once more in an epoch that has opened new ones."""
         run = self._run
         waiting = in_stage("data wait", "validate" if run.stage == "fit" else run.stage)
         for name, feeds in (("data wait", [run.loaders.train]), (waiting, run.loaders.evaluation)):
@@ -144,6 +144,6 @@ class Overlay:
 
 
 def _owner(call: Callable[..., Any]) -> str:
-    """The class whose hook a call is."""
+    """Name of the class that a hook is a method of."""
     method = call.func if isinstance(call, partial) else call
     return type(getattr(method, "__self__", method)).__name__

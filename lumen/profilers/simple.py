@@ -24,12 +24,12 @@ _TINY = 0.001  # share of the whole below which parts are shown as one
 @final
 @dataclass
 class Row:
-    """The time of one part.
+    """The time that one part of a run took.
 
     Attributes:
-        name: Of the part.
-        calls: How often it ran.
-        total_s: Its time, without that of parts inside of it.
+        name: Name of the part, such as `training_step`.
+        calls: Number of times it ran.
+        total_s: Seconds in all, without those of parts inside of it.
     """
 
     name: str
@@ -95,7 +95,7 @@ class SimpleProfiler(Profiler):
             show(self._table(), self._directory)
 
     def _switch(self) -> None:
-        """Give the time since the last switch to the part that ran."""
+        """Add the seconds since the last call to the part that ran in them."""
         if self._waits:
             torch.accelerator.synchronize(self._run.strategy.device)
         now = perf_counter()

@@ -37,11 +37,11 @@ class TorchProfiler(Profiler):
         wait: Steps without recording: the first ones are slower than the rest.
         warmup: Steps that are recorded and thrown away, because recording is slow at first.
         active: Steps that are recorded. A trace takes megabytes for each.
-        repeat: Cycles; 0: until the run ends.
-        record_shapes: Record the operators' input shapes.
-        profile_memory: Record what operators allocate.
+        repeat: Number of cycles; 0: until the run ends.
+        record_shapes: Record the shapes of the operators' inputs.
+        profile_memory: Record the memory that operators allocate.
         with_stack: Record where in the source each operator was called; slow.
-        row_limit: Operators to print.
+        row_limit: Number of operators in the printed table.
         dirpath: Where traces go. Default: `profile` in the run directory; without one (evaluations, `fast_dev_run`)
             no trace is written.
     """
