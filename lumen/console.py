@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @final
 class _Stream:
-    """stdout or stderr, for as long as somebody looks: a closed pipe or a terminal that is gone ends no run.
+    """stdout or stderr, which stays usable when its pipe or terminal is closed: that must not end a run.
 
-    What cannot be written is dropped, and so is whatever follows: Python would else try again when it exits, and fail.
+    What cannot be written is dropped, and so is all that follows; else Python would try again when it exits, and fail.
     """
 
     def __init__(self, name: Literal["stdout", "stderr"]) -> None:
@@ -28,7 +28,7 @@ class _Stream:
 
     @property
     def _now(self) -> IO[str]:
-        """Looked up each time, for those who redirect it; below the proxy by which a live display does."""
+        """The stream as it is now, since it may be redirected; below the proxy that a live display puts there."""
         stream = getattr(sys, self._name) or io.StringIO()  # None: the process was started with it closed
         return cast("IO[str]", getattr(stream, "rich_proxied_file", stream))
 
@@ -47,7 +47,7 @@ class _Stream:
             self._drop()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal; a stream of the user's own may not know."""
+        """Whether it is a terminal; False for a stream that has no `isatty`."""
         return bool(getattr(self._now, "isatty", bool)())
 
     def _drop(self) -> int:
@@ -65,7 +65,7 @@ logger.addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
-    """Make `console` when something is first shown: rich takes half as long to import as all of Lumen."""
+    """Create `console` when it is first used: importing rich takes half as long as importing all of Lumen."""
     if name != "console":
         raise AttributeError(f"module 'lumen.console' has no attribute {name!r}")
     from rich.console import Console

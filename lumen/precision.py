@@ -1,4 +1,4 @@
-"""Precision: in which dtype the forward runs and how the loss is scaled. One class each, all with the same step."""
+"""Precision: the dtype in which the forward runs, and how the loss is scaled. A class each, with the same methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lumen.internals.optimizers import bare_step
 _log = logging.getLogger("lumen")
 _NO_CONTEXT = nullcontext()
 _MANY_IN_A_ROW = 5
-#: How torch's messages name a dtype that an operation does not have, or that does not fit the others.
+#: Parts of torch's error messages about a dtype that an operator does not support.
 _COMPLAINTS = {
     torch.float16: r"\b(Half|HalfTensor|Float16)\b|primitive descriptor",
     torch.bfloat16: r"BFloat16|primitive descriptor",
@@ -30,10 +30,10 @@ _COMPLAINTS = {
 
 
 class Precision(ABC):
-    """What a number format asks of the loop. The loop calls every method, whatever the format.
+    """What a precision changes in a step. The loop calls every method, whatever the precision.
 
     Attributes:
-        name: As `make_precision` has it.
+        name: Its name, such as "bf16"; see `make_precision`.
     """
 
     name: str
@@ -50,24 +50,24 @@ class Precision(ABC):
         """The context in which every step of the task runs."""
 
     def convert(self, model: nn.Module) -> None:
-        """Bring what a model holds to this format, before it has an optimizer."""
+        """Cast a model's parameters and buffers, before an optimizer is built."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradients of a scalar loss."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring the gradients to their true size, so that clipping thresholds mean what they say."""
+        """Divide the gradients by the loss scale, so that clipping thresholds mean what they say."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters.
 
         Args:
-            optimizer: Their gradients are complete.
-            closure: For an optimizer that evaluates loss and gradients several times; never with fp16.
+            optimizer: The optimizer of parameters whose gradients are complete, unscaled and clipped.
+            closure: For an optimizer that evaluates loss and gradients several times (LBFGS); never with fp16.
 
         Returns:
-            False if the update was skipped because gradients overflowed: then nothing else may move either.
+            False if the update was skipped because gradients overflowed: then schedules and counters must not move.
         """
         if closure is None:
             bare_step(optimizer)()
@@ -76,30 +76,30 @@ class Precision(ABC):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: plain data."""
+        """The state that a resumed run needs, as plain data."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
 
 
 @final
 class Float32(Precision):
-    """Everything as the model's parameters are."""
+    """`fp32`: the forward runs in the dtypes of the model's parameters."""
 
     name = "fp32"
 
     def forward(self) -> AbstractContextManager[Any]:
-        """No context."""
+        """A context that does nothing."""
         return _NO_CONTEXT
 
 
 @final
 class OneDtype(Precision):
-    """Parameters, buffers and the floating tensors of batches all in one dtype; no autocast, no scaler.
+    """Parameters, buffers and the floating-point tensors of batches all in one dtype; no autocast, no scaler.
 
     Args:
-        name: `bf16-true` or `fp64`.
+        name: "bf16-true" or "fp64".
     """
 
     def __init__(self, name: str) -> None:
@@ -108,11 +108,11 @@ class OneDtype(Precision):
         self._context = _Explaining(nullcontext(), name, self.dtype)
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Nothing but clear errors."""
+        """A context that only explains errors about dtypes."""
         return self._context
 
     def convert(self, model: nn.Module) -> None:
-        """Cast floating parameters and buffers in place; integers stay, and the sums of torchmetrics objects."""
+        """Cast floating-point parameters and buffers in place, but not the states of torchmetrics objects."""
         model.double() if self.dtype is torch.float64 else model.bfloat16()  # Module.to would cast those sums too
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class BFloat16(Precision):
         self._context = _Explaining(torch.autocast(device.type, torch.bfloat16), "bf16", torch.bfloat16)
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Autocast."""
+        """Autocast to bfloat16."""
         return self._context
 
 
@@ -138,9 +138,8 @@ class BFloat16(Precision):
 class Float16(Precision):
     """Forward under autocast to float16 with a gradient scaler (Micikevicius et al., Mixed Precision Training, 2018).
 
-    An update whose gradients overflow is skipped and the scale halved, which is said once, and again where it happens
-    several times in a row. A scale below 1 means that the gradients are
-    not finite at any scale, which is an error.
+    An update whose gradients overflow is skipped and the scale halved, with a warning the first time and after several
+    in a row. A scale below 1 means that the gradients are not finite at any scale, which is an error.
     """
 
     name = "fp16"
@@ -153,7 +152,7 @@ class Float16(Precision):
         self._in_a_row = 0
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Autocast."""
+        """Autocast to float16."""
         return self._context
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -161,14 +160,14 @@ class Float16(Precision):
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale and look for overflow."""
+        """Divide the gradients by the scale and note whether any overflowed."""
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Update unless gradients overflowed; then adapt the scale.
+        """Update the parameters unless gradients overflowed; then adapt the scale.
 
         Raises:
-            NonFiniteLoss: The scale fell below 1.
+            NonFiniteLoss: The scale fell below 1, so the gradients are not finite at any scale.
         """
         self._scaler.step(optimizer)
         self._scaler.update()
@@ -206,7 +205,7 @@ class Float16(Precision):
         return self._scaler.state_dict() | {"skipped_updates": self.skipped_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the scale; a run that had none begins with this one's."""
+        """Restore the scale; the state of a run without a scaler changes nothing."""
         if "scale" in state:
             self.skipped_updates = state.get("skipped_updates", 0)
             self._scaler.load_state_dict({key: value for key, value in state.items() if key != "skipped_updates"})
@@ -215,7 +214,7 @@ class Float16(Precision):
 
 @final
 class _Explaining(AbstractContextManager[None]):
-    """A context around the steps that says which module cannot run in a dtype; it costs nothing until one fails."""
+    """A context for steps that adds to torch's dtype errors which module raised them."""
 
     def __init__(self, context: AbstractContextManager[Any], name: str, dtype: torch.dtype) -> None:
         self._context = context
@@ -249,7 +248,7 @@ def _is_torchs(error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
-    """The modules whose methods a traceback passes through, outermost first."""
+    """The modules whose methods are on a traceback, outermost first."""
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
@@ -258,7 +257,7 @@ def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
 
 
 def _culprit(modules: list[nn.Module]) -> str:
-    """The innermost of nested modules: its path in the outermost, its class, its device."""
+    """The innermost module, in words: its path in the outermost one, its class, its device."""
     if not modules:
         return "an operation"
     task, culprit = modules[0], modules[-1]
@@ -278,27 +277,27 @@ _KINDS: dict[str, Callable[[torch.device], Precision]] = {
 
 
 def make_precision(name: str | int, device: torch.device) -> Precision:
-    """The precision of a name; see `check_precision`.
+    """The precision with a name; see `check_precision` for its errors.
 
     Args:
         name: `fp32`, `bf16`, `fp16`, `bf16-true` or `fp64`; Lightning's `32-true`, `bf16-mixed`, `16-mixed` and
             `64-true` mean the same.
-        device: Where the forward runs.
+        device: The device on which the forward runs.
     """
     check_precision(name, device, device)
     return _KINDS[str(name)](device)
 
 
 def check_precision(name: str | int, device: torch.device, parameter_device: torch.device) -> None:
-    """Find out whether there is a precision, without a look at the device: that would take hold of one for good.
+    """Refuse a precision that cannot be had. Does not initialise the device, which would stay taken.
 
     Args:
-        name: See `make_precision`.
-        device: Where the forward runs.
-        parameter_device: Where parameters and gradients lie between steps.
+        name: One of the names that `make_precision` takes.
+        device: The device on which the forward runs.
+        parameter_device: The device of parameters and gradients between steps.
 
     Raises:
-        ConfigError: No such precision, or not on this device.
+        ConfigError: There is no precision of this name, or it does not work on this device.
     """
     if str(name) in ("fp16-true", "16-true"):
         raise ConfigError(

@@ -31,7 +31,7 @@ _seed_python = super(random.Random, _python).seed  # of an int: what `random.see
 
 
 class Domain(IntEnum):
-    """What a key is for: the same numbers in two domains give unrelated draws."""
+    """What a key is used for: equal numbers in two domains give unrelated keys."""
 
     INIT = 1
     ORDER = 2
@@ -65,7 +65,7 @@ def _scramble(word: int) -> int:
 
 @lru_cache(maxsize=64)
 def _mixed(seed: int, *words: int) -> int:
-    """All of a key but its last word, which alone changes from one batch or sample to the next."""
+    """The mix of all words of a key but the last; cached, because only the last changes from sample to sample."""
     if not 0 <= seed <= _MASK:
         raise ConfigError(f"a key is made of a seed from 0 to 2**64 - 1, found {seed!r}.")
     state = _scramble(seed)
@@ -83,12 +83,12 @@ def make_key(seed: int, domain: Domain, *words: int) -> int:
 
 
 def derived_key(key: int, word: int) -> int:
-    """Another key, made of a key and a number of 64 bits."""
+    """A new 64-bit key from a key and a 64-bit word."""
     return _scramble(_scramble(key) ^ word)
 
 
 def number_of(name: str) -> int:
-    """64 bits of a name, the same in every process: a word of keys."""
+    """A 64-bit hash of a name, equal in every process, to be used as a word of a key."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 
@@ -110,16 +110,16 @@ def seed_generators(key: int) -> None:
         torch.mps.manual_seed(key)
 
 
-#: What a user's object may draw from, if it keeps a generator of its own.
+#: The classes of generators that a user's object may keep.
 GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 
 
 @final
 class GeneratorStates:
-    """The states of the global generators at one moment, and of others.
+    """The states of all global generators, and of some others, at the moment when it is created.
 
     Args:
-        others: Generators that somebody keeps.
+        others: More generators, of the classes in `GENERATORS`.
     """
 
     def __init__(self, others: Sequence[Any] = ()) -> None:
@@ -130,7 +130,7 @@ class GeneratorStates:
         self._others = [(generator, state_of(generator)) for generator in others]
 
     def restore(self) -> None:
-        """Put the generators back to that moment."""
+        """Set all of them back to the states they had when this was created."""
         torch.set_rng_state(self._cpu)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
@@ -143,19 +143,19 @@ class GeneratorStates:
 
 
 def _bits_of(generator: Any) -> Any:
-    """What is behind a new generator of numpy's, which may be kept alone."""
+    """The bit generator of a numpy `Generator`; any other generator as it is."""
     return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
 def state_of(generator: Any) -> Any:
-    """The state of one of `GENERATORS`."""
+    """The state of a generator of one of the classes in `GENERATORS`."""
     if isinstance(bits := _bits_of(generator), np.random.BitGenerator):
         return bits.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Bring one of `GENERATORS` to a state that it had."""
+    """Restore a state that `state_of` returned."""
     if isinstance(bits := _bits_of(generator), np.random.BitGenerator):
         bits.state = state
     elif isinstance(generator, random.Random):
@@ -165,7 +165,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def seed_generator(generator: Any, key: int) -> None:
-    """Set one of `GENERATORS` to a 64-bit key."""
+    """Seed a generator of one of the classes in `GENERATORS` by a 64-bit key."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(key)
     elif isinstance(bits := _bits_of(generator), np.random.BitGenerator):
@@ -176,7 +176,7 @@ def seed_generator(generator: Any, key: int) -> None:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Put the global generators back as they were, however many draws were made inside."""
+    """The context after which the global generators are as before, whatever was drawn in it."""
     before = GeneratorStates()
     try:
         yield
@@ -197,13 +197,13 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Args:
         seed: 0 to 2**63 - 1. None: 0, with a warning.
         workers: Accepted for users of Lightning; what workers draw is always keyed by the run's seed.
-        verbose: Log the seed.
+        verbose: Log the seed when it is set.
 
     Returns:
-        The seed.
+        The seed as an int; 0 if none was given.
 
     Raises:
-        ConfigError: It is no such number.
+        ConfigError: `seed` is no integer from 0 to 2**63 - 1.
     """
     global _chosen
     if seed is None:
@@ -231,11 +231,11 @@ def checked_seed(name: str, seed: Any) -> int:
     """A run's seed as an `int`.
 
     Args:
-        name: Who was given it, for the message.
-        seed: An integer of any type.
+        name: The argument or setting it was given as, for the message.
+        seed: An integer of any type, numpy's included.
 
     Raises:
-        ConfigError: It is not one of 0 to 2**63 - 1.
+        ConfigError: `seed` is no integer from 0 to 2**63 - 1.
     """
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool) and 0 <= seed < 2**63:
         return int(seed)

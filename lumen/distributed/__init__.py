@@ -1,1 +1,1 @@
-"""The processes of a run: how they start, find and hear each other, and how one's failure becomes that of all."""
+"""The processes of a run: how they start, find each other and communicate, and how an error of one ends them all."""

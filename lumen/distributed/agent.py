@@ -1,4 +1,4 @@
-"""Torch's elastic agent, with patience: workers that were asked to stop, or whose peer has failed, end on their own."""
+"""Runs workers under torch's elastic agent, but lets them end by themselves after a stop request or a peer's error."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def run_workers(workers: int, command: Sequence[str], folder: Path, requests: li
     """Run Python in several processes of this host until all have ended.
 
     Args:
-        workers: How many.
-        command: Arguments of Python.
-        folder: For the output of all ranks but 0, and for what they report.
-        requests: Signals to pass on; a handler adds to it.
+        workers: Number of processes to start.
+        command: Arguments of the Python interpreter, such as `["train.py", "--lr", "0.1"]`.
+        folder: Directory for the output of all ranks but 0, and for their error reports.
+        requests: Numbers of signals to pass on to the workers; the caller's signal handler appends to it.
 
     Returns:
-        The ranks that failed; none that were ended here because of another's failure.
+        Each failed rank with its error; ranks that were ended because another had failed are left out.
     """
     parameters = RendezvousParameters("c10d", "localhost:0", "lumen", 1, 1, local_addr="localhost")
     rendezvous = get_rendezvous_handler(parameters)
@@ -56,10 +56,10 @@ def run_workers(workers: int, command: Sequence[str], folder: Path, requests: li
 
 @final
 class _Watch:
-    """Passes requests on to the workers alone, not to the processes that they have started.
+    """Passes signals on to the workers alone, not to processes that they have started.
 
     Attributes:
-        ended: Process ids of the workers that it has ended because of others.
+        ended: Process ids of the workers that were ended because others had failed.
     """
 
     def __init__(self, requests: list[int]) -> None:
@@ -69,7 +69,7 @@ class _Watch:
         self.ended: set[int] = set()
 
     def look(self, worker_group: WorkerGroup) -> RunResult | None:
-        """Pass on what was asked for; no result if that of torch's agent is to count."""
+        """Pass on new signals; returns None if the agent is to go on as usual, else the result it is to return."""
         running, failed = _look([worker.id for worker in worker_group.workers])
         while self._passed_on < len(self._requests):
             # SIGINT: a SIGTERM that follows another one may be that of who sends to all processes
@@ -98,7 +98,7 @@ class _Watch:
 
 
 def _look(pids: list[int]) -> tuple[list[int], list[int]]:
-    """Which processes run, and which have failed; they stay for torch to collect."""
+    """The processes that run and those that have failed, by pid; they are not reaped, which the agent does."""
     running, failed = [], []
     for pid in pids:
         try:

@@ -1,4 +1,4 @@
-"""Who this process is among the processes that torchrun or SLURM started."""
+"""Reads from the environment which process of a run this is, as torchrun or SLURM has set it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _PORTS = range(15_000, 30_000)  # below those that systems hand out
 @final
 @dataclass(frozen=True)
 class Found:
-    """The place of a process.
+    """The rank of this process and the sizes of the run, as the environment tells them.
 
     Attributes:
-        by: Who started it: `torchrun` or `SLURM`; None: nobody, it is alone.
-        rank: Number in the run.
-        world_size: Processes of the run.
-        local_rank: Number on its node.
-        local_world_size: Processes on its node.
-        node: Number of its node.
-        nodes: Nodes of the run.
-        address: Where the processes meet, as a URL for torch.
-        launcher: What started this process, and may start it again should it fail; None: nothing that would.
+        by: What started the processes: `torchrun` or `SLURM`; None: this one runs alone.
+        rank: Rank of this process in the run, from 0.
+        world_size: Number of processes in the run.
+        local_rank: Rank of this process on its node, from 0.
+        local_world_size: Number of processes on this node.
+        node: Rank of this node, from 0.
+        nodes: Number of nodes in the run.
+        address: URL for `torch.distributed` at which the processes meet.
+        launcher: What started this process and may start it again if it fails; None: nothing would.
     """
 
     by: str | None = None
@@ -46,10 +46,10 @@ class Found:
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Found:
-    """Read the environment.
+    """The rank and sizes that environment variables tell.
 
     Raises:
-        ConfigError: It says something that cannot be.
+        ConfigError: A variable is missing or is no number, or a rank is not below its size.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _checked(_torchrun(environment))
@@ -71,7 +71,7 @@ def _torchrun(environment: Mapping[str, str]) -> Found:
 
 
 def _parent() -> str:
-    """The process that started this one, told from others that had or will have its number."""
+    """Id of the parent process with its start time: process ids are used again."""
     number = os.getppid()
     try:
         began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]

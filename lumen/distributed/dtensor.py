@@ -1,4 +1,4 @@
-"""Tensors of which every process holds a part: which part that is, who writes it, and how one is filled."""
+"""Tensors that are sharded over processes (DTensors): this process's part, where it lies, and who writes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lumen.internals.fully_shard import local_box
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, whose bytes lie on several processes."""
+    """Whether a tensor is a DTensor, so that this process may hold a part of it only."""
     if type(tensor) is torch.Tensor:
         return False
     module = sys.modules.get("torch.distributed.tensor")  # without it, and it is slow to import, there can be none
@@ -20,7 +20,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor."""
+    """The elements that this process holds: the local tensor of a DTensor, else the tensor itself."""
     sharded: Any = tensor
     return sharded.to_local() if is_sharded(tensor) else tensor
 
@@ -28,12 +28,12 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 def own_box(
     tensor: torch.Tensor, whole: torch.Size | None = None, *, copied: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where `own_part` begins in each dimension of the tensor, and its shape; nothing is communicated.
+    """Offset and shape of `own_part` in each dimension of the whole tensor; nothing is communicated.
 
     Args:
-        tensor: Cut up or not.
-        whole: The same of a tensor of this shape that lies beside that one.
-        copied: Every process has all of that.
+        tensor: A DTensor or an ordinary tensor.
+        whole: The shape of another tensor that is sharded as `tensor` is; None: `tensor` itself.
+        copied: That other tensor is whole on every process.
     """
     whole = tensor.shape if whole is None else whole
     if not is_sharded(tensor):
@@ -43,13 +43,13 @@ def own_box(
 
 
 def from_part(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copied: bool = False) -> torch.Tensor:
-    """The tensor that lies beside another one, of which this process holds `own`; nothing is communicated.
+    """A DTensor that is sharded as another one is, from this process's part; nothing is communicated.
 
     Args:
-        own: What `own_box` says.
-        like: The other one, which is cut up.
-        whole: The shape of the tensor.
-        copied: Every process has all of it.
+        own: This process's part, of the shape that `own_box` gives.
+        like: The DTensor whose mesh and placements are used.
+        whole: Shape of the whole tensor.
+        copied: The tensor is whole on every process.
     """
     sharded: Any = like
     stride = torch.empty(whole, device="meta").stride()
@@ -60,7 +60,7 @@ def from_part(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copie
 
 
 def _cuts(like: torch.Tensor, whole: torch.Size, copied: bool) -> list[Any]:
-    """How a tensor of a shape is placed as another one is; one that lacks the dimension is copied."""
+    """The placements for a tensor of shape `whole` beside `like`; dimensions that it lacks are replicated."""
     from torch.distributed.tensor import Replicate
 
     sharded: Any = like
@@ -70,9 +70,9 @@ def _cuts(like: torch.Tensor, whole: torch.Size, copied: bool) -> list[Any]:
 
 
 def is_cut(tensor: torch.Tensor, whole: torch.Size | None = None) -> bool:
-    """Whether a process holds less than all of a tensor, or would of one of this shape, which lies beside it.
+    """Whether a process holds less than the whole of a tensor, or of one of shape `whole` that is sharded like it.
 
-    Beside another one lies what was made from it: it is cut in a dimension that is left as it was.
+    A tensor made from a sharded one (an optimizer's state, say) is sharded only in dimensions whose size is the same.
     """
     sharded: Any = tensor
     whole = tensor.shape if whole is None else whole
@@ -81,7 +81,7 @@ def is_cut(tensor: torch.Tensor, whole: torch.Size | None = None) -> bool:
 
 
 def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
-    """Which copy of its part this process holds, and how many copies there are; nothing is communicated."""
+    """Which replica of its part this process holds, from 0, and how many there are; nothing is communicated."""
     if not is_sharded(tensor):
         return processes.rank, processes.world_size
     sharded: Any = tensor
@@ -93,7 +93,7 @@ def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
 
 
 def is_first(tensor: torch.Tensor) -> bool:
-    """Whether this process holds the first part of a tensor, or all of it; nothing is communicated."""
+    """Whether this process holds the part that begins at offset 0, or the whole; nothing is communicated."""
     if not is_sharded(tensor):
         return True
     sharded: Any = tensor
@@ -102,7 +102,7 @@ def is_first(tensor: torch.Tensor) -> bool:
 
 
 def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, cut as another one of its shape is; nothing is communicated."""
+    """A whole tensor as a DTensor that is sharded as `like` of the same shape is; nothing is communicated."""
     if not is_sharded(like):
         return value
     from torch.distributed.tensor import distribute_tensor

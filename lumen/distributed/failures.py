@@ -1,4 +1,4 @@
-"""How an error on one process becomes the error of all."""
+"""Makes the error of one process the error of all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Failure = tuple[str, str]
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What a function returns, or the error that it raises."""
+    """The result of a function and None, or None and the exception that it raised."""
     try:
         return function(), None
     except Exception as error:
@@ -21,16 +21,16 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def failure_of(caught: Exception | None) -> Failure | None:
-    """Name and message of an error, for others: what was raised may not travel."""
+    """Class name and message of an exception, to be sent to other ranks: the exception itself may not be picklable."""
     return None if caught is None else (type(caught).__name__, str(caught))
 
 
 def raise_first(failures: Sequence[Failure | None], caught: Exception | None) -> None:
-    """Raise the error of the first rank that failed, the same on every rank if it is one of Lumen's.
+    """Raise the error of the first rank that failed, if any; an error of Lumen's has the same class on every rank.
 
     Args:
-        failures: Of the ranks, in their order.
-        caught: This rank's own error.
+        failures: What `failure_of` returned on each rank, in rank order.
+        caught: The exception of this rank, or None.
     """
     for rank, failed in enumerate(failures):
         if failed is not None:
@@ -45,7 +45,7 @@ def _is_ours(failure: Failure | None) -> bool:
 
 
 def told(rank: int, failed: Failure) -> Exception:
-    """The error of a rank, of which the name and the message are known."""
+    """The error to raise here for one of another rank, of which only class name and message are known."""
     name, message = failed
     kind = getattr(errors, name, None)
     return kind(message) if kind else ProcessLost(f"rank {rank} failed: {name}: {message}")

@@ -1,4 +1,4 @@
-"""Local workers, by torch's elastic agent: `python -m lumen.distributed.launch WORKERS COMMAND ...`."""
+"""Starts local workers under torch's elastic agent: `python -m lumen.distributed.launch WORKERS COMMAND ...`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _TAIL = 20
 def relaunch(workers: int) -> NoReturn:
     """Replace this process by a launcher that runs the same program in several workers.
 
-    So nothing that follows in the program is done by a process that has trained nothing.
+    It never returns, so the rest of the program runs only in processes that train.
 
     Raises:
-        ConfigError: The program cannot be started again.
+        ConfigError: The program cannot be started again, as in a notebook.
     """
     if reason := _why_not():
         raise ConfigError(
@@ -59,15 +59,15 @@ def _why_not() -> str | None:
 
 
 def launch(workers: int, command: Sequence[str]) -> int:
-    """Run Python in several workers of this host and wait for them.
+    """Run Python in several workers on this host and wait for them.
 
     Rank 0 has the terminal; the output of the others goes to files, which are kept if the job fails. The first error
     of all workers is printed, as the last thing. The first SIGINT or SIGTERM lets the workers finish their step and
     save; a second one ends each where it is, but for a save under way; a third one kills.
 
     Args:
-        workers: How many.
-        command: Arguments of Python.
+        workers: Number of processes to start.
+        command: Arguments of the Python interpreter, such as `["train.py", "--lr", "0.1"]`.
 
     Returns:
         The exit code: that of the first worker that failed, or 128 + the signal's number: 130 for Ctrl-C.
@@ -88,7 +88,7 @@ def launch(workers: int, command: Sequence[str]) -> int:
 
 @contextmanager
 def _environment(workers: int) -> Iterator[None]:
-    """What the agent and the workers read."""
+    """The context with the environment variables that the agent and the workers read."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     settings = {
         LAUNCHER: str(os.getpid()),
@@ -113,7 +113,7 @@ def _environment(workers: int) -> Iterator[None]:
 
 @contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """Numbers of the signals that this process gets, in their order, instead of their effect."""
+    """The context in which signals have no effect but that their numbers are appended to the list it gives."""
     numbers: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield numbers
@@ -130,7 +130,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 def _account(failures: Mapping[int, ProcessFailure], requests: list[int], folder: Path) -> tuple[int, str | None]:
-    """The exit code of a failed job, and what there is to say about it."""
+    """The exit code of a failed job, and what to print about it."""
     reports = {rank: each.error_file_data for rank, each in failures.items() if "text" in each.error_file_data}
     causes = {rank: report for rank, report in reports.items() if report["kind"] != ProcessLost.__name__}
     silent = [rank for rank in failures if rank not in reports]

@@ -1,4 +1,4 @@
-"""The process groups of this process: those of torch's that Lumen opens, and their end."""
+"""Opens and closes the process groups that Lumen communicates over."""
 
 from __future__ import annotations
 
@@ -58,28 +58,28 @@ class Groups:
         atexit.register(self.close)
 
     def include(self, group: Any) -> None:
-        """Let a group of some of the processes wait no longer than the others."""
+        """Give a process group of some of the ranks the same timeout as the others."""
         if group is not self.default and all(group is not each for each in self._parts):
             self._parts.append(group)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long the next collectives wait; a default group of the user's own keeps its time."""
+        """Set the timeout of collectives from now on, in seconds; a user's own default group keeps its timeout."""
         if self.control is not None:
             set_timeout(self.control, timedelta(seconds=timeout_s))
         for group in (*self._parts, *([self.default] if self.is_ours else [])):
             set_timeout(group, timedelta(seconds=timeout_s + self._patience_s))
 
     def open_beside(self) -> None:
-        """Open the group for a thread, unless that is done; it has time, for training goes on. Collective."""
+        """Open the group for collectives of a thread, unless it is open. Its timeout is long. Collective."""
         if self.beside is None:
             self.beside = _new_group(self._timeout_beside)
 
     def failed(self) -> None:
-        """The others are somewhere else: leave without waiting for them."""
+        """Note that collectives have failed: the groups are then closed without waiting for the other ranks."""
         self._failed = True
 
     def _all_leave(self) -> bool:
-        """Whether all processes come here too within a moment."""
+        """Whether all ranks get here too within a moment, so that the groups can be closed together."""
         if self.control is None:
             return True
         try:
@@ -90,7 +90,7 @@ class Groups:
         return True
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close the groups that were opened here."""
         atexit.unregister(self.close)
         if self.stacks is not None:
             self.stacks.close()

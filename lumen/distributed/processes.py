@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, and how they agree on plain data."""
+"""The processes of a run: their ranks, and collectives on plain data."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _groups: Groups | None = None
 class Processes:
     """The processes of a run, as one of them sees it.
 
-    Values are exchanged over a gloo group of their own, which never waits for an accelerator.
+    Plain data is exchanged over gloo groups of their own, so it never waits for an accelerator.
 
     Args:
-        rank: Number of this process in the run.
-        world_size: Processes of the run.
-        local_rank: Number of this process on its node.
-        local_world_size: Processes on this node.
-        node: Number of this node.
-        nodes: Nodes of the run.
-        started_by: `torchrun`, `SLURM` or `you`; None: nobody has started the others yet, or there are none.
-        address: Where they meet, as a URL for `torch.distributed`.
-        launcher: What started this process, and may start it again; None: nothing that would.
+        rank: Rank of this process in the run, from 0.
+        world_size: Number of processes in the run.
+        local_rank: Rank of this process on its node, from 0.
+        local_world_size: Number of processes on this node.
+        node: Rank of this node, from 0.
+        nodes: Number of nodes in the run.
+        started_by: `torchrun`, `SLURM` or `you`; None: there are no others, or they have yet to be started.
+        address: URL for `torch.distributed` at which the processes meet.
+        launcher: What started this process and may start it again; None: nothing would.
 
     Attributes:
         timeout_s: How long a process waits for the others once training has begun.
@@ -86,10 +86,10 @@ class Processes:
 
     @staticmethod
     def found() -> Processes:
-        """The processes that a process group or the environment describes; one alone if nothing does.
+        """The processes that a process group or the environment describes; this one alone if nothing does.
 
         Raises:
-            ConfigError: The environment says something that cannot be.
+            ConfigError: A variable of the environment is missing or is no number, or a rank is not below its size.
         """
         found = find()
         processes = Processes(
@@ -105,7 +105,7 @@ class Processes:
 
     @property
     def are_missing(self) -> bool:
-        """The others have yet to be started."""
+        """Whether the other processes have yet to be started."""
         return self.world_size > 1 and self.started_by is None
 
     def connect(
@@ -116,13 +116,13 @@ class Processes:
         A default group that exists is used, and left open.
 
         Args:
-            device: Of this process.
+            device: The device of this process; it decides which backends are needed.
             timeout_s: How long a process waits for the others once training has begun, > 0.
             startup_timeout_s: How long it waits until then, > 0.
 
         Raises:
-            TrainingError: Not all processes came.
-            ConfigError: This torch lacks what they need.
+            TrainingError: Some processes did not arrive in time.
+            ConfigError: This version of torch lacks what process groups need.
         """
         global _groups
         self.timeout_s, self.startup_timeout_s = timeout_s, startup_timeout_s
@@ -145,23 +145,23 @@ class Processes:
         self._groups.set_timeout(startup_timeout_s)
 
     def include(self, groups: Sequence[Any]) -> None:
-        """Let groups of some of the processes wait no longer than the others do; once `connect` has opened these."""
+        """Give groups of some of the ranks the timeouts of the others; call it after `connect`."""
         for group in groups:
             self._connected.include(group)
         self._connected.set_timeout(self.startup_timeout_s)
 
     def begin_training(self) -> None:
-        """The first step is done: from now on nobody is waited for longer than `timeout_s`."""
+        """Note that the first step is done: from now on the timeout is `timeout_s`."""
         if self._groups is not None:
             self._groups.set_timeout(self.timeout_s)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """The context of a run: whoever waits in vain says where the other processes of its host stand.
+        """The context of a run: the error of a rank that waits in vain says where the other ranks of its host stand.
 
         Raises:
-            ProcessStuck: Another process did not take part in time.
-            ProcessLost: Another process has ended.
+            ProcessStuck: Another process did not take part in a collective in time.
+            ProcessLost: Another process of the run has ended.
         """
         try:
             yield
@@ -215,7 +215,7 @@ class Processes:
         return self.begin_sum(numbers)()
 
     def begin_sum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin `sum`; what is returned waits for it. Collective: every rank must call this."""
+        """Begin `sum`; calling what it returns waits for the result. Collective: every rank must call this."""
         if self.world_size == 1:
             return lambda: list(numbers)
         totals = torch.tensor(numbers, dtype=torch.float64)
@@ -228,7 +228,7 @@ class Processes:
         return finish
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
-        """What rank 0 gets from calling a function; its error is raised on every rank. Collective."""
+        """The result, on every rank, of a function that rank 0 calls; its error is raised on every rank. Collective."""
         if self.world_size == 1:
             return function()
         answer, caught = attempt(function) if self.rank == 0 else (None, None)
@@ -237,11 +237,12 @@ class Processes:
         return answer  # type: ignore[return-value]
 
     def conclude(self, function: Callable[[], T], conclusion: Callable[[Callable[[], list[T]]], U]) -> U:
-        """What rank 0 concludes when every rank has called a function; an error is raised on all. Collective.
+        """What rank 0 makes of every rank's result; an error of any rank is raised on all. Collective.
 
         Args:
-            function: Called on every rank. What it returns travels to rank 0.
-            conclusion: Called on rank 0, with what gives the answers in rank order, or raises the first rank's error.
+            function: Called on every rank; its result is sent to rank 0.
+            conclusion: Called on rank 0 with a function that returns the results in rank order, or raises the error of
+                the first rank that failed. What it returns is returned on every rank.
         """
         if self.world_size == 1:
             return conclusion(lambda: [function()])
@@ -261,7 +262,7 @@ class Processes:
             raise
 
     def together(self, function: Callable[[], T]) -> T:
-        """What this rank gets from calling a function; an error of any rank is raised on all. Collective."""
+        """Call a function on every rank and return its result; an error of any rank is raised on all. Collective."""
         if self.world_size == 1:
             return function()
         answer, caught = attempt(function)
@@ -269,7 +270,7 @@ class Processes:
         return answer  # type: ignore[return-value]
 
     def once_per_node(self, function: Callable[[], T]) -> T:
-        """What the first process of this node gets from a function; its error is raised on every rank. Collective."""
+        """The result of a function that the first process of each node calls; an error is raised on all. Collective."""
         mine = self.together(lambda: function() if self.local_rank == 0 else None)
         answers = self.gather((self.node, self.local_rank, mine))
         return next(answer for node, rank, answer in answers if (node, rank) == (self.node, 0))  # type: ignore[return-value]
@@ -282,7 +283,7 @@ class Processes:
         self._groups = _groups = None
 
     def beside(self) -> Processes:
-        """The same processes, which agree over a group of its own: for a thread. Collective."""
+        """The same processes, over process groups of their own, for a thread to use. Collective."""
         others = copy(self)
         others._is_beside = True
         if self.world_size > 1:

@@ -1,4 +1,4 @@
-"""Where the processes of a run meet: a store that knows of none but them."""
+"""The rendezvous of a run's processes: a store that no processes of an earlier attempt share."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _LOOK_EVERY_S = 0.01
 
 
 def meet(address: str, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """A store for process groups. Collective: every rank must call this.
+    """A store to open process groups with. Collective: every rank must call this.
 
-    The store of torch's elastic agent outlives its workers: restarted ones would read there where dead ones listened.
-    So those who are here now agree on a prefix. The number of the restart would not do, as agents count their own.
+    The store of torch's elastic agent outlives its workers: restarted ones would read there at which addresses dead
+    ones listened. So the ranks agree on a prefix for their keys. The number of the restart would not do, as each
+    node's agent counts its own.
 
     Args:
-        address: A URL for `torch.distributed`.
-        rank: Of this process.
-        world_size: Processes that come.
-        timeout: How long to wait for them.
+        address: A URL for `torch.distributed.rendezvous`.
+        rank: Rank of this process in the run, from 0.
+        world_size: Number of processes to wait for.
+        timeout: How long to wait for all of them.
 
     Raises:
-        RuntimeError: Not all came.
+        RuntimeError: Some processes did not arrive in time.
     """
     store, *_ = next(rendezvous(address, rank=rank, world_size=world_size, timeout=timeout))
     store.set_timeout(timeout)
@@ -37,7 +38,7 @@ def meet(address: str, rank: int, world_size: int, timeout: timedelta) -> Any:
 
 
 def _agree(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
-    """Rank 0's token, which it gives to everyone who says a token that nobody has said before."""
+    """A random token that rank 0 makes, and gives to each rank that asks for it by a fresh token of its own."""
     mine = secrets.token_hex(8)
     if rank > 0:
         store.set(f"lumen/here/{rank}", mine)

@@ -1,4 +1,4 @@
-"""Where the processes of a host stand, for the error of one that waits for another in vain."""
+"""Stacks of the processes of a host, for the error of a rank that waits for another one in vain."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _PATIENCE_S = 2.0
 
 @final
 class Stacks:
-    """Lets every process of a host write down its stacks when another one asks, whatever it is doing.
+    """Lets any process of a host have the others write down their Python stacks, whatever they are doing.
 
     Collective: every rank must make one.
 
     Args:
-        rank: Of this process.
-        gather: Every rank's value of plain data, in rank order.
+        rank: Rank of this process in the run, from 0.
+        gather: Returns every rank's value of plain data, in rank order. Collective.
     """
 
     def __init__(self, rank: int, gather: Callable[[Any], list[Any]]) -> None:
@@ -43,7 +43,7 @@ class Stacks:
         gather(None)  # a process that is asked before it listens would die of it
 
     def collect(self) -> str:
-        """The stacks of all other processes of this host, and who does not run here or any more."""
+        """The stacks of the other processes on this host; also which ranks have ended or run on other hosts."""
         texts = []
         for rank, (host, pid) in enumerate(self._places):
             if rank == self._rank:
@@ -77,7 +77,7 @@ class Stacks:
             return text.rstrip() or "(it does not answer)"
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove the signal handler and the files."""
         faulthandler.unregister(_SIGNAL)
         with suppress(OSError):
             (self._folder / str(self._rank)).unlink()

@@ -1,4 +1,4 @@
-"""What a process does for the launcher that started it: says why it fails, and does not outlive it."""
+"""What a worker does for the launcher that started it: it reports its error, and ends when the launcher does."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def is_worker() -> bool:
-    """Whether Lumen's launcher started this very process: those that it starts itself inherit the environment."""
+    """Whether Lumen's launcher started this process itself; a process that a worker has started is none."""
     return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
 def attach() -> None:
-    """Report what ends this process instead of printing it, and end with the launcher."""
+    """Report an uncaught exception to the launcher instead of printing it, and end when the launcher ends."""
     if not is_worker():
         _end_if_orphaned()
         return
@@ -34,13 +34,13 @@ def attach() -> None:
 
 
 def end_with_parent() -> None:
-    """Let this process get SIGTERM when the one that started it ends, killed or not; only Linux can."""
+    """Ask Linux to send this process SIGTERM when its parent ends, even if that is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end_if_orphaned() -> None:
-    """End a worker whose launcher was killed before this; what a living worker has started goes on."""
+    """End a worker whose launcher was killed before `end_with_parent`; what a living worker has started goes on."""
     if not _is_alive(int(os.environ[LAUNCHER])):
         sys.exit(
             f"error: the launcher of this job (process {os.environ[LAUNCHER]}) has ended, so this process ends too. "
@@ -63,8 +63,8 @@ def report(error: BaseException, text: str) -> bool:
     """Tell the launcher why this process ends; the launcher prints the first error of all processes.
 
     Args:
-        error: What ends it.
-        text: What would be printed.
+            error: The exception that ends this process.
+            text: The traceback or message that would be printed for it.
 
     Returns:
         Whether there is a launcher; if not, the text is to be printed here.

@@ -1,4 +1,4 @@
-"""The arguments of Lumen's own classes, looked at before anything is done with them."""
+"""Checks the arguments of Lumen's own classes before anything is done with them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _hints(constructor: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has a type; in lists and dictionaries the values too. What is no plain type is not judged."""
+    """Whether a value has an annotated type, values in lists and dictionaries included; True for types unknown here."""
     origin, within = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in within)
@@ -100,10 +100,10 @@ def _names(hint: Any) -> Iterator[str]:
 
 
 def local_path(path: str | Path) -> Path:
-    """A path of this machine that somebody wrote: `~` is the home directory, as in a shell.
+    """A path on this machine as a user wrote it: `~` is the home directory, as in a shell.
 
     Raises:
-        ConfigError: It is empty, which pathlib takes for the working directory.
+        ConfigError: The path is empty, which pathlib takes for the working directory.
     """
     if not str(path):
         raise ConfigError(
@@ -114,10 +114,10 @@ def local_path(path: str | Path) -> Path:
 
 
 def at_least(least: float, **numbers: float | None) -> None:
-    """Refuse numbers that are less; None is none.
+    """Refuse arguments that are less than `least`; None passes.
 
     Raises:
-        ConfigError: One is: names it.
+        ConfigError: One of them is less; the message names it.
     """
     for name, number in numbers.items():
         if number is not None and number < least:

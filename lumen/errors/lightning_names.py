@@ -1,4 +1,4 @@
-"""What Lightning's `Trainer`, of any version, takes and has and Lumen's does not, and what serves in its place."""
+"""Arguments and attributes of Lightning's `Trainer`, of any version, that Lumen's lacks, with what to use instead."""
 
 _DEVICES = "Use accelerator and devices."
 _BATCH = "Look for it by hand: a run of fast_dev_run or max_steps with another batch_size of the loader."

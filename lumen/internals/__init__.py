@@ -1,1 +1,1 @@
-"""What Lumen uses of the private parts of torch and Python, all of it in this room."""
+"""All uses of private names of torch and Python, in one place."""

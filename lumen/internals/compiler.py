@@ -15,10 +15,10 @@ from lumen.internals.torch_versions import need
 
 
 def need_to_compile() -> None:
-    """Look for what compiling in place needs.
+    """Check that this torch has the private names that compiling in place uses.
 
     Raises:
-        ConfigError: This torch lacks some of it.
+        ConfigError: This version of torch lacks some of them.
     """
     need("compile", nn.Module(), "_compiled_call_impl", "_call_impl")
     need("compile", torch, "_dynamo")
@@ -48,7 +48,7 @@ def uncompile(module: nn.Module) -> None:
 
 
 def limited_versions(most: int) -> AbstractContextManager[Any]:
-    """The context in which more compiled versions of one piece of code are an error."""
+    """The context in which more than `most` compiled versions of one function are an error."""
     limits: AbstractContextManager[Any] = torch._dynamo.config.patch(
         recompile_limit=most, fail_on_recompile_limit_hit=True
     )
@@ -56,7 +56,7 @@ def limited_versions(most: int) -> AbstractContextManager[Any]:
 
 
 def is_compilers(error: BaseException | None) -> Literal["versions", "other"] | None:
-    """What it is about if an error is torch.compile's: too many versions, or something else; a model's own is not."""
+    """Whether an error is torch.compile's own: of too many compiled versions, or another; None: the model's own."""
     of_torch = torch._dynamo.exc
     if isinstance(error, of_torch.FailOnRecompileLimitHit):
         return "versions"
@@ -66,6 +66,6 @@ def is_compilers(error: BaseException | None) -> Literal["versions", "other"] | 
 
 
 def import_compiler() -> None:
-    """Import it before there are process groups: later it would keep the default one for ever, and gloo's threads."""
+    """Import the compiler before process groups are opened: later it would keep the default one, and gloo's threads."""
     with suppress(ImportError):
         import_module("torch._dynamo")

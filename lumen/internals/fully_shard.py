@@ -13,7 +13,7 @@ from lumen.internals.torch_versions import need
 
 
 def local_box(whole: torch.Size, mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this process's part of a DTensor begins in each dimension, and its shape; nothing is communicated."""
+    """Offset and shape of this process's part of a DTensor in each dimension; nothing is communicated."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offsets = compute_local_shape_and_global_offset(whole, mesh, placements)
@@ -21,13 +21,13 @@ def local_box(whole: torch.Size, mesh: Any, placements: Sequence[Any]) -> tuple[
 
 
 def need_to_shard(root: Any) -> None:
-    """Look for what sharding needs.
+    """Check that this torch has the private names that FSDP's strategy uses.
 
     Args:
-        root: `fully_shard` has been applied to it.
+        root: A module to which `fully_shard` has been applied.
 
     Raises:
-        ConfigError: This torch lacks some of it.
+        ConfigError: This version of torch lacks some of them.
     """
     need("strategy: fsdp", import_module("torch.distributed.tensor._utils"), "compute_local_shape_and_global_offset")
     need("strategy: fsdp", root, "_get_fsdp_state")
@@ -48,7 +48,7 @@ def _groups(state: Any) -> list[Any]:
 
 
 def sum_unused(unit: Any) -> None:
-    """Let processes sum all trainable parameters of a unit, also where a backward gave some of them no gradient."""
+    """Have all trainable parameters of a unit reduced, also those that a backward gave no gradient, as zeros."""
     if hasattr(unit, "set_reduce_scatter_unused_params"):  # since torch 2.13
         unit.set_reduce_scatter_unused_params(True, recurse=False)
         return
@@ -70,7 +70,7 @@ def _with_zeros(group: Any, post_backward: Callable[[], None]) -> Callable[..., 
 
 
 def forget_iteration(root: Any) -> None:
-    """Forget forwards that had no backward, and what was interrupted, with the gradients that nobody has summed."""
+    """Drop the state of forwards that had no backward, and gradients that were not reduced."""
     state = root._get_fsdp_state()
     groups = [group for each in state._state_ctx.all_states for group in _groups(each)]
     parameters = [each for group in groups for each in group.fsdp_params]
@@ -94,7 +94,7 @@ def forget_iteration(root: Any) -> None:
 
 @contextmanager
 def _kept_gradients(parameters: list[Any]) -> Iterator[None]:
-    """The context in which sums of gradients stay: torch 2.15 drops them with the rest."""
+    """The context in which accumulated gradients are kept: torch 2.15 drops them with the rest."""
     gradients = [parameter.grad for parameter in parameters]
     yield
     for parameter, gradient in zip(parameters, gradients, strict=True):

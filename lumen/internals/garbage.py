@@ -1,4 +1,4 @@
-"""When Python looks for garbage: objects that only refer to each other in circles. All others go at once, always."""
+"""When Python collects garbage. Only reference cycles need that; all other objects are freed at once, always."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ _changing = Lock()
 
 @contextmanager
 def only_young_collected() -> Iterator[None]:
-    """The context of what makes many objects, none of them garbage, such as imports and the descriptions of tensors.
+    """The context for code that makes many objects, none of them garbage, such as imports.
 
-    To look through all that there is again and again takes a third of an import and half of a save. For several
-    threads.
+    Full collections in it would take a third of an import and half of a save. Several threads may be in it at once.
     """
     with _changing:
         _young_only.append(gc.get_threshold())
@@ -39,11 +38,11 @@ def only_young_collected() -> Iterator[None]:
 
 @contextmanager
 def collected_every(steps: int, run: Run) -> Iterator[None]:
-    """The context of a run that looks for garbage at every n-th step, instead of whenever Python wants to.
+    """The context of a run that collects garbage at every n-th step, instead of whenever Python would.
 
     Args:
-        steps: Optimizer steps, in an evaluation batches, from one time to the next, >= 1.
-        run: Before its first hook; its set-up is as ever.
+        steps: Optimizer steps (in an evaluation: batches) between two collections, >= 1.
+        run: The run, before its first hook; until then Python collects as usual.
     """
     collection = GarbageCollection(steps, run)
     try:
@@ -53,14 +52,14 @@ def collected_every(steps: int, run: Run) -> Iterator[None]:
 
 
 def collect_in_worker() -> None:
-    """Let a loader's worker look for garbage as ever: it has no steps."""
+    """Let a loader's worker collect garbage as usual: it has no steps."""
     if _off_for_runs:
         gc.enable()
 
 
 @final
 class GarbageCollection:
-    """Lies behind the hooks of a run; one that has none pays nothing."""
+    """Collects garbage behind the hooks of a run."""
 
     def __init__(self, steps: int, run: Run) -> None:
         self._every = steps
@@ -88,7 +87,7 @@ class GarbageCollection:
             gc.freeze()
 
     def end(self) -> None:
-        """Back to how it was."""
+        """Let Python collect garbage as it did before."""
         if self not in _off_for_runs:
             return
         _off_for_runs.remove(self)

@@ -19,7 +19,7 @@ except ImportError:
 
 
 def collates_as_ever() -> bool:
-    """Whether nobody has given `default_collate` other functions for tensors and ints; False if that is unknown."""
+    """Whether `default_collate` still handles tensors and ints by torch's own functions; False if that is unknown."""
     if _COLLATES is None:
         return False
     functions, of_tensors, of_ints = _COLLATES
@@ -27,10 +27,10 @@ def collates_as_ever() -> bool:
 
 
 def pinning() -> Callable[[Any], Any]:
-    """What brings a batch to memory that a GPU can read by itself.
+    """The function that copies a batch to pinned memory.
 
     Raises:
-        ConfigError: This torch lacks it.
+        ConfigError: This version of torch has no such function.
     """
     try:
         from torch.utils.data._utils.pin_memory import pin_memory
@@ -41,13 +41,13 @@ def pinning() -> Callable[[Any], Any]:
 
 
 def iterates_as_ever(kind: type[DataLoader[Any]]) -> bool:
-    """Whether a class of loaders has torch's own way to iterate."""
+    """Whether a subclass of DataLoader has torch's own `__iter__`."""
     ways = [(each.__iter__, getattr(each, "_get_iterator", None)) for each in (kind, DataLoader)]
     return ways[0] == ways[1]
 
 
 def end_workers(iterator: Any) -> None:
-    """End the workers of a DataLoader's iterator; garbage collection, after an error, would wait 5 s for each."""
+    """End the workers of a DataLoader's iterator now: after an error the garbage collector would wait 5 s for each."""
     getattr(iterator, "_shutdown_workers", lambda: None)()
     for worker in getattr(iterator, "_workers", ()):
         if worker.is_alive():  # in the middle of a sample, for more than torch's 5 s

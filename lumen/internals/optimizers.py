@@ -27,11 +27,11 @@ _GUARD = -1  # its place among hooks, which torch numbers from 0 on
 
 @final
 class StepGuard:
-    """Hears of every call of an optimizer's `step`, and is no listener to `bare_step`.
+    """Calls a function before every `step` of an optimizer, except for calls of `bare_step`.
 
     Args:
-        optimizer: It.
-        refuse: Called then; raises where the call is not to be.
+        optimizer: The optimizer to watch.
+        refuse: Called before each step; raises if the step must not be made.
     """
 
     def __init__(self, optimizer: Optimizer, refuse: Callable[[], None]) -> None:
@@ -41,11 +41,11 @@ class StepGuard:
         self._hooks[_GUARD] = self
 
     def __call__(self, *_: Any) -> None:
-        """As torch calls its hooks."""
+        """The pre-step hook that torch calls."""
         self._refuse()
 
     def remove(self) -> None:
-        """Let everybody call it again."""
+        """Stop watching."""
         self._hooks.pop(_GUARD, None)
 
 
@@ -71,19 +71,19 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def has_stepped(optimizer: Any) -> None:
-    """Tell a resumed optimizer, or torch would miss its step before the schedule's and warn."""
+    """Mark a resumed optimizer as stepped, or torch would warn that the schedule has moved before it."""
     optimizer._opt_called = True
 
 
 def has_state_dict_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody has registered a hook that changes what an optimizer saves or loads."""
+    """Whether a hook is registered that changes what an optimizer saves or loads."""
     kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
     return any(getattr(optimizer, f"_optimizer_{kind}_hooks", None) for kind in kinds)
 
 
 @cache
 def attributes_of_all_optimizers() -> frozenset[str]:
-    """Attributes that every optimizer of torch has, and those that schedules set."""
+    """Names of the attributes that every optimizer of torch has, and of those that schedulers set on it."""
     return frozenset(vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))) | {"step", "_opt_called"}
 
 
@@ -91,12 +91,12 @@ need("Lumen", LRScheduler, "_update_lr")
 
 
 def move_schedule(scheduler: LRScheduler, position: float) -> None:
-    """Let a schedule give its learning rates at a position, a step or any number between two."""
+    """Set the learning rates to those of a scheduler at a position: a step, or any number between two."""
     scheduler._update_lr(position)  # type: ignore[arg-type]
 
 
 def set_by_hand(state: dict[str, Any]) -> dict[str, Any]:
-    """A schedule's state without what follows from the rest of it."""
+    """A scheduler's state without the entries that follow from the others."""
     return {key: value for key, value in state.items() if key != "_schedule_phases"}
 
 

@@ -14,7 +14,7 @@ from lumen.internals.torch_versions import need
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Say how long the next collectives of a group wait."""
+    """Set the timeout of a group's collectives from now on."""
     if hasattr(dist, "set_timeout"):  # of torch 2.15
         dist.set_timeout(timeout, group)
     else:
@@ -22,35 +22,35 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
 
 
 def need_groups() -> None:
-    """Look for what processes need.
+    """Check that this torch has the private names that process groups use.
 
     Raises:
-        ConfigError: This torch lacks some of it.
+        ConfigError: This version of torch lacks some of them.
     """
     if not hasattr(dist, "set_timeout"):
         need("a run of several processes", dist.distributed_c10d, "_set_pg_timeout")
 
 
 def leave_out_expanded_buffers(module: nn.Module) -> None:
-    """Let a `DistributedDataParallel` that is made of a module not copy over buffers in which elements are one."""
+    """Keep a `DistributedDataParallel` over a module from broadcasting expanded buffers, which cannot be written."""
     names = [name for name, each in module.named_buffers() if 0 in each.stride() and not each.is_contiguous()]
     module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
 
 def need_reducer(ddp: Any) -> None:
-    """Look for what `end_backward` needs.
+    """Check that this torch has the private names that `end_backward` uses.
 
     Raises:
-        ConfigError: This torch lacks it.
+        ConfigError: This version of torch lacks them.
     """
     need("strategy: ddp", ddp.reducer, "_rebuild_buckets")
 
 
 def end_backward(ddp: Any) -> None:
-    """Let a `DistributedDataParallel` look now whether all its parameters got gradients, not in the next forward.
+    """Have a `DistributedDataParallel` check now, not in the next forward, that all parameters got gradients.
 
     Raises:
-        RuntimeError: Some got none.
+        RuntimeError: Some parameters got no gradient.
     """
     ddp.reducer._rebuild_buckets()
 
@@ -78,14 +78,14 @@ def gloo_over_default_device(found: Any, _: Any) -> Any:
 
 
 def watch_workers(agent: Any, look: Callable[[Any], Any]) -> None:
-    """Let somebody else look at an elastic agent's workers first, each time.
+    """Have a function called before an elastic agent looks at its workers, each time.
 
     Args:
-        agent: Has not run yet.
-        look: Is given the group of workers; returns what the agent is to make of it, or None to let the agent look.
+        agent: An elastic agent that has not run yet.
+        look: Called with the worker group; returns the result the agent is to use, or None to let the agent look.
 
     Raises:
-        ConfigError: This torch lacks it.
+        ConfigError: This version of torch has no such method.
     """
     need("the launcher", agent, "_monitor_workers")
     own = agent._monitor_workers

@@ -24,22 +24,22 @@ if "TorchDispatchMode" not in globals():
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters, not those of modules in it; what is put in is the module's."""
+    """A module's own parameters by name, without those of its submodules; the module's own dictionary, not a copy."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A module's own buffers, not those of modules in it; what is put in is the module's."""
+    """A module's own buffers by name, without those of its submodules; the module's own dictionary, not a copy."""
     return module._buffers
 
 
 def own_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A module's own buffers that are saved."""
+    """A module's own buffers that are saved in its `state_dict`."""
     return {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
 
 
 def persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """The plain buffers of a module and those in it that are saved, a shared one once; fast enough for each step."""
+    """The plain persistent buffers of a module and its submodules, shared ones once; fast enough for every step."""
     modules: list[nn.Module | None] = [module]
     found = {}  # in order
     for each in modules:
@@ -54,47 +54,47 @@ def persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
 
 
 def writes_to(tensor: torch.Tensor) -> int:
-    """How often a tensor has been written."""
+    """How often a tensor has been written in place: its version counter."""
     return tensor._version
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor shares another one's memory, so far as autograd knows."""
+    """Whether autograd knows a tensor as a view of another one."""
     return tensor._is_view()
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """What tensors have in common that share memory, on the meta device too."""
+    """An id of a tensor's storage, equal for all tensors that share it; on the meta device too."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def schema_of(operation: Any) -> Any:
-    """Name and arguments of an operation that a `TorchDispatchMode` is shown."""
+    """Name and arguments of an operator that a `TorchDispatchMode` is called with."""
     return operation._schema
 
 
 def copies(operation: str) -> bool:
-    """Whether the operation of a schema gives a tensor's values in memory of their own."""
+    """Whether the operator of a schema returns its input's values in memory of their own."""
     return operation in ("clone", "_to_copy")
 
 
 def copies_in_place(operation: str) -> bool:
-    """Whether the operation of a schema gives its first tensor, or tensors, the values of its second."""
+    """Whether the operator of a schema copies its second tensor (or list of them) into its first."""
     return operation in ("copy_", "_foreach_copy_")
 
 
 def takes_shape_alone(operation: str) -> bool:
-    """Whether the operation of a schema makes a tensor like another one, whose values it does not read."""
+    """Whether the operator of a schema takes only shape and dtype from its input, not the values."""
     return operation.endswith("_like") or operation.startswith("new_")
 
 
 def reset_name(module: nn.Module) -> str:
-    """Name of the method that gives a module its first values, if it has one."""
+    """Name of the method that initialises a module's parameters, if it has one."""
     return "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
 
 
 def own_reset(module: nn.Module) -> Callable[[], Any] | None:
-    """The method that gives a module its first values; None if it has none."""
+    """The method that initialises a module's parameters, such as `reset_parameters`; None if it has none."""
     reset: Callable[[], Any] | None = getattr(module, reset_name(module), None)
     return reset
 
@@ -103,38 +103,38 @@ Hooks = tuple[Any, Any]
 
 
 def hooks_of(parameter: Any) -> Hooks:
-    """The hooks on a parameter's gradient and on its accumulated gradient, where handles find them; None: no hooks."""
+    """The hooks on a parameter's gradient, and those after it was accumulated: dictionaries; None where it has none."""
     return parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def give_hooks(parameter: Any, hooks: Hooks) -> None:
-    """Let these be the hooks of a parameter, beside the one whose they are: what is added or removed is for both."""
+    """Give a parameter the hook dictionaries of another one: a hook added to or removed from one is so on both."""
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
 def multiply(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply tensors in place, at least one, in a few kernels."""
+    """Multiply one or more tensors in place by one factor, in a few kernels."""
     torch._foreach_mul_(tensors, factor)
 
 
 def clamp(tensors: list[torch.Tensor], most: float) -> None:
-    """Bring the values of tensors, at least one, to [-most, most] in place, in a few kernels."""
+    """Clamp one or more tensors to [-most, most] in place, in a few kernels."""
     torch._foreach_clamp_min_(tensors, -most)
     torch._foreach_clamp_max_(tensors, most)
 
 
 def copy_all(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copy values into tensors, at least one, in a few kernels where all lie on one device."""
+    """Copy values into one or more tensors, in a few kernels if all are on one device."""
     torch._foreach_copy_(tensors, values)
 
 
 def empty_host_cache() -> None:
-    """Give back the pinned memory that nothing lies in. torch < 2.13 has no public name for it."""
+    """Free cached pinned memory that is not in use. torch < 2.13 has no public name for it."""
     empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None:
         empty()
 
 
 def norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The norm of each of the tensors, at least one, in a few kernels."""
+    """The 2-norm of each of one or more tensors, in a few kernels."""
     return torch._foreach_norm(tensors)

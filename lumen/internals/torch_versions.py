@@ -1,4 +1,4 @@
-"""The versions of torch that Lumen was tried with, and what is said where a name is gone."""
+"""The versions of torch that Lumen is tested with, and the error where a private name is missing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 from lumen.errors import ConfigError
 
-#: The versions of torch that Lumen was tried with.
+#: The versions of torch that Lumen is tested with.
 TRIED = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 
 
 def need(user: str, owner: Any, *names: str) -> None:
-    """Look for names before they are used.
+    """Check that an object has some attributes, before they are used.
 
     Raises:
-        ConfigError: This torch lacks some; says which torch to install.
+        ConfigError: This version of torch lacks one of them; the message says which version to install.
     """
     if missing := [name for name in names if not hasattr(owner, name)]:
         raise ConfigError(
