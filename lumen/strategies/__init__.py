@@ -1,4 +1,4 @@
-"""Strategies: where the task lies and how processes agree."""
+"""Strategies: on which devices the task lies, and how its processes communicate."""
 
 from lumen.strategies.factory import make_strategy
 from lumen.strategies.single import SingleDevice

@@ -1,4 +1,4 @@
-"""Tensors of all ranks, stacked; with gradients if they are wanted."""
+"""`all_gather`: the tensors of all ranks, stacked, with gradients if wanted."""
 
 from __future__ import annotations
 

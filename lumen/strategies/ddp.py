@@ -38,11 +38,11 @@ class DDP(Strategy):
     The arguments are those of `torch.nn.parallel.DistributedDataParallel`.
 
     Args:
-        find_unused_parameters: Let steps leave out parameters; costs a walk over the graph of every backward.
+        find_unused_parameters: Allow steps that leave out parameters; walks over the graph of every backward.
         static_graph: Every step uses the same parameters in the same order; not with several micro-batches a process.
-            The first step of a process is then rounded differently if there are three or more.
-        gradient_as_bucket_view: Gradients lie in the memory that is communicated, which saves as much as they take.
-        bucket_cap_mb: Size of what is communicated at once, in MiB. Default: torch's, 25.
+            The first step of a process is then rounded differently if there are three or more processes.
+        gradient_as_bucket_view: Let gradients be views of the buckets that are communicated, which saves a copy of all.
+        bucket_cap_mb: Size of a bucket, in MiB. Default: torch's, 25.
         broadcast_buffers: Buffers, such as BatchNorm's statistics, are those of rank 0 when a step begins.
         gradient_compression: Communicate gradients in 16 bits; they are then rounded.
         timeout_s: How long a process waits for the others before that is an error, in seconds, > 0.
@@ -105,10 +105,10 @@ class DDP(Strategy):
         self._additions = Additions()
 
     def _check_sparse(self, task: nn.Module) -> None:
-        """Gloo sums sparse gradients as they are; nothing else does.
+        """Refuse sparse gradients on any backend but gloo, which alone sums them.
 
         Raises:
-            ConfigError: The task has some.
+            ConfigError: The task has parameters with sparse gradients.
         """
         if not sparse_parameters(task) or self.world_size == 1:
             return
@@ -169,13 +169,13 @@ class DDP(Strategy):
         return torch.add(loss, self._flag, alpha=self._news)
 
     def _unwrap(self) -> None:
-        """Take the wrapper's hooks off the parameters now: its own references would keep it until some collection."""
+        """Remove the wrapper's hooks from the parameters now; else they stay until the garbage collector finds it."""
         if self._ddp is not None:
             del self._ddp.reducer, self._ddp.logger
             self._ddp = None
 
     def begin_step(self) -> None:
-        """Wrap the task anew where parameters were frozen, unfrozen or added: torch's wrapper would not notice."""
+        """Wrap the task anew if parameters were frozen, unfrozen or added, which torch's wrapper does not notice."""
         assert self._task is not None
         if self._broadcast_buffers and any(self._buffers):
             self.sync_buffers(self._task)
@@ -183,7 +183,7 @@ class DDP(Strategy):
             self._wrap()
 
     def _finds_others(self) -> bool:
-        """Whether the task has other parameters than were wrapped."""
+        """Whether the task's trainable parameters are no longer those that were wrapped."""
         assert self._task is not None
         assert self._additions is not None
         if not self._additions.noticed:
@@ -193,20 +193,20 @@ class DDP(Strategy):
 
     @property
     def communicates(self) -> bool:
-        """Even alone, torch's wrapper wants a backward for each forward."""
+        """True on one process too: torch's wrapper wants a backward for each forward."""
         return self._ddp is not None
 
     def call(self, step: str, *args: Any) -> Any:
-        """Run a training step through DDP, any other on the task itself, where nothing is communicated."""
+        """Run a training step through DDP; any other on the task itself, without communication."""
         if step == "training_step" and self._ddp is not None:
             return self._ddp(step, *args)
         return getattr(self._task, step)(*args)
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Communicate in the last backward only.
+        """Communicate gradients in the last backward of a step only.
 
         Raises:
-            ConfigError: Several micro-batches with a static graph.
+            ConfigError: There are several micro-batches, with `static_graph`.
         """
         if last or self._ddp is None:
             return _NO_CONTEXT
@@ -218,7 +218,7 @@ class DDP(Strategy):
         return self._ddp.no_sync()
 
     def idle_loss(self) -> torch.Tensor:
-        """A loss of 0 over all parameters."""
+        """A loss of 0 that depends on all parameters."""
         assert self._ddp is not None
         return self._ddp(None)  # type: ignore[no-any-return]
 
@@ -261,10 +261,10 @@ class DDP(Strategy):
         return sums
 
     def after_backward(self) -> None:
-        """Find parameters without a gradient now: the other ranks, if they have one, wait for this one.
+        """Refuse parameters that got no gradient: ranks whose loss does use them would wait for this one.
 
         Raises:
-            TrainingError: Names them, or those whose gradients have not been summed.
+            TrainingError: Names these parameters, or those whose gradients were not summed over the ranks.
         """
         self._refuse_unsummed()
         if self._ddp is None or self._options["static_graph"]:
@@ -277,7 +277,7 @@ class DDP(Strategy):
             raise TrainingError(self._name_unused(str(error))) from error
 
     def _refuse_unsummed(self) -> None:
-        """Find parameters that began to be trained in the middle of the step, when it was wrapped already."""
+        """Refuse parameters that were unfrozen in the middle of a step, after the task was wrapped for it."""
         assert self._task is not None
         assert self._additions is not None
         if not (self._additions.noticed or any(parameter.requires_grad for parameter in self._frozen)):
@@ -306,10 +306,10 @@ class DDP(Strategy):
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """The bare task is evaluated, once it is sure that it is the same on every rank.
+        """Evaluate the bare task, after a check that it is the same on every rank.
 
         Raises:
-            TrainingError: A trained parameter is not; on every rank.
+            TrainingError: A trainable parameter differs between ranks; raised on every rank.
         """
         assert self._task is not None
         named = [(name, each.detach()) for name, each in self._task.named_parameters() if each.requires_grad]
@@ -326,7 +326,7 @@ class DDP(Strategy):
         yield
 
     def teardown(self) -> None:
-        """Leave the task as it is, without the wrapper."""
+        """Remove the wrapper; the task stays on the device."""
         self._unwrap()
         self._task = None
         self._parameters, self._frozen, self._buffers = [], [], []
@@ -336,7 +336,7 @@ class DDP(Strategy):
 
 
 def _to_bf16(state: Any, bucket: Any) -> Any:
-    """Torch's own hook, under a name that it does not reserve for NCCL: gloo sums bfloat16 too."""
+    """Wrap torch's own hook, because torch allows that one with NCCL only; gloo sums bfloat16 too."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 

@@ -1,4 +1,4 @@
-"""Which strategy runs on which device, and whether its processes are there."""
+"""Chooses strategy, device and processes from the trainer's arguments."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NAMES = {"auto": "ddp", "ddp": "ddp", "fsdp": "fsdp"}
 def make_strategy(
     strategy: str | Strategy, accelerator: str = "auto", devices: int | str | None = None, num_nodes: int | None = None
 ) -> Strategy:
-    """The strategy of a name, or the user's own, with its place among the processes and its device.
+    """The strategy with a name, or the user's own, with its processes and device set.
 
     Args:
         strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, or an object.
         accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda` (`gpu`), `mps`.
-        devices: How many of this node, a process each; `auto` or -1: all accelerators. None: as many as torchrun or
-            SLURM started processes, else 1.
-        num_nodes: How many nodes. None: as many as torchrun or SLURM started processes on, else 1.
+        devices: Number of devices on this node, with a process each; `auto` or -1: all accelerators. None: as many as
+            torchrun or SLURM started processes, else 1.
+        num_nodes: Number of nodes. None: as many as torchrun or SLURM started processes on, else 1.
 
     Raises:
-        ConfigError: Not available here, or the processes that run are not those asked for.
+        ConfigError: The device or strategy is not available, or the running processes are not those asked for.
     """
     name = strategy if isinstance(strategy, str) else ""
     if name not in ("", "single", *_NAMES):
@@ -44,10 +44,10 @@ def make_strategy(
 
 
 def processes_of(devices: int | str | None, num_nodes: int | None, accelerator: str = "auto") -> Processes:
-    """The processes of a run: those that are found, or those that have yet to be started on this node.
+    """The processes of a run: those that are running, or those that have yet to be started on this node.
 
     Raises:
-        ConfigError: Those that run are not those asked for.
+        ConfigError: The running processes are not those asked for.
     """
     count = _count(devices, accelerator)
     if num_nodes is not None and num_nodes < 1:
@@ -75,10 +75,10 @@ def processes_of(devices: int | str | None, num_nodes: int | None, accelerator: 
 
 
 def device_of(accelerator: str, processes: Processes | None = None) -> torch.device:
-    """The best device there is, of several CUDA devices that of a process by its number on its node.
+    """The best device of a kind; of several CUDA devices the one with this process's local rank.
 
     Raises:
-        ConfigError: Not available here.
+        ConfigError: This machine has no such device.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     name = "cuda" if accelerator == "gpu" else accelerator
@@ -99,7 +99,7 @@ def device_of(accelerator: str, processes: Processes | None = None) -> torch.dev
 
 
 def unused_devices(strategy: Strategy) -> str | None:
-    """What to tell who runs one process although there are more devices."""
+    """A notice for a user who runs one process although there are more devices; None if there are none."""
     visible = torch.cuda.device_count() if strategy.device.type == "cuda" else 1
     if strategy.world_size == 1 and strategy.processes.started_by is None and visible > 1:
         return f"1 of {visible} visible devices is used; devices: auto uses all"
@@ -135,7 +135,7 @@ def _alone(strategy: Strategy, processes: Processes) -> Strategy:
 
 
 def _import(name: str) -> Strategy:
-    """Not before it is asked for: its import takes time."""
+    """Import a strategy's module only when it is asked for, since that takes time."""
     made: Strategy = getattr(import_module(f"lumen.strategies.{name}"), name.upper())()
     return made
 

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every process keeps its part of each parameter, gradient and optimizer state."""
+"""Fully sharded data parallelism: each process keeps its part of every parameter, gradient and optimizer state."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _meshes: dict[tuple[Any, ...], DeviceMesh] = {}  # a mesh opens process groups, 
 
 @final
 class FSDP(Strategy):
-    """Cuts parameters up over processes; a unit's are gathered for its forward and backward and freed again.
+    """Shards parameters over processes; those of a unit are gathered for its forward and backward and freed again.
 
     Built on torch's `fully_shard` (FSDP2). Units are the modules that `wrap`, `wrap_if` or `wrap_min_parameters` name;
     else those of the task's `modules_to_shard`; else the repeated blocks, that is modules of one class that stand
-    together in an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. What is in no unit is gathered for the whole
+    together in an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. Parameters in no unit are gathered for the whole
     step. A module that shares a parameter with one outside of it is no unit.
 
     `precision: bf16` or `fp16` is autocast as everywhere: the same numbers as on one device. Autograd then keeps a copy
@@ -48,13 +48,13 @@ class FSDP(Strategy):
 
     Args:
         wrap: Name of a class, or several: all its modules are units.
-        wrap_if: Says of a module's name in the task and the module whether it is a unit.
+        wrap_if: Called with a module's name in the task and the module; returns whether it is a unit.
         wrap_min_parameters: The smallest modules with so many parameters, beside those of units in them, are units.
         sharding_strategy: `full_shard`; `shard_grad_op`: parameters stay whole from forward to backward;
-            `hybrid_shard`: cut up within groups of `shard_size` processes, copied across them; `no_shard`: not cut up.
-        shard_size: Processes that share one copy in `hybrid_shard`, a divisor of their number. Default: a node's.
+            `hybrid_shard`: sharded within groups of `shard_size` processes, replicated across them; `no_shard`.
+        shard_size: Processes that share one replica in `hybrid_shard`, a divisor of their number. Default: a node's.
         reshard_after_forward: Free a unit's parameters between forward and backward; a number (a divisor of the
-            processes that share a copy): keep them cut up over so many. Default: as `sharding_strategy` says.
+            processes that share a replica): keep them sharded over so many. Default: as `sharding_strategy` says.
         cpu_offload: Parameters, gradients and the optimizer's state live in the CPU's memory, and are updated there.
         param_dtype: Parameters are gathered and computed with in `bf16` or `fp16`; inputs of the task's modules are
             cast, those of its steps (targets) are not. Gradients and the update are in the parameters' own dtype.
@@ -63,7 +63,7 @@ class FSDP(Strategy):
         buffer_dtype: Floating-point buffers are kept in this dtype.
         activation_checkpointing: Name of a class, or several: their forward keeps only its inputs, and is run again in
             the backward.
-        find_unused_parameters: Let steps leave out parameters; costs one small message a step.
+        find_unused_parameters: Allow steps that leave out parameters; costs one small message a step.
         broadcast_buffers: Buffers, such as BatchNorm's statistics, are those of rank 0 when a step begins.
         reduce_every_backward: Sum gradients in each backward of a step, not in the last one only: takes time, but a
             process never holds whole gradients.
@@ -73,7 +73,7 @@ class FSDP(Strategy):
         startup_timeout_s: The same until the first step is done, while data is prepared and code compiled.
 
     Raises:
-        ConfigError: Arguments contradict each other.
+        ConfigError: Two arguments contradict each other, or one has no such value.
     """
 
     spans_processes = True
@@ -137,7 +137,7 @@ class FSDP(Strategy):
 
     @property
     def communicates(self) -> bool:
-        """Even alone: gradients reach the parameters in the last backward of a step."""
+        """True on one process too: gradients reach the parameters only in the last backward of a step."""
         return True
 
     @property
@@ -151,10 +151,10 @@ class FSDP(Strategy):
         return names | {"broadcast_buffers": self._broadcast_buffers and None}
 
     def connect(self) -> None:
-        """Open the process groups and lay out the grid: `shard`, or `replicate` x `shard`.
+        """Open the process groups and make the device mesh: `shard`, or `replicate` x `shard`.
 
         Raises:
-            ConfigError: The processes cannot be divided so.
+            ConfigError: The number of processes is no multiple of `shard_size`.
         """
         self.processes.connect(self.device, timeout_s=self.timeout_s, startup_timeout_s=self.startup_timeout_s)
         world = self.world_size
@@ -181,10 +181,10 @@ class FSDP(Strategy):
             self.processes.include(self.device_mesh.get_all_groups())
 
     def setup(self, task: nn.Module) -> None:
-        """Cut up the parameters; real ones become those of rank 0 first.
+        """Shard the parameters; those that are not on the meta device are first made equal to rank 0's.
 
         Raises:
-            ConfigError: There is no such class, a parameter cannot be cut up, or another strategy has done it.
+            ConfigError: A class is not found, a parameter cannot be sharded, or another strategy has sharded it.
         """
         assert self.device_mesh is not None
         if sparse_parameters(task):
@@ -228,7 +228,7 @@ class FSDP(Strategy):
     # ------------------------------------------------------------------ training
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse one that flattens parameters, which are in parts here."""
+        """Refuse an optimizer that flattens parameters, such as LBFGS: each process has a part of them only."""
         if needs_closure(optimizer):
             raise ConfigError(
                 f"FSDP: {type(optimizer).__name__} works on all parameters as one vector, which no process has here. "
@@ -236,10 +236,10 @@ class FSDP(Strategy):
             )
 
     def begin_step(self) -> None:
-        """See `broadcast_buffers`; and take notice of parameters that were frozen or unfrozen.
+        """Broadcast buffers, if they are to be, and notice parameters that were frozen or unfrozen.
 
         Raises:
-            TrainingError: Some were added.
+            TrainingError: Parameters were added after `setup`.
         """
         assert self._additions is not None
         if self._additions.noticed:
@@ -250,7 +250,7 @@ class FSDP(Strategy):
             self.sync_buffers(self._task)
 
     def _refuse_added(self) -> None:
-        """Whatever is not cut up has come since, and nobody sums its gradients."""
+        """Refuse parameters added after `setup`: they are not sharded, and nobody would sum their gradients."""
         added = [name for name, each in self._task.named_parameters() if not isinstance(each, DTensor)]
         if added:
             raise TrainingError(
@@ -259,12 +259,12 @@ class FSDP(Strategy):
             )
 
     def call(self, step: str, *args: Any) -> Any:
-        """Run a step with what it needs gathered."""
+        """Run a step of the task, with the parameters that are in no unit gathered."""
         return self._sharded.call(step, *args)
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:
-        """Communicate gradients in the last backward only, unless all are asked for."""
+        """Communicate gradients in the last backward only, unless `reduce_every_backward`."""
         keep = not last and self._reshard is False
         self._sharded.begin(sync=last or self._reduce_every_backward, keep=keep)
         try:
@@ -273,7 +273,7 @@ class FSDP(Strategy):
             self._sharded.outputs.clear()
 
     def idle_loss(self) -> torch.Tensor | None:
-        """A loss of 0 over what the units returned; None if none has been run."""
+        """A loss of 0 over the outputs of the units; None if no unit was called."""
         self._is_idle = True
         if len(self._sharded.units) == 1:
             return self._sharded.root(None)  # type: ignore[no-any-return]
@@ -281,10 +281,10 @@ class FSDP(Strategy):
         return torch.stack(parts).sum() if parts else None
 
     def after_backward(self) -> None:
-        """Find parameters without a gradient: an optimizer leaves them alone if no rank has one.
+        """Refuse parameters without a gradient; `find_unused_parameters` lets the update skip those that no rank used.
 
         Raises:
-            TrainingError: Names them, unless steps may leave out parameters; or parameters whose change would be lost.
+            TrainingError: Names them, unless `find_unused_parameters`; or names parameters whose change would be lost.
         """
         sharded, is_idle, self._is_idle = self._sharded, self._is_idle, False
         if not sharded.is_watched:
@@ -306,11 +306,11 @@ class FSDP(Strategy):
             )
 
     def correct_gradients(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
-        """Multiply the parts in place, all in a few kernels."""
+        """Multiply this process's parts of the gradients in place, in a few kernels."""
         _multiply(_parts(parameters), factor)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Clip by the norm of all parts together. Collective."""
+        """Clip by the norm of the whole gradients. Collective: every rank must call this."""
         parameters = list(parameters)
         norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         if isinstance(norm, DTensor):
@@ -320,7 +320,7 @@ class FSDP(Strategy):
         return norm.to(self.device)
 
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
-        """Clamp the parts in place."""
+        """Clamp this process's parts of the gradients in place."""
         if parts := _parts(parameters):
             clamp(parts, max_value)
 
@@ -328,7 +328,7 @@ class FSDP(Strategy):
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Gather all parameters once, if they fit, so that forwards communicate nothing."""
+        """Gather all parameters once, if memory allows, so that no forward communicates."""
         if not self.evaluation_stands_in:
             self._sharded.unshard()
         try:
@@ -338,7 +338,7 @@ class FSDP(Strategy):
             self._sharded.end_evaluation()
 
     def _unshards(self) -> bool:
-        """Whether all parameters are to be gathered for an evaluation; agreed by all ranks. Collective."""
+        """Whether all parameters are to be gathered for an evaluation; the same on all ranks. Collective."""
         if not isinstance(self._reshard, bool):  # torch cannot go back to a number
             return False
         if self._unshard_in_evaluation is not None:
@@ -355,7 +355,7 @@ class FSDP(Strategy):
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") / self.processes.local_world_size
 
     def teardown(self) -> None:
-        """Leave the task cut up: the next stage takes it as it is."""
+        """Leave the task sharded: the next stage takes it as it is."""
         if self._additions is not None:
             self._additions.close()
             self._additions = None

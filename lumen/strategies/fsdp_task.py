@@ -1,4 +1,4 @@
-"""A task whose parameters are cut up over processes by torch's `fully_shard`."""
+"""A task whose parameters are sharded over processes by torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from lumen.task.references import replace
 
 @final
 class ShardedTask:
-    """Cuts up the parameters of a task, in place, and keeps book of what a micro-batch did with them.
+    """Shards the parameters of a task in place, and notes which of them each micro-batch gathers, writes or trains.
 
-    Real parameters and buffers become those of rank 0 first; parameters on the meta device stay there.
+    Parameters and buffers that are not on the meta device are first made equal to rank 0's.
 
     Args:
-        task: Whose.
-        units: Modules whose parameters are gathered together, inner ones first; the task is the last one.
-        mesh: One dimension: over it parameters are cut; two: they are copied over the first.
-        device: Of this process.
-        reshard: See `reshard_after_forward` of `fully_shard`.
-        policy: See `mp_policy` there; the inputs of the task's modules are cast, those of its steps are not.
-        output_dtype: What the task's modules return is cast to; None: nothing.
-        offload: Parameters, gradients and the optimizer's state live on the CPU.
+        task: The task to shard.
+        units: Modules whose parameters are gathered together, inner ones before those around them.
+        mesh: The device mesh: parameters are sharded over its last dimension, and replicated over a first one.
+        device: The device of this process.
+        reshard: `reshard_after_forward` of `fully_shard`.
+        policy: `mp_policy` of `fully_shard`; inputs of the task's modules are cast, those of its steps are not.
+        output_dtype: The dtype to cast outputs of the task's modules to; None: they are not cast.
+        offload: Keep parameters, gradients and the optimizer's state on the CPU.
 
     Attributes:
-        root: Runs the task's steps.
-        units: All of them, the task's last.
-        outputs: What units returned in the training forward in progress.
+        root: The module around the task that runs its steps; the unit of all parameters in no other unit.
+        units: All units, `root` last.
+        outputs: Outputs of units in the training forward in progress, those that require gradients.
         arrived: Names of the parameters that got a gradient since this was emptied.
     """
 
@@ -111,7 +111,7 @@ class ShardedTask:
     # ------------------------------------------------------------------ what a micro-batch does
 
     def _watch(self, unit: nn.Module, own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
-        """See which parameters of a unit get gradients."""
+        """Note which parameters of a unit get gradients."""
         places = {f"{names[id(module)]}.{key}".lstrip("."): (module, key) for module, key in own}
         self._places |= places
 
@@ -127,7 +127,7 @@ class ShardedTask:
         unit.register_forward_pre_hook(_not_compiled(before))  # after fully_shard's own, when its parameters are whole
 
     def _hook(self, name: str, whole: nn.Parameter) -> None:
-        """Let the hooks on a parameter see its whole gradient, as under every strategy."""
+        """Call a user's hooks on a parameter with its whole gradient, as under every strategy."""
         on_gradient, on_accumulated = self._hooks[name]
         if on_gradient and not hooks_of(whole)[0]:
             give_hooks(whole, (on_gradient, hooks_of(whole)[1]))
@@ -140,7 +140,7 @@ class ShardedTask:
         self._hooked.add(id(whole))
 
     def _take_place(self, module: nn.Module, key: str, earlier: nn.Parameter, name: str) -> None:
-        """Let who refers to the parameter that was cut up find what its module holds; keep its hooks."""
+        """Redirect references to a parameter that was sharded to the one that its module holds now; keep its hooks."""
         on_gradient, on_accumulated = hooks_of(earlier)
         on_gradient = OrderedDict() if on_gradient is None else on_gradient
         give_hooks(own_parameters(module)[key], (on_gradient, None))  # those to come are seen too
@@ -148,10 +148,10 @@ class ShardedTask:
         replace(earlier, partial(self._current, module, key, name), name)
 
     def _current(self, module: nn.Module, key: str, name: str) -> nn.Parameter | None:
-        """What a module holds now, for who refers to the parameter that was cut up.
+        """The parameter that a module holds now, for references to the one that was sharded.
 
         Raises:
-            ConfigError: A step that trains needs all of it, and this process has a part.
+            ConfigError: A training step uses it while it is not gathered.
         """
         parameter = own_parameters(module)[key]
         if self._in_forward and isinstance(parameter, DTensor):
@@ -163,15 +163,15 @@ class ShardedTask:
         return parameter
 
     def _note(self, name: str, whole: nn.Parameter) -> None:
-        """A parameter is whole: from now on a write to it would be lost, and whether it is trained."""
+        """Note the version of a gathered parameter, since a write to it would be lost, and whether it is trainable."""
         if not isinstance(whole, DTensor):
             self._versions.setdefault(name, (whole, writes_to(whole), whole.requires_grad))
 
     def refuse_writes(self) -> None:
-        """Find out whether somebody wrote parameters while they were whole, or froze or unfroze them.
+        """Refuse changes of parameters that were made while they were gathered: these would be lost.
 
         Raises:
-            TrainingError: Names them.
+            TrainingError: Names the parameters that were written, frozen or unfrozen.
         """
         written = [name for name, (whole, version, _) in self._versions.items() if writes_to(whole) != version]
         moved = [name for name, (whole, _, trained) in self._versions.items() if whole.requires_grad != trained]
@@ -197,10 +197,10 @@ class ShardedTask:
         self.arrived.add(name)
 
     def call(self, step: str, *args: Any) -> Any:
-        """Run a step of the task.
+        """Run a step of the task, with the parameters of `root` gathered.
 
         Raises:
-            ConfigError: It uses parameters of a unit without calling the unit.
+            ConfigError: The step uses parameters of a unit without calling the unit.
         """
         self._has_run = True
         self.outputs.clear()
@@ -226,11 +226,11 @@ class ShardedTask:
         return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "none"
 
     def begin(self, *, sync: bool, keep: bool) -> None:
-        """A micro-batch begins.
+        """Prepare for a micro-batch.
 
         Args:
-            sync: Gradients are summed over processes in its backward.
-            keep: Parameters stay whole after it.
+            sync: Its backward is to sum the gradients over the processes.
+            keep: Parameters are to stay gathered after its forward.
         """
         for unit in self.units:
             if sync != self._syncs:
@@ -239,7 +239,7 @@ class ShardedTask:
         self._syncs = sync
 
     def look_again(self) -> None:
-        """Let units look at their parameters anew where some were frozen or unfrozen since. Collective then."""
+        """Set units up anew if parameters were frozen or unfrozen. Collective, if any were."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:
             self._trained = trained
@@ -248,7 +248,7 @@ class ShardedTask:
                 unit.reshard()
 
     def reshard(self) -> None:
-        """Free what is not this process's part."""
+        """Free all gathered parameters; each process keeps its parts."""
         self.outputs.clear()
         for unit in self.units:
             unit.reshard()
@@ -265,7 +265,7 @@ class ShardedTask:
     # ------------------------------------------------------------------ evaluation
 
     def unshard(self) -> None:
-        """Make all parameters whole until `end_evaluation`. Collective."""
+        """Gather all parameters until `end_evaluation`. Collective: every rank must call this."""
         for unit in self.units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
@@ -274,14 +274,14 @@ class ShardedTask:
                 self._note(name, whole)
 
     def end_evaluation(self) -> None:
-        """Free what is not this process's part, and forget the forwards that had no backward."""
+        """Free all gathered parameters, and drop the state of forwards that had no backward."""
         if self._reshards is True:
             for unit in self.units[:-1]:
                 unit.set_reshard_after_forward(True, recurse=False)
         self.reset()
 
     def reset(self) -> None:
-        """Make a new beginning, whatever was interrupted."""
+        """Drop whatever an interrupted step has left behind."""
         if self._has_run:
             forget_iteration(self.root)
         self.reshard()
@@ -292,7 +292,7 @@ def _own(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 def _unsharded(unit: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the parameters of a unit are that are not yet cut up; tied ones once."""
+    """The modules and names of the parameters of a unit that are not sharded yet; tied ones once."""
     found: dict[int, tuple[nn.Module, str]] = {}
     for module in unit.modules():
         for key, parameter in _own(module):
@@ -323,7 +323,7 @@ def _check(own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
 
 
 def _place(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.device) -> None:
-    """Bring real parameters and buffers to the device; they become those of rank 0."""
+    """Move parameters and buffers that are not on the meta device to the device, with rank 0's values. Collective."""
     several = dist.get_world_size() > 1
     parameters = [own_parameters(module)[key] for module, key in own]
     for tensor in (*parameters, *unit.buffers()):
@@ -338,12 +338,12 @@ def _place(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.devi
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that `torch.compile` leaves alone, as it does those of `fully_shard`."""
+    """A hook that `torch.compile` does not trace into, like those of `fully_shard`."""
     return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Return no views: an operation in place on one would take the hook from it that gathers for the backward."""
+    """Copy outputs that are views: an in-place operation on one would drop the hook that gathers for the backward."""
 
     def copied(each: Any) -> Any:
         return each.clone() if isinstance(each, torch.Tensor) and each.requires_grad and is_view(each) else each
@@ -353,7 +353,7 @@ def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _cast(module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
-    """Cast what goes into the outermost modules that can be called, and what comes out of them."""
+    """Cast inputs and outputs of the outermost modules that have a `forward`."""
 
     def cast(values: Any, dtype: torch.dtype | None) -> Any:
         return convert(

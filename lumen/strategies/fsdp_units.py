@@ -19,19 +19,19 @@ def find_units(
     chosen: Callable[[str, nn.Module], bool] | None = None,
     min_parameters: int | None = None,
 ) -> list[nn.Module]:
-    """The units of a task, inner ones before those around them; what is in none of them belongs to the task.
+    """The units of a task, inner ones before those around them; parameters in none of them belong to the task.
 
-    A module that shares a parameter with one outside of it is no unit: the next larger one holds both.
+    A module that shares a parameter with one outside of it is no unit: the next larger module holds both.
 
     Args:
-        task: Whose.
-        classes: Names of classes: every module of one of them is a unit.
-        chosen: Says of a name and a module whether it is one.
-        min_parameters: The smallest modules that hold so many parameters, beside those of units in them.
+        task: The task whose modules are chosen from.
+        classes: Names of classes; every module of one of them is a unit.
+        chosen: Called with a module's name and the module; returns whether it is a unit.
+        min_parameters: The smallest modules that hold so many parameters, beside those of units in them, are units.
 
     Returns:
-        By the first that is given; else those of the task's `modules_to_shard`; else the blocks: modules of one class
-        that stand together in a list, a dictionary or an `nn.Sequential`.
+        The modules that the first given argument chooses; else those of the task's `modules_to_shard`; else the blocks:
+        modules of one class that stand together in a list, a dictionary or an `nn.Sequential`.
 
     Raises:
         ConfigError: No module has such a class, or a module cannot be a unit.
@@ -56,10 +56,10 @@ def find_units(
 
 
 def modules_of(task: nn.Module, classes: Iterable[str], option: str) -> list[nn.Module]:
-    """Every module of one of these classes.
+    """Every module of one of these classes, by name of the class.
 
     Raises:
-        ConfigError: There is none of one of them.
+        ConfigError: The task has no module of one of them.
     """
     found = {type(module).__name__ for module in task.modules()}
     if missing := [name for name in classes if name not in found]:
@@ -96,7 +96,7 @@ def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
 
 
 def _blocks(module: nn.Module) -> Iterable[nn.Module]:
-    """The outermost repeated modules."""
+    """The repeated modules that are not part of other repeated ones."""
     children = list(module.children())
     kinds = Counter(type(child) for child in children if next(child.parameters(), None) is not None)
     for child in children:
@@ -111,7 +111,7 @@ def _can_be_one(module: nn.Module) -> bool:
 
 
 def _shares(task: nn.Module, unit: nn.Module) -> bool:
-    """Whether a parameter of a module is that of one outside of it too."""
+    """Whether a module shares a parameter with one outside of it."""
     inside = {id(parameter) for parameter in unit.parameters()}
     within = set(unit.modules())
     return any(

@@ -1,4 +1,4 @@
-"""Notices that modules got new parameters while they train: wrappers know only those that were there."""
+"""Notices parameters that are added during training, of which torch's wrappers would know nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn.modules.module import (
 
 @final
 class Additions:
-    """Sees every module and parameter that any module is given, at no cost for a step that adds none.
+    """Notices whenever any module is given a parameter or a submodule; a step that adds none costs nothing.
 
     Attributes:
-        noticed: Something was added, to whatever module; who has looked sets it to False.
+        noticed: Something was added to some module since this was last set to False.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,6 @@ class Additions:
         self.noticed = True
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop noticing."""
         for handle in self._handles:
             handle.remove()

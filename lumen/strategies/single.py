@@ -18,7 +18,7 @@ class SingleDevice(Strategy):
     """Runs the task as it is on one device.
 
     Args:
-        device: Where the task is placed.
+        device: Device that the task is moved to, such as "cuda:1".
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -26,7 +26,7 @@ class SingleDevice(Strategy):
         self._task: nn.Module | None = None
 
     def connect(self) -> None:
-        """What is made on "cuda" lies beside the task."""
+        """Make the device the current one, so that tensors created on "cuda" are there too."""
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)
 
@@ -39,5 +39,5 @@ class SingleDevice(Strategy):
         return getattr(self._task, step)(*args)
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Nothing to synchronise."""
+        """A context that does nothing."""
         return _NO_CONTEXT

@@ -1,4 +1,4 @@
-"""The module that torch's wrappers wrap: a call of it runs a step of the task, whose own `forward` is left alone."""
+"""The module that torch's wrappers wrap: calling it runs a step of the task, whose own `forward` stays as it is."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Steps(nn.Module):
     """Runs steps of a task.
 
     Args:
-        task: Whose.
-        anchored: A loss of 0 depends on a parameter of this module's own, instead of on every one of the task.
+        task: The task whose steps are run.
+        anchored: Let a loss of 0 depend on one parameter of this module's own, not on all of the task's.
         flag: A parameter of this module's own that no loss depends on.
     """
 
@@ -25,7 +25,7 @@ class Steps(nn.Module):
         self.flag = flag
 
     def forward(self, step: str | None, *args: Any) -> Any:
-        """What a step returns; for None a loss of 0."""
+        """Run the task's method `step`; for None return a loss of 0."""
         if step is not None:
             return getattr(self.task, step)(*args)
         trained, sparse = [p for p in self.task.parameters() if p.requires_grad], sparse_parameters(self.task)
@@ -43,12 +43,12 @@ def sparse_parameters(task: nn.Module) -> set[int]:
 
 
 def _part_of(parameter: nn.Parameter) -> torch.Tensor:
-    """0, whose gradient is 0 for each element."""
+    """A scalar 0 whose gradient is 0 in every element of the parameter."""
     real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     return real.reshape(-1)[:1].sum() * 0.0
 
 
 def _nothing_of(parameter: nn.Parameter) -> torch.Tensor:
-    """0, whose gradient is sparse and holds no row: an optimizer may move whatever rows it holds."""
+    """A scalar 0 whose gradient is sparse and has no rows: an optimizer might move any row that it has."""
     no_rows = torch.zeros(0, dtype=torch.long, device=parameter.device)
     return nn.functional.embedding(no_rows, parameter, sparse=True).sum()

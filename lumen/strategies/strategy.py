@@ -1,4 +1,4 @@
-"""Strategy: the one owner of processes, placement and communication."""
+"""Strategy: the base of what owns processes, placement and communication."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _NO_CONTEXT = nullcontext()
 
 
 class Strategy(ABC):
-    """How a task lies on devices and how processes agree. The loop calls it and never asks which one it is.
+    """On which devices a task lies, and how its processes communicate. The loop never asks which strategy it has.
 
-    A class outside Lumen can be given to `Trainer(strategy=...)`; it needs no entry anywhere. Gradients are to be
-    averaged over ranks, as torch's wrappers do: the loop weighs losses so that the average is the step's mean.
+    A subclass outside Lumen can be given to `Trainer(strategy=...)`; it needs no entry anywhere. Gradients are to be
+    averaged over ranks, as torch's wrappers do: the loop weights losses so that this average is the step's mean.
     """
 
     #: The processes of the run.
     processes: Processes = _ALONE
     #: The device of this process.
     device: torch.device = torch.device("cpu")
-    #: The devices of the run as a grid; None where there is no process group.
+    #: The device mesh of the run; None where there is no process group.
     device_mesh: DeviceMesh | None = None
     #: How long a rank waits for the others before that is an error, in seconds.
     timeout_s: float = TIMEOUT_S
     #: The same until the first step is done, while data is prepared and code compiled.
     startup_timeout_s: float = STARTUP_TIMEOUT_S
-    #: It runs on several processes: the trainer gives it `processes` and `device`.
+    #: It can run on several processes: then the trainer sets its `processes` and `device`.
     spans_processes: bool = False
     #: Forwards communicate: a rank that has no batch must run one of another rank's.
     needs_stand_ins: bool = False
-    #: The same in an evaluation; known from `setup` on.
+    #: The same for forwards of an evaluation; known from `setup` on.
     evaluation_stands_in: bool = False
-    #: It cuts parameters up in `setup`, and can do so before they have values.
+    #: `setup` shards parameters, and can do so while they are on the meta device.
     shards: bool = False
 
     @property
@@ -98,10 +98,10 @@ class Strategy(ABC):
         """Place the task's parameters and buffers. Collective: every rank must call this. Before optimizers exist."""
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Find out whether an optimizer can train parameters as they are placed.
+        """Refuse an optimizer that cannot train parameters as this strategy places them.
 
         Raises:
-            ConfigError: It cannot.
+            ConfigError: The optimizer cannot; the message names one that can.
         """
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Strategy(ABC):
         """Run a step of the task (`"training_step"`, ...) through whatever wraps it."""
 
     def begin_step(self) -> None:
-        """The first forward of an optimizer step comes now. Collective: every rank must call this."""
+        """Called before the first forward of an optimizer step. Collective: every rank must call this."""
 
     @abstractmethod
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
@@ -147,12 +147,12 @@ class Strategy(ABC):
         return self.processes.sum(numbers)
 
     def after_backward(self) -> None:
-        """The backward that communicated is over: find out whether all gradients arrived."""
+        """Called after the backward that communicates: check that all gradients have arrived."""
 
     def sync_buffers(self, task: nn.Module) -> None:
-        """Take the persistent buffers of rank 0. Collective: every rank must call this.
+        """Set the persistent buffers to those of rank 0. Collective: every rank must call this.
 
-        Every rank has made them of batches of its own (BatchNorm's statistics), but one model is to be evaluated.
+        Each rank has updated buffers such as BatchNorm's statistics by its own batches, but one model is evaluated.
         """
         if self.world_size == 1:
             return
@@ -167,7 +167,7 @@ class Strategy(ABC):
                 fill_all(same, [values.view_as(buffer) for buffer, values in zip(same, split, strict=True)])
 
     def evaluation(self) -> AbstractContextManager[Any]:
-        """The context of an evaluation: no gradients are made in it."""
+        """The context of an evaluation, in which there is no backward."""
         return _NO_CONTEXT
 
     @property
@@ -180,10 +180,10 @@ class Strategy(ABC):
         multiply([p.grad for p in parameters if p.grad is not None], factor)  # of sparse ones torch multiplies the rows
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Clip by the norm over all gradients of all ranks.
+        """Clip the gradients by their norm over all parameters and ranks.
 
         Returns:
-            The norm before clipping: a tensor without dimensions on the device.
+            The norm before clipping: a scalar tensor on the device.
         """
         parameters = list(parameters)
         try:
@@ -218,7 +218,7 @@ class Strategy(ABC):
         return self.processes.gather(self._portable(value))
 
     def _portable(self, value: T) -> T:
-        """A tensor that is pickled on an accelerator would be unpickled on that of the other process, on all ranks."""
+        """A tensor on the CPU instead: pickled on an accelerator, it would be unpickled on one that has its number."""
         if self.world_size == 1 or self.device.type == "cpu":
             return value
         return move(value, torch.device("cpu"))  # type: ignore[no-any-return]
@@ -236,11 +236,11 @@ class Strategy(ABC):
         return all_gather(self, data, sync_grads=sync_grads)
 
     def teardown(self) -> None:
-        """Give back what `setup` took."""
+        """Undo `setup`."""
 
 
 def _with_rows(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """For each parameter with a sparse gradient a stand-in whose gradient is that one's rows, each row once."""
+    """The parameters to clip; for one with a sparse gradient a stand-in whose gradient is its rows, each once."""
     found: list[torch.Tensor] = []
     for parameter in parameters:
         if parameter.grad is None or not parameter.grad.is_sparse:

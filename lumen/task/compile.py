@@ -1,4 +1,4 @@
-"""`torch.compile` for the time of a run: in place, so that names and checkpoints stay what they are."""
+"""`torch.compile` for the duration of a run: in place, so that names and checkpoints stay what they are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Compilation(AbstractContextManager["Compilation"]):
             `fullgraph`, `backend`, `options`) and optionally `blocks`, the class names.
 
     Raises:
-        ConfigError: An unknown option.
+        ConfigError: `setting` has an unknown option.
     """
 
     def __init__(self, setting: bool | str | list[str] | dict[str, Any] | None) -> None:
@@ -61,19 +61,19 @@ class Compilation(AbstractContextManager["Compilation"]):
         self._limits: AbstractContextManager[Any] = nullcontext()
 
     def replays_graphs(self, device: torch.device) -> bool:
-        """Whether compiled code is replayed as CUDA graphs, whose results lie where the next replay's will."""
+        """Whether compiled code is replayed as CUDA graphs, whose outputs are overwritten by the next replay."""
         asked = self._options.get("mode") in _GRAPH_MODES or (self._options.get("options") or {}).get(_GRAPHS)
         return self._on and device.type == "cuda" and bool(asked)
 
     def check_graphs(self, strategy: Strategy, *, accumulates: bool) -> None:
-        """Refuse what CUDA graphs cannot do; only where they are replayed.
+        """Refuse what cannot be replayed as CUDA graphs; does nothing if none are.
 
         Args:
-            strategy: Of the run.
+            strategy: The run's strategy, which says whether parameters move.
             accumulates: A step has several micro-batches in each process.
 
         Raises:
-            ConfigError: A strategy that moves parameters, or several micro-batches.
+            ConfigError: The strategy moves parameters, or there are several micro-batches.
         """
         if not self.replays_graphs(strategy.device):
             return
@@ -89,7 +89,7 @@ class Compilation(AbstractContextManager["Compilation"]):
             )
 
     def check(self, task: nn.Module) -> None:
-        """Refuse what cannot be compiled, while nothing is compiled yet.
+        """Refuse what cannot be compiled, before anything is compiled.
 
         Raises:
             ConfigError: No module has such a class, there is nothing to compile, or torch refuses an option.
@@ -104,10 +104,10 @@ class Compilation(AbstractContextManager["Compilation"]):
             raise ConfigError(f"compile: torch.compile refuses its options: {_first_line(error)}") from error
 
     def apply(self, task: nn.Module) -> None:
-        """Compile, on first use. Modules that are compiled already are left alone.
+        """Compile the modules, which takes place when they are first called; those compiled already are left alone.
 
         Raises:
-            ConfigError: See `check`.
+            ConfigError: As of `check`.
         """
         self.check(task)
         for module in self._targets(task) if self._on else ():
@@ -151,7 +151,7 @@ class Compilation(AbstractContextManager["Compilation"]):
 
 
 def _callable_children(module: nn.Module, metrics: set[int]) -> Iterator[nn.Module]:
-    """The modules with parameters directly in a module; of a list or dictionary of modules, those in it."""
+    """The modules with parameters directly in a module; for a list or dictionary of modules, those in it."""
     for child in module.children():
         if isinstance(child, torch.jit.ScriptModule):
             continue
@@ -162,7 +162,7 @@ def _callable_children(module: nn.Module, metrics: set[int]) -> Iterator[nn.Modu
 
 
 def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Make a module's calls compiled ones, without a wrapper around it."""
+    """Compile a module in place, without a wrapper around it."""
     if not type(module).forward.__module__.startswith("torch."):
         module.compile(**options)
     else:  # torch passes over code of its own: `nn.Sequential.compile()` does nothing
@@ -170,7 +170,7 @@ def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def _explain(error: BaseException | None) -> None:
-    """Turn what torch says when it cannot compile into one clear error; anything else is left alone."""
+    """Raise a clear error for one of torch.compile's own; return for any other."""
     if error is None or (about := is_compilers(error)) is None:
         return
     if about == "versions":

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Attached:
-    """What is in a run while one lasts."""
+    """Mixin: the run that a task or data module is attached to while it lasts."""
 
     _run: Run | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and workers get it without the run it is in."""
+        """Leave the run out of copies, and of what is sent to workers."""
         return {name: value for name, value in self.__dict__.items() if name != "_run"}
 
 
@@ -78,4 +78,4 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Get back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""

@@ -1,4 +1,4 @@
-"""Hooks: which of a user's methods are called, and with what."""
+"""Hooks: which of a user's methods are called, and with which arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lumen.errors import ConfigError
 from lumen.task.data_module import DataHooks, DataModule
 from lumen.task.task_module import TaskModule
 
-#: Every hook, in the order in which `Callback` draws them.
+#: Every hook, in the order in which the docstring of `Callback` lists them.
 HOOKS = (
     "setup", "on_load_checkpoint", "on_save_checkpoint",
     "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start",
@@ -54,7 +54,7 @@ _OF_LOADERS = {
     "on_test_dataloader": _LOADER.format("test_dataloader"),
     "on_predict_dataloader": _LOADER.format("predict_dataloader"),
 }
-#: Methods that were hooks in some Lightning 1 or 2, by whose they were, and what to write instead.
+#: Methods that were hooks in some version of Lightning 1 or 2, by owner, with what to write instead.
 NOT_CALLED: Mapping[str, Mapping[str, str]] = {
     "task": _EITHER | _OF_LOADERS | {
         "backward": "Return a scaled loss from training_step, or write on_before_backward and on_after_backward.",
@@ -109,7 +109,7 @@ NOT_CALLED: Mapping[str, Mapping[str, str]] = {
 _TOLD_OF_LOADERS = {f"on_{stage}_batch_{at}" for stage in ("validation", "test", "predict") for at in ("start", "end")}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _OF_DATA = tuple(name for name in vars(DataHooks) if not name.startswith("_"))
-#: What a misspelt name may have meant.
+#: Names that a misspelt method may have meant.
 _MEANT: Mapping[str, tuple[str, ...]] = {
     "task": (*HOOKS, *_STEPS, *_OF_DATA, "configure_optimizers", "configure_model"),
     "data module": (*_OF_DATA, "setup", "teardown", "state_dict", "load_state_dict"),
@@ -120,12 +120,12 @@ _ALIKE = 0.9  # of difflib: one letter of ten; `training_stage` is further from 
 
 @final
 class Hooks:
-    """For each hook the calls to make, found once: what nobody overrides costs an empty loop.
+    """The functions to call for each hook, looked up once: a hook that nobody overrides costs an empty loop.
 
     Args:
-        task: Called last, without `trainer` and `task`.
-        callbacks: Called first, in order.
-        trainer: First argument of every callback's hook.
+        task: The task, whose hook is called last, without the arguments `trainer` and `task`.
+        callbacks: The callbacks, whose hooks are called first, in order.
+        trainer: The trainer, the first argument of every callback's hook.
     """
 
     def __init__(self, task: TaskModule, callbacks: Iterable[Any], trainer: Any) -> None:
@@ -147,7 +147,7 @@ class Hooks:
 
 
 def overrides(thing: Any, method: str) -> bool:
-    """Whether a user's object changed a method that its Lumen base class defines as doing nothing."""
+    """Whether a user's class or object overrides a method that Lumen's base class defines as doing nothing."""
     own = vars(thing)
     found = own[method] if method in own else getattr(type(thing), method, None)  # None: the object goes without it
     return found is not None and not str(found.__module__).startswith(
@@ -165,15 +165,15 @@ _GONE = {
 def step_arguments(
     step: Callable[..., Any], *, several: bool = False
 ) -> Callable[[tuple[Any, int, int]], tuple[Any, ...]]:
-    """What takes from (batch, batch_idx, dataloader_idx) those that a step's signature asks for.
+    """A function that picks from (batch, batch_idx, dataloader_idx) the arguments that a step's signature asks for.
 
     Args:
-        step: As the task has it; a decorator that keeps its signature (`functools.wraps`) is looked through.
-        several: There are several loaders, one read after the other. Only then `*args` and a third argument that has a
-            default and another name get the last of the three.
+        step: The task's method; a decorator that keeps its signature (`functools.wraps`) is looked through.
+        several: Several loaders are read one after the other. Only then `*args`, or a third argument with a default and
+            another name than `dataloader_idx`, gets the loader's index.
 
     Raises:
-        ConfigError: It asks for something else.
+        ConfigError: The signature asks for anything else.
     """
     names = ("batch", "batch_idx", "dataloader_idx")
     parameters = list(inspect.signature(step).parameters.values())
@@ -199,10 +199,10 @@ def step_arguments(
 
 
 def check_training(task: Any, *, optimizer_given: bool) -> None:
-    """Check that a task defines what training calls.
+    """Check that a task defines the methods that training calls.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: One of them is missing.
     """
     if not isinstance(task, TaskModule):
         raise ConfigError(f"expected a TaskModule, found {type(task).__name__}. Subclass lumen.TaskModule.")
@@ -217,10 +217,10 @@ def check_training(task: Any, *, optimizer_given: bool) -> None:
 
 
 def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> None:
-    """Refuse methods that were hooks in Lightning and are not called here, and hooks that cannot be.
+    """Refuse methods that are hooks in Lightning but are not called here, and hooks with a wrong signature.
 
     Raises:
-        ConfigError: There are some; the message says what to write instead.
+        ConfigError: There are such methods; the message says what to write instead.
     """
     for kind, owner in _owners(task, datamodule, callbacks):
         if dead := [name for name in NOT_CALLED[kind] if _defines(owner, name)]:
@@ -234,7 +234,7 @@ def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iter
 
 
 def misspelt_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> list[str]:
-    """A sentence for each method that nobody calls and whose name nearly is that of a hook that its owner lacks."""
+    """A sentence for each method that nothing calls and whose name is close to that of a hook its owner lacks."""
     found = []
     for kind, owner in _owners(task, datamodule, callbacks):
         lacking = [name for name in _MEANT[kind] if not overrides(owner, name)]
@@ -253,7 +253,7 @@ def _owners(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable
 
 
 def _defines(owner: Any, name: str) -> bool:
-    """Whether a user's class, a parent or a mixin of it, or the object itself, has a method of this name."""
+    """Whether a user's class, one of its bases or mixins, or the object itself has a method of this name."""
     found = vars(owner).get(name)
     for each in type(owner).__mro__:
         found = vars(each).get(name) if found is None and not _is_foreign(each) else found
@@ -270,7 +270,7 @@ def _is_foreign(kind: type) -> bool:
 
 
 def _own_methods(owner: Any, kind: str) -> list[str]:
-    """Names of the methods that a user's classes bring: not those of mixins, nor what overrides anything else."""
+    """Names of the methods that a user's classes add: not those of mixins, nor any that override others."""
     own: dict[str, Any] = {}
     others = set(NOT_CALLED[kind])
     for each in type(owner).__mro__:
@@ -283,7 +283,7 @@ def _own_methods(owner: Any, kind: str) -> list[str]:
 
 
 def _check_signature(owner: Any, name: str, before: int) -> None:
-    """Find out now whether a hook can be called with what it is called with."""
+    """Refuse a hook that cannot be called with its arguments, before it is called."""
     hook, arguments = getattr(owner, name), _arguments(name, before)
     if not (_takes(hook, arguments) or _takes(hook, _without_loader(arguments))):
         raise ConfigError(
@@ -293,7 +293,7 @@ def _check_signature(owner: Any, name: str, before: int) -> None:
 
 
 def _arguments(name: str, before: int) -> list[str]:
-    """What a hook is called with."""
+    """Names of the arguments that a hook is called with."""
     return [*("trainer", "task")[:before], *list(inspect.signature(getattr(TaskModule, name)).parameters)[1:]]
 
 
@@ -312,7 +312,7 @@ def _takes(hook: Callable[..., Any], arguments: list[str]) -> bool:
 
 
 def _fitted(owner: Any, name: str, before: int) -> Callable[..., Any]:
-    """An object's hook; without the number of the loader, the last argument, where it does not take that."""
+    """The bound hook; wrapped to drop `dataloader_idx`, the last argument, if its signature lacks it."""
     hook = getattr(owner, name)
     fits = name not in _TOLD_OF_LOADERS or _takes(hook, _arguments(name, before))
     return hook if fits else _WithoutLoader(hook)
@@ -320,11 +320,11 @@ def _fitted(owner: Any, name: str, before: int) -> Callable[..., Any]:
 
 @final
 class _WithoutLoader:
-    """A hook that does not take the number of the loader."""
+    """Calls a hook without the last argument, `dataloader_idx`."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook, self.__self__ = hook, getattr(hook, "__self__", hook)
 
     def __call__(self, *arguments: Any) -> None:
-        """Call it without."""
+        """Call the hook without the last argument."""
         self._hook(*arguments[:-1])

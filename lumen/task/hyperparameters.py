@@ -38,7 +38,7 @@ class HasHyperparameters:
 
     @property
     def logged_hparams(self) -> dict[str, Any]:
-        """Those of `hparams` that loggers record."""
+        """The entries of `hparams` that loggers record."""
         return {
             name: value for name, value in self.hparams.items() if name not in vars(self).get("hparams_unlogged", ())
         }
@@ -55,7 +55,7 @@ class HasHyperparameters:
             logger: False: keep them in `hparams` and in checkpoints alone, not in what loggers record.
 
         Raises:
-            ConfigError: It has no such argument, or there is nothing to keep by name.
+            ConfigError: `__init__` has no such argument, or there is nothing to keep by name.
         """
         frame = inspect.currentframe()
         collected = _constructor_arguments(self, frame.f_back if frame else None)

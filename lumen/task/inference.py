@@ -1,4 +1,4 @@
-"""What an evaluation under `torch.inference_mode` leaves in a task: tensors that can be trained with."""
+"""Undoes what an evaluation under `torch.inference_mode` leaves in a task: tensors that cannot be trained."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lumen.internals.tensors import own_buffers, own_parameters
 
 @contextmanager
 def ordinary_afterwards(task: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
-    """The context after which tensors of a task and its optimizer are ordinary ones, wherever they were made.
+    """The context after which the tensors of a task and its optimizer are no inference tensors.
 
-    Autograd and updates in place refuse what was made under `torch.inference_mode`. Parameters stay the objects that
+    Autograd and in-place updates refuse tensors made under `torch.inference_mode`. Parameters stay the objects that
     they are; buffers, attributes of modules and entries of the optimizer's state are replaced by copies.
 
     Args:
-        task: Whose modules are looked at.
-        optimizer: Whose state is, if there is one.
+        task: The task whose parameters, buffers and modules' attributes are looked at.
+        optimizer: The optimizer whose state is looked at; None if there is none.
     """
     try:
         yield

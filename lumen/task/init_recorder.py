@@ -1,4 +1,4 @@
-"""What gives parameters on the meta device their values: written down while a model is built, and when it is filled."""
+"""Records which operations give parameters on the meta device their values, when a model is built and when filled."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _Layout = tuple[Any, ...]
 @final
 @dataclass(eq=False)
 class Built:
-    """A parameter that was built on the meta device.
+    """A parameter that was built on the meta device, with the operations that gave it its values.
 
     Attributes:
         name: Its first name in the task.
-        dtype: In which it was built, and gets its values.
-        made: The operations by which it got its values.
-        fed: The last of them brought data along.
-        by_itself: They were all made by the own initialisers of modules.
-        value: Equal for those whose values are copies of each other.
-        casts: The dtypes through which they have gone since.
-        built: As `made`, but by `configure_model`; None if nobody has looked.
-        loses: As `fed`: these data are lost on the meta device.
-        places: The modules that hold it, and how they call it; more than one if it is tied.
-        target: What is to be filled: as it was built, or what a strategy put in its place.
-        whole: All of it, while modules that write it are initialised.
-        real: It, once it is made.
-        has_gaps: Nobody has given it values, or not all.
-        source: The one whose values it takes, if it is a copy and `init_weights` treats both alike.
-        through: The dtypes through which these go.
+        dtype: The dtype in which it was built, and in which it is initialised.
+        made: Names of the operations that wrote it, in order.
+        fed: The last operation copied real data, which the meta device loses.
+        by_itself: All operations were made by initialisers of modules, such as `reset_parameters`.
+        value: An object that parameters have in common whose values are copies of each other.
+        casts: The dtypes to which the values were cast since `value` was set.
+        built: `made` as it was after `configure_model`; None before.
+        loses: `fed` as it was after `configure_model`.
+        places: The modules that hold it, with its name in each; more than one if it is tied.
+        target: The parameter to fill: as it was built, or as a strategy has replaced it.
+        whole: The whole parameter, while modules that write it are initialised.
+        real: The parameter on the device with its values, or this process's part of it; None before.
+        has_gaps: No operation has written it, or not all of its elements.
+        source: The parameter whose values it takes, if it is a copy and `init_weights` treats both alike.
+        through: The dtypes to which the values of `source` are cast on the way.
     """
 
     name: str
@@ -68,37 +68,37 @@ class Built:
     through: tuple[torch.dtype, ...] = ()
 
     def write(self, operation: str, *, by_itself: bool, fed: bool) -> None:
-        """An operation in place has given it other values."""
+        """Note an in-place operation, which has given it other values."""
         self.made.append(operation)
         self.by_itself, self.fed = self.by_itself and by_itself, fed
         self.value, self.casts = object(), ()
 
     def take(self, source: Built) -> None:
-        """It has been given the values of another one."""
+        """Note that it was given the values of another parameter."""
         self.made, self.by_itself, self.fed = [*source.made], source.by_itself, source.fed
         self.value, self.casts = source.value, source.casts
         if self.dtype != source.dtype:
             self.casts = (*self.casts, self.dtype)
 
     def forget(self) -> None:
-        """Its values are gone."""
+        """Note that its values are gone."""
         self.made.clear()
         self.by_itself = True
 
     def blank(self, device: str) -> nn.Parameter:
-        """One of its shape; what nobody writes stays NaN."""
+        """A parameter of its shape, filled with NaN, so that elements that are never written can be found."""
         fill = torch.nan if self.dtype.is_floating_point or self.dtype.is_complex else 0
         values = torch.full(self.target.shape, fill, dtype=self.dtype, device=device)
         return nn.Parameter(values, requires_grad=self.target.requires_grad)
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Let its modules hold it."""
+        """Set a parameter in all modules that hold it."""
         for module, key in self.places:
             put(module, key, parameter)
 
 
 def put(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
-    """Let a module hold a parameter."""
+    """Set a parameter of a module, by its name there."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         own_parameters(module)[key] = parameter
     else:  # torch's RNNs keep a list of their own
@@ -107,11 +107,11 @@ def put(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
 
 @final
 class Recorder(TorchDispatchMode):
-    """Records what gives parameters their values: operations in place, through their views too, and copies.
+    """Records how parameters get their values: by in-place operations, through views too, and by copies.
 
     Attributes:
         written: The parameters that were written since this was emptied.
-        refused: Storages that must not be written, and what they hold.
+        refused: Ids of storages that must not be written, with what they hold, for the error.
     """
 
     def __init__(self) -> None:
@@ -122,25 +122,25 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, tuple[Built, _Layout, Any]] = {}  # the storage, or another could get its place
 
     def know(self, tensor: torch.Tensor, parameter: Built) -> None:
-        """What is done with a tensor is done with a parameter."""
+        """Record operations on a tensor as operations on a parameter."""
         self._known[storage_of(tensor)] = parameter, _layout(tensor), own_part(tensor).untyped_storage()
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Undo `know`: its memory can be freed."""
+        """Undo `know`, so that the tensor's memory can be freed."""
         self._known.pop(storage_of(tensor), None)
 
     def find(self, tensor: torch.Tensor) -> Built | None:
-        """The parameter of which a tensor is all or a part, if it is known."""
+        """The parameter whose memory a tensor shares, wholly or in part; None if it is unknown."""
         return self._known.get(storage_of(tensor), (None,))[0]
 
     def whole(self, tensor: torch.Tensor) -> Built | None:
-        """The parameter of which a tensor is all, not a view of a part or in another order."""
+        """The parameter that a tensor is the whole of, in the same layout; None for any other view."""
         parameter, layout, _ = self._known.get(storage_of(tensor), (None, None, None))
         return parameter if layout == _layout(tensor) else None
 
     @contextmanager
     def own_initialiser(self, module: nn.Module) -> Iterator[None]:
-        """The context in which it is noted what a module's own initialiser writes, whoever calls it."""
+        """The context in which writes by a module's own initialiser are marked as such, whoever calls it."""
         name = reset_name(module)
         reset, attributes = getattr(module, name, None), vars(module)
         before = name in attributes
@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
                 self.written.add(parameter)
 
     def _note_results(self, operation: str, result: Any, given: list[Any]) -> None:
-        """Know what was made from the values of parameters on the meta device."""
+        """Record tensors on the meta device that an operation made from parameters' values."""
         if takes_shape_alone(operation):
             return
         sources = [(each, source) for each in _tensors(given) if (source := self.find(each))]
@@ -227,5 +227,5 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Where this process's part of a tensor lies; the same for its views."""
+    """An id of the memory of this process's part of a tensor; equal for its views."""
     return storage_id(own_part(tensor))

@@ -1,7 +1,7 @@
-"""Layers built in `configure_model`: parameters first on the meta device, then given their values module by module.
+"""Layers built in `configure_model`: parameters first on the meta device, then initialised module by module.
 
-No process ever holds more of them than its share and one module, and they are the same bits under every strategy: what
-a module draws is keyed by the seed and the module's name.
+No process ever holds more of them than its part and one module, and their values have the same bits under every
+strategy: what a module draws is keyed by the seed and the module's name.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _ADVICE = (
 
 @contextmanager
 def _on_meta(recorder: Recorder, present: set[int]) -> Iterator[None]:
-    """The context in which parameters that a module is given go to the meta device; buffers stay where they are.
+    """The context in which parameters that modules are given are moved to the meta device; buffers stay.
 
-    The objects stay the same, so that what is tied stays tied.
+    The parameter objects stay the same, so that tied ones stay tied.
     """
     register = nn.Module.register_parameter
 
@@ -60,10 +60,10 @@ def _on_meta(recorder: Recorder, present: set[int]) -> Iterator[None]:
 
 @final
 class DeferredInit:
-    """Builds what a task defines in `configure_model`, and gives it its values when it lies where it belongs.
+    """Builds what a task defines in `configure_model`, and initialises it once a strategy has placed it.
 
     Args:
-        task: Whose.
+        task: The task with the `configure_model` to call.
     """
 
     def __init__(self, task: TaskModule) -> None:
@@ -79,7 +79,7 @@ class DeferredInit:
         """Call `configure_model`, once in the life of a task, with parameters on the meta device.
 
         Raises:
-            ConfigError: It needs their values, or has buffers there too.
+            ConfigError: `configure_model` needs parameters' values, or puts buffers on the meta device too.
         """
         task, recorder = self._task, Recorder()
         if task._is_configured:
@@ -111,14 +111,14 @@ class DeferredInit:
     def materialize(self, seed: int, device: torch.device) -> None:
         """Give every parameter on the meta device its values, or this process's part of them.
 
-        Nothing is communicated. Generators are afterwards as they were before.
+        Nothing is communicated. The global generators are afterwards as they were before.
 
         Args:
-            seed: Of the run.
-            device: Where the parameters are to be.
+            seed: The run's seed, which with a module's name keys what the module draws.
+            device: The device on which parameters are created.
 
         Raises:
-            ConfigError: Some get no values, or others than `configure_model` gave them.
+            ConfigError: Some parameters get no values, or others than `configure_model` gave them.
         """
         self._find()
         if not self._owned:
@@ -138,7 +138,7 @@ class DeferredInit:
             )
 
     def _find(self) -> None:
-        """Find the parameters on the meta device, whatever a strategy has made of them, and their first owners."""
+        """Find the parameters on the meta device, sharded ones too, and the first module that holds each."""
         found: dict[int, Built] = {}
         for prefix, module in self._task.named_modules():
             for key, tensor in own_parameters(module).items():
@@ -165,7 +165,7 @@ class DeferredInit:
         return (each for part in module.modules() for each in self._owned.get(part, ()))
 
     def _initialise(self, name: str, module: nn.Module, seed: int) -> None:
-        """Run a module's initialiser; one that writes parameters of modules in it, after theirs, as constructors do."""
+        """Call a module's initialiser; after those of its submodules if it writes their parameters, as in building."""
         written = self._run(name, module, seed)
         if any(each.whole is None for each in written):
             for below_name, below in reversed([*module.named_modules(prefix=name)][1:]):
@@ -199,7 +199,7 @@ class DeferredInit:
         return set(self._recorder.written)
 
     def _close(self, parameter: Built, device: torch.device) -> None:
-        """Keep this process's part of a parameter that has its values, and free the rest."""
+        """Keep this process's part of an initialised parameter, and free the rest."""
         whole, target, parameter.whole = parameter.whole, parameter.target, None
         assert whole is not None
         self._recorder.forget(whole)
@@ -218,7 +218,7 @@ class DeferredInit:
         self._recorder.refused[storage_of(parameter.real)] = parameter.name
 
     def _copy(self) -> None:
-        """Give copies the values of their sources, unless `init_weights` has given them others."""
+        """Give copies the values of their sources, unless `init_weights` gave them others."""
         for parameter in self._made.values():
             source = parameter.source
             if source is None or not (parameter.by_itself or parameter.made == source.made):
@@ -233,7 +233,7 @@ class DeferredInit:
 
 
 def _problem(parameter: Built) -> str | None:
-    """What is wrong with the values of a parameter."""
+    """What is wrong with the values of a parameter, in words; None if nothing is."""
     built, made = parameter.built, parameter.made
     if parameter.source is not None:
         return None

@@ -1,4 +1,4 @@
-"""The modes of modules, train or eval, before and after an evaluation."""
+"""The train and eval modes of modules, restored after an evaluation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _log = logging.getLogger("lumen")
 
 @final
 class Modes:
-    """Which modules of a model are in train mode and which in eval mode, to be put back.
+    """The mode of every module in a model, train or eval, to be restored.
 
     Args:
-        model: With everything in it.
+        model: The module that holds all others.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,9 +26,9 @@ class Modes:
 
     @contextmanager
     def choosing(self) -> Iterator[None]:
-        """The context of hooks whose choice stays: what they set, by `train`, `eval` or hand, is not put back.
+        """The context of hooks whose choice stays: modes that they set, by `train`, `eval` or hand, are not restored.
 
-        An `eval` is noticed where it is called, since an evaluation has all modules in eval mode already.
+        Calls of `eval` are noticed as calls, since during an evaluation all modules are in eval mode already.
         """
         train, entered = nn.Module.train, [module.training for _, module, _ in self._before]
 
@@ -46,7 +46,7 @@ class Modes:
                     self._chosen.add(id(module))
 
     def restore(self) -> None:
-        """Put each module's mode back, unless it was chosen meanwhile."""
+        """Restore each module's mode, unless it was chosen by a hook meanwhile."""
         for _, module, training in self._before:
             if id(module) not in self._chosen:
                 module.training = training
@@ -59,5 +59,5 @@ class Modes:
 
 
 def _is_odd(module: nn.Module, was_training: bool) -> bool:
-    """Whether a module that is to be trained has left train mode."""
+    """Whether a module with trainable parameters has left train mode."""
     return was_training and not module.training and any(each.requires_grad for each in module.parameters())

@@ -1,4 +1,4 @@
-"""Parameters that others take the place of: who refers to them keeps a parameter that is trained, with its hooks."""
+"""Redirects references to parameters that a strategy has replaced, so that optimizers and users see the new ones."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from lumen.internals.tensors import give_hooks, hooks_of, own_parameters
 
 @final
 class Replaced(nn.Parameter):
-    """A parameter whose place another one has taken: whatever is done with it is done with what is there then."""
+    """A parameter that was replaced: operations on it act on the parameter that has taken its place."""
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch's with what is there."""
+        """Call a function of torch with the parameter that has taken its place."""
         return function(*convert(args, current), **convert(kwargs or {}, current))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of what is there."""
+        """A copy of the parameter that has taken its place."""
         return deepcopy(current(self), memo)
 
 
 def current(value: Any) -> Any:
-    """What has taken the place of a replaced parameter; anything else as it is."""
+    """The parameter that has taken a replaced one's place; any other object as it is."""
     if type(value) is not Replaced:
         return value
     return value.__dict__["_current"]()
 
 
 def become(old: nn.Parameter, new: nn.Parameter, module: nn.Module, key: str) -> nn.Parameter:
-    """Let a parameter without a history become another one, which nobody refers to.
+    """Replace a parameter by a new one, keeping the old object where torch can swap their contents.
 
     Args:
-        old: It; its hooks stay.
-        new: The other one.
-        module: Where it is.
-        key: How that calls it.
+        old: A leaf parameter; its hooks stay.
+        new: The parameter with the new contents, which nothing else refers to.
+        module: The module that holds `old`.
+        key: The parameter's name in `module`.
 
     Returns:
-        What the module is to hold: the old object, where torch can change it.
+        The parameter that the module is to hold: `old`, unless weak references or views of it exist.
     """
     hooks = hooks_of(old)
     with suppress(RuntimeError):  # somebody has weak references to it, or views of it
@@ -61,12 +61,12 @@ def become(old: nn.Parameter, new: nn.Parameter, module: nn.Module, key: str) ->
 
 
 def replace(old: nn.Parameter, find: Callable[[], Any], name: str) -> None:
-    """Let everybody who refers to a parameter find what has taken its place.
+    """Make every reference to a parameter lead to the one that has taken its place.
 
     Args:
-        old: It; nothing of it is kept.
-        find: Finds the other one, whenever it is used.
-        name: How an error calls it, where a gradient arrives at it all the same.
+        old: The replaced parameter; its memory is freed.
+        find: Returns the parameter that has taken its place; called at each use.
+        name: The parameter's name, for the error if a gradient still reaches `old` through a view.
     """
 
     def refuse(_: torch.Tensor) -> None:
@@ -85,10 +85,10 @@ def replace(old: nn.Parameter, find: Callable[[], Any], name: str) -> None:
 
 
 def refer_to_current(optimizer: Optimizer) -> None:
-    """Let an optimizer that was given parameters whose place others have taken train those.
+    """Make an optimizer train the parameters that have taken the place of replaced ones.
 
     Raises:
-        ConfigError: It has those already.
+        ConfigError: The optimizer then has one parameter twice.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(type(parameter) is Replaced for parameter in held):

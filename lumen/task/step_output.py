@@ -1,4 +1,4 @@
-"""What `training_step` may return, and what to write instead of anything else."""
+"""Reads what `training_step` returned; the errors for anything else say what to return instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lumen.errors import TrainingError
 
 
 def without_gradient(task: nn.Module) -> TrainingError:
-    """The error of a loss that nothing can be learned from."""
+    """The error for a loss that requires no gradient."""
     trained = any(parameter.requires_grad for parameter in task.parameters())
     if not torch.is_grad_enabled():
         why = "gradients are switched off, by torch.set_grad_enabled(False) or a context that was not left. Put it back"
@@ -31,10 +31,10 @@ def without_gradient(task: nn.Module) -> TrainingError:
 
 
 def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:
-    """Loss and weight out of what `training_step` returned.
+    """The loss and the weight in what `training_step` returned; None where there is none.
 
     Raises:
-        TrainingError: It is something else.
+        TrainingError: The output has another form, or the loss is no scalar.
     """
     loss, weight = output, None
     if isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point():
@@ -71,7 +71,7 @@ def _wrong_output(part: str, value: Any, instead: str) -> TrainingError:
 
 
 def _instead(loss: Any) -> str:
-    """What to write in place of what is no loss."""
+    """What to return instead of a loss of the wrong shape or type."""
     if not isinstance(loss, torch.Tensor):
         if isinstance(loss, Mapping):
             return "Name the loss 'loss' in it."
