@@ -1,4 +1,4 @@
-"""Callbacks: code that runs beside any task."""
+"""Callbacks: code that runs beside any task, such as saving checkpoints and showing progress."""
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.defaults import choose_callbacks, savers_of

@@ -73,7 +73,7 @@ class Callback:
         return type(self).__qualname__
 
     def _generate_state_key(self, **settings: Any) -> str:
-        """A `state_key` of the class and of settings."""
+        """A `state_key` from the class and some settings."""
         return f"{type(self).__qualname__}{settings!r}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Get back what `state_dict` gave, with any strategy and number of processes.
+        """Restore what `state_dict` returned, under any strategy and with any number of processes.
 
         Where FSDP cuts up the parameters, a tensor that was cut up when it was saved comes cut up over the processes of
         now; so does, of a run that cut up nothing, an average: a tensor that lies under the name of a parameter and has
@@ -89,7 +89,7 @@ class Callback:
         """
 
     def on_save_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Add plain data and tensors of its own to a checkpoint; also called once when training begins, as a trial.
+        """Add plain data and tensors to a checkpoint; also called once when training begins, as a trial.
 
         The dictionary is this callback's alone. It does not hold what Lightning keeps there (`state_dict`, `epoch`): to
         ask for that is an error that says where it is.

@@ -1,4 +1,4 @@
-"""Where a moment's checkpoint lies in a run's folder, and how those leave that nobody keeps."""
+"""The path of a step's checkpoint, and which checkpoints are to be removed."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def decides(given: Mapping[str, Any]) -> bool:
 
 
 def deciding_first(savers: Iterable[Saver]) -> list[Saver]:
-    """Callbacks that save, first the one that says for all which checkpoint is best: the first that `decides`."""
+    """Callbacks that save, in order, but first the one whose monitor says for all which is best (see `decides`)."""
     return sorted(savers, key=lambda saver: not decides(vars(saver)))
 
 
 def moment_of(trainer: Trainer) -> Moment:
-    """What tells this boundary from all others of a run: a skipped update leaves the step as it was."""
+    """What identifies the present moment of a run: not the step alone, which a skipped update leaves as it was."""
     return trainer.global_step, trainer.run.progress.micro_batches, trainer.current_epoch, trainer.validation_due
 
 
 def place(trainer: Trainer, folder: Path) -> tuple[Path, bool]:
-    """Where in a run's folder this moment's checkpoint lies or will lie, and whether it is saved already.
+    """The path in a folder at which the present moment is or will be saved, and whether it is saved already.
 
     A skipped update leaves the step as it was while samples were consumed: a second moment of a step gets `-1`.
     """
@@ -71,15 +71,15 @@ def is_same(folder: Path, other: Path) -> bool:
 
 
 def lost(folder: Path, names: Iterable[str], best: Iterable[str], wanted: int) -> set[str]:
-    """Which of some checkpoints are no more.
+    """Names of checkpoints that have gone or are damaged.
 
-    Whether one is intact takes reading all of its manifest: that is found out of the best alone.
+    Only the best are checked for damage, since that takes reading a whole manifest.
 
     Args:
-        folder: Where they lay.
-        names: Theirs.
-        best: Of these, the best first.
-        wanted: How many of the best are to be intact.
+        folder: The directory they were saved in.
+        names: Names of the checkpoints to look for.
+        best: The names among these that are ranked, the best first.
+        wanted: Number of the best that are to be intact; the check ends when they are found.
     """
     gone = set(names) - {path.name for path in find_unread(folder)}
     for name in best:
@@ -93,12 +93,12 @@ def lost(folder: Path, names: Iterable[str], best: Iterable[str], wanted: int) -
 
 
 def unkept(rules: Iterable[Rule], newest: Path, found: list[Path]) -> list[Path]:
-    """What no rule keeps of checkpoints that lie together.
+    """The checkpoints of a folder that no rule keeps.
 
     Args:
-        rules: Each is told of all, oldest first, and returns what it keeps.
-        newest: It was committed or verified by this process, so it is kept whatever the others are worth.
-        found: All, oldest first.
+        rules: Each is called with all checkpoints, oldest first, and returns those that it keeps.
+        newest: The checkpoint that this process has committed or verified; it is always kept.
+        found: All checkpoints in the folder, oldest first.
     """
     found = found[: found.index(newest) + 1] if newest in found else []  # what lies behind it is damaged: no rule's
     kept = {newest}.union(*(rule(found) for rule in rules))

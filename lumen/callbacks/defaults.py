@@ -12,7 +12,7 @@ from lumen.errors import ConfigError
 
 
 def savers_of(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]:
-    """Those that save, first the one that says for all which checkpoint is best."""
+    """The callbacks that save checkpoints, first the one that says for all which checkpoint is best."""
     return deciding_first([callback for callback in callbacks if isinstance(callback, ModelCheckpoint)])
 
 
@@ -21,14 +21,14 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
 
     Args:
         given: A callback, a list, a dictionary, or None.
-        defaults: Classes of which each run has one, and whether it is wanted.
-        checkpointing: Whether the run saves checkpoints.
+        defaults: Classes of which each run has one unless the user gives one, and whether that is wanted.
+        checkpointing: Whether the run is to save checkpoints.
 
     Returns:
-        The user's, the defaults that they do not replace, and last those that save.
+        The user's callbacks, the defaults that they do not replace, and last those that save checkpoints.
 
     Raises:
-        ConfigError: Not a callback, or one that saves in a run that does not.
+        ConfigError: Something given is no callback, or saves checkpoints in a run that is to save none.
     """
     listed = (
         [given] if isinstance(given, Callback) else list(given.values() if isinstance(given, dict) else given or ())

@@ -1,4 +1,4 @@
-"""What accelerators can do at most, as their maker says."""
+"""Peak operations per second of accelerators, from their data sheets."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _PEAKS_TFLOP_PER_S: tuple[tuple[str, float, float | None, float | None, float], 
 
 
 def peak_flop_per_s(device_name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
-    """Operations per second that a device can do at most.
+    """Peak floating-point operations per second of a device, for dense matrix products.
 
     Args:
-        device_name: As `torch.cuda.get_device_name` gives it.
-        dtype: Of the matrix products: float32, bfloat16 or float16.
-        tf32: Those of float32 are made in TF32.
+        device_name: A name such as "NVIDIA H100 80GB HBM3", from `torch.cuda.get_device_name`.
+        dtype: The dtype of the matrix products: float32, bfloat16 or float16.
+        tf32: Products of float32 are computed in TF32.
 
     Returns:
-        None for a device, a part of one (MIG), or a dtype whose peak is not known.
+        None if the peak is not known: of another device, of a part of one (MIG), or in another dtype.
     """
     for name, float32, of_tf32, bfloat16, float16 in _PEAKS_TFLOP_PER_S:
         if re.fullmatch(name, device_name) and "MIG" not in device_name:

@@ -1,4 +1,4 @@
-"""How progress reaches the user's eyes, and how its numbers are written."""
+"""Displays: where progress is shown (terminal, notebook, plain lines), and how its numbers are written."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _NOTEBOOK_INTERVAL_S = 0.5  # the server keeps every picture for a browser that 
 @final
 @dataclass
 class Line:
-    """What there is to say about training, or about one evaluation.
+    """What is shown of training or of one evaluation.
 
     Attributes:
-        head: Where it is.
+        head: Where it stands, such as "epoch 2/30  step 120/900".
         fraction: How full the bar is, 0 to 1; None: no bar.
-        tail: How long it takes.
-        values: What was logged.
-        costs: Speed and memory.
+        tail: Time that has passed and that is left.
+        values: Logged values by name.
+        costs: Speed and memory, formatted.
     """
 
     head: str
@@ -68,7 +68,7 @@ class Line:
                 yield _fitted(text, width)
 
     def html(self) -> str:
-        """The same for a browser: the line of the bar, and below it values and costs, each broken between them only."""
+        """The same as HTML: the line of the bar, and below it values and costs, which are never broken inside."""
         from html import escape
 
         bar = "" if self.fraction is None else f' <progress max="1" value="{self.fraction:.3f}"></progress>'
@@ -86,7 +86,7 @@ class Line:
 @final
 @dataclass
 class Board:
-    """Everything on show."""
+    """The lines of training and of an evaluation within it."""
 
     training: Line | None = None
     evaluation: Line | None = None
@@ -95,35 +95,35 @@ class Board:
         yield from self.lines()
 
     def lines(self) -> list[Line]:
-        """What there is of it."""
+        """The lines that there are."""
         return [line for line in (self.training, self.evaluation) if line is not None]
 
 
 class Display(ABC):
-    """Where a board is shown.
+    """A place where a board is shown.
 
     Attributes:
-        interval_s: Seconds from one time to the next.
+        interval_s: Seconds between two updates.
     """
 
     interval_s: float = math.inf
 
     @abstractmethod
     def draw(self, board: Board) -> None:
-        """Bring a picture up to date; no event worth a line of its own."""
+        """Update a live picture; a display of plain lines prints nothing."""
 
     @abstractmethod
     def show(self, board: Board) -> None:
-        """It is time, or something has happened."""
+        """Update a live picture or print a line: time is up, or something has happened."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing follows."""
+        """Leave what is shown as it is, and end."""
 
 
 @final
 class NoDisplay(Display):
-    """For the processes that do not talk to the user."""
+    """Shows nothing, in all processes but the first."""
 
     def draw(self, board: Board) -> None:
         """Do nothing."""
@@ -137,10 +137,10 @@ class NoDisplay(Display):
 
 @final
 class Plain(Display):
-    """One line at a time, for files and pipes.
+    """Prints one line at a time, for files and pipes.
 
     Args:
-        interval_s: Seconds between two lines.
+        interval_s: Seconds between two lines, >= 0.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -150,7 +150,7 @@ class Plain(Display):
         """Do nothing: there is no picture."""
 
     def show(self, board: Board) -> None:
-        """Print the line of what is going on."""
+        """Print the line of what is going on now."""
         line = board.evaluation or board.training
         terminal.console.print(str(line), markup=False, highlight=False, soft_wrap=True)
 
@@ -160,14 +160,14 @@ class Plain(Display):
 
 @final
 class Live(Display):
-    """A picture at the bottom of a terminal, below everything that is printed meanwhile.
+    """Draws at the bottom of a terminal, below everything that is printed meanwhile.
 
     It is drawn by the training loop itself: a thread of its own would take its time from the loop at any moment, and
     would be copied half alive into forked loader workers. It is taken away when a debugger (`breakpoint()`, pdb, ipdb)
     asks for a command, and is there again when the loop draws next.
 
     Args:
-        interval_s: Seconds between two pictures at least; more where drawing is slow.
+        interval_s: Seconds between two pictures, at least; more where drawing is slow.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -181,7 +181,7 @@ class Live(Display):
         return terminal.console.is_terminal and not terminal.console.is_dumb_terminal
 
     def draw(self, board: Board) -> None:
-        """Draw; on the first call begin."""
+        """Draw; the first call starts the live display."""
         from rich.live import Live as RichLive
 
         start = perf_counter()
@@ -234,10 +234,10 @@ class Live(Display):
 
 @final
 class Notebook(Display):
-    """One output below the cell, each picture in the place of the one before.
+    """Draws in one output below a notebook's cell, each picture in the place of the last.
 
     Args:
-        interval_s: Seconds between two pictures, half a second at least.
+        interval_s: Seconds between two pictures, at least 0.5.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -245,7 +245,7 @@ class Notebook(Display):
         self._output: Any = None
 
     def draw(self, board: Board) -> None:
-        """Draw; on the first call make the output."""
+        """Draw; the first call creates the output."""
         from IPython.display import display
 
         text, marked_up = ("\n".join(map(write, board.lines())) for write in (str, Line.html))
@@ -264,11 +264,11 @@ class Notebook(Display):
 
 
 def choose_display(interval_s: float, plain_interval_s: float) -> Display:
-    """The best that this process can show.
+    """The best display that this process can have: terminal, notebook, or plain lines.
 
     Args:
-        interval_s: Seconds between two pictures.
-        plain_interval_s: Seconds between two lines where there are no pictures.
+        interval_s: Seconds between two pictures of a live display.
+        plain_interval_s: Seconds between two lines where none is possible.
     """
     if terminal.in_notebook:
         return Notebook(interval_s)
@@ -284,7 +284,7 @@ def _fitted(text: str, width: int) -> Text:
 
 
 def _wrapped(pieces: list[str], width: int) -> list[str]:
-    """Pieces joined to a few lines that are broken between them only."""
+    """Join pieces to lines of at most `width` characters, broken between pieces only."""
     from rich.cells import cell_len
 
     lines: list[str] = []
@@ -299,22 +299,22 @@ def _wrapped(pieces: list[str], width: int) -> list[str]:
 
 
 def number(value: float, digits: int) -> str:
-    """A number in so many digits: 2.731, 0.02731, 12,346, 2.731e-05."""
+    """A number with `digits` significant digits: 2.731, 0.02731, 12,346, 2.731e-05."""
     if 10**digits <= abs(value) < 1e9:
         return f"{value:,.0f}"
     return f"{value:#.{digits}g}".rstrip(".")
 
 
 def speed(per_s: float, unit: str) -> str:
-    """43.1 steps/s, or 2.50 s/step; more than 0."""
+    """A speed > 0 in words: 43.1 steps/s, or 2.50 s/step."""
     return f"{number(per_s, 3)} {unit}s/s" if per_s >= 1 else f"{number(1 / per_s, 3)} s/{unit}"
 
 
 def size(mb: float) -> str:
-    """612 MB, 1.9 GB."""
+    """Megabytes in words: 612 MB, 1.9 GB."""
     return f"{mb:.0f} MB" if mb < 1000 else f"{mb / 1000:.1f} GB"
 
 
 def duration(seconds: float) -> str:
-    """0:01:23."""
+    """Seconds in words: 0:01:23."""
     return str(timedelta(seconds=round(seconds)))

@@ -29,7 +29,7 @@ class EarlyStopping(Callback):
         monitor: A logged name, such as `val_loss`. It is looked at whenever it has a new value, of an epoch or a
             validation; a value of a single step is none.
         min_delta: An improvement must be larger than this, >= 0.
-        patience: Values without improvement to accept.
+        patience: Number of values without improvement to accept before training ends, >= 0.
         mode: "min": smaller is better; "max": larger is better.
         strict: A monitor that was never logged by the end of an epoch with validation is an error.
         check_finite: Stop at a NaN or infinite value.
@@ -37,8 +37,8 @@ class EarlyStopping(Callback):
         divergence_threshold: Stop at once when the value is worse than this.
 
     Attributes:
-        best_score: The best value so far.
-        wait_count: Values since then.
+        best_score: The best value of the monitor so far.
+        wait_count: Number of values since the best one.
         stopped_epoch: Epochs completed when it stopped training; 0: it has not.
         stopping_reason_message: Why it stopped training, or None.
     """
@@ -99,23 +99,23 @@ class EarlyStopping(Callback):
             trainer.should_stop = True
 
     def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Complain of a name without a value as soon as it had its turn; that epoch's checkpoint is saved by now."""
+        """Raise an error for a monitor that had no value in an epoch; that epoch's checkpoint is saved by now."""
         if self.strict and trainer.current_epoch > 0:
             trainer.require_logged("EarlyStopping", self.monitor)
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Complain of a name that never had a value."""
+        """Raise an error for a monitor that never had a value."""
         if self.strict:
             trainer.require_logged("EarlyStopping", self.monitor)
 
     def _look(self, value: float) -> None:
-        """Decide at a new value whether to stop; a new best value takes back what an older one decided."""
+        """Decide at a new value whether to stop; a new best value takes an earlier decision back."""
         reason = self._judge(value)
         if reason is not None or self.wait_count == 0:
             self._pending = reason
 
     def _judge(self, value: float) -> str | None:
-        """Why to stop at this value, or None."""
+        """The reason to stop at this value, or None."""
         distance = self._sign * value
         if self.check_finite and not math.isfinite(value):
             return f"the value {value} is not finite"
@@ -133,11 +133,11 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """A best value of another monitor is none."""
+        """The class with monitor and mode: the best value of another monitor means nothing here."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and how long ago it was."""
+        """The best value, and how many values ago it was."""
         return {
             "best_score": self.best_score,
             "wait_count": self.wait_count,
@@ -147,7 +147,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the best value and the count of values since."""
         self.best_score = state["best_score"]
         self.wait_count = state["wait_count"]
         self._pending = state["pending"]

@@ -1,4 +1,4 @@
-"""Log what the optimizer is set to."""
+"""Logs the learning rate, and momentum and weight decay if asked for."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class LearningRateMonitor(Callback):
     A group's own "name" is used instead of `group_N`, as those of `decay_groups` have one: `lr/no decay`.
 
     Args:
-        logging_interval: "step": of every update that is logged; "epoch": of the first update of every epoch.
-        log_momentum: Log `momentum` too, or what is in its place, the first of the `betas`.
+        logging_interval: "step": at every step whose metrics are logged; "epoch": at the first step of every epoch.
+        log_momentum: Log `momentum` too; of an optimizer without one the first of its `betas`.
         log_weight_decay: Log `weight_decay` too.
     """
 
@@ -38,7 +38,7 @@ class LearningRateMonitor(Callback):
         self._wanted = ["lr", *["momentum"] * log_momentum, *["weight_decay"] * log_weight_decay]
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Complain of what the optimizer does not have."""
+        """Refuse to log what the optimizer does not have."""
         for optimizer in trainer.optimizers:
             missing = [name for name in self._wanted for group in optimizer.param_groups if _value(group, name) is None]
             if missing:
@@ -59,7 +59,7 @@ class LearningRateMonitor(Callback):
 
 
 def _names(groups: list[dict[str, Any]]) -> list[str]:
-    """What each group is called, with its number where it has no name or shares it."""
+    """The groups' names; a group that has none, or shares one, is named by its number."""
     names = [str(group.get("name", f"group_{number}")) for number, group in enumerate(groups)]
     return [name if names.count(name) == 1 else f"{name} {number}" for number, name in enumerate(names)]
 

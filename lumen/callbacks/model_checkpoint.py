@@ -47,11 +47,10 @@ class ModelCheckpoint(Callback):
     `ckpt_path="best"`, `resume="best"` and `trainer.checkpoint_callback`. A run goes on from the newest checkpoint of
     all its directories.
 
-    How: every process writes its share. A save copies it and lets training go on while threads write, sync, commit, and
+    How: every process writes its part. A save copies it and lets training go on while threads write, sync, commit, and
     then remove what no rule keeps. One save is under way at most; the next one waits for it, and so does the end of the
-    run, whose own checkpoint is written at once. If it cannot be written, the run ends at the next boundary after that
-    is known (with several processes within half a second or so) with the error of a save at once. A checkpoint whose
-    save is under way is none yet for the attributes below.
+    run, whose own checkpoint is written at once. If one cannot be written, the run ends with that error at a later step
+    (with several processes within half a second or so). The attributes below count a checkpoint from its commit on.
 
     Args:
         monitor: A logged name, such as `val_loss`, whose values of epochs or validations say which checkpoints are
@@ -75,9 +74,9 @@ class ModelCheckpoint(Callback):
             `every_n_train_steps`, else after 10 seconds.
 
     Attributes:
-        best_model_path: Directory of the best checkpoint, without a monitor of the newest one, or "".
-        best_model_score: Its value, or None.
-        best_k_models: Values of the `save_top_k` best by directory, the best one first.
+        best_model_path: Directory of the best checkpoint (without a monitor: of the newest), or "".
+        best_model_score: The monitor's value at the best checkpoint, or None.
+        best_k_models: The monitor's values at the `save_top_k` best checkpoints by directory, the best one first.
         kth_best_model_path: Directory of the worst of these, or "".
         last_model_path: Directory of the newest checkpoint, or "".
         current_score: The newest value of the monitor, or None.
@@ -225,7 +224,7 @@ class ModelCheckpoint(Callback):
             trainer.require_logged("ModelCheckpoint", self.monitor)
 
     def _save_what_is_due(self, trainer: Trainer) -> None:
-        """Let all save that want to, once each has its score: every checkpoint holds those of all."""
+        """Let every `ModelCheckpoint` save that wants to, after all have noted their scores: each save holds all."""
         run = trainer.run
         pulse, ending = run.ending.pulse, run.ending.is_here
         if pulse.announced or ending:
@@ -275,29 +274,29 @@ class ModelCheckpoint(Callback):
             trainer.require_logged("ModelCheckpoint", self.monitor)
 
     def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
-        """Let the run go."""
+        """Drop the references to the run."""
         self._saves, self._all = None, []
 
     @property
     def state_key(self) -> str:
-        """A score of another monitor is none; where several have one monitor, they differ in their `dirpath`."""
+        """The class with monitor and mode, and `dirpath` where several have the same monitor."""
         told_apart = {"dirpath": str(self.given_dirpath)} if self._has_twin and self.given_dirpath is not None else {}
         return self._generate_state_key(monitor=self.monitor, mode=self.mode, **told_apart)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which checkpoints scored what, if there is a monitor."""
+        """The score of each checkpoint, if there is a monitor."""
         return {} if self.monitor is None else {"scores": self.scores, "current_score": self.current_score}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the scores."""
         self.scores, self.current_score = state["scores"], state["current_score"]
 
     def save(self, trainer: Trainer, *, at_once: bool = False) -> None:
         """Save this boundary, unless that is done, and remove what no rule keeps any more. Collective.
 
         Args:
-            trainer: At a boundary.
-            at_once: Wait for the commit.
+            trainer: The trainer of a run in which a step has just been completed.
+            at_once: Write the checkpoint before returning, even if `asynchronous`.
         """
         assert self.dirpath is not None
         run, moment = trainer.run, moment_of(trainer)
@@ -363,10 +362,10 @@ class ModelCheckpoint(Callback):
         return [saver for saver in savers if saver.dirpath is not None and is_same(saver.dirpath, folder)]
 
     def kept(self, found: list[Path], best: Collection[str]) -> set[Path]:
-        """Which of some checkpoints, oldest first, the rules keep.
+        """The checkpoints that the rules keep.
 
         Args:
-            found: The checkpoints.
+            found: Paths of all checkpoints, oldest first.
             best: Names of the `save_top_k` best.
         """
         if -1 in (self.keep_last, self.save_top_k):
@@ -378,7 +377,7 @@ class ModelCheckpoint(Callback):
         return kept
 
     def _ranked(self) -> dict[str, float]:
-        """Scored checkpoints, best first; NaN is never best; of equals the earlier."""
+        """Scores of checkpoints by name, best first, without NaN; of equal ones the earlier first."""
         if not decides(vars(self)):
             return {}
         sign = 1.0 if self.mode == "min" else -1.0
@@ -386,12 +385,12 @@ class ModelCheckpoint(Callback):
         return dict(sorted(scored, key=lambda item: (sign * item[1], item[0])))
 
     def _committed(self) -> dict[str, float]:
-        """The same without the one whose save is under way."""
+        """`_ranked` without the checkpoint whose save is under way."""
         under_way = None if self._saves is None else self._saves.path
         return {name: score for name, score in self._ranked().items() if self._path(name) != str(under_way)}
 
     def _top(self, ranked: dict[str, float]) -> dict[str, float]:
-        """The `save_top_k` first."""
+        """The first `save_top_k` of ranked scores."""
         return ranked if self.save_top_k < 0 else dict(islice(ranked.items(), self.save_top_k))
 
     def _path(self, name: str | None) -> str:

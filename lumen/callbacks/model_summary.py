@@ -1,4 +1,4 @@
-"""Print what a model consists of."""
+"""Prints a table of a model's modules and parameters."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Row(NamedTuple):
 
     Attributes:
         name: Dotted path; "" is the model itself.
-        type: Its class; "Parameter" for one that the model holds directly.
-        trainable: Elements of its parameters that require gradients.
-        frozen: Elements of its other parameters.
+        type: Name of its class; "Parameter" for one that the model holds directly.
+        trainable: Number of elements of the parameters that require gradients.
+        frozen: Number of elements of the other parameters.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Elements of all its parameters."""
+        """Number of elements of all parameters."""
         return self.trainable + self.frozen
 
 
@@ -75,8 +75,8 @@ def summarize(model: nn.Module, max_depth: int = 1) -> list[Row]:
     """Count the parameters of a model and of its modules.
 
     Args:
-        model: Any module.
-        max_depth: Levels of modules below it; -1: all.
+        model: Any module, sharded or not.
+        max_depth: Levels of modules below it to list; -1: all.
 
     Returns:
         First the model itself, whose numbers are the totals; then, in the order of their definition, the parameters
@@ -93,7 +93,7 @@ def summarize(model: nn.Module, max_depth: int = 1) -> list[Row]:
 
 
 def _is_metric(module: nn.Module) -> bool:
-    """Whether there is nothing to learn in it, but something to measure with."""
+    """Whether a module has no parameters but holds torchmetrics objects."""
     return not any(True for _ in module.parameters()) and bool(metrics_of(module))
 
 
@@ -148,12 +148,12 @@ def _size(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _elements(tensor: torch.Tensor) -> int:
-    """Its elements; 0 while a lazy module has not seen its first batch."""
+    """Number of elements; 0 for a parameter of a lazy module that has not seen its first batch."""
     return 0 if is_lazy(tensor) else tensor.numel()
 
 
 def _humane(count: int) -> str:
-    """In few digits: 954, 12.3 k, 0.81 M, 7.24 B."""
+    """A count in few digits: 954, 12.3 k, 0.81 M, 7.24 B."""
     if count < 1000:
         return str(count)
     if count < 100_000:

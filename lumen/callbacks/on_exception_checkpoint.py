@@ -1,4 +1,4 @@
-"""Save what a failing run has learned since its last checkpoint."""
+"""Saves a checkpoint when training fails, with what was learned since the last one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OnExceptionCheckpoint(Callback):
       finite, nor with several processes, because the others are somewhere else.
 
     Args:
-        dirpath: Where all of them go, as `exception-step-N`. Default: where the run's checkpoints are.
+        dirpath: Directory for all of them, as `exception-step-N`. Default: where the run's checkpoints are.
     """
 
     @checked
@@ -55,7 +55,7 @@ class OnExceptionCheckpoint(Callback):
         self._boundary, self._is_updating = None, False
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Begin to watch."""
+        """Note from now on where the run stands."""
 
         def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._is_updating = True
@@ -93,7 +93,7 @@ class OnExceptionCheckpoint(Callback):
             run.progress.become(now)
 
     def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
-        """Watch no more."""
+        """Remove the hooks."""
         if self._watch is not None:
             self._watch.remove()
             self._watch = None
@@ -116,7 +116,7 @@ class OnExceptionCheckpoint(Callback):
 
 
 def _moment(progress: Progress) -> tuple[Any, ...]:
-    """What has moved as soon as anything of an epoch, a step or a validation has begun."""
+    """Counters of which one moves as soon as anything of an epoch, a step or a validation has begun."""
     return progress.epoch, progress.in_epoch, progress.micro_batches, progress.validation_due
 
 

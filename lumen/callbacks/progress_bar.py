@@ -1,4 +1,4 @@
-"""Show how a run goes: a live bar in a terminal or a notebook, plain lines elsewhere."""
+"""Shows the progress of a run: a live bar in a terminal or a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ProgressBar(Callback):
         self._count_steps(trainer.run, progress.step, progress.epoch)
 
     def _count_steps(self, run: Run, done: int, epochs: int) -> None:
-        """Find out how many steps the run has, of which some were done in whole epochs."""
+        """Set the number of the run's steps, `done` of which were made in whole epochs."""
         plan, feed = run.plan, run.loaders.train
         assert feed is not None
         per_epoch = feed.steps(plan.limit("train", feed))
@@ -136,7 +136,7 @@ class ProgressBar(Callback):
         self._close()
 
     def _take_look(self, trainer: Trainer) -> None:
-        """Note where the run is and ask for its values."""
+        """Note where the run stands and begin to copy its values to the host."""
         run = trainer.run
         values: Mapping[str, float | torch.Tensor] = run.log.train.step_values(_asked_for)
         if not values and run.step.loss is not None:
@@ -145,7 +145,7 @@ class ProgressBar(Callback):
         self._look = self._position(trainer), Arrival(values)
 
     def _take_in_look(self, *, wait: bool = False) -> bool:
-        """Put what was looked at last on the board, if its values are here."""
+        """Put what was noted last on the board, if its values have arrived."""
         if self._look is None or not (wait or self._look[1].is_here()):
             return False
         line, arrival = self._look
@@ -177,7 +177,7 @@ class ProgressBar(Callback):
         )
 
     def _fraction(self, trainer: Trainer) -> float | None:
-        """How much of the epoch, or else of the run, is done; None if nobody knows."""
+        """The part of the epoch, or else of the run, that is done, 0 to 1; None if the length is not known."""
         progress, plan = trainer.run.progress, trainer.plan
         if self._bar_is_epoch:
             complete = progress.epoch > 0 and not progress.in_epoch
@@ -187,7 +187,7 @@ class ProgressBar(Callback):
         return None if plan.max_time_s is None else progress.elapsed_s / plan.max_time_s
 
     def _seconds_left(self, run: Run) -> float | None:
-        """By the mean speed so far, evaluations included; None if nobody knows."""
+        """Seconds left by the mean speed so far, evaluations included; None if the length is not known."""
         now, step = perf_counter(), run.progress.step
         began_at_s, began_step = self._rated_from
         if step > began_step and not self._is_rated:  # the first step compiled, started workers: rate from its end
@@ -317,7 +317,7 @@ class _Pass:
         self.began_at_s = perf_counter()
 
     def line(self, values: dict[str, float] | None = None, *, over: bool = False) -> Line:
-        """What to show of it."""
+        """The line that shows it."""
         seconds = perf_counter() - self.began_at_s
         fraction, tail = None, f"took {duration(seconds)}" if over else ""
         if self.total and not over:
@@ -332,14 +332,14 @@ def _asked_for(options: LogOptions) -> bool:
 
 
 def _names(run: Run) -> list[str]:
-    """What to show of the evaluation that has just published its values."""
+    """Names to show of the evaluation that has just ended."""
     metrics: StageMetrics | None = run.log.stage
     assert metrics is not None
     return metrics.epoch_names(_asked_for) or metrics.epoch_names()[:_UNASKED_VALUES]
 
 
 def _batches_of(run: Run) -> int | None:
-    """Batches of the evaluation that begins; None if a loader does not know."""
+    """Number of batches in the evaluation that begins; None if a loader has no length."""
     total = 0
     for feed in run.loaders.evaluation:
         known = [count for count in (feed.length, run.plan.limit(run.stage, feed)) if count is not None]

@@ -1,4 +1,4 @@
-"""How fast a run is, read off its counters, and how much memory it takes."""
+"""Measures the speed of a run by its counters, and its memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Rates(NamedTuple):
 
     Attributes:
         steps_per_s: Optimizer updates per second.
-        batches_per_s: Micro-batches per second.
-        samples_per_s: Training samples per second.
-        units_per_s: Weights of updates per second: tokens, boxes; samples where the task weighs nothing.
-        data_wait_share: Part of the time spent waiting for the loader, 0 to 1.
+        batches_per_s: Micro-batches per second, of all processes.
+        samples_per_s: Training samples per second, of all processes.
+        units_per_s: Sums of the updates' weights per second: tokens, boxes; samples where the task gives no weights.
+        data_wait_share: Fraction of the time spent waiting for the loader, 0 to 1.
     """
 
     steps_per_s: float
@@ -44,10 +44,10 @@ class _Mark(NamedTuple):
 
 @final
 class Throughput:
-    """Measures the speed of a run between two looks at its counters.
+    """Measures the speed of a run between two readings of its counters.
 
     Args:
-        window_s: Time to average over; 0: since the last look.
+        window_s: Seconds to average over; 0: since the last reading.
     """
 
     def __init__(self, window_s: float = 0.0) -> None:
@@ -57,15 +57,15 @@ class Throughput:
         self._paused_at_s = 0.0
 
     def start(self, run: Run) -> None:
-        """Forget what was before."""
+        """Begin anew."""
         self._marks = deque([self._mark(run)])
 
     def pause(self) -> None:
-        """Training stands still: an evaluation begins."""
+        """Stop the clock: an evaluation begins."""
         self._paused_at_s = perf_counter()
 
     def resume(self) -> None:
-        """Training goes on."""
+        """Start the clock again: the evaluation is over."""
         self._paused_s += perf_counter() - self._paused_at_s
 
     def measure(self, run: Run) -> Rates:
@@ -92,7 +92,7 @@ class Throughput:
 
 
 def memory_mb(device: torch.device) -> float:
-    """Megabytes (10^6 bytes): on CUDA the most that tensors took in this run, elsewhere what this process holds."""
+    """Megabytes (10^6 bytes): on CUDA the peak of allocated tensors in this run, else the RAM of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     try:

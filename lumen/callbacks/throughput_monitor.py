@@ -1,4 +1,4 @@
-"""Record speed, use of the hardware, and memory."""
+"""Logs speed, use of the hardware, and memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COUNTED = "Samples are those the loader drew, units the weights that the task r
 
 @final
 class ThroughputMonitor(Callback):
-    """Gives every logger, at each `log_every_n_steps`-th step, what no two runs share: `system.csv`.
+    """Gives every logger, at each `log_every_n_steps`-th step, timings and memory, for `system.csv`.
 
     | column | |
     |---|---|
@@ -41,14 +41,14 @@ class ThroughputMonitor(Callback):
     | `mfu` | their share of the device's dense peak in the precision of the run, 0 to 1, where it is known |
     | `memory_mb` | 10^6 bytes: on CUDA the peak of what tensors took, elsewhere what the process holds in RAM |
 
-    Counts are those of all processes; the time that was waited and the memory are the first one's.
+    Counts are those of all processes; `data_wait_share` and `memory_mb` are those of the first.
 
     Operations are counted once, while the first micro-batch is trained as it would be anyway: matrix products,
     convolutions and attention, recomputed ones too. From then on each sample is taken to cost the same.
 
     Args:
         measure_flops: Count operations. The first micro-batch takes longer; its results are the same bit for bit.
-        window_s: Time to average over, >= 0; 0: since the last record.
+        window_s: Seconds to average over, >= 0; 0: since the last record.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
@@ -93,7 +93,7 @@ class ThroughputMonitor(Callback):
         self._throughput.pause()
 
     def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Go on."""
+        """Start the clock again."""
         self._throughput.resume()
 
     def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
@@ -108,7 +108,7 @@ class ThroughputMonitor(Callback):
             logger.log_system(values, step)
 
     def _begin_to_count(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
-        """The forward of a step's first micro-batch follows."""
+        """Count operations from here on: the forward of a step's first micro-batch follows."""
         if self._is_asked and self._counter is None:
             from torch.utils.flop_counter import FlopCounterMode
 
@@ -117,7 +117,7 @@ class ThroughputMonitor(Callback):
             self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def _take_count(self, trainer: Trainer, task: TaskModule) -> None:
-        """The backward is done."""
+        """Take the count: the backward is done."""
         if self._counter is not None:
             operations = self._counter.get_total_flops()
             self._stop_counting()
@@ -127,7 +127,7 @@ class ThroughputMonitor(Callback):
             _log.info("%.4g FLOP per sample, forward and backward", self._flop_per_sample)
 
     def _stop_counting(self, *_: Any) -> None:
-        """Leave nothing behind, also where a micro-batch was skipped or failed; then the next one is tried."""
+        """Stop counting, also where the micro-batch was skipped or failed; then the next one is counted."""
         if self._counter is not None:
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._counter = None
@@ -149,7 +149,7 @@ def _is_compiled(task: TaskModule) -> bool:
 
 
 def _peak_flop_per_s(run: Run) -> float | None:
-    """The device's peak in the dtype of the run's matrix products; says so where it is not known."""
+    """The device's peak in the dtype of the run's matrix products; None, and logged once, where it is not known."""
     device = run.strategy.device
     with run.precision.forward():
         autocast = torch.is_autocast_enabled(device.type)

@@ -1,4 +1,4 @@
-"""Measure how long the stages of a run take, and end training when its time is used up."""
+"""Measures how long the stages of a run take, and ends training when its time is used up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Timer(Callback):
     the minimum of steps and epochs comes before it.
 
     Args:
-        duration: Of training, after which it ends: "DD:HH:MM:SS", a timedelta, or its keywords; None: only measure.
+        duration: Time of training after which it ends: "DD:HH:MM:SS", a timedelta, or its keywords; None: only measure.
         interval: "step" ends it at the next boundary, "epoch" at the end of the epoch.
     """
 
@@ -68,7 +68,7 @@ class Timer(Callback):
             self._trained_s, self._has_stopped, self._trainer = 0.0, False, trainer
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Start the clock; a run that goes on may have no time left."""
+        """Start the clock; a resumed run may have no time left."""
         self._start("train")
         self._look(trainer)
 
@@ -115,7 +115,7 @@ class Timer(Callback):
         return {"has_stopped": self._has_stopped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A run that was ended here may go on if it has been given more time."""
+        """Let a run that was ended here go on if it has been given more time."""
         assert self._trainer is not None
         self._trained_s = self._trainer.run.progress.elapsed_s
         self._has_stopped = state["has_stopped"] and self._is_used_up()

@@ -1,4 +1,4 @@
-"""Saves: the checkpoints that a run writes, at once or while it goes on."""
+"""Saves the checkpoints of a run, before training goes on or beside it."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Saves:
     of any save, a directory that is not committed.
 
     Args:
-        run: Whose state is saved.
-        check_home: Finds out whether the run's directory is still there; None: it has none, or it is another rank's.
+        run: The run whose state is saved.
+        check_home: Raises if the run's directory is no longer there; None: there is none, or another rank checks it.
 
     Attributes:
-        path: The checkpoint under way, the same on every rank; None: there is none, or its end has been noticed.
-        moment: What it shows, as told to `save`.
+        path: Directory of the save under way, the same on every rank; None if there is none, or it was settled.
+        moment: The moment of the run that was saved last, as given to `save`.
     """
 
     def __init__(self, run: Run, check_home: Callable[[], None] | None = None) -> None:
@@ -88,15 +88,15 @@ class Saves:
 
         Args:
             path: The directory to commit; it must not exist.
-            info: What a listing of runs shows: plain data that nobody changes.
-            asynchronous: Copy now and write later; None: where that pays.
-            moment: What tells this boundary from all others.
-            account: Called on every rank at the boundary that finds the save ended, with whether it was committed.
-                Returns the checkpoints that are to be removed then, the same on every rank.
+            info: Plain data that a listing of runs shows.
+            asynchronous: True: copy now and write in a thread; False: write now; None: choose what is faster.
+            moment: An identifier of the present moment, to be found in `moment` afterwards.
+            account: Called on every rank once the save has ended, with whether it was committed. Returns the paths of
+                the checkpoints to remove then, the same on every rank.
 
         Raises:
-            CheckpointError: It, or the save under way, could not be written; nothing that existed was touched.
-            NonFiniteLoss: A loss under way or a parameter is not finite: nothing is committed past it.
+            CheckpointError: This save, or the one before it, could not be written; what existed before is unchanged.
+            NonFiniteLoss: A loss that was still on its way, or a parameter, is not finite: nothing is committed.
         """
         try:
             self.settle()
@@ -113,7 +113,7 @@ class Saves:
             self._processes.on_rank_zero(partial(remove_checkpoints, account(True)))
 
     def check_home(self) -> None:
-        """Find out whether the run's directory is still there. Collective: every rank must call this.
+        """Check that the run's directory is still there. Collective: every rank must call this.
 
         Raises:
             RunDirectoryError: It was removed, or another one is in its place.
@@ -121,7 +121,7 @@ class Saves:
         self._processes.on_rank_zero(self._check_home)
 
     def _write_or_begin(self, path: Path, collected: Collected, asynchronous: bool | None) -> bool:
-        """Returns whether the save is under way. Collective."""
+        """Write a checkpoint, or begin to. Returns whether it is under way. Collective: every rank must call this."""
         processes = self._processes
         processes.together(self.wait)
         share = share_of(collected.sections, processes, collected.trained)
@@ -143,7 +143,7 @@ class Saves:
         return True
 
     def _pays(self, share: Share, asynchronous: bool | None, at_least: int = _WORTHWHILE_BYTES) -> bool:
-        """Whether to write later. Where nobody said so: what takes time, but fits well into the memory that is left."""
+        """Whether to write in a thread. By default: if writing takes time and the copies fit well into free memory."""
         if asynchronous is not None:
             return asynchronous
         available = sys.maxsize if self._is_reserved else _available_bytes()
@@ -155,7 +155,7 @@ class Saves:
         return fits and taken.total() + _TENSOR_BYTES * sum(count for _, _, count, _ in shares) >= at_least
 
     def _copied(self, path: Path, share: Share, asynchronous: bool | None) -> dict[str, Tensors] | None:
-        """Copies of what this process writes; None: some process has no memory for them. Collective."""
+        """Copies of what this process writes; None if some process has no memory for them. Collective."""
 
         def take() -> dict[str, Tensors] | None:
             try:
@@ -180,7 +180,7 @@ class Saves:
         return None
 
     def reserve(self, asynchronous: bool | None) -> None:
-        """Let the threads take the memory for copies, which on first use costs more time than these. Collective."""
+        """Have threads allocate the memory for copies, which takes longer than a copy. Collective."""
         sections, trained = self._processes.together(partial(moving_tensors, self._run))
         share = share_of(sections, self._processes, trained)
         if self._pays(share, asynchronous):
@@ -204,15 +204,15 @@ class Saves:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this process's thread is at work on a save."""
+        """Whether this process's thread is writing a save."""
         return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
-        """Wait for this process's thread.
+        """Wait until this process's thread has ended.
 
         Raises:
-            CheckpointError: The save under way could not be written, or a checkpoint not be removed.
-            NonFiniteLoss: A parameter was not finite.
+            CheckpointError: The save under way could not be written, or a checkpoint could not be removed.
+            NonFiniteLoss: A parameter is NaN or infinite, so it was not saved.
         """
         if (writing := self._writing) is not None:
             wait([writing])  # which a signal may interrupt: then it is waited for again
@@ -221,7 +221,7 @@ class Saves:
         self.wait_for_removals()
 
     def wait_for_removals(self) -> None:
-        """Wait until what this process removes is gone.
+        """Wait until the checkpoints that this process removes are gone.
 
         Raises:
             CheckpointError: A checkpoint could not be removed.
@@ -232,11 +232,11 @@ class Saves:
             chore.result()
 
     def settle(self) -> None:
-        """Wait for the save under way, and account for it. Collective: every rank must call this.
+        """Wait for the save under way, and call its `account`. Collective: every rank must call this.
 
         Raises:
-            CheckpointError: It could not be written, or a checkpoint not be removed.
-            NonFiniteLoss: A parameter was not finite.
+            CheckpointError: The save could not be written, or a checkpoint could not be removed.
+            NonFiniteLoss: A parameter is NaN or infinite, so it was not saved.
         """
         if self.path is None and not self._run.ending.pulse.announced:
             return
@@ -254,7 +254,7 @@ class Saves:
             self._chores.append(self._submit(partial(remove_checkpoints, doomed)))
 
     def close(self) -> None:
-        """Wait for what is under way, whose end nobody can notice any more, and free the memory of the copies."""
+        """Wait for what is under way, ignoring its errors, and free the memory of the copies."""
         try:
             with self._processes.explained():
                 self.wait()
@@ -270,14 +270,14 @@ def _write(path: Path, collected: Collected, share: Share, processes: Processes)
 
 
 def _cuda_index(device: torch.device) -> int:
-    """The number of a CUDA device, with the first of which a thread begins; -1, which changes nothing, of any other."""
+    """Index of a CUDA device, for `set_device` in a thread; -1, which changes nothing, for any other device."""
     if device.type != "cuda":
         return -1
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _available_bytes() -> int:
-    """Memory that processes here can still take; where the system does not tell, more than there can be."""
+    """Memory in bytes that processes on this machine can still take; a huge number where the system does not tell."""
     machine = _number_in("/proc/meminfo", r"^MemAvailable: +([0-9]+) kB$")
     limit = _number_in(f"{_CGROUP}/memory.max", "^([0-9]+)$")
     used = _number_in(f"{_CGROUP}/memory.stat", "^anon ([0-9]+)$")

@@ -47,7 +47,7 @@ def encode(value: Any, tensors: Tensors, where: str) -> JSON:
     numeric numpy arrays and tensors. Ordered, default and counting dictionaries become plain ones.
 
     Args:
-        value: The data.
+        value: Plain data, as listed above.
         tensors: Receives every tensor and array of any shape and dtype, under its path. They share memory with `value`.
         where: Path of `value` for error messages and names of tensors, for example "callbacks.EarlyStopping".
 
@@ -156,7 +156,7 @@ def decode(value: JSON, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the data that `encode` turned into JSON.
 
     Args:
-        value: JSON that `encode` returned.
+        value: The JSON that `encode` returned.
         tensors: Must give every tensor that was collected, on any device. They become part of the result; arrays share
             their memory.
 
@@ -192,7 +192,7 @@ def named_dtype(name: str) -> torch.dtype:
     """Return the dtype of a name such as "bfloat16".
 
     Raises:
-        ValueError: torch has no such dtype.
+        ValueError: torch has no dtype of this name.
     """
     if name not in _DTYPES:
         raise ValueError(f"torch has no dtype {name!r}")

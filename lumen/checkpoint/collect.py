@@ -1,4 +1,4 @@
-"""What a checkpoint holds and under which names: Lumen's own walk over a run, the same for every strategy."""
+"""Collects what a checkpoint holds, under names that are the same for every strategy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lumen.task.hyperparameters import HasHyperparameters
 
 
 def _extra_state(model: nn.Module) -> dict[str, Any]:
-    """Modules' own `get_extra_state`, by module name."""
+    """The results of modules' `get_extra_state`, by module name."""
     default = nn.Module.get_extra_state
     return {
         name: module.get_extra_state()
@@ -44,12 +44,12 @@ def _extra_state(model: nn.Module) -> dict[str, Any]:
 
 
 def logger_states(run: Run) -> dict[str, Any]:
-    """Where the records of all loggers stand, of those too that an earlier part of the run had."""
+    """The states of all loggers; of those too that only an earlier part of the run had."""
     return run.records.absent | states_of(run.records.loggers)
 
 
 def _of_user(run: Run) -> dict[str, Any]:
-    """What the task, the data module and the callbacks have to say."""
+    """What the task, the data module and the callbacks save."""
     return {
         "callbacks": {key: state for key, state in states_of(run.trainer.callbacks).items() if state},
         "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
@@ -58,11 +58,11 @@ def _of_user(run: Run) -> dict[str, Any]:
 
 
 def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:
-    """Everything a resumed run needs, but for what each process has by itself.
+    """Everything a resumed run needs, except for what each process has gathered by itself.
 
     Args:
-        run: The run.
-        complete: With what the task, the data module and the callbacks say when they are asked.
+        run: The run, at the end of a step.
+        complete: Include what the task, the data module and the callbacks save.
 
     Returns:
         Tensors by section ("model", "optimizer", "extra"), aliases of tied tensors, and the JSON state.
@@ -101,7 +101,7 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
 
 
 def _sharded(tensors: Tensors) -> dict[str, bool]:
-    """Names of tensors that lie on several processes, and whether they are cut up, not copied."""
+    """Names of DTensors, each with whether it is sharded (True) or only replicated."""
     return {name: is_cut(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
 
 
@@ -110,10 +110,10 @@ def _capture_optimizer(run: Run, tensors: Tensors) -> dict[str, Any]:
 
 
 def check_savable(run: Run) -> None:
-    """Find out before any work whether what Lumen knows by itself can be saved. Collective: every rank must call this.
+    """Check before any work that what Lumen itself saves can be saved. Collective: every rank must call this.
 
     Raises:
-        CheckpointError: Something cannot; the message names it.
+        CheckpointError: Something cannot be saved; the message names it.
     """
 
     def check() -> None:
@@ -124,15 +124,15 @@ def check_savable(run: Run) -> None:
 
 
 def check_additions(run: Run) -> None:
-    """Find out whether what the task, the data module and the callbacks say can be saved.
+    """Check that what the task, the data module and the callbacks save can be saved.
 
-    Call it when training begins: what they have to say may not be there before. Where it still is not, so that asking
+    Call it when training begins: before, it may not exist. Where it does not exist even then, so that asking for it
     fails, only a save will tell.
 
     Collective: every rank must call this.
 
     Raises:
-        CheckpointError: Something cannot; the message names its owner and its key.
+        CheckpointError: Something cannot be saved; the message names its owner and its key.
     """
 
     def check() -> None:
@@ -159,15 +159,15 @@ def check_additions(run: Run) -> None:
 @dataclass(frozen=True)
 @final
 class Collected:
-    """What one checkpoint consists of. Nothing that the run does later changes any of it, but for the tensors.
+    """The contents of one checkpoint. The run changes none of it afterwards but the values of tensors.
 
     Attributes:
         sections: Tensors by section ("model", "optimizer", "extra") and name; the run's own, not copies. In "extra":
-            what this process is to write of it.
+            those that this process is to write.
         aliases: Names of tied tensors of the section "model": alias to stored name.
         state: Everything else, as JSON; complete on rank 0.
-        info: What the manifest tells of it.
-        trained: Names of the parameters in "model" that the optimizer moves.
+        info: Plain data for the manifest, which listings show.
+        trained: Names of the parameters in "model" that the optimizer updates.
     """
 
     sections: dict[str, Tensors]
@@ -178,11 +178,11 @@ class Collected:
 
 
 def collect(run: Run, info: Mapping[str, Any]) -> Collected:
-    """Bring a run's state together and its records to the disk. Collective: every rank must call this.
+    """Collect a run's state, and flush its loggers. Collective: every rank must call this.
 
     Raises:
         CheckpointError: Something is neither plain data nor a tensor; the message names where it is.
-        NonFiniteLoss: A loss under way is not finite.
+        NonFiniteLoss: A loss that was still on its way to the host is not finite.
     """
 
     def own() -> tuple[Any, ...]:
@@ -210,14 +210,14 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
 
 
 def moving_tensors(run: Run) -> tuple[dict[str, Tensors], list[str]]:
-    """The tensors of the model and the optimizer, which are nearly all of a checkpoint; and what of them is trained."""
+    """The tensors of model and optimizer, nearly all of a checkpoint's bytes; and the names of trained parameters."""
     optimizer = Tensors()
     _capture_optimizer(run, optimizer)
     return {"model": model_tensors(run.task)[0], "optimizer": optimizer}, _trained(run)
 
 
 def _trained(run: Run) -> list[str]:
-    """Names of the parameters that the optimizer moves, alike on all processes."""
+    """Names of the parameters that the optimizer updates, the same on all processes."""
     names = parameter_names(run.task)
     return [names[id(parameter)] for parameter in run.optim.parameters]
 
@@ -226,12 +226,12 @@ def refuse_non_finite(collected: Collected, parts: Mapping[str, torch.Tensor], p
     """Refuse to save parameters that are NaN or infinite. Collective: every rank must call this.
 
     Args:
-        collected: Says which are trained.
-        parts: What this process writes of the section "model", by name.
-        processes: Those that write.
+        collected: The checkpoint's contents, of which `trained` is used.
+        parts: Tensors of the section "model" that this process writes, by name.
+        processes: The processes that write the checkpoint.
 
     Raises:
-        NonFiniteLoss: Names them.
+        NonFiniteLoss: Some parameters are NaN or infinite; the message names them.
     """
 
     def broken() -> list[str]:
@@ -251,7 +251,7 @@ def refuse_non_finite(collected: Collected, parts: Mapping[str, torch.Tensor], p
 
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of what holds NaN or infinity, by the ends of each; `isfinite` would need memory and several passes."""
+    """Names of tensors that hold NaN or infinity, by their minimum and maximum: `isfinite` would need more memory."""
     alike: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if tensor.numel():

@@ -1,4 +1,4 @@
-"""What differs between the configuration of a run and that of the checkpoint it goes on from."""
+"""Compares the configuration of a run with that of the checkpoint it is resumed from."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ABSENT = object()
 
 
 def configured(run: Run) -> dict[str, Setting]:
-    """What the configuration says of the optimizer's groups and the schedulers, to be called when they are just built.
+    """The settings of the optimizer's groups and the schedulers, when they have just been built.
 
     Returns:
-        Plain values by their place: `groups[0].lr`, `schedulers[0].T_max`. A scheduler's rates follow from the groups'.
+        Plain values by path: `groups[0].lr`, `schedulers[0].T_max`; without a scheduler's rates, which follow from lr.
     """
     found: dict[str, Setting] = {}
     for number, group in enumerate(run.optim.optimizer.param_groups):
@@ -42,7 +42,7 @@ def configured(run: Run) -> dict[str, Setting]:
 
 
 def settings(where: str, value: Any) -> dict[str, Setting]:
-    """Every plain value inside nested dictionaries, lists and tuples, by its place; floats in lists are left out."""
+    """Every plain value inside nested dictionaries, lists and tuples, by path; floats in lists are left out."""
     return dict(_settings(where, value))
 
 
@@ -63,16 +63,16 @@ def _settings(where: str, value: Any) -> Iterator[tuple[str, Setting]]:
 
 
 def differences(old: Mapping[str, Setting], new: Mapping[str, Setting]) -> dict[str, tuple[Setting, Setting]]:
-    """Settings that both have with different values: the old and the new one by their place."""
+    """Settings that both have with different values: (old, new) by path."""
     return {where: (old[where], new[where]) for where in new if where in old and old[where] != new[where]}
 
 
 def changed_hyperparameters(run: Run, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
-    """Hyperparameters of the task and the data module that are not those of a checkpoint.
+    """Hyperparameters of the task and the data module that differ from a checkpoint's.
 
     Args:
-        run: With its task and data module.
-        checkpoint: What it goes on from.
+        run: The run, with its task and data module.
+        checkpoint: The checkpoint that it is resumed from.
 
     Returns:
         The checkpoint's value and the run's by name: `model.lr`, `data.batch_size`; None where one has no such name.
@@ -90,7 +90,7 @@ def changed_hyperparameters(run: Run, checkpoint: Checkpoint) -> dict[str, tuple
 
 
 def _comparable(value: Any) -> Any:
-    """Plain data in a form that is equal where it is saved as the same: also NaN, tensors and arrays."""
+    """Plain data in a form that is equal if it is saved as the same JSON; for NaN, tensors and arrays too."""
     tensors: dict[str, torch.Tensor] = {}
     try:
         return encode(value, tensors, ""), [(tensor.dtype, tensor.tolist()) for tensor in tensors.values()]
@@ -99,9 +99,9 @@ def _comparable(value: Any) -> Any:
 
 
 def trainer_settings(run: Run) -> dict[str, Setting]:
-    """Everything in the trainer's arguments, and in how the training data is cut, that changes what is computed.
+    """The trainer's arguments, and how the training data is cut, as far as they change what is computed.
 
-    Not how long the run is, nor what is shown and saved.
+    Left out: the length of the run, and what is shown and saved.
     """
     trainer, plan, feed = run.trainer, run.plan, run.loaders.train
     assert feed is not None
@@ -134,7 +134,7 @@ def _limit(plan: Plan, stage: str) -> int | float | None:
 
 
 def data_read(run: Run) -> dict[str, Any]:
-    """What the loaders of training and validation read now, and as of which epoch they were asked for."""
+    """Fingerprints of the data sets of training and validation, and the epoch for which they were opened."""
     assert run.loaders.train is not None
     return {
         "asked_in": run.loaders.epoch,

@@ -1,4 +1,4 @@
-"""Weights for others: plain safetensors with the names of `state_dict`, in one file or as model hubs have them."""
+"""Exports weights as plain safetensors with the names of `state_dict`, in one file or as model hubs have them."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ Place = tuple[str, str]
 @final
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """What an export has written.
 
     Attributes:
-        source: The checkpoint, or the weights, that it is from.
-        files: Names of the files with tensors.
-        dtypes: How many tensors have which dtype.
-        tensor_bytes: Bytes of all tensors.
-        tied: Tied tensors by the name of the one that they are the same as; each has its bytes in the file.
-        averaged: How many tensors are averages.
+        source: Path of the checkpoint or weights that were exported.
+        files: Names of the safetensors files.
+        dtypes: Number of tensors of each dtype.
+        tensor_bytes: Bytes of all tensors together.
+        tied: Name of each tied tensor with that of the tensor it equals; each has its own bytes in the files.
+        averaged: Number of tensors that are averages.
     """
 
     source: str
@@ -85,15 +85,15 @@ def export(
         source: A checkpoint or run, or weights as `Weights.path` has them.
         output: A file `*.safetensors`, or a directory as model hubs have them. It must not exist; it is there
             completely or not at all.
-        which: Of a run, its newest valid checkpoint or the best one.
-        module: Only the tensors of this part of the task, by the names that they have in it.
+        which: For a run: "last", its newest valid checkpoint, or "best".
+        module: Export only the tensors of this submodule of the task, by their names in it.
         average: Whose averages to write in place of the parameters: "Lookahead" for its slow weights, or a callback
             whose state holds tensors by the parameters' names; of several in one state, where it is in the checkpoint.
         dtype: Cast floating-point tensors to it; default: as saved.
         max_shard_bytes: Most bytes of tensors in one file of a directory; a larger tensor gets a file of its own.
 
     Raises:
-        ConfigError: The output exists or cannot be, or there is no such module or average.
+        ConfigError: The output exists or cannot be created, or there is no such module or average.
         CheckpointError: There is no such checkpoint, or the disk refuses.
         CheckpointDamaged: Its bytes are not those that were saved; nothing was written.
     """
@@ -127,7 +127,7 @@ def export(
 
 @contextmanager
 def _opened(source: str, which: str, sections: tuple[str, ...] | None) -> Iterator[Checkpoint]:
-    """What is to be exported, verified; tensors of these sections (None: all) can be read."""
+    """The checkpoint or weights to export, verified; tensors of these sections (None: all) can be read."""
     refuse_pickle(source)
     path = as_place(source)
     with readable(path):
@@ -173,7 +173,7 @@ def _report_extra_state(checkpoint: Checkpoint, module: str | None) -> None:
 
 
 def _places(checkpoint: Checkpoint, module: str | None, average: str | None) -> dict[str, Place]:
-    """Where each tensor that is to be written is found, by the name it is to have."""
+    """Section and stored name of each tensor to write, by the name it is to have."""
     averages = {} if average is None else _averages(checkpoint, average)
     stored = {name: name for name in checkpoint.names("model")} | checkpoint.aliases
     prefix = "" if module is None else f"{module}."
@@ -191,7 +191,7 @@ def _places(checkpoint: Checkpoint, module: str | None, average: str | None) -> 
 
 
 def _averages(checkpoint: Checkpoint, average: str) -> dict[str, Place]:
-    """Where the average of each parameter lies that has one."""
+    """Section and stored name of the average of each parameter that has one."""
     found = _all_averages(checkpoint)
     chosen = [where for where in found if where == average] or [
         where for where in found if f".{average}." in f".{where}."
@@ -204,7 +204,7 @@ def _averages(checkpoint: Checkpoint, average: str) -> dict[str, Place]:
 
 
 def _all_averages(checkpoint: Checkpoint) -> dict[str, dict[str, Place]]:
-    """All groups of tensors that stand for parameters: Lookahead's, and what lies together in a callback's state."""
+    """All groups of tensors that stand for parameters: Lookahead's slow weights, and those of callbacks' states."""
     parameters = set(checkpoint.names("model"))
     found: dict[str, dict[str, Place]] = defaultdict(dict)
     candidates = [
@@ -226,7 +226,7 @@ def _all_averages(checkpoint: Checkpoint) -> dict[str, dict[str, Place]]:
 
 
 def _check_output(output: Path, max_shard_bytes: int | None) -> None:
-    """Find out before the work what cannot be written."""
+    """Refuse an output that cannot be written, before the work."""
     if output.suffix in PICKLES:
         raise ConfigError(f"--output {output}: export writes no pickles. Name a .safetensors file or a directory.")
     if max_shard_bytes is not None and output.suffix == _ONE_FILE:
@@ -239,7 +239,7 @@ def _check_output(output: Path, max_shard_bytes: int | None) -> None:
 
 @contextmanager
 def _beside(output: Path) -> Iterator[Path]:
-    """A directory to write in, which is gone afterwards; it is locked, so that others can tell it from a left-over."""
+    """A temporary directory beside the output; it is locked, so that others can tell it from a left-over."""
     _remove_left_overs(output)
     temporary = temporary_name(output)
     try:
@@ -261,7 +261,7 @@ def _beside(output: Path) -> Iterator[Path]:
 
 
 def _remove_left_overs(output: Path) -> None:
-    """Remove what killed exports of this name have left; what cannot be told from anything else stays."""
+    """Remove temporary directories of exports that were killed; anything that may be something else stays."""
     left_over = re.compile(rf"{re.escape(output.name)}\.tmp-[0-9a-f]{{8}}")
     with suppress(OSError):
         for path in [path for path in output.parent.iterdir() if left_over.fullmatch(path.name)]:
@@ -290,7 +290,7 @@ def _write(
     value: Callable[[str], torch.Tensor],
     max_shard_bytes: int | None,
 ) -> list[str]:
-    """Write all files beside their place, and give them their name. Returns the names of those with tensors."""
+    """Write all files in a temporary directory, and rename them. Returns the names of the safetensors files."""
     groups = _groups(tensors, math.inf if max_shard_bytes is None else max_shard_bytes)
     files = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     if len(groups) == 1:
@@ -311,7 +311,7 @@ def _write(
 
 
 def _groups(tensors: Mapping[str, torch.Tensor], max_bytes: float) -> list[dict[str, torch.Tensor]]:
-    """Tensors by file, in their order."""
+    """The tensors of each file, in order."""
     groups: list[dict[str, torch.Tensor]] = [{}]
     left = max_bytes
     for name, tensor in tensors.items():
@@ -324,7 +324,7 @@ def _groups(tensors: Mapping[str, torch.Tensor], max_bytes: float) -> list[dict[
 
 
 def _described(checkpoint: Checkpoint, place: Place, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor of the dtype and shape that will be written, without memory."""
+    """A meta tensor of the dtype and shape that will be written."""
     saved, shape = checkpoint.spec(*place)
     castable = saved.is_floating_point and saved != _PACKED
     written = dtype if dtype is not None and castable else saved
@@ -337,7 +337,7 @@ def _described(checkpoint: Checkpoint, place: Place, dtype: torch.dtype | None) 
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of another dtype; numbers that it cannot hold are reported."""
+    """Cast a tensor; logs values that the new dtype cannot hold."""
     if tensor.dtype == dtype:
         return tensor
     cast = tensor.to(dtype)
