@@ -1,4 +1,4 @@
-"""Parameters and buffers: their names, and how saved ones get into a model, one tensor at a time and in place."""
+"""Loads saved parameters and buffers into a model, in place and one tensor at a time, by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lumen.internals.tensors import own_parameters, own_persistent_buffers
 
 
 def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
-    """Parameters and persistent buffers by canonical name.
+    """Parameters and persistent buffers of a model by canonical name.
 
     Returns:
         The tensors, tied ones once; and for each further name of a tied tensor the name it is stored under.
@@ -49,15 +49,15 @@ def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
 def load_model(
     model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, processes: Processes | None = None
 ) -> None:
-    """Copy parameters and buffers in place, of sharded ones the parts that are here.
+    """Copy a checkpoint's parameters and buffers into a model, in place; sharded ones get this process's part.
 
     Collective: every one of `processes` must call this.
 
     Args:
-        model: What is filled.
-        checkpoint: What with.
-        strict: Other names than the model's are an error.
-        processes: Those that hold the model; default: this one alone.
+        model: The model to fill.
+        checkpoint: The checkpoint to read.
+        strict: Refuse a checkpoint with names that the model lacks, or without names that it has.
+        processes: The processes that hold the model; default: this one alone.
 
     Raises:
         CheckpointMismatch: Names (if strict), shapes or dtypes differ; nothing was changed.
@@ -68,10 +68,10 @@ def load_model(
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> None:
-    """Copy parameters and buffers, and nothing else, in place; floating-point ones are cast to the model's dtypes.
+    """Copy parameters and buffers into a model, in place; floating-point ones are cast to the model's dtypes.
 
-    Beyond the model it needs the memory of one tensor, or of its part that is here. Collective: every rank must call
-    this.
+    Beyond the model it needs the memory of one tensor, or of this process's part of one. Collective: every rank must
+    call this.
 
     Raises:
         CheckpointMismatch: Names (if strict), shapes or kinds of numbers differ; nothing was changed.
@@ -83,7 +83,7 @@ def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> No
 
 
 def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes: Processes, *, cast: bool) -> None:
-    """Find out where every tensor comes from, refuse what does not fit, and only then copy. Collective."""
+    """Find the source of every tensor, refuse what does not fit, and only then copy. Collective."""
     tensors, aliases = model_tensors(model)
     sources = processes.together(lambda: _match(tensors, aliases, checkpoint, weights, cast=cast))
     processes.together(lambda: _copy(tensors, sources, checkpoint))
@@ -108,10 +108,10 @@ def _copy(tensors: Tensors, sources: dict[str, str], checkpoint: Checkpoint) -> 
 def _match(
     tensors: Tensors, aliases: dict[str, str], checkpoint: Checkpoint, weights: Weights, *, cast: bool
 ) -> dict[str, str]:
-    """Name in the checkpoint of each tensor that is to be filled.
+    """The stored name of each tensor to fill, by its name in the model.
 
     Raises:
-        CheckpointMismatch: Says what does not fit, and what to do.
+        CheckpointMismatch: Names, shapes or dtypes differ; the message says which and what to do.
     """
     names = {name: [name] for name in tensors}
     for alias, name in aliases.items():
@@ -156,12 +156,12 @@ def _match(
 
 
 def _renamed(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """What a checkpoint offers, by the model's names, and the patterns that changed nothing.
+    """Stored names by the names that renaming gives them, and the patterns that matched nothing.
 
     Args:
-        checkpoint: Whose names are renamed, those of tied tensors too.
-        weights: How, and which of them are left out.
-        known: The model's names.
+        checkpoint: The checkpoint whose names are renamed, those of tied tensors included.
+        weights: The patterns to rename and to ignore.
+        known: Names of the model's tensors.
     """
     offered: dict[str, str] = {}
     hits = Counter[str]()
@@ -189,7 +189,7 @@ def _matches(patterns: Iterable[str], name: str) -> bool:
 
 
 def _wrong(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]], *, cast: bool) -> Iterator[str]:
-    """What cannot be copied: other shapes, other dtypes, and two different tensors for one that the model ties."""
+    """What cannot be copied, in words: other shapes or dtypes, or different tensors for one that the model ties."""
     for name, found in sources.items():
         tensor = tensors[name]
         for source in found:
@@ -222,7 +222,7 @@ def _advice(missing: list[str], unexpected: list[str], wrong: list[str], *, cast
 
 
 def _guess(missing: list[str], unexpected: list[str]) -> str:
-    """The rename that explains most names, if they differ in how they begin."""
+    """The `rename` that would make most names fit, if all differ by a prefix; in words."""
     tails = {tail: name for name in unexpected for tail in _tails(name)}
     beginnings = Counter[tuple[str, str]]()
     for name in missing:
@@ -235,7 +235,7 @@ def _guess(missing: list[str], unexpected: list[str]) -> str:
 
 
 def _tails(name: str) -> Iterator[str]:
-    """`a.b.c`, `b.c`, `c`."""
+    """`a.b.c`, `b.c` and `c` for `a.b.c`."""
     parts = name.split(".")
     return (".".join(parts[start:]) for start in range(len(parts)))
 

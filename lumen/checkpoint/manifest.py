@@ -1,4 +1,4 @@
-"""The manifest: every file and every tensor that must be in a checkpoint, checked before anything else is believed."""
+"""The manifest lists every file and tensor of a checkpoint. It is verified before anything else is read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Parsed = TypeVar("Parsed")
 
 @final
 class Chunk(NamedTuple):
-    """A box of a tensor, stored in one file: where it begins in each dimension of the tensor, and its own shape."""
+    """A block of a tensor that is stored in one file: its offset in each dimension of the tensor, and its shape."""
 
     file: str
     offsets: tuple[int, ...]
@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
 
 @final
 class Spec(NamedTuple):
-    """A tensor: its chunks fill its shape exactly."""
+    """Dtype and shape of a stored tensor, and its chunks, which cover it exactly."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,11 +49,11 @@ class Spec(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Head:
-    """What a manifest says of a checkpoint but for its tensors.
+    """A manifest without its tensors.
 
     Attributes:
         files: Size in bytes and sha256 of every file, by its path in the checkpoint.
-        info: What was given as `info` to `write_checkpoint`.
+        info: Plain data that was given as `info` to `write_checkpoint`.
     """
 
     files: Mapping[str, tuple[int, str]]
@@ -63,14 +63,14 @@ class Head:
 @final
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest that does not contradict itself.
+    """A manifest that was verified and does not contradict itself.
 
     Attributes:
         files: Size in bytes and sha256 of every file, by its path in the checkpoint.
-        sections: Tensors by section and name.
-        contents: Dtype and shape of what every safetensors file holds, by file and name.
-        aliases: Tied tensors of the section "model": alias to stored name.
-        info: What was given as `info` to `write_checkpoint`.
+        sections: Dtype, shape and chunks of every tensor, by section and name.
+        contents: Dtype and shape of every entry of a safetensors file, by file and name.
+        aliases: Names of tied tensors of the section "model": alias to stored name.
+        info: Plain data that was given as `info` to `write_checkpoint`.
     """
 
     files: Mapping[str, tuple[int, str]]
@@ -81,16 +81,16 @@ class Manifest:
 
 
 def digest(manifest: Mapping[str, JSON]) -> str:
-    """Return the digest of a manifest's JSON, which its entry "digest" must be."""
+    """The digest of a manifest's JSON, which its entry "digest" must equal."""
     rest = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def text_of(manifest: Mapping[str, JSON]) -> bytes:
-    """Return what is written of a manifest: JSON in three lines.
+    """The bytes of a manifest's file: JSON in three lines.
 
-    The first is a checksum of the others, so that nobody has to parse them to find out that they are intact; the second
-    is what a listing shows; all tensors are in the third.
+    The first is a checksum of the others, so that they can be verified without being parsed; the second is what a
+    listing shows; the third holds all tensors.
     """
     whole = {**manifest, "digest": digest(manifest)}
     head = json.dumps({key: whole[key] for key in _IN_HEAD}, allow_nan=False)
@@ -100,16 +100,16 @@ def text_of(manifest: Mapping[str, JSON]) -> bytes:
 
 
 def is_unseen(path: Path) -> bool:
-    """Whether this is no checkpoint, or not yet, or no longer, where none can be renamed."""
+    """Whether a directory has no manifest yet, or no longer, on a storage that cannot rename directories."""
     with readable(path):
         return isinstance(path, RemotePath) and not (path / MANIFEST).is_file()
 
 
 def is_committed(directory: Path) -> bool:
-    """Whether there is a manifest that is as it was written, whatever its format version.
+    """Whether a directory has an intact manifest, of any format version.
 
     Raises:
-        CheckpointError: This user may not read it.
+        CheckpointError: This user may not read the file.
     """
     try:
         _read_text(directory)
@@ -119,22 +119,22 @@ def is_committed(directory: Path) -> bool:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a checkpoint; no other file is looked at.
+    """Read and verify the manifest of a checkpoint; no other file is looked at.
 
     Raises:
-        CheckpointDamaged: There is none, or it was changed, or it contradicts itself.
-        CheckpointError: It has another format version, or this user may not read it.
+        CheckpointDamaged: The manifest is missing, was changed, or contradicts itself.
+        CheckpointError: The manifest has another format version, or this user may not read it.
     """
     path, text = directory / MANIFEST, _read_text(directory)
     return _parsed(path, parse_json(path, text), _parse)
 
 
 def read_head(directory: Path) -> Head:
-    """Return what a manifest says of a checkpoint but for its tensors, which are not parsed; else as `read_manifest`.
+    """Read and verify a manifest without parsing its tensors.
 
     Raises:
-        CheckpointDamaged: There is no manifest, or it was changed, or it contradicts itself.
-        CheckpointError: It has another format version, or this user may not read it.
+        CheckpointDamaged: The manifest is missing, was changed, or contradicts itself.
+        CheckpointError: The manifest has another format version, or this user may not read it.
     """
     path, text = directory / MANIFEST, _read_text(directory)
     if first := _FIRST_LINE.match(text):
@@ -144,7 +144,7 @@ def read_head(directory: Path) -> Head:
 
 
 def _read_text(directory: Path) -> bytes:
-    """The bytes of a manifest that is as it was written."""
+    """The bytes of an intact manifest."""
     path = directory / MANIFEST
     with readable(directory):
         there = path.exists() or path.is_symlink()
@@ -242,7 +242,7 @@ def _check_cover(where: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) 
 
 
 def _apart(chunks: list[Chunk], dim: int) -> list[list[Chunk]]:
-    """Chunks by what lies between two cuts through the whole tensor, across a dimension."""
+    """Chunks in groups between which a cut across `dim` goes through the whole tensor."""
     groups: list[list[Chunk]] = []
     end = 0
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):

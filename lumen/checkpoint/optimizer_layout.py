@@ -1,4 +1,4 @@
-"""Where optimizers keep what they know: in `state` and groups, in attributes, in optimizers inside them."""
+"""Where an optimizer keeps its state: in `state` and `param_groups`, in attributes, in optimizers inside it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _OWNERS_OF_NOTHING = ("torch.optim", "lumen.optim")  # packages whose classes ke
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The class of an optimizer, with those of the ones inside it."""
+    """Name of an optimizer's class, with those of the optimizers inside it."""
     kinds = ", ".join(kind_of(each) for _, each in _inside(optimizer))
     return type(optimizer).__qualname__ + (f"({kinds})" if kinds else "")
 
 
 def attributes_of(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Attributes in which optimizers keep plain data or tensors, by the optimizers' places.
+    """Attributes that hold plain data or tensors, for the optimizer and each inside it, by place.
 
     Raises:
-        CheckpointError: One holds tensors in a way that cannot be saved.
+        CheckpointError: An attribute holds tensors in a way that cannot be saved.
     """
     found, parameters = {}, {*map(id, model.parameters())}
     for place, part in parts_of(optimizer).items():
@@ -49,7 +49,7 @@ def _inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 
 
 def parts_of(optimizer: Optimizer, place: str = "") -> dict[str, Optimizer]:
-    """An optimizer and those inside it, by place; what is inside one with a `state_dict` of its own is in that."""
+    """An optimizer and those inside it, by place; one with its own `state_dict` is not looked into."""
     found = {place: optimizer}
     if not _overrides(optimizer, "state_dict"):
         for name, each in _inside(optimizer):
@@ -58,7 +58,7 @@ def parts_of(optimizer: Optimizer, place: str = "") -> dict[str, Optimizer]:
 
 
 def has_own_state(optimizer: Optimizer) -> bool:
-    """Whether somebody has changed what torch would save or load."""
+    """Whether an optimizer changes what torch would save or load, by a `state_dict` of its own or by hooks."""
     changed = _overrides(optimizer, "state_dict") or _overrides(optimizer, "load_state_dict")
     return changed or has_state_dict_hooks(optimizer)
 
@@ -70,7 +70,7 @@ def _overrides(optimizer: Optimizer, method: str) -> bool:
 
 
 def _is_state(part: Optimizer, name: str, value: Any, parameters: Collection[int]) -> bool:
-    """Whether an attribute is to be saved: plain data, or tensors; references to parameters and objects are not."""
+    """Whether an attribute is state: plain data or tensors, but no references to parameters or objects."""
     tensors = list(tensors_in(value))
     refers = any(id(each) in parameters for each in tensors)
     tensors = [each for each in tensors if id(each) not in parameters]

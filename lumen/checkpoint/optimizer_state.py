@@ -1,8 +1,8 @@
-"""The state of an optimizer by names of parameters, with whatever it keeps elsewhere, and how it gets back.
+"""Saves and restores the state of an optimizer, by names of parameters.
 
-What torch knows of, `state` and `param_groups`, is saved as it is, which `state_dict` cannot promise: its counterpart
-casts. What an optimizer's class keeps beside that, in a `state_dict` of its own, in attributes or in optimizers inside
-it, is saved too, under the place of that optimizer: "" is the run's own, "optimizers[1]" one inside it.
+`state` and `param_groups` are saved as they are, not through `state_dict`, whose `load_state_dict` casts. What a class
+of optimizers keeps beside them, in a `state_dict` of its own, in attributes or in optimizers inside it, is saved under
+the place of that optimizer: "" is the run's own, "optimizers[1]" one inside it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def groups_of(model: nn.Module, optimizer: Optimizer) -> Groups:
-    """Names of the parameters in each group."""
+    """Names of the parameters in each group of an optimizer."""
     names = parameter_names(model)
     return [[_name(names, optimizer, each) for each in group["params"]] for group in optimizer.param_groups]
 
@@ -40,13 +40,13 @@ def groups_of(model: nn.Module, optimizer: Optimizer) -> Groups:
 
 
 def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, tensors: Tensors) -> dict[str, JSON]:
-    """All that an optimizer is, as JSON; absent state stays absent.
+    """The whole state of an optimizer as JSON; absent state stays absent.
 
     Args:
-        model: Its parameters give the names.
-        optimizer: Over them.
-        built: The groups with which the run began; hooks may have changed them since.
-        tensors: Receives the tensors.
+        model: The model whose parameters' names are used.
+        optimizer: An optimizer over parameters of `model`.
+        built: Names of the parameters in each group when the run began; hooks may have changed the groups since.
+        tensors: A dictionary to which the tensors of the state are added, by name.
 
     Raises:
         CheckpointError: Something cannot be saved; the message names it.
@@ -90,7 +90,7 @@ def _group_values(optimizer: Optimizer, where: str, tensors: Tensors) -> list[di
 def _states(
     optimizer: Optimizer, names: Mapping[int, str], tensors: Tensors, place: str = "", beside: Collection[int] = ()
 ) -> dict[str, JSON]:
-    """State by names of parameters, but for the entries with an id in `beside`."""
+    """State by names of parameters, without the entries whose id is in `beside`."""
     found = {}
     for parameter, entries in optimizer.state.items():
         if isinstance(parameter, torch.Tensor) and id(entries) not in beside:
@@ -103,14 +103,14 @@ def _states(
 
 
 def _shared(optimizer: Optimizer) -> dict[Any, Any]:
-    """State that belongs to no parameter."""
+    """Entries of `state` whose key is no parameter."""
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
 
 def _inside_state(
     part: Optimizer, outer: Optimizer, place: str, names: Mapping[int, str], tensors: Tensors
 ) -> dict[str, JSON]:
-    """What an optimizer inside another one holds for itself alone."""
+    """State of an optimizer inside another one that the outer one does not share."""
     found: dict[str, JSON] = {}
     known = {*map(id, outer.state.values())}
     if states := _states(part, names, tensors, place, known):
@@ -124,7 +124,7 @@ def _inside_state(
 
 
 def _own_state(part: Optimizer) -> dict[str, Any]:
-    """What a `state_dict` of an optimizer's own says beside torch's, and which keys it has as torch does."""
+    """Entries of an optimizer's own `state_dict` that differ from torch's, and the keys of those that do not."""
     given, plain = part.state_dict(), Optimizer.state_dict(part)
     if not isinstance(given, dict):
         raise CheckpointError(
@@ -152,7 +152,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _is_part(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether this is a plain tensor beside a parameter that is cut up, as large as what this process holds of it."""
+    """Whether a value is a plain tensor of the shape of this process's part of a sharded parameter."""
     if not (is_sharded(parameter) and isinstance(value, torch.Tensor)) or is_sharded(value) or value.numel() <= 1:
         return False
     return value.shape == own_part(parameter).shape != parameter.shape
@@ -179,7 +179,7 @@ def _name(names: Mapping[int, str], optimizer: Optimizer, parameter: torch.Tenso
 
 
 def regroup(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
-    """Give an optimizer just built the groups that hooks had made of the same ones before the checkpoint."""
+    """Give an optimizer just built the groups of the checkpoint, into which hooks had changed the original ones."""
     saved = checkpoint.state["optimizer"]
     if saved.get("built") != groups_of(model, optimizer):
         return
@@ -194,7 +194,7 @@ def regroup(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> N
 
 
 def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
-    """Take over the state of parameters, and what belongs to none of them."""
+    """Restore the state of parameters, and entries of `state` that belong to none."""
     saved, tensors = checkpoint.state["optimizer"], checkpoint.tensors("optimizer")
     optimizer.state.clear()
     parts, parameters = parts_of(optimizer), dict(model.named_parameters())
@@ -217,10 +217,10 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
 
 
 def load_rest(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
-    """Take over what optimizers keep elsewhere; their groups and states are loaded.
+    """Restore what optimizers keep outside of `state` and `param_groups`, which must be restored before.
 
     Raises:
-        CheckpointMismatch: A tensor would have to be cut up, and nobody knows how.
+        CheckpointMismatch: It is not known how to shard a tensor that was not sharded when it was saved.
     """
     saved, parts = checkpoint.state["optimizer"], parts_of(optimizer)
     fresh: Tensors = {}
@@ -239,7 +239,7 @@ def load_rest(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) ->
 def _reader(
     optimizer: Optimizer, checkpoint: Checkpoint, fresh: Mapping[str, torch.Tensor]
 ) -> Callable[[str], torch.Tensor]:
-    """Reads what belongs to no parameter: beside them if it lay so, else to where its like is in a fresh optimizer."""
+    """A function that reads a tensor of no parameter, sharded as it was saved, to the device of its counterpart."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     like = next(filter(is_sharded, held), held[0])
 
@@ -260,9 +260,9 @@ def _reader(
 
 
 def _load_own(optimizer: Optimizer, parts: Mapping[str, Optimizer], own: Mapping[str, Mapping[str, Any]]) -> None:
-    """Call every `load_state_dict` with what `state_dict` gave; groups and states are then as they are now.
+    """Call every optimizer's own `load_state_dict`; groups and `state` are put back afterwards.
 
-    Torch's `load_state_dict`, which they call, casts states and makes new dictionaries of groups.
+    For `Optimizer.load_state_dict`, which it may call, casts states and makes new dictionaries of groups.
     """
     exact = {
         place: (

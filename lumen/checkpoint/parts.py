@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that a run can take over."""
+"""The parts of a checkpoint that a run can resume from, named by `Trainer(resume_parts=...)`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PARTS: frozenset[Part] = frozenset(get_args(Part))
 
 
 def choose_parts(given: Iterable[str] | None, resume: str | None) -> frozenset[Part]:
-    """Which parts of a checkpoint a run takes over.
+    """The parts of a checkpoint that a run is to resume from.
 
     Raises:
-        ConfigError: There are no such parts, or they cannot be chosen.
+        ConfigError: There is no such part, or the choice contradicts `resume`.
     """
     if given is None:
         return PARTS
@@ -36,6 +36,6 @@ def choose_parts(given: Iterable[str] | None, resume: str | None) -> frozenset[P
 
 
 def without(checkpoint: Checkpoint, *parts: str) -> str:
-    """How to take over all but some parts of a checkpoint."""
+    """Advice: the setting that resumes from all parts but some."""
     rest = ", ".join(each for each in get_args(Part) if each not in parts)
     return f"start a new run from it with resume: {checkpoint.path} and resume_parts: [{rest}]"

@@ -1,4 +1,4 @@
-"""What each process of a run has gathered by itself in the epoch in progress."""
+"""State of an unfinished epoch that differs between processes: the values that each of them has logged."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lumen.run.run import Run
 
 
 def own_values(run: Run) -> tuple[JSON, Tensors]:
-    """This process's values as JSON, and their tensors, copied to the host.
+    """This process's logged values as JSON, and their tensors, copied to the host.
 
     Raises:
-        CheckpointError: Something is neither plain data nor a tensor.
+        CheckpointError: A value is neither plain data nor a tensor.
         ConfigError: A logged metric is no part of the task.
     """
     metrics = metrics_of(run.task)
@@ -36,7 +36,7 @@ def own_values(run: Run) -> tuple[JSON, Tensors]:
 
 
 def load_values(run: Run, checkpoint: Checkpoint) -> None:
-    """Take over what was gathered: each process its own values; where there were more or fewer, rank 0 all of them."""
+    """Restore logged values: each process its own, or rank 0 all of them if the number of processes has changed."""
     rank, world = run.strategy.rank, run.strategy.world_size
     ranks, extra = checkpoint.state["ranks"], checkpoint.tensors("extra")
     metrics = metrics_of(run.task)
@@ -57,7 +57,7 @@ def load_values(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _merged(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of all ranks as one would have them."""
+    """The values of all ranks, merged into those that one process would have."""
     logged: dict[str, list[Any]] = {}
     for values in ranks:
         for name, entry in values["logged"].items():

@@ -1,4 +1,4 @@
-"""Reading a checkpoint without trusting a byte of it."""
+"""Reads a checkpoint, and verifies every byte that it relies on."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _PIECE_BYTES = 4 << 20  # read at once where only a part of every row is kept
 
 @final
 class Checkpoint:
-    """A committed checkpoint, verified when it was opened; its tensors are read one by one when they are asked for.
+    """A committed checkpoint, verified when it was opened; each tensor is read when it is asked for.
 
     Attributes:
-        path: Its directory.
-        info: What was given as `info` when it was written.
-        state: What was given as `state`, still encoded.
-        aliases: Tied tensors of the section "model": alias to stored name.
+        path: Directory of the checkpoint.
+        info: Plain data that was given as `info` when it was written.
+        state: The JSON that was given as `state`, not yet decoded.
+        aliases: Names of tied tensors of the section "model": alias to stored name.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Checkpoint:
         """Verify a checkpoint and open it. Collective: every one of `processes` must call this.
 
         Args:
-            path: Its directory, the same on every process.
-            verify: "checksums" reads every byte, on one of the processes; "sizes" checks that every file is there with
-                its size, and its header.
-            sections: Only these are verified and can be read, the state only where `STATE` is among them; default:
-                everything.
-            processes: Those that open it together; default: this one alone.
+            path: Directory of the checkpoint, the same on every process.
+            verify: "checksums" reads every byte, each on one of the processes; "sizes" checks that every file is there
+                with its size, and its header.
+            sections: The sections to verify, which alone can then be read; the state only if `STATE` is among them.
+                Default: everything.
+            processes: The processes that open it together; default: this one alone.
 
         Raises:
             CheckpointDamaged: Something is missing, changed, malformed, or outside the directory; the message names it.
@@ -90,23 +90,23 @@ class Checkpoint:
         """Read a tensor into new memory of the host.
 
         Raises:
-            CheckpointMismatch: There is no such tensor.
+            CheckpointMismatch: The checkpoint has no such tensor.
             CheckpointDamaged: Its file changed since the checkpoint was opened.
         """
         shape = self._spec(section, name).shape
         return self.part(section, name, (0,) * len(shape), shape)
 
     def part(self, section: str, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Read a box of a tensor into new memory of the host; of the files only the rows that it overlaps.
+        """Read a block of a tensor into new memory of the host; from the files only the rows that it overlaps.
 
         Args:
             section: "model", "optimizer" or "extra".
-            name: Of the tensor.
-            offsets: Where the box begins in each dimension.
-            shape: Its shape. It must lie inside the tensor.
+            name: Name of the tensor in the section.
+            offsets: Index at which the block begins, in each dimension.
+            shape: Shape of the block, which must lie inside the tensor.
 
         Raises:
-            CheckpointMismatch: There is no such tensor.
+            CheckpointMismatch: The checkpoint has no such tensor.
             CheckpointDamaged: Its file changed since the checkpoint was opened.
         """
         spec = self._spec(section, name)
@@ -119,16 +119,16 @@ class Checkpoint:
 
         Args:
             section: "model", "optimizer" or "extra".
-            read: What reads the tensor of a name; default: `tensor`.
+            read: Called with a name, returns its tensor; default: `tensor` of this section.
         """
         return _Tensors(self._section(section), partial(self.tensor, section) if read is None else read)
 
     def copy_into(self, section: str, name: str, destination: torch.Tensor) -> None:
-        """Read a tensor into an existing one, on any device, in place; of a sharded one into the part that is here.
+        """Read a tensor into an existing one, on any device, in place; into a sharded one this process's part.
 
         Raises:
-            CheckpointMismatch: There is no such tensor, or `destination` has another dtype or shape: nothing is cast;
-                or it has fewer elements in memory than it shows, and cannot hold the values.
+            CheckpointMismatch: The checkpoint has no such tensor; or `destination` has another dtype or shape, since
+                nothing is cast; or it is an expanded tensor, which cannot hold all values.
             CheckpointDamaged: Its file changed since the checkpoint was opened.
         """
         spec = self._spec(section, name)
@@ -152,7 +152,7 @@ class Checkpoint:
             self._read(name, spec, offsets, flat.reshape(*shape, spec.dtype.itemsize))
 
     def free(self) -> None:
-        """Close its files, or give back the memory of what was read ahead; everything can still be read."""
+        """Close its files, or free the memory of what was read ahead; everything can still be read."""
         self._files.free()
 
     def _section(self, section: str) -> Mapping[str, Spec]:
@@ -167,13 +167,13 @@ class Checkpoint:
         return specs[name]
 
     def _read(self, name: str, spec: Spec, offsets: Sequence[int], data: torch.Tensor) -> None:
-        """Read a box of a tensor into its bytes, since not every dtype can be copied into a slice.
+        """Read a block of a tensor as bytes, since not every dtype can be copied into a slice.
 
         Args:
-            name: Of the tensor.
-            spec: Where it lies.
-            offsets: Where the box begins.
-            data: The bytes: a uint8 tensor of the box's shape with one more dimension.
+            name: Name of the tensor, for messages.
+            spec: Dtype, shape and chunks of the tensor.
+            offsets: Index at which the block begins, in each dimension.
+            data: Receives the bytes: uint8, of the block's shape with a last dimension for the bytes of an element.
         """
         for chunk in spec.chunks:
             begins = [max(o, p) for o, p in zip(offsets, chunk.offsets, strict=True)]
@@ -185,7 +185,7 @@ class Checkpoint:
                 self._read_rows(name, chunk, there, data[here])
 
     def _read_rows(self, name: str, chunk: Chunk, box: Sequence[slice], data: torch.Tensor) -> None:
-        """Read a box of a chunk: rows of the first dimension, which follow each other in the file."""
+        """Read a block of a chunk, by rows of the first dimension, which follow each other in the file."""
         row_shape = chunk.shape[1:]
         row_bytes = math.prod(row_shape) * data.shape[-1]
         rows = box[0] if box else slice(0, 1)
@@ -201,7 +201,7 @@ class Checkpoint:
             target.copy_(piece[(slice(None), *box[1:])])
 
     def _read_bytes(self, file: str, begin: int, data: torch.Tensor) -> None:
-        """Fill a contiguous uint8 tensor with the bytes of a file that begin there."""
+        """Fill a contiguous uint8 tensor with the bytes of a file from offset `begin` on."""
         path, view = self.path / file, data.reshape(-1).numpy().data
         with _present(self.path), readable(path):
             count = self._files.read_into(file, begin, view)
@@ -210,7 +210,7 @@ class Checkpoint:
 
 
 def _open(path: Path, verify: str, sections: Sequence[str] | None, processes: Processes) -> Checkpoint:
-    """Check sizes and headers of all files, and the checksums of this process's share of them."""
+    """Check sizes and headers of all files, and the checksums of those that fall to this process."""
     with _present(path):
         manifest = read_manifest(path)
         files = {
@@ -232,10 +232,10 @@ def _open(path: Path, verify: str, sections: Sequence[str] | None, processes: Pr
 
 @contextmanager
 def _present(path: Path) -> Iterator[None]:
-    """Say of a checkpoint that is gone that it is.
+    """The context of a read whose error says so if the checkpoint was removed meanwhile.
 
     Raises:
-        CheckpointGone: It is.
+        CheckpointGone: The checkpoint was removed.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Saved tensors as a run holds them: each process reads its part of what the run cuts up, whoever saved it."""
+"""Reads saved tensors into the sharding of the present run, whatever that of the run that saved them was."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from lumen.distributed.dtensor import from_part, is_cut, is_sharded, own_box
 
 
 def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[str, torch.Tensor]]:
-    """The section "optimizer", to be looked up for a parameter and its name: as optimizers make it from that.
+    """A function from a parameter's name and the parameter to the section "optimizer", placed as its state has to be.
 
-    It is on the parameter's device. Beside one that is cut up lies what did when it was saved, cut up or copied as it
-    was then. Of a run that cut up nothing it is what optimizers make from the parameter or its gradient: not single
-    numbers, nor what is of one shape beside parameters of several. It is cut up where the parameter is cut in a
-    dimension that it has too.
+    Tensors are read to the parameter's device. For a sharded parameter they are sharded or replicated as they were when
+    saved. If the saving run sharded nothing, a tensor is sharded where the parameter is sharded in a dimension of the
+    same size; but not a scalar, nor one that has the same shape for parameters of several shapes.
     """
     were_sharded = _sharded(checkpoint, "optimizer")
     plain = _of_one_shape(checkpoint) if were_sharded is None else set()
@@ -42,7 +41,7 @@ def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[s
 
 
 def _of_one_shape(checkpoint: Checkpoint) -> set[str]:
-    """What optimizers keep of one shape beside parameters of several, such as `.norms`."""
+    """Keys of optimizer state, such as `.norms`, that has one shape for parameters of several shapes."""
     shapes, owners = defaultdict(set), defaultdict(set)
     for name in checkpoint.names("optimizer"):
         begins = [name[:dot] for dot, letter in enumerate(name) if letter == "."]
@@ -54,7 +53,7 @@ def _of_one_shape(checkpoint: Checkpoint) -> set[str]:
 
 
 def read_beside(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor) -> torch.Tensor | None:
-    """A tensor of a section as it lay beside parameters that were cut up; None: it did not, or they are not now."""
+    """A tensor that was sharded when saved, as a DTensor; None if it was not, or if `like` is not sharded now."""
     were_sharded = _sharded(checkpoint, section) or {}
     if name not in were_sharded or not is_sharded(like):
         return None
@@ -74,8 +73,8 @@ def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tens
     Everything else comes whole, on the host of every process; where the run cuts up nothing, that is everything.
 
     Args:
-        task: That of the run, placed.
-        checkpoint: What is read.
+        task: The run's task, whose parameters the strategy has placed.
+        checkpoint: The checkpoint to read from.
     """
     were_sharded = _sharded(checkpoint, "extra")
     likes: dict[str, torch.Tensor] = {}
@@ -95,7 +94,7 @@ def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tens
 
 
 def _sharded(checkpoint: Checkpoint, section: str) -> dict[str, bool] | None:
-    """What lay on several processes, and whether it was cut up; None: no parameter of the run did."""
+    """Names of the tensors that were DTensors, with whether they were sharded; None: the run sharded no parameter."""
     sharded: dict[str, dict[str, bool]] | None = checkpoint.state["sharded"]
     return None if sharded is None else sharded[section]
 
@@ -133,7 +132,7 @@ def _of_parameters_in_order(task: nn.Module, checkpoint: Checkpoint) -> dict[str
 
 
 def _read_like(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor, *, copied: bool) -> torch.Tensor:
-    """This process's part of a tensor that is to lie beside another one."""
+    """This process's part of a tensor that is to be sharded as `like` is."""
     _, shape = checkpoint.spec(section, name)
     part = checkpoint.part(section, name, *own_box(like, shape, copied=copied))
     return from_part(part.to(like.device), like, shape, copied=copied)

@@ -1,4 +1,4 @@
-"""What a run takes over from a checkpoint: all of it, or chosen parts; or a task its hyperparameters and parameters."""
+"""Restores a run from a checkpoint, or chosen parts of it; or builds a task from its hyperparameters and parameters."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _MOVED_BY_SCHEDULERS = (*_RATES, "momentum", "betas", "weight_decay")
 
 
 def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
-    """Fill the model, and hand the task, the data module and in `fit` the callbacks what they saved or added.
+    """Load the model, and give the task, the data module and (in `fit`) the callbacks what they saved.
 
-    This comes before the optimizers are built.
+    Called before the optimizers are built.
 
     Collective: every rank must call this.
 
     Raises:
-        CheckpointMismatch: It is a checkpoint of another model; nothing was changed.
+        CheckpointMismatch: The checkpoint is of another model; nothing was changed.
     """
     processes, extra = run.strategy.processes, extra_of(run.task, checkpoint)
 
@@ -67,7 +67,7 @@ def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]
 
 
 def _load_own_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[str, torch.Tensor]) -> None:
-    """Hand modules and the task what they saved."""
+    """Call modules' `set_extra_state`, and the task's `on_load_checkpoint`."""
     states = decode(checkpoint.state["extra_state"], extra)
     for name, module in task.named_modules():
         if name in states:
@@ -81,14 +81,14 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
     Collective: every rank must call this.
 
     Args:
-        run: The run.
-        checkpoint: Where it goes on.
-        parts: What is taken over; `Trainer` says what each of them is.
-        continue_records: The loggers go on with the records of the run that wrote the checkpoint.
+        run: The run, with its model loaded and its optimizers built.
+        checkpoint: The checkpoint to restore from.
+        parts: The parts to restore; `Trainer` says what each of them is.
+        continue_records: Let the loggers append to the records of the run that wrote the checkpoint.
 
     Raises:
-        CheckpointMismatch: The optimizer or the schedulers are not the ones saved.
-        ConfigError: A schedule ends before the step that the run goes on from.
+        CheckpointMismatch: The optimizer or the schedulers are not of the classes and numbers that were saved.
+        ConfigError: A schedule ends before the step at which the run goes on.
     """
     with only_young_collected():
         run.strategy.processes.together(partial(_load_run, run, checkpoint, parts, continue_records))
@@ -132,7 +132,7 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue
 
 
 def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
-    """What hooks have frozen, unfrozen, or put into another mode; after the optimizer was built as at the start."""
+    """Restore which parameters are frozen and which modules in eval mode, after the optimizer was built."""
     frozen, evaluating = set(modes["frozen"]), set(modes["evaluating"])
     for name, parameter in task.named_parameters():
         if parameter.requires_grad == (name in frozen):
@@ -162,7 +162,7 @@ def _named(where: str, names: Collection[str]) -> str:
 
 
 def _check_parameters(parameters: Mapping[str, nn.Parameter], checkpoint: Checkpoint) -> None:
-    """Refuse state of other parameters than the run's: it would be cast or cut without a word."""
+    """Refuse optimizer state of parameters that the run does not have, or that have another shape."""
     wrong = []
     for name in checkpoint.state["optimizer"]["state"]:
         dtype, shape = checkpoint.spec("model", name)
@@ -177,7 +177,7 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter], checkpoint: Checkp
 
 
 def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], configuration: dict[str, Setting]) -> None:
-    """What groups hold beside parameters. Rates go with the schedulers, an optimizer's own counters with its state."""
+    """Restore the groups' options. Learning rates belong to the schedulers, counters to the optimizer's state."""
     saved, tensors = checkpoint.state["optimizer"]["groups"], checkpoint.tensors("optimizer")
     if not parts & {"optimizer", "schedulers"}:
         return
@@ -200,7 +200,7 @@ def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], confi
 
 
 def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any], *, exact: bool) -> None:
-    """Let the schedulers go on, and say where the configuration asks for something else than what goes on."""
+    """Restore the schedulers, and log where the configuration has settings that the checkpoint's replace."""
     configuration: dict[str, Setting] = state["configured"]
     found = [run.optim.configured[f"schedulers[{number}]"] for number in range(len(run.optim.schedulers))]
     saved = [configuration[f"schedulers[{number}]"] for number in range(len(state["schedulers"]))]
@@ -233,7 +233,7 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
 
 
 def _move_schedulers(run: Run) -> None:
-    """Bring schedulers just built to where the run stands; epochs had equal lengths; one with a monitor stays."""
+    """Move schedulers just built to the run's step, as if epochs had equal lengths; those with a monitor stay."""
     progress = run.progress
     in_epochs = round(progress.step * (1 - progress.batches / max(progress.micro_batches, 1)))  # the complete ones
     ended = [min(step, in_epochs) * progress.epoch // max(in_epochs, 1) for step in range(progress.step + 1)]
@@ -255,7 +255,7 @@ def _move_schedulers(run: Run) -> None:
 
 
 def _without_those_of_bases(kind: type[Task], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters but for those that only a base class takes, to which the class gives them itself."""
+    """Hyperparameters without those that only a base class takes, which the class itself passes to it."""
     taken = inspect.signature(kind).parameters
     if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         return dict(saved)

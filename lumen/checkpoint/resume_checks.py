@@ -1,4 +1,4 @@
-"""What a run that goes on finds to be no longer as it was, and says or refuses before it trains."""
+"""Compares a resumed run with its checkpoint, and warns of or refuses differences before it trains."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _STEP, _MEANS = {"global_batch_size", "batches of a step"}, {"processes", "accum
 
 
 def compare(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
-    """Say which of a checkpoint's settings and data the run does not have, now that its loaders are known.
+    """Warn of settings and data that differ from the checkpoint's, now that the loaders are known.
 
     Collective: every rank must call this.
 
     Raises:
-        DataError: It goes on in the middle of an epoch of other data.
+        DataError: The run would go on in the middle of an epoch of other data.
     """
     if "progress" in parts:
         run.strategy.processes.together(partial(_compare_data, run, checkpoint, exact="data" in parts))
@@ -30,7 +30,7 @@ def compare(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
 
 
 def listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """What was saved and what is here, of each thing that differs."""
+    """The saved and the present value of each setting that differs, in words."""
     shown = [f"{name} {_short(old)} there, {_short(new)} here" for name, (old, new) in changed.items()]
     return "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
 
@@ -76,16 +76,15 @@ def _compare_data(run: Run, checkpoint: Checkpoint, *, exact: bool) -> None:
 
 
 def _others(saved: Sequence[str | None], here: Sequence[str | None]) -> str:
-    """The first line that two lists do not share, as far as both know; nothing where they are of other loaders."""
+    """The first fingerprint that differs, in words; "" if none does, or the numbers of loaders differ."""
     pairs = zip(saved, here, strict=True) if len(saved) == len(here) else ()
     return next((f"{old} there, {new} here" for old, new in pairs if None not in (old, new) and old != new), "")
 
 
 def compare_modes(run: Run, checkpoint: Checkpoint) -> None:
-    """Say where the task was built otherwise than when the run began, although the checkpoint counts.
+    """Log where the task was built with other frozen parameters or modes than at the start; the checkpoint's count.
 
-    Whoever has changed the code is not heard: what a callback has frozen and unfrozen since cannot be told apart from
-    it. To be called before the checkpoint's modes are taken over.
+    Called before these are restored. What a callback has frozen since the start cannot be told from a change of code.
     """
     words = {"frozen": ("trainable", "frozen"), "evaluating": ("in train mode", "in eval mode")}
     changed: dict[str, tuple[str, str]] = {}

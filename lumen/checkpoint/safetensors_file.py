@@ -1,4 +1,4 @@
-"""One safetensors file: streamed out tensor by tensor, and its header compared with what it must hold."""
+"""Reads and writes one safetensors file, tensor by tensor, and verifies its header."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _TOGETHER_BYTES = 1 << 20
 
 
 def is_known(dtype: torch.dtype) -> bool:
-    """Whether safetensors files have a dtype."""
+    """Whether safetensors files can hold a dtype."""
     return dtype in _DTYPES
 
 
 def widest_first(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names in the order in which a file holds them, which aligns each tensor to its item size."""
+    """Names in the order of a file, by falling item size, so that every tensor is aligned."""
     return [name for name, _ in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)]
 
 
@@ -58,9 +58,9 @@ def write_safetensors(
     A dtype that safetensors does not know (complex128) is stored as its bytes: U8 with one more dimension.
 
     Args:
-        path: The file.
-        tensors: By name.
-        whole: Gives the bytes of each tensor in its turn, `widest_first`; default: those in `tensors`.
+        path: The file to create.
+        tensors: The tensors by name, on any device.
+        whole: Yields the bytes of each tensor in the order of `widest_first`; default: those of `tensors`.
 
     Returns:
         The file's size in `bytes` and its `sha256`.
@@ -85,7 +85,7 @@ def write_safetensors(
 
 
 def _together(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[list[str]]:
-    """Names of what is written at once: many small tensors take most of their time one by one."""
+    """Names in batches that are written at once: many small tensors would take most of their time one by one."""
     group: list[str] = []
     size = 0
     kind: torch.dtype | None = None
@@ -101,7 +101,7 @@ def _together(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iter
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors of one dtype, one after the other."""
+    """One flat tensor with the elements of several of the same dtype."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(map(flat, tensors)))
 
 
@@ -109,14 +109,14 @@ def check_header(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int,
     """Check that a file holds exactly the tensors that the manifest places there, and not a byte more.
 
     Args:
-        path: The file.
-        tensors: Dtype and shape by name.
+        path: The safetensors file.
+        tensors: Dtype and shape of each tensor in the manifest, by name.
 
     Returns:
-        The byte of the file at which each tensor begins, by name.
+        Offset in bytes from the start of the file at which each tensor begins, by name.
 
     Raises:
-        CheckpointDamaged: It does not; the message names the first difference.
+        CheckpointDamaged: The file holds something else; the message names the first difference.
     """
     header, start, size = _header(path)
     if odd := sorted(header.keys() ^ tensors.keys()):
@@ -138,10 +138,10 @@ def check_header(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int,
 
 
 def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of every tensor of a file that need not be Lumen's, by name; `check_header` is to follow.
+    """Dtype and shape of every tensor of any safetensors file, by name; call `check_header` with them before reading.
 
     Raises:
-        CheckpointDamaged: It is no safetensors file, or holds a dtype that torch has not.
+        CheckpointDamaged: The file is no safetensors file, or has a dtype that torch lacks.
     """
     header, _, _ = _header(path)
     known = {text: dtype for dtype, text in _DTYPES.items()}
@@ -158,7 +158,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 
 
 def _header(path: Path) -> tuple[dict[str, JSON], int, int]:
-    """A file's tensors as its header has them, the byte at which their data begins, and the file's size in bytes."""
+    """The entries of a file's header, the offset at which its data begins, and its size, both in bytes."""
     with readable(path), opened(path) as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         size = file.seek(0, os.SEEK_END)
@@ -179,15 +179,15 @@ def _entry(dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> dict[str, 
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, without a copy if they lie in host memory in their order."""
+    """A tensor's bytes; a view, without a copy, if it is contiguous on the host."""
     return flat(tensor).view(torch.uint8).numpy().data
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's numbers in one dimension, without a copy if they lie in host memory in their order.
+    """A tensor's elements in one dimension; without a copy if it is contiguous on the host.
 
     Raises:
-        RuntimeError: They lie there no more: the memory was freed.
+        RuntimeError: The tensor's memory was freed.
     """
     plain = tensor.detach()
     if not lies_in_order(plain):
@@ -197,5 +197,5 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lies_in_order(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers lie in host memory, as they are and in their order."""
+    """Whether a tensor is contiguous on the host, without lazy conjugation or negation."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

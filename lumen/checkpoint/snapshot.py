@@ -1,4 +1,4 @@
-"""Snapshot: copies of tensors in host memory, made while training waits and written while it goes on."""
+"""Copies tensors to host memory while training waits, to be written while it goes on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ALIGNED = 64  # bytes, in which each tensor of a block begins
 
 @final
 class Snapshot:
-    """Copies of tensors, in memory that is kept from one copy to the next: to touch new pages costs several times more.
+    """Copies of tensors in host memory that is used again for the next copy, since touching new pages is slow.
 
-    CUDA tensors are copied to pinned memory in the order of their device's current stream, so that no later kernel
-    changes them before, and without making the host wait.
+    CUDA tensors are copied to pinned memory on the device's current stream, so later kernels cannot change them before,
+    and the host does not wait.
     """
 
     def __init__(self) -> None:
@@ -31,14 +31,14 @@ class Snapshot:
         self._copied: list[torch.cuda.Event] = []
 
     def reserve(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take the memory for tensors like these, and touch all of it."""
+        """Allocate the memory for copies of tensors like these, and touch all of it."""
         new = _buffers_for({key: tensor for key, tensor in _flat(sections).items() if key not in self._buffers})
         for buffer in new.values():
             np.asarray(bytes_of(buffer))[:: mmap.PAGESIZE] = 0
         self._buffers |= new
 
     def take(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-        """Copy tensors of any device and strides. The copies are there after `wait`, until the next `take`."""
+        """Begin to copy tensors of any device and strides; `wait` ends it. Valid until the next `take`."""
         tensors = _flat(sections)
         kept = {key: buffer for key, buffer in self._buffers.items() if key in tensors and _fits(buffer, tensors[key])}
         self._buffers = kept | _buffers_for({key: tensor for key, tensor in tensors.items() if key not in kept})
@@ -59,12 +59,12 @@ class Snapshot:
         return copies
 
     def wait(self) -> None:
-        """Wait until the devices have made the copies; in any thread."""
+        """Wait until the copies from devices have ended; may be called by any thread."""
         for event in self._copied:
             event.synchronize()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         pinned = any(buffer.is_pinned() for buffer in self._buffers.values())
         self._buffers, self._copied = {}, []
         if pinned:
@@ -76,7 +76,7 @@ def _flat(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[Key, torch
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether to copy it takes less time than to ask for that; and it lies in memory that was not freed."""
+    """Whether a tensor is so small that many are best copied in one call, and its memory was not freed."""
     return (
         tensor.numel() <= _FEW
         and tensor.is_cpu
@@ -99,9 +99,9 @@ def _buffers_for(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]
 
 
 def pinned_like(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-    """Pinned memory for tensors, several in a block: torch rounds what it pins up to a power of two.
+    """Pinned tensors like the given ones, several in one block, since torch rounds each block up to a power of two.
 
-    The largest come first, and smaller ones fill the blocks up.
+    The largest come first, and smaller ones fill the blocks.
     """
     places: dict[Key, tuple[int, int]] = {}
     sizes: list[int] = []

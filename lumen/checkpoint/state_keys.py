@@ -1,4 +1,4 @@
-"""Whose states a checkpoint holds: callbacks and loggers are known by what they are, not by their place in a list."""
+"""Names of callbacks' and loggers' states in a checkpoint: by what they are, not by their place in a list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lumen.errors import ConfigError
 
 
 def key_of(thing: Any) -> str:
-    """The name of a callback's or logger's state: its `state_key`, else its class."""
+    """The name of a callback's or logger's state: its `state_key`, else that of its class."""
     return str(getattr(thing, "state_key", type(thing).__qualname__))
 
 
@@ -19,7 +19,7 @@ def states_of(things: Iterable[Any]) -> dict[str, Any]:
     """States of callbacks or loggers by their keys.
 
     Raises:
-        ConfigError: Two that have a state share a key.
+        ConfigError: Two that have a state have the same key.
     """
     found: dict[str, Any] = {}
     for thing in things:
@@ -31,15 +31,15 @@ def states_of(things: Iterable[Any]) -> dict[str, Any]:
 
 
 def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: Path) -> None:
-    """Hand states back to those they are of, and say in one line which have no owner, and who finds none.
+    """Give states back to their owners; one warning names states without an owner and owners without a state.
 
     Args:
         things: Callbacks or loggers.
-        saved: What `states_of` gave.
-        path: Of the checkpoint.
+        saved: States by key, as `states_of` returned them.
+        path: Path of the checkpoint, for messages.
 
     Raises:
-        ConfigError: A state may be of several.
+        ConfigError: Several of `things` have the key of one state.
     """
     owners: dict[str, list[Any]] = {}
     for thing in things:
@@ -67,7 +67,7 @@ def _has_state(thing: Any) -> bool:
 
 
 def ambiguous(key: str) -> ConfigError:
-    """The error of several that save something under one key."""
+    """The error for several objects that save under one key."""
     return ConfigError(
         f"several callbacks or loggers of this run have a state, and the same state_key: {key}. A checkpoint could not "
         "tell whose is whose. Leave one out, let them differ in what the key names, or define the property state_key "

@@ -1,4 +1,4 @@
-"""What the task and the callbacks add to a checkpoint by `on_save_checkpoint`, each to a dictionary of its own."""
+"""What the task and the callbacks add to a checkpoint in `on_save_checkpoint`, each to a dictionary of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOADERS = "Lumen saves and restores where the loaders stand."
 _SCALE = "Lumen saves and restores the scale of fp16."
 _HYPERPARAMETERS = "Lumen saves and restores them: read task.hparams or datamodule.hparams."
 
-#: What Lightning keeps in this dictionary, and where it is in Lumen.
+#: Keys that Lightning's checkpoints have, with where to find the same in Lumen.
 INSTEAD: Mapping[str, str] = {
     "state_dict": "Lumen saves and restores parameters and buffers: read and write those of the task itself, keep an "
     "average or a copy under another name, and begin with renamed or fewer ones by Trainer(init_from=lumen.Weights("
@@ -48,11 +48,11 @@ INSTEAD: Mapping[str, str] = {
 
 @final
 class Additions(dict[str, Any]):
-    """What one of them adds, or added. To ask for what only Lightning keeps there is an error that says where it is.
+    """The dictionary of one task or callback. Asking for a key of Lightning's is an error that says where to look.
 
     Args:
-        owner: Its name in messages.
-        values: What it added.
+        owner: Name of the task or callback, for messages.
+        values: Entries to begin with: in a resumed run those that were added.
     """
 
     def __init__(self, owner: str, values: Mapping[str, Any]) -> None:
@@ -68,33 +68,33 @@ class Additions(dict[str, Any]):
         super().__delitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of any dictionary."""
+        """`dict.get`, after `check`."""
         self.check(key)
         return super().get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As of any dictionary."""
+        """`dict.pop`, after `check`."""
         self.check(key)
         return super().pop(key, *default)
 
     def check(self, key: Any) -> None:
-        """Refuse a key of Lightning's own.
+        """Refuse a key of Lightning's checkpoints that is not here.
 
         Raises:
-            CheckpointError: It is one.
+            CheckpointError: `key` is one of these; the message says what serves instead.
         """
         if key in INSTEAD:
             raise CheckpointError(f"{self._owner}: checkpoint[{key!r}] is not there. {INSTEAD[key]}")
 
 
 def added_to_checkpoint(run: Run) -> dict[str, Any]:
-    """Let the callbacks and then the task add what they will.
+    """Call `on_save_checkpoint` of the callbacks and then of the task.
 
     Returns:
-        "on_save_checkpoint": what each callback added, by its key; "task": what the task did.
+        "on_save_checkpoint": what each callback added, by its key; "task": what the task added.
 
     Raises:
-        CheckpointError: Something has the name of what Lightning keeps there; the message names it and its owner.
+        CheckpointError: A key has a meaning in Lightning's checkpoints; the message names it and its owner.
         ConfigError: Two callbacks that add something share a key.
     """
     of_callbacks: dict[str, dict[str, Any]] = {}
@@ -120,15 +120,15 @@ def _added(owner: str, hook: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
 
 
 def hand_back(run: Run, saved: Mapping[str, Any], path: Path) -> None:
-    """Give each callback what it added.
+    """Call `on_load_checkpoint` of each callback with what it added.
 
     Args:
-        run: Theirs, with its model loaded.
-        saved: What was added, by the keys of the callbacks.
-        path: Of the checkpoint.
+        run: The run, with its model loaded.
+        saved: What the callbacks added, by their keys.
+        path: Path of the checkpoint, for messages.
 
     Raises:
-        ConfigError: It may be of several.
+        ConfigError: Several callbacks have the key of one entry.
     """
     loading = [callback for callback in run.trainer.callbacks if overrides(callback, "on_load_checkpoint")]
     keys = Counter(map(key_of, loading))

@@ -1,4 +1,4 @@
-"""Where parameters come from: a checkpoint of a run, or safetensors files of anyone, on this machine or at a URL."""
+"""Finds and opens weights: a checkpoint of a run, or anyone's safetensors files, on this machine or at a URL."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Weights:
 
 
 def as_weights(path: Weights | str | Path) -> Weights:
-    """Weights as they are, or those of a path."""
+    """`path` if it is a `Weights`, else `Weights(path)`."""
     return path if isinstance(path, Weights) else Weights(path)
 
 
@@ -84,7 +84,7 @@ def refuse_pickle(path: str) -> None:
     """Refuse a file that could only be unpickled.
 
     Raises:
-        ConfigError: It is one by its name; says how to convert it.
+        ConfigError: The name is that of a pickle, such as `model.pt`; the message says how to convert it.
     """
     place = local_path(path.partition("?")[0])
     if place.suffix in PICKLES and not place.is_dir():
@@ -92,10 +92,10 @@ def refuse_pickle(path: str) -> None:
 
 
 def is_weights(path: Weights | str | Path) -> bool:
-    """Whether this names plain weights, and not a checkpoint, a run or its folder of checkpoints.
+    """Whether a path holds plain weights, not a checkpoint, a run or its folder of checkpoints.
 
     Raises:
-        CheckpointError: It is on another machine, which does not answer or does not let this user look.
+        CheckpointError: The URL cannot be reached, or this user may not read it.
     """
     if isinstance(path, Weights) or str(path).startswith(_WEB):
         return True
@@ -121,16 +121,16 @@ def find_checkpoint(
     Args:
         where: "auto" or "last": the newest valid one of the run; "best": the one that the newest of `folder` names
             best; otherwise the path of a checkpoint or of a run directory.
-        folder: The checkpoints among which "auto", "last" and "best" choose.
-        processes: Those that open it together, and read each byte once to verify it; default: this one alone.
-        sections: Only these are verified and can be read, as in `Checkpoint.open`.
-        beside: Other folders in which the run saves, for "auto" and "last".
+        folder: Directory of the checkpoints among which "auto", "last" and "best" choose.
+        processes: The processes that open it together, each byte verified by one; default: this one alone.
+        sections: The sections to verify, which alone can then be read; see `Checkpoint.open`.
+        beside: More directories in which the run saves, for "auto" and "last".
 
     Returns:
         None only for "auto" without any checkpoint.
 
     Raises:
-        CheckpointError: There is none, or the one named is damaged.
+        CheckpointError: There is no such checkpoint, or the one named is damaged.
         ConfigError: The path is that of a pickle.
     """
     processes = Processes() if processes is None else processes
@@ -154,7 +154,7 @@ def find_checkpoint(
 
 
 def find_named(path: Path, processes: Processes | None = None) -> Checkpoint:
-    """As `find_checkpoint`, but a path is a path, also that of a run with the name "last"."""
+    """Like `find_checkpoint`, but every string is a path, also "last"."""
     where = f"./{path}" if str(path) in _WORDS else str(path)
     checkpoint = find_checkpoint(where, path, processes)
     assert checkpoint is not None  # only "auto" may find none
@@ -162,7 +162,7 @@ def find_named(path: Path, processes: Processes | None = None) -> Checkpoint:
 
 
 def _place(where: str, folder: Path) -> tuple[bool, Path]:
-    """Whether a setting names one checkpoint, and which; else the folder of those it chooses among."""
+    """Whether a setting names one checkpoint, and its path; else the directory to choose from."""
     if where in _WORDS:
         return False, folder
     path = as_place(where)
@@ -194,14 +194,14 @@ def _check_none_needed(where: str, folders: Sequence[Path]) -> None:
 def open_weights(path: str, processes: Processes) -> Iterator[Checkpoint]:
     """Open what `Weights.path` names, for as long as the `with` block lasts; tensors are read one by one.
 
-    It is verified by all together; a URL of weights is fetched once per node. Collective: every rank must call this.
+    All processes verify it together; weights at a URL are fetched once per node. Collective: every rank must call this.
 
     Returns:
-        Its section "model"; nothing else of a checkpoint is read.
+        A `Checkpoint` of which only the section "model" can be read.
 
     Raises:
-        CheckpointError: There is nothing of that kind, or it cannot be fetched.
-        CheckpointDamaged: It is not whole, or an index names a file that is not in its directory.
+        CheckpointError: There are no such weights, or they cannot be fetched.
+        CheckpointDamaged: A file is incomplete, or an index names a file that is not in its directory.
     """
     if "://" not in path or not processes.on_rank_zero(partial(is_weights, path)):
         yield _opened_by_all(as_place(path), processes)
@@ -217,11 +217,11 @@ def open_weights(path: str, processes: Processes) -> Iterator[Checkpoint]:
 
 
 def check_there(path: str | Path) -> None:
-    """Refuse a place on this machine where no weights can be; a URL is not looked at.
+    """Refuse a path on this machine that cannot hold weights; a URL is not looked at.
 
     Raises:
-        CheckpointError: There is nothing.
-        ConfigError: There are pickles, which nobody reads.
+        CheckpointError: The path does not exist.
+        ConfigError: The path holds pickles, which are never read.
     """
     place = as_place(path)
     if isinstance(place, RemotePath):
@@ -235,7 +235,7 @@ def check_there(path: str | Path) -> None:
 
 
 def _opened_by_all(path: Path, processes: Processes) -> Checkpoint:
-    """What is at a place that all processes see."""
+    """The opened weights at a path that all processes can read. Collective."""
     kind = processes.on_rank_zero(partial(_kind, path))
     if kind == "checkpoint":
         return Checkpoint.open(path, sections=("model",), processes=processes)
@@ -254,7 +254,7 @@ def _kind(path: Path) -> Literal["checkpoint", "files", "run"]:
 
 
 def _open(path: Path, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
-    """Open a checkpoint's parameters or files of anyone, by this process alone."""
+    """Open a checkpoint's parameters, or anyone's safetensors files, in this process alone."""
     if (path / MANIFEST).exists():
         return Checkpoint.open(path, verify, sections=("model",))
     if path.is_file():
@@ -269,7 +269,7 @@ def _open(path: Path, verify: Literal["checksums", "sizes"] = "checksums") -> Ch
 
 
 def _open_files(directory: Path, files: list[str]) -> Checkpoint:
-    """Open safetensors files of a directory as if they were a checkpoint's; a hub's cache has links there."""
+    """Open safetensors files of a directory as if they were a checkpoint's; links are followed, as hub caches have."""
     specs: dict[str, Spec] = {}
     begins = {}
     for file in files:
@@ -283,7 +283,7 @@ def _open_files(directory: Path, files: list[str]) -> Checkpoint:
 
 
 def _read_index(directory: Path) -> dict[str, str]:
-    """File of each tensor by its name, as a model hub's index has them."""
+    """The file of each tensor, by name, from a model hub's index."""
     path = directory / INDEX
     placed = read_json(path).get("weight_map")
     if not isinstance(placed, dict) or not placed:
@@ -295,7 +295,7 @@ def _read_index(directory: Path) -> dict[str, str]:
 
 
 def _fetch(url: str, folder: Path) -> Path:
-    """Copy weights from a URL into a folder, piece by piece. Returns where they are: a file or the folder."""
+    """Copy weights from a URL into a directory, piece by piece. Returns the path of the file or the directory."""
     import fsspec  # slow, and there is seldom a URL
 
     try:

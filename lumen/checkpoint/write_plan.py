@@ -1,4 +1,4 @@
-"""Which parts of a checkpoint's tensors a process writes: each finds it out by itself, and they fill all tensors."""
+"""Plans which parts of a checkpoint's tensors each process writes, so that together they cover every tensor once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Spec = tuple[torch.dtype, tuple[int, ...]]
 
 @final
 class Box(NamedTuple):
-    """A part of a tensor: its dtype, where it begins in each dimension of the tensor, and its own shape."""
+    """A block of a tensor: its dtype, its offset in each dimension of the tensor, and its shape."""
 
     dtype: torch.dtype
     offsets: tuple[int, ...]
@@ -32,19 +32,19 @@ class Box(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the block in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @final
 @dataclass(frozen=True)
 class Share:
-    """What one process writes.
+    """The blocks that one process writes.
 
     Attributes:
-        sections: The tensors, or copies of the parts in `boxes`, by section and name.
-        boxes: The parts, by section and name.
-        specs: Dtype and shape of all tensors that this process knows of, also of those it writes nothing of.
+        sections: The tensors, or copies of the blocks in `boxes`, by section and name.
+        boxes: Dtype, offset and shape of each block, by section and name.
+        specs: Dtype and shape of all tensors that this process knows, also of those it writes nothing of.
     """
 
     sections: Sections
@@ -52,7 +52,7 @@ class Share:
     specs: Mapping[str, Mapping[str, Spec]]
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The parts themselves, by section and name."""
+        """The tensors of the blocks, by section and name."""
         return {
             section: {name: own_part(self.sections[section][name]) for name in boxes}
             for section, boxes in self.boxes.items()
@@ -60,29 +60,29 @@ class Share:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Bytes of all blocks."""
         return sum(box.nbytes for boxes in self.boxes.values() for box in boxes.values())
 
     @property
     def count(self) -> int:
-        """Number of all parts."""
+        """Number of all blocks."""
         return sum(map(len, self.boxes.values()))
 
 
 def share_of(sections: Sections, processes: Processes, trained: Container[str] | None = None) -> Share:
     """Divide tensors among processes. Collective: every rank must call this.
 
-    A part is written by one of those that hold a copy of it, so that each of them writes about as much. What is not
-    known to be equal on all, as trained parameters are, is rank 0's: one process's buffers go together. In sections
-    other than "model" and "optimizer" a plain tensor is its process's own: nobody else may have one of that name.
+    A block is written by one of the processes that hold a copy of it, so that each of them writes about as much.
+    Tensors that may differ between processes (buffers, untrained parameters) are all written by rank 0.
+    In sections other than "model" and "optimizer" a plain tensor belongs to its process: no other may have its name.
 
     Args:
         sections: Tensors by section and name, whole or sharded.
-        processes: Among whom.
-        trained: Names in "model" of what is equal on all where it is whole; default: everything there.
+        processes: The processes among which they are divided.
+        trained: Names in "model" of tensors that are equal on all processes that hold them whole; default: all.
 
     Raises:
-        CheckpointError: A tensor cannot be saved, or the processes hold different ones; the message names it.
+        CheckpointError: A tensor cannot be saved, or the processes have different ones; the message names it.
     """
     processes.together(partial(check_tensors, sections))
     if processes.world_size > 1:
@@ -91,7 +91,7 @@ def share_of(sections: Sections, processes: Processes, trained: Container[str] |
 
 
 def _specs_of_all(sections: Sections) -> dict[str, str]:
-    """What must be the same on all processes: dtype, shape and cut of each tensor that all of them hold."""
+    """What must agree on all processes: dtype, shape and sharding of each tensor that all of them hold."""
     return {
         f"{section}/{name}": f"{tensor.dtype} {list(tensor.shape)}"
         + (f" cut up by {getattr(tensor, 'placements', ())}" if is_sharded(tensor) else "")
@@ -118,7 +118,7 @@ def _own_share(sections: Sections, processes: Processes, trained: Container[str]
 
 @final
 class _Division:
-    """Who writes which tensor. All processes find the same, if they ask for what they have in common in one order."""
+    """Decides who writes which tensor; with the same result on all processes if they ask in the same order."""
 
     def __init__(self, processes: Processes, trained: Container[str] | None) -> None:
         self._processes = processes
@@ -126,7 +126,7 @@ class _Division:
         self._loads: dict[int, list[tuple[int, int]]] = {}  # bytes that each copy has got, by the number of copies
 
     def is_ours(self, section: str, name: str, tensor: torch.Tensor) -> bool:
-        """Whether this process writes a tensor, or its part of one."""
+        """Whether this process writes a tensor, or the part of it that is here."""
         if is_sharded(tensor):  # of the copies of each part one is written
             return self._has_turn(tensor) and _has_part(tensor)
         if section not in _ON_ALL:  # nobody else has it
@@ -136,7 +136,7 @@ class _Division:
         return self._processes.rank == 0
 
     def _has_turn(self, tensor: torch.Tensor) -> bool:
-        """Give a tensor to the copy that has got the fewest bytes so far. Returns whether that is this process's."""
+        """Assign a tensor to the replica with the fewest bytes so far. Returns whether that is this process's."""
         index, count = copies(tensor, self._processes)
         heap = self._loads.setdefault(count, [(0, each) for each in range(count)])
         load, writer = heap[0]
@@ -145,12 +145,12 @@ class _Division:
 
 
 def _has_part(tensor: torch.Tensor) -> bool:
-    """Whether something of a sharded tensor is here; one without elements is with the first process."""
+    """Whether this process holds elements of a sharded tensor; an empty one counts as held by the first process."""
     return own_part(tensor).numel() > 0 or (tensor.numel() == 0 and is_first(tensor))
 
 
 def _check_same(specs: Mapping[str, str], processes: Processes) -> None:
-    """Compare what all hold. Collective."""
+    """Refuse tensors that differ between processes. Collective: every rank must call this."""
     ordered = {name: specs[name] for name in sorted(specs)}
     digests = processes.gather(hashlib.sha256(repr(ordered).encode()).digest())
     if len(set(digests)) == 1:
@@ -165,10 +165,10 @@ def _check_same(specs: Mapping[str, str], processes: Processes) -> None:
 
 
 def check_tensors(sections: Sections) -> None:
-    """Refuse what safetensors files cannot hold.
+    """Refuse tensors that safetensors files cannot hold.
 
     Raises:
-        CheckpointError: Names the tensor.
+        CheckpointError: A tensor is not dense, or has a reserved name; the message names it.
     """
     for section, tensors in sections.items():
         if not re.fullmatch("[a-z_]+", section):

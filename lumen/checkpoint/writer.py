@@ -1,4 +1,4 @@
-"""Writing a checkpoint: beside its place, synced, checked as a reader will, and committed by one rename."""
+"""Writes a checkpoint beside its final path, syncs and verifies it, and commits it by one rename."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint that is either complete under its name or not there at all, even after a kill or power loss.
 
-    Every process writes its share, see `share_of`. Beyond the tensors themselves it needs the memory of one part of one
+    Every process writes its part, see `share_of`. Beyond the tensors themselves it needs the memory of one block of one
     tensor at most. Collective: every rank must call this.
 
     Args:
-        directory: Where it will be, for example `runs/gpt/checkpoints/step-00000200`. A damaged checkpoint there is
-            renamed to `<name>.damaged-<k>`.
+        directory: Final path, for example `runs/gpt/checkpoints/step-00000200`. A damaged checkpoint there is renamed
+            to `<name>.damaged-<k>`.
         sections: Tensors of any dtype, shape, strides and device, by section ("model", "optimizer", "extra") and name.
-        state: What `lumen.checkpoint.codec.encode` returned, by name; rank 0's counts.
+        state: JSON that `lumen.checkpoint.codec.encode` returned, by name; rank 0's counts.
         aliases: Names of tied tensors of the section "model" that are stored under another name: alias to stored name.
         info: Plain data kept in the manifest, so that listing checkpoints need not open `state`; rank 0's counts.
-        max_file_bytes: Most bytes of tensors in one file; a larger part gets a file of its own.
-        processes: Those of the run; default: this one alone.
+        max_file_bytes: Most bytes of tensors in one file; a larger block gets a file of its own.
+        processes: The processes of the run; default: this one alone.
 
     Raises:
         CheckpointError: `directory` holds a committed checkpoint; a tensor, `state` or `info` cannot be saved; the
@@ -76,7 +76,7 @@ def write_share(
     processes: Processes,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write this process's share, and commit when all have; else as `write_checkpoint`. Collective."""
+    """Write this process's blocks, and commit when all have; else as `write_checkpoint`. Collective."""
     save = _Save(directory, share.specs, state, aliases, info)
     temporary, mark = processes.on_rank_zero(save.begin)
     processes.conclude(
@@ -86,7 +86,7 @@ def write_share(
 
 @final
 class _Save:
-    """The beginning and the end of writing a checkpoint, which are rank 0's; the arguments are `write_checkpoint`'s."""
+    """Rank 0's part of writing a checkpoint: its beginning and its commit; the arguments are `write_checkpoint`'s."""
 
     def __init__(
         self,
@@ -105,11 +105,11 @@ class _Save:
         self._manifest: dict[str, JSON] = {}
 
     def begin(self) -> tuple[Path, str]:
-        """Find out before any work what cannot be saved or committed.
+        """Refuse, before any work, what cannot be saved or committed.
 
         Returns:
-            Where all are to write; and where that is no name of its own, what sets this save's files apart: a process
-            of a job that was killed may still be uploading.
+            The directory in which all processes write; and a mark for the names of their files, where that directory is
+            the final one (object stores): a killed job's processes may still be uploading there.
         """
         self._manifest = {
             "format": FORMAT_VERSION,
@@ -128,7 +128,7 @@ class _Save:
         return temporary, f"-{secrets.token_hex(4)}" if temporary == self._directory else ""
 
     def commit(self, temporary: Path, written: Callable[[], list[Written]]) -> None:
-        """Commit what all processes have written, or remove it; then nobody writes there any more."""
+        """Commit what all processes have written, or remove it."""
         with explained("write", self._directory):
             try:
                 self._complete(temporary, written())
@@ -142,7 +142,7 @@ class _Save:
                 raise
 
     def _complete(self, root: Path, written: Iterable[Written]) -> None:
-        """Add the files that are one process's: the state, and the manifest last."""
+        """Add the files that only rank 0 writes: the state, and last the manifest."""
         files: dict[str, JSON] = {}
         sections = {
             section: {name: _describe(spec, []) for name, spec in specs.items()}
@@ -191,7 +191,7 @@ def _json_bytes(what: str, value: Mapping[str, JSON]) -> bytes:
 
 
 def _holds_damaged(directory: Path) -> bool:
-    """Whether something that is no intact checkpoint has the name; an intact one is an error."""
+    """Whether a path holds something that is no intact checkpoint; an intact one is an error."""
     with readable(directory):
         if not (directory.exists() or directory.is_symlink()):
             return False
@@ -205,7 +205,7 @@ def _holds_damaged(directory: Path) -> bool:
 
 
 def _write_files(root: Path, mark: str, share: Share, max_file_bytes: int, processes: Processes) -> Written:
-    """Write this process's files. Returns their sizes and checksums, and where its parts of tensors lie in them."""
+    """Write this process's files. Returns their sizes and checksums, and which block lies in which file."""
     files: dict[str, JSON] = {}
     described: dict[str, dict[str, JSON]] = {section: {} for section in share.boxes}
     if processes.rank > 0 and not isinstance(root, RemotePath) and not root.is_dir():
@@ -229,7 +229,7 @@ def _write_files(root: Path, mark: str, share: Share, max_file_bytes: int, proce
 
 
 def _bounded(boxes: Mapping[str, Box], max_file_bytes: int) -> Iterator[list[str]]:
-    """Names of what goes into each file."""
+    """Names of the blocks in each file, so that none exceeds `max_file_bytes`, except for a single larger block."""
     group: list[str] = []
     size = 0
     for name, box in boxes.items():
