@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from lumen.data.adapter import Position
-from lumen.data.windows import Shard
+from lumen.data.windows import RankSlice
 
 
 class Ranks:
@@ -22,7 +22,7 @@ class Ranks:
         self.told = []  # what was gathered, by occasion and rank
 
     def run(self, function):
-        """What `function(shard)` returned on each rank, or the error that it raised."""
+        """What `function(ours)` returned on each rank, or the error that it raised."""
         self.told, self._calls, self._ended = [], defaultdict(int), set()
         self._turn = threading.Condition()
         self._results = [None] * self.world
@@ -40,7 +40,7 @@ class Ranks:
         with self._turn:
             try:
                 self._results[rank] = function(
-                    Shard(rank, self.world, self.stands_in, lambda value: self._gather(rank, value))
+                    RankSlice(rank, self.world, self.stands_in, lambda value: self._gather(rank, value))
                 )
             except Exception as error:
                 self._results[rank] = error
@@ -99,15 +99,15 @@ def content(batch):
     return batch
 
 
-def read(feed, epoch=0, position=None, limit=None, steps=None):
+def read(adapter, epoch=0, position=None, limit=None, steps=None):
     """The steps of an epoch, or as many as wanted; and the position after them."""
     position, given = position or Position(), []
-    windows = feed.windows(epoch, position, limit)
+    windows = adapter.windows(epoch, position, limit)
     while (steps is None or len(given) < steps) and (window := next(windows, None)) is not None:
         micros = [Seen(content(micro.batch), *(getattr(micro, name) for name in Seen._fields[1:])) for micro in window]
         given.append(Step(micros, window.sizes, window.last, window.state))
         position = Position(position.samples + window.samples, position.batches + len(window.sizes), window.state)
-    feed.close()
+    adapter.close()
     return given, position
 
 

@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 import lumen
 from lumen.data.adapter import Position
-from lumen.data.loaders import make_feed
+from lumen.data.loaders import adapt_loader
 from lumen.data.permutation import Permutation, cut_steps, epoch_order
 from lumen.errors import ConfigError, DataError
 from tests.tasks import Drawing, Saving, Seeing, bare_trainer, numbers, plain, quiet_trainer, seen
@@ -109,9 +109,9 @@ def test_the_order_is_that_of_seed_and_epoch_alone(tmp_path, shuffle, batch_size
 
 def test_shuffling_draws_nothing_from_the_global_generators():
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    feed = make_feed(DataLoader(numbers(), 3, shuffle=True), seed=3)
+    adapter = adapt_loader(DataLoader(numbers(), 3, shuffle=True), seed=3)
     for epoch in range(2):
-        assert sum(micro.samples for window in feed.windows(epoch, Position(), None) for micro in window) == 20
+        assert sum(micro.samples for window in adapter.windows(epoch, Position(), None) for micro in window) == 20
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lumen.data.seeded_dataset import Draw, KeyedDataset
+from lumen.data.seeded_dataset import BatchRequest, SeededDataset
 from lumen.errors import ConfigError
 from lumen.random import Domain, make_key, seed_generators
 from tests.tasks import Saving, Seeing, bare_trainer, plain, seen
@@ -530,15 +530,15 @@ def test_a_generator_that_nothing_can_seed_is_warned_of(tmp_path, caplog):
 
 def test_data_that_keep_no_generator_cost_nothing_more():
     for data in (Words(8), TensorDataset(torch.arange(8)), Transformed(lambda: random.getrandbits(8))):
-        keyed = KeyedDataset(data, default_collate, 7, single=False)
-        keyed.__getitems__(Draw(0, 0, [0, 1], by_place=False))
+        keyed = SeededDataset(data, default_collate, 7, single=False)
+        keyed.__getitems__(BatchRequest(0, 0, [0, 1], by_place=False))
         assert keyed.own.seed_all is seed_generators
 
 
 def test_a_data_set_that_travels_to_a_worker_is_keyed_there_without_the_states_of_here():
-    here = KeyedDataset(Transformed(Recipe(np.random.default_rng(3))), default_collate, 7, single=False)
-    drawn_here = here.__getitems__(Draw(0, 0, [0, 1], by_place=False))
+    here = SeededDataset(Transformed(Recipe(np.random.default_rng(3))), default_collate, 7, single=False)
+    drawn_here = here.__getitems__(BatchRequest(0, 0, [0, 1], by_place=False))
     there = pickle.loads(pickle.dumps(here))
     assert not there.own.generators
     there.looks = True  # as it travels: before anything is read
-    assert torch.equal(there.__getitems__(Draw(0, 0, [0, 1], by_place=False)), drawn_here)
+    assert torch.equal(there.__getitems__(BatchRequest(0, 0, [0, 1], by_place=False)), drawn_here)

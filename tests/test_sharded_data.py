@@ -21,8 +21,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import lumen
 from lumen.data.adapter import Position
-from lumen.data.loaders import make_feed
-from lumen.data.windows import Shard
+from lumen.data.loaders import adapt_loader
+from lumen.data.windows import RankSlice
 from lumen.errors import DataError
 from tests.ranks import Ranks, content, plain, read, together
 from tests.tasks import Saving, bare_trainer, numbers
@@ -149,14 +149,14 @@ def lengths(kind):
 def read_by(world, kind, samples, rounds=2, stands_in=False, epochs=(0, 1), **options):
     """What each of several ranks is given: a list of epochs for each."""
 
-    def rank(shard):
-        feed = make_feed(LOADERS[kind](samples), SEED, rounds * world, shard=shard)
+    def rank(ours):
+        adapter = adapt_loader(LOADERS[kind](samples), SEED, rounds * world, rank_slice=ours)
         given, position = [], Position()
         for epoch in epochs:
-            steps, after = read(feed, epoch, position, **options)
+            steps, after = read(adapter, epoch, position, **options)
             given.append(steps)
             position = Position(state=after.state)
-        return given, feed.length, feed.steps(options.get("limit"))
+        return given, adapter.length, adapter.steps(options.get("limit"))
 
     given = Ranks(world, stands_in=stands_in).run(rank)
     for each in given:
@@ -214,10 +214,10 @@ def test_a_limit_counts_the_batches_of_all_ranks(kind, limit):
 
 
 def test_a_global_batch_is_the_same_whatever_the_number_of_ranks(caplog):
-    def rank(shard):
-        return read(make_feed(LOADERS["shuffled"](11), SEED, global_batch_size=5, shard=shard))[0]
+    def rank(ours):
+        return read(adapt_loader(LOADERS["shuffled"](11), SEED, global_batch_size=5, rank_slice=ours))[0]
 
-    expected = plain(step.micros for step in rank(Shard()))
+    expected = plain(step.micros for step in rank(RankSlice()))
     assert "nothing to do" not in caplog.text
     for world in (2, 3, 4):
         whole = together(Ranks(world).run(rank))
@@ -231,9 +231,9 @@ def test_a_global_batch_is_the_same_whatever_the_number_of_ranks(caplog):
 
 @pytest.mark.parametrize("kind", [kind for kind in INDEXED if "workers" not in kind])
 def test_a_rank_loads_its_own_samples_only(kind):
-    def rank(shard):
+    def rank(ours):
         loader = LOADERS[kind](11)
-        steps, _ = read(make_feed(loader, SEED, 3, shard=shard))
+        steps, _ = read(adapt_loader(loader, SEED, 3, rank_slice=ours))
         return sum(micro.samples for step in steps for micro in step.micros), len(loader.dataset.loaded)
 
     for own, loaded in Ranks(3).run(rank):
@@ -242,12 +242,12 @@ def test_a_rank_loads_its_own_samples_only(kind):
 
 @pytest.mark.parametrize("mode", COMBINED)
 def test_a_rank_loads_only_what_its_own_combined_batches_consist_of(mode):
-    def loaded(shard):
+    def loaded(ours):
         loader = LOADERS[mode](11)
-        read(make_feed(loader, SEED, 2 * shard.world, shard=shard))
+        read(adapt_loader(loader, SEED, 2 * ours.world, rank_slice=ours))
         return [len(loader.loaders[name].dataset.loaded) for name in ("few", "many")]
 
-    few, many = loaded(Shard())
+    few, many = loaded(RankSlice())
     ranks = Ranks(3).run(loaded)
     assert [sum(counts) for counts in zip(*ranks, strict=True)] == [few, many]
     assert max(counts[1] for counts in ranks) <= many / 3 + 2
@@ -264,9 +264,9 @@ def going_on(kind, samples, worlds, limit=None):
         for number, world in enumerate(worlds, 1):
             steps = None if number == len(worlds) else 1
 
-            def rank(shard, world=world, epoch=epoch, position=position, steps=steps):
-                feed = make_feed(LOADERS[kind](samples), SEED, world, shard=shard)
-                return read(feed, epoch, position, limit, steps)
+            def rank(ours, world=world, epoch=epoch, position=position, steps=steps):
+                adapter = adapt_loader(LOADERS[kind](samples), SEED, world, rank_slice=ours)
+                return read(adapter, epoch, position, limit, steps)
 
             ranks = Ranks(world).run(rank)
             whole = together([steps for steps, _ in ranks])
@@ -316,7 +316,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_ranks_with_other_data_or_another_order_are_one_clear_error_on_all(kind):
-    results = Ranks(2).run(lambda shard: read(make_feed(DIFFERENT[kind](shard.rank), SEED, 2, shard=shard)))
+    results = Ranks(2).run(lambda ours: read(adapt_loader(DIFFERENT[kind](ours.rank), SEED, 2, rank_slice=ours)))
     for error in results:
         assert isinstance(error, DataError)
         assert "rank 1 has another data set or order than rank 0: {" in str(error)
@@ -334,7 +334,7 @@ def test_ranks_with_other_data_or_another_order_are_one_clear_error_on_all(kind)
     ],
 )
 def test_streams_that_differ_without_saying_so_are_one_clear_error_on_all_ranks(make):
-    results = Ranks(3).run(lambda shard: read(make_feed(make(shard.rank), SEED, 3, shard=shard)))
+    results = Ranks(3).run(lambda ours: read(adapt_loader(make(ours.rank), SEED, 3, rank_slice=ours)))
     for error in results:
         assert isinstance(error, DataError)
         assert "rank 1 has another stream than rank 0" in str(error)
@@ -342,9 +342,11 @@ def test_streams_that_differ_without_saying_so_are_one_clear_error_on_all_ranks(
 
 
 def test_a_sampler_that_draws_is_the_same_on_all_ranks_whatever_they_drew_before():
-    def rank(shard):
-        torch.manual_seed(shard.rank)
-        return read(make_feed(DataLoader(numbers(20), 4, sampler=RandomSampler(range(20))), SEED, 2, shard=shard))[0]
+    def rank(ours):
+        torch.manual_seed(ours.rank)
+        return read(
+            adapt_loader(DataLoader(numbers(20), 4, sampler=RandomSampler(range(20))), SEED, 2, rank_slice=ours)
+        )[0]
 
     samples = [each for step in together(Ranks(2).run(rank)) for micro in step for each in micro.content[0]]
     assert sorted(samples) == list(range(20))
@@ -433,10 +435,10 @@ def test_streams_that_shard_themselves_are_read_to_their_ends(counts, rounds, st
     """Each sample once; steps are full until the last one; ranks that ended earlier take part."""
     world = len(counts)
 
-    def rank(shard):
-        feed = make_feed(DataLoader(Part(counts, shard.rank), 1), SEED, rounds * world, shard=shard)
-        first, _ = read(feed, 0)
-        return first, read(feed, 1)[0]
+    def rank(ours):
+        adapter = adapt_loader(DataLoader(Part(counts, ours.rank), 1), SEED, rounds * world, rank_slice=ours)
+        first, _ = read(adapter, 0)
+        return first, read(adapter, 1)[0]
 
     given = Ranks(world, stands_in=stands_in).run(rank)
     for epoch in range(2):
@@ -450,7 +452,7 @@ def test_streams_that_shard_themselves_are_read_to_their_ends(counts, rounds, st
 def test_batches_of_a_part_count_their_own_samples(batch_size):
     counts = [7, 2]
     given = Ranks(2).run(
-        lambda shard: read(make_feed(DataLoader(Part(counts, shard.rank), batch_size), SEED, 2, shard=shard))
+        lambda ours: read(adapt_loader(DataLoader(Part(counts, ours.rank), batch_size), SEED, 2, rank_slice=ours))
     )
     whole = together([steps for steps, _ in given])
     assert sorted(flat(whole)) == expected_samples(counts)
@@ -463,7 +465,7 @@ def test_a_limit_counts_the_batches_of_all_parts_and_loads_no_more(kind, limit):
     counts = [2, 9]
     sets = [kind(counts, rank) for rank in range(2)]
     given = Ranks(2).run(
-        lambda shard: read(make_feed(DataLoader(sets[shard.rank], 1), SEED, 2, shard=shard), limit=limit)[0]
+        lambda ours: read(adapt_loader(DataLoader(sets[ours.rank], 1), SEED, 2, rank_slice=ours), limit=limit)[0]
     )
     assert len(flat(together(given))) == min(limit, 11) == sum(part.loaded for part in sets)
 
@@ -471,10 +473,10 @@ def test_a_limit_counts_the_batches_of_all_parts_and_loads_no_more(kind, limit):
 def parts_fit(kind, counts, world, *, steps=None, position=None, epoch=0, limit=None, accumulate=None, sets=None):
     """What the ranks are given of one epoch, and where they stand then, as rank 0 would save it."""
 
-    def rank(shard):
-        data = kind(counts, shard.rank, noise=True) if sets is None else sets[shard.rank]
-        feed = make_feed(DataLoader(data, 1), SEED, accumulate or world, shard=shard)
-        return read(feed, epoch, position, limit, steps)
+    def rank(ours):
+        data = kind(counts, ours.rank, noise=True) if sets is None else sets[ours.rank]
+        adapter = adapt_loader(DataLoader(data, 1), SEED, accumulate or world, rank_slice=ours)
+        return read(adapter, epoch, position, limit, steps)
 
     given = Ranks(world).run(rank)
     for each in given:
@@ -532,10 +534,10 @@ def test_another_number_of_ranks_cannot_go_on_within_parts():
 
 
 def test_every_evaluation_of_parts_begins_where_the_first_did():
-    def rank(shard):
-        data = ResumablePart([5, 2], shard.rank)
-        feed = make_feed(DataLoader(data, 1), SEED, 2, shard=shard, rewinds=True)
-        return [read(feed, 0, limit=limit)[0] for limit in (3, None, None)]
+    def rank(ours):
+        data = ResumablePart([5, 2], ours.rank)
+        adapter = adapt_loader(DataLoader(data, 1), SEED, 2, rank_slice=ours, rewinds=True)
+        return [read(adapter, 0, limit=limit)[0] for limit in (3, None, None)]
 
     given = Ranks(2).run(rank)
     passes = [flat(together([each[number] for each in given])) for number in range(3)]
@@ -556,7 +558,7 @@ def test_ranks_draw_differently_but_lay_out_their_parts_alike():
             for file in files[self.rank :: 2]:
                 yield torch.tensor([file, float(torch.rand(()))])
 
-    given = Ranks(2).run(lambda shard: read(make_feed(DataLoader(Laid(shard.rank), 1), SEED, 2, shard=shard))[0])
+    given = Ranks(2).run(lambda ours: read(adapt_loader(DataLoader(Laid(ours.rank), 1), SEED, 2, rank_slice=ours))[0])
     drawn = [sample for step in together(given) for micro in step for sample in micro.content]
     assert sorted(file for file, _ in drawn) == list(range(8))
     assert len({noise for _, noise in drawn[2:]}) == 6
@@ -569,12 +571,16 @@ def test_workers_of_different_parts_draw_differently():
         def __iter__(self):
             yield float(torch.rand(()))
 
-    given = Ranks(2).run(lambda shard: read(make_feed(DataLoader(Noise(), 1, num_workers=1), SEED, 2, shard=shard))[0])
+    given = Ranks(2).run(
+        lambda ours: read(adapt_loader(DataLoader(Noise(), 1, num_workers=1), SEED, 2, rank_slice=ours))[0]
+    )
     assert len(set(flat(together(given)))) == 2
 
 
 def test_a_stream_that_was_split_by_node_is_read_in_parts():
-    given = Ranks(2).run(lambda shard: read(make_feed(DataLoader(Split([5, 3], shard.rank), 1), SEED, 2, shard=shard)))
+    given = Ranks(2).run(
+        lambda ours: read(adapt_loader(DataLoader(Split([5, 3], ours.rank), 1), SEED, 2, rank_slice=ours))
+    )
     assert sorted(flat(together([steps for steps, _ in given]))) == expected_samples([5, 3])
 
 
@@ -591,9 +597,9 @@ def test_a_loader_of_the_users_own_may_shard_itself_and_know_its_length():
         def __len__(self):
             return len(self.batches)
 
-    def rank(shard):
-        feed = make_feed(Loader(shard.rank), SEED, 2, shard=shard)
-        return read(feed)[0], feed.length, feed.steps(None), feed.steps(5)
+    def rank(ours):
+        adapter = adapt_loader(Loader(ours.rank), SEED, 2, rank_slice=ours)
+        return read(adapter)[0], adapter.length, adapter.steps(None), adapter.steps(5)
 
     given = Ranks(2).run(rank)
     assert sorted(flat(together([each[0] for each in given]))) == [0, 1, 2, 100, 101, 102, 103]
@@ -603,27 +609,33 @@ def test_a_loader_of_the_users_own_may_shard_itself_and_know_its_length():
 def test_the_documented_part_of_a_stream_is_read_once():
     files = [range(10 * number, 10 * number + number) for number in range(5)]
 
-    def rank(shard):
+    def rank(ours):
         given = {"torch": torch}
         exec(snippets()[1], given)
-        return read(make_feed(DataLoader(given["Shards"](files, shard.rank, shard.world), 2), SEED, 3, shard=shard))[0]
+        return read(
+            adapt_loader(DataLoader(given["Shards"](files, ours.rank, ours.world), 2), SEED, 3, rank_slice=ours)
+        )[0]
 
     assert sorted(flat(together(Ranks(3).run(rank)))) == [number for file in files for number in file]
 
 
 def test_parts_that_look_like_the_whole_are_one_warning(caplog):
     Ranks(2).run(
-        lambda shard: [read(feed) for feed in [make_feed(DataLoader(Part([4, 4], 0), 1), SEED, 2, shard=shard)] * 2]
+        lambda ours: [
+            read(adapter) for adapter in [adapt_loader(DataLoader(Part([4, 4], 0), 1), SEED, 2, rank_slice=ours)] * 2
+        ]
     )
     assert caplog.text.count("every rank reads the same first batch") == 2  # one a rank
     caplog.clear()
-    Ranks(2).run(lambda shard: read(make_feed(DataLoader(Part([4, 4], shard.rank), 1), SEED, 2, shard=shard)))
+    Ranks(2).run(lambda ours: read(adapt_loader(DataLoader(Part([4, 4], ours.rank), 1), SEED, 2, rank_slice=ours)))
     assert "same first batch" not in caplog.text
 
 
 def test_parts_among_several_training_loaders_are_an_error():
-    def rank(shard):
-        return make_feed([DataLoader(numbers(8), 2), DataLoader(Part([4, 4], shard.rank), 2)], SEED, 2, shard=shard)
+    def rank(ours):
+        return adapt_loader(
+            [DataLoader(numbers(8), 2), DataLoader(Part([4, 4], ours.rank), 2)], SEED, 2, rank_slice=ours
+        )
 
     for error in Ranks(2).run(rank):
         assert isinstance(error, DataError)

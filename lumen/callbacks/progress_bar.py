@@ -105,9 +105,9 @@ class ProgressBar(Callback):
 
     def _count_steps(self, run: Run, done: int, epochs: int) -> None:
         """Set the number of the run's steps, `done` of which were made in whole epochs."""
-        plan, feed = run.plan, run.loaders.train
-        assert feed is not None
-        per_epoch = feed.steps(plan.limit("train", feed))
+        plan, adapter = run.plan, run.loaders.train
+        assert adapter is not None
+        per_epoch = adapter.steps(plan.limit("train", adapter))
         left = None if per_epoch is None or plan.max_epochs is None else per_epoch * (plan.max_epochs - epochs)
         by_epochs = None if left is None else done + left
         totals = [total for total in (plan.max_steps, by_epochs) if total is not None]
@@ -341,8 +341,8 @@ def _names(run: Run) -> list[str]:
 def _batches_of(run: Run) -> int | None:
     """Number of batches in the evaluation that begins; None if a loader has no length."""
     total = 0
-    for feed in run.loaders.evaluation:
-        known = [count for count in (feed.length, run.plan.limit(run.stage, feed)) if count is not None]
+    for adapter in run.loaders.evaluation:
+        known = [count for count in (adapter.length, run.plan.limit(run.stage, adapter)) if count is not None]
         if not known:
             return None
         total += min(known)

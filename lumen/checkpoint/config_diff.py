@@ -103,8 +103,8 @@ def trainer_settings(run: Run) -> dict[str, Setting]:
 
     Left out: the length of the run, and what is shown and saved.
     """
-    trainer, plan, feed = run.trainer, run.plan, run.loaders.train
-    assert feed is not None
+    trainer, plan, adapter = run.trainer, run.plan, run.loaders.train
+    assert adapter is not None
     interval = f"{plan.val_every_s:g} s" if plan.val_every_s is not None else plan.val_every_epoch_fraction
     return {
         "precision": run.precision.name,
@@ -116,7 +116,7 @@ def trainer_settings(run: Run) -> dict[str, Setting]:
         "compile": str(trainer.compilation.setting),
         "processes": run.strategy.world_size,
         "accumulate_grad_batches": plan.accumulate,
-        **feed.cut(),
+        **adapter.cut(),
         "gradient_clip_val": plan.clip_norm if plan.clip_value is None else plan.clip_value,
         "gradient_clip_algorithm": "norm" if plan.clip_value is None else "value",
         "limit_train_batches": _limit(plan, "train"),
@@ -139,7 +139,7 @@ def data_read(run: Run) -> dict[str, Any]:
     return {
         "asked_in": run.loaders.epoch,
         "training": run.loaders.train.identity(),
-        "validation": [line for feed in run.loaders.evaluation for line in feed.identity()],
+        "validation": [line for adapter in run.loaders.evaluation for line in adapter.identity()],
     }
 
 

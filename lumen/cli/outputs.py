@@ -19,7 +19,7 @@ from lumen.callbacks import Callback
 from lumen.checkpoint.safetensors_file import write_safetensors
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stderr, stdout
-from lumen.data.adapter import Feed
+from lumen.data.adapter import LoaderAdapter
 from lumen.errors import ConfigError, DataError
 from lumen.run.loaders import loader_suffixes
 from lumen.task.task_module import TaskModule
@@ -64,14 +64,16 @@ def check_output(command: str, path: Path) -> None:
         raise ConfigError(f"--output {path}: there is no directory {path.parent}. Create it.")
 
 
-def show_metrics(metrics: list[dict[str, float]], feeds: list[Feed], title: str) -> None:
+def show_metrics(metrics: list[dict[str, float]], adapters: list[LoaderAdapter], title: str) -> None:
     """Print a table of values, one column per loader."""
     columns = [
         {name.removesuffix(suffix): value for name, value in column.items()}
-        for column, suffix in zip(metrics, loader_suffixes(feeds), strict=True)
+        for column, suffix in zip(metrics, loader_suffixes(adapters), strict=True)
     ]
-    unnamed = ["value"] if len(feeds) == 1 else [f"loader {number}" for number in range(len(feeds))]
-    table = Table("metric", *(feed.name or head for feed, head in zip(feeds, unnamed, strict=True)), title=title)
+    unnamed = ["value"] if len(adapters) == 1 else [f"loader {number}" for number in range(len(adapters))]
+    table = Table(
+        "metric", *(adapter.name or head for adapter, head in zip(adapters, unnamed, strict=True)), title=title
+    )
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(format(column[name], ".6g") if name in column else "" for column in columns))
     Console(file=stdout, markup=False, emoji=False).print(table)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 
 from lumen.console import logger as _log
 from lumen.data.nested import count_samples
-from lumen.data.windows import Dealt, Item, Shard, Window
+from lumen.data.windows import AccumulationWindow, Dealt, LoadedBatch, RankSlice
 from lumen.errors import DataError
 
 _FETCHED = attrgetter("batch", "loader")
@@ -24,7 +24,7 @@ class Position(NamedTuple):
         batches: Micro-batches consumed in this epoch.
         state: `state` of the window consumed last, in this epoch or the one before; None before the first one.
         round: How often a shorter loader of several has begun again within the epoch.
-        turn: Number of the first step where processes take whole steps in turn, else None; see `Shard.dealer`.
+        turn: Number of the first step where processes take whole steps in turn, else None; see `RankSlice.dealer`.
     """
 
     samples: int = 0
@@ -58,7 +58,7 @@ class Position(NamedTuple):
 START = Position()
 
 
-class Feed(ABC):
+class LoaderAdapter(ABC):
     """Reads one loader for the loop, one pass over it at a time.
 
     Attributes:
@@ -84,7 +84,7 @@ class Feed(ABC):
         """The settings that cut the data into batches and steps, such as `batch_size`, by name."""
 
     @abstractmethod
-    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
+    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """The optimizer steps of an epoch, from a position on. Ends the pass before this one.
 
         Args:
@@ -112,7 +112,7 @@ def count_steps(length: int | None, limit: int | None, accumulate: int) -> int |
 
 
 @final
-class Step(NamedTuple):
+class LoadedStep(NamedTuple):
     """The batches of one optimizer step, which have been read.
 
     Attributes:
@@ -122,18 +122,18 @@ class Step(NamedTuple):
         state: Where the adapter stands after the step: plain data and tensors, for a checkpoint.
     """
 
-    items: list[Item]
+    items: list[LoadedBatch]
     sizes: list[int]
     dealt: Dealt
     state: dict[str, Any]
 
 
 def read_ahead(
-    steps: Iterator[Step],
+    steps: Iterator[LoadedStep],
     index: int,
-    shard: Shard,
+    rank_slice: RankSlice,
     at_end: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state,
-) -> Iterator[Window]:
+) -> Iterator[AccumulationWindow]:
     """The windows of steps whose sizes are known only once they have been read.
 
     One step is read ahead of the one that is yielded, to know which is the last.
@@ -141,7 +141,7 @@ def read_ahead(
     Args:
         steps: Reads the optimizer steps, one at a time.
         index: Number of the first micro-batch in the epoch, from 0.
-        shard: The part of each step that this process takes.
+        rank_slice: The part of each step that this process takes.
         at_end: Converts the state after the last step into one that records the end of the epoch.
     """
     ahead = next(steps, None)
@@ -151,7 +151,7 @@ def read_ahead(
         waited_s = perf_counter() - start
         last = ahead is None
         state = at_end(state) if last else state
-        yield Window(map(_FETCHED, items).__next__, sizes, index, last, state, waited_s, shard, dealt)
+        yield AccumulationWindow(map(_FETCHED, items).__next__, sizes, index, last, state, waited_s, rank_slice, dealt)
         index += len(sizes)
 
 

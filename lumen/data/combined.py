@@ -8,9 +8,9 @@ from typing import Any, Literal, final
 
 from torch.utils.data import DataLoader
 
-from lumen.data.adapter import START, Feed, Position, Step, count_steps, read_ahead
+from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, count_steps, read_ahead
 from lumen.data.rank_checks import lend
-from lumen.data.windows import Item, Shard, Window
+from lumen.data.windows import AccumulationWindow, LoadedBatch, RankSlice
 from lumen.errors import ConfigError, DataError
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
@@ -83,7 +83,7 @@ def _filled(skeleton: Any, batches: Sequence[Any]) -> Any:
 
 
 @final
-class CombinedFeed(Feed):
+class CombinedAdapter(LoaderAdapter):
     """Reads the loaders of a `CombinedLoader`, each with its own order, position and state.
 
     A micro-batch counts as many samples as the part of its first loader has. The processes take micro-batches in turn,
@@ -91,39 +91,41 @@ class CombinedFeed(Feed):
 
     Args:
         loader: The loaders, and the mode in which they are combined.
-        open_feed: Makes the adapter of one loader, given its index, which tells its randomness from the others'.
+        adapt: Makes the adapter of one loader, given its index, which tells its randomness from the others'.
         accumulate: Micro-batches of an optimizer step, of all processes together.
-        shard: The part of each step that this process takes.
+        rank_slice: The part of each step that this process takes.
     """
 
     def __init__(
-        self, loader: CombinedLoader, open_feed: Callable[[Any, int], Feed], accumulate: int, shard: Shard
+        self, loader: CombinedLoader, adapt: Callable[[Any, int], LoaderAdapter], accumulate: int, rank_slice: RankSlice
     ) -> None:
-        self._mode, self._accumulate, self._shard = loader.mode, accumulate, shard
+        self._mode, self._accumulate, self._rank_slice = loader.mode, accumulate, rank_slice
         self.in_turn = loader.mode == "sequential"
         self._places, self._skeleton = list(loader.flattened), _skeleton(loader.loaders, count())
-        self._feeds = [open_feed(part, number) for number, part in enumerate(loader.flattened.values())]
+        self._adapters = [adapt(part, number) for number, part in enumerate(loader.flattened.values())]
         self.length = self._length()
 
     def measure(self, position: Position = START) -> None:
-        """See `Feed.measure`."""
+        """See `LoaderAdapter.measure`."""
         saved = position.state_of("combination").get("parts") if position.batches else None
-        for feed, part in zip(self._feeds, saved or [None] * len(self._feeds), strict=False):
-            feed.measure(Position() if part is None else Position(part["samples"], part["batches"], part["loader"]))
+        for adapter, part in zip(self._adapters, saved or [None] * len(self._adapters), strict=False):
+            adapter.measure(Position() if part is None else Position(part["samples"], part["batches"], part["loader"]))
         self.length = self._length()
 
     def identity(self) -> list[str | None]:
-        """See `Feed.identity`."""
-        return [line for feed in self._feeds for line in feed.identity()]
+        """See `LoaderAdapter.identity`."""
+        return [line for adapter in self._adapters for line in adapter.identity()]
 
     def cut(self) -> dict[str, int | None]:
-        """See `Feed.cut`."""
-        parts = zip(self._places, self._feeds, strict=True)
-        sizes = {f"batch_size of {'.'.join(map(str, place))}": feed.cut().get("batch_size") for place, feed in parts}
+        """See `LoaderAdapter.cut`."""
+        parts = zip(self._places, self._adapters, strict=True)
+        sizes = {
+            f"batch_size of {'.'.join(map(str, place))}": adapter.cut().get("batch_size") for place, adapter in parts
+        }
         return {"batches of a step": self._accumulate} | sizes
 
     def _length(self) -> int | None:
-        lengths = [feed.length for feed in self._feeds]
+        lengths = [adapter.length for adapter in self._adapters]
         known = [length for length in lengths if length is not None]
         if self._mode == "min_size":
             return min(known, default=None)
@@ -131,8 +133,8 @@ class CombinedFeed(Feed):
             return None
         return sum(known) if self._mode == "sequential" else max(known)
 
-    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
-        """See `Feed.windows`."""
+    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
+        """See `LoaderAdapter.windows`."""
         saved, like_this = position.state_of("combination"), {"mode": self._mode, "loaders": self._described()}
         if saved and like_this != {key: saved[key] for key in like_this}:
             if position.batches:
@@ -143,44 +145,44 @@ class CombinedFeed(Feed):
             saved = {}
         if position.batches and saved.get("ended"):
             return
-        states = saved.get("parts") or [None] * len(self._feeds)
-        parts = [_Part(feed, epoch, position, state) for feed, state in zip(self._feeds, states, strict=True)]
+        states = saved.get("parts") or [None] * len(self._adapters)
+        parts = [_Part(adapter, epoch, position, state) for adapter, state in zip(self._adapters, states, strict=True)]
         first = position.turn or 0
         items = self._in_turn(parts, first) if self._mode == "sequential" else self._together(parts, first)
         if limit is not None:
             items = islice(items, max(0, limit - position.batches))
         steps = self._steps(items, parts, like_this, position.turn)
-        yield from read_ahead(steps, position.batches, self._shard, lambda state: state | {"ended": True})
+        yield from read_ahead(steps, position.batches, self._rank_slice, lambda state: state | {"ended": True})
 
     def _described(self) -> str:
-        if self._places == [(number,) for number in range(len(self._feeds))]:
-            return str(len(self._feeds))
+        if self._places == [(number,) for number in range(len(self._adapters))]:
+            return str(len(self._adapters))
         return ", ".join(".".join(map(str, place)) for place in self._places)
 
     def _steps(
-        self, items: Iterator[Item], parts: list[_Part], like_this: dict[str, Any], turn: int | None
-    ) -> Iterator[Step]:
-        shard, deal, read = self._shard, self._shard.dealer(turn), 0
-        newest: Item | None = None
+        self, items: Iterator[LoadedBatch], parts: list[_Part], like_this: dict[str, Any], turn: int | None
+    ) -> Iterator[LoadedStep]:
+        rank_slice, deal, read = self._rank_slice, self._rank_slice.dealer(turn), 0
+        newest: LoadedBatch | None = None
         while step := list(islice(items, self._accumulate)):
             dealt = deal(len(step))
             own = [step[number] for number in dealt if number is not None]
             newest = own[-1] if own else newest
             read += len(step)
-            if shard.stands_in and len(step) % shard.world:  # only in the last round of the last step
-                newest = lend(shard, 0, newest) if read < shard.world else newest
+            if rank_slice.stands_in and len(step) % rank_slice.world:  # only in the last round of the last step
+                newest = lend(rank_slice, 0, newest) if read < rank_slice.world else newest
                 assert newest is not None
                 own += [newest] * dealt.count(None)
             state = {"kind": "combination", **like_this, "parts": [part.state() for part in parts]}
-            yield Step(own, [item.samples for item in step], dealt, state)
+            yield LoadedStep(own, [item.samples for item in step], dealt, state)
 
-    def _in_turn(self, parts: list[_Part], turn: int) -> Iterator[Item]:
+    def _in_turn(self, parts: list[_Part], turn: int) -> Iterator[LoadedBatch]:
         for number, part in enumerate(parts):
             while (item := part.next(turn)) is not None:
-                yield Item(item.batch, item.samples, number)
+                yield LoadedBatch(item.batch, item.samples, number)
                 turn += 1
 
-    def _together(self, parts: list[_Part], first: int) -> Iterator[Item]:
+    def _together(self, parts: list[_Part], first: int) -> Iterator[LoadedBatch]:
         for turn in count(first):
             items = [part.next(turn) for part in parts]
             if all(part.ended for part in parts) or (self._mode == "min_size" and None in items):
@@ -191,42 +193,42 @@ class CombinedFeed(Feed):
                 items = [item or part.begin_again(turn) for item, part in zip(items, parts, strict=True)]
             batches = [item and item.batch for item in items]
             samples = next(item.samples for item in items if item is not None)
-            yield Item(_filled(self._skeleton, batches), samples)
+            yield LoadedBatch(_filled(self._skeleton, batches), samples)
 
     def nothing(self) -> str:
-        """See `Feed.nothing`."""
-        named = zip(self._places, self._feeds, strict=True)
-        found = [f"{'.'.join(map(str, place))}: {feed.nothing()}" for place, feed in named if not feed.length]
-        return "; ".join(found) or f"none of the {len(self._feeds)} loaders gave a batch"
+        """See `LoaderAdapter.nothing`."""
+        named = zip(self._places, self._adapters, strict=True)
+        found = [f"{'.'.join(map(str, place))}: {adapter.nothing()}" for place, adapter in named if not adapter.length]
+        return "; ".join(found) or f"none of the {len(self._adapters)} loaders gave a batch"
 
     def steps(self, limit: int | None) -> int | None:
-        """See `Feed.steps`."""
+        """See `LoaderAdapter.steps`."""
         return count_steps(self.length, limit, self._accumulate)
 
     def close(self) -> None:
-        """See `Feed.close`."""
-        for feed in self._feeds:
-            feed.close()
+        """See `LoaderAdapter.close`."""
+        for adapter in self._adapters:
+            adapter.close()
 
 
 @final
 class _Part:
     """One of several loaders, within an epoch of the combination."""
 
-    def __init__(self, feed: Feed, epoch: int, position: Position, saved: Mapping[str, Any] | None) -> None:
-        self._feed, self._epoch, self._outer_round = feed, epoch, position.round << 16
+    def __init__(self, adapter: LoaderAdapter, epoch: int, position: Position, saved: Mapping[str, Any] | None) -> None:
+        self._adapter, self._epoch, self._outer_round = adapter, epoch, position.round << 16
         self.ended, self._round, self._position = False, 0, Position(state=saved and saved["loader"])
         if saved is not None and position.batches:
             self.ended, self._round = saved["ended"], saved["round"]
             self._position = Position(saved["samples"], saved["batches"], saved["loader"])
         self._before = self._position
-        self._windows: Iterator[Window] | None = None
+        self._windows: Iterator[AccumulationWindow] | None = None
 
-    def next(self, turn: int) -> Item | None:
+    def next(self, turn: int) -> LoadedBatch | None:
         """The loader's next batch; without the batch itself if it is another process's turn; None at the end."""
         if self._windows is None:
             self._position = self._position._replace(round=self._outer_round + self._round, turn=turn)
-            self._windows = self._feed.windows(self._epoch, self._position, None)
+            self._windows = self._adapter.windows(self._epoch, self._position, None)
         self._before = self._position
         window = next(self._windows, None)
         if window is None:
@@ -234,13 +236,13 @@ class _Part:
             return None
         at = self._position
         self._position = at._replace(samples=at.samples + window.samples, batches=at.batches + 1, state=window.state)
-        return next((Item(micro.batch, micro.samples) for micro in window), Item(None, window.samples))
+        return next((LoadedBatch(micro.batch, micro.samples) for micro in window), LoadedBatch(None, window.samples))
 
     def step_back(self) -> None:
         """Give back the newest batch, which was not used: the next epoch begins before it."""
         self._position = self._before
 
-    def begin_again(self, turn: int) -> Item:
+    def begin_again(self, turn: int) -> LoadedBatch:
         self._round += 1
         self._position = Position(state=self._position.state)
         self._windows = None
@@ -248,7 +250,7 @@ class _Part:
         if item is None:
             raise DataError(
                 "one of several training loaders is empty, so it cannot begin again beside the longer ones: "
-                f"{self._feed.nothing()}. Leave it out."
+                f"{self._adapter.nothing()}. Leave it out."
             )
         return item
 

@@ -9,76 +9,76 @@ from typing import Any, final
 from torch.utils.data import DataLoader
 
 from lumen.console import logger as _log
-from lumen.data.adapter import START, Feed, Position, Step, count_steps, read_ahead
+from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, count_steps, read_ahead
 from lumen.data.fingerprint import known_length
 from lumen.data.rank_checks import check_same, digest, lend
-from lumen.data.resumable_iterator import StreamReader
-from lumen.data.windows import Dealt, Item, Shard, Window
+from lumen.data.resumable_iterator import ResumableIterator
+from lumen.data.windows import AccumulationWindow, Dealt, LoadedBatch, RankSlice
 from lumen.errors import DataError
 
 
 @final
-class StreamFeed(Feed):
+class IterableAdapter(LoaderAdapter):
     """Reads an iterable that gives every process all batches; each process keeps its part of them.
 
     Args:
         loader: Its `__iter__` begins an epoch anew, with the same batches in every process.
         seed: The run's seed, which keys everything random.
         accumulate: Batches of an optimizer step, of all processes together.
-        shard: The part of each step that this process keeps.
+        rank_slice: The part of each step that this process keeps.
         rewinds: Every pass begins where the first one did, as evaluations do.
     """
 
-    def __init__(self, loader: Any, seed: int, accumulate: int, shard: Shard, *, rewinds: bool) -> None:
+    def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
         self._name = type(getattr(loader, "dataset", loader)).__name__
         self._accumulate = accumulate
-        self._shard = shard
+        self._rank_slice = rank_slice
         self._rewinds = rewinds
-        self._reader = StreamReader(loader, seed, rewinds=rewinds)
+        self._iterator = ResumableIterator(loader, seed, rewinds=rewinds)
         self._loader = loader
         self.measure()
 
     def measure(self, position: Position = START) -> None:
-        """See `Feed.measure`."""
+        """See `LoaderAdapter.measure`."""
         self.length = known_length(self._loader)
 
     def identity(self) -> list[str | None]:
-        """See `Feed.identity`."""
+        """See `LoaderAdapter.identity`."""
         return [None]
 
     def cut(self) -> dict[str, int | None]:
-        """See `Feed.cut`."""
-        return {"batch_size": self._reader.cut.get("batch_size"), "batches of a step": self._accumulate}
+        """See `LoaderAdapter.cut`."""
+        return {"batch_size": self._iterator.cut.get("batch_size"), "batches of a step": self._accumulate}
 
-    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
-        """See `Feed.windows`."""
+    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
+        """See `LoaderAdapter.windows`."""
         begins = self._rewinds and not position.batches
-        state = self._reader.beginning if begins else position.state_of("stream")
+        state = self._iterator.beginning if begins else position.state_of("stream")
         if position.batches and state.get("ended"):
-            self._reader.go_to(state)
+            self._iterator.go_to(state)
             return
         left = None if limit is None else max(0, limit - position.batches)
         if left == 0:
             return
-        items: Iterator[Item] = islice(self._reader.items(epoch, position, state, position.batches), left)
-        if self._shard.world > 1:
+        items: Iterator[LoadedBatch] = islice(self._iterator.items(epoch, position, state, position.batches), left)
+        if self._rank_slice.world > 1:
             items = self._agreed(items)
         steps = self._steps(items, position.turn)
-        yield from read_ahead(steps, position.batches, self._shard, lambda state: self._reader.last_state())
+        yield from read_ahead(steps, position.batches, self._rank_slice, lambda state: self._iterator.last_state())
 
-    def _agreed(self, items: Iterator[Item]) -> Iterator[Item]:
+    def _agreed(self, items: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
         """Yield the same batches, after a check that all processes begin with the same. Collective."""
         first = list(islice(items, 1))
         found = {"batches": self.length, "digest of the first": [digest(item.batch) for item in first]}
         check_same(
-            self._shard, "stream", found,
+            self._rank_slice, "stream", found,
             f"Every rank reads all batches of {self._name}, and Lumen keeps each one's share. If it gives every rank "
             "a part of its own, say so by shards_itself = True on it; else let it give the same on every rank.",
         )  # fmt: skip
         return chain(first, items)
 
-    def _steps(self, items: Iterator[Item], turn: int | None) -> Iterator[Step]:
-        deal = self._shard.dealer(turn)
+    def _steps(self, items: Iterator[LoadedBatch], turn: int | None) -> Iterator[LoadedStep]:
+        deal = self._rank_slice.dealer(turn)
         while True:
             dealt, own, sizes = deal(self._accumulate), [], []
             for number, item in enumerate(islice(items, self._accumulate)):
@@ -89,21 +89,21 @@ class StreamFeed(Feed):
                 return
             if len(sizes) < self._accumulate:
                 dealt = deal(len(sizes))
-            if self._shard.stands_in:
+            if self._rank_slice.stands_in:
                 own += [item] * dealt.count(None)
-            yield Step(own, sizes, dealt, self._reader.state())
+            yield LoadedStep(own, sizes, dealt, self._iterator.state())
 
     def nothing(self) -> str:
-        """See `Feed.nothing`."""
-        return self._reader.nothing()
+        """See `LoaderAdapter.nothing`."""
+        return self._iterator.nothing()
 
     def steps(self, limit: int | None) -> int | None:
-        """See `Feed.steps`."""
+        """See `LoaderAdapter.steps`."""
         return count_steps(self.length, limit, self._accumulate)
 
     def close(self) -> None:
-        """See `Feed.close`."""
-        self._reader.close()
+        """See `LoaderAdapter.close`."""
+        self._iterator.close()
 
 
 def shards_itself(loader: Any, world: int) -> bool:
@@ -114,7 +114,7 @@ def shards_itself(loader: Any, world: int) -> bool:
 
 
 @final
-class ShardedStreamFeed(Feed):
+class ShardedIterableAdapter(LoaderAdapter):
     """Reads an iterable that gives each process batches of its own. They may end at different times.
 
     A step takes batches from the processes in turn, and more from the others once some have ended: so every step but
@@ -125,53 +125,53 @@ class ShardedStreamFeed(Feed):
         loader: Its `__iter__` begins an epoch anew, with this process's batches.
         seed: The run's seed, which keys everything random.
         accumulate: Batches of an optimizer step, of all processes together.
-        shard: Rank of this process, number of processes, and how they communicate.
+        rank_slice: Rank of this process, number of processes, and how they communicate.
         rewinds: Every pass begins where the first one did, as evaluations do.
     """
 
-    def __init__(self, loader: Any, seed: int, accumulate: int, shard: Shard, *, rewinds: bool) -> None:
+    def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
         self._name = type(getattr(loader, "dataset", loader)).__name__
         self._accumulate = accumulate
-        self._shard = shard
+        self._rank_slice = rank_slice
         self._rewinds = rewinds
-        self._reader = StreamReader(loader, seed, rewinds=rewinds, shard=shard)
+        self._iterator = ResumableIterator(loader, seed, rewinds=rewinds, rank_slice=rank_slice)
         self._states: list[dict[str, Any]] = []  # of all processes
         self._compared = False
-        self._read: Item | None = None  # the newest that this process has read
+        self._read: LoadedBatch | None = None  # the newest that this process has read
         self._have_read: set[int] = set()  # processes that have such a one
-        lengths = shard.gather(known_length(loader))
+        lengths = rank_slice.gather(known_length(loader))
         self.length = None if None in lengths else sum(lengths)
 
     def measure(self, position: Position = START) -> None:
         """Do nothing: the length was agreed by all processes at the start, and one alone cannot tell a new one."""
 
     def identity(self) -> list[str | None]:
-        """See `Feed.identity`."""
+        """See `LoaderAdapter.identity`."""
         return [None]
 
     def cut(self) -> dict[str, int | None]:
-        """See `Feed.cut`."""
-        return {"batch_size": self._reader.cut.get("batch_size"), "batches of a step": self._accumulate}
+        """See `LoaderAdapter.cut`."""
+        return {"batch_size": self._iterator.cut.get("batch_size"), "batches of a step": self._accumulate}
 
-    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[Window]:
-        """See `Feed.windows`."""
-        states, rank = self._states_at(position), self._shard.rank
+    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
+        """See `LoaderAdapter.windows`."""
+        states, rank = self._states_at(position), self._rank_slice.rank
         over = bool(position.batches) and position.state_of("stream in parts").get("ended", False)
         alive = [each for each, state in enumerate(states) if not (position.batches and (over or state["exhausted"]))]
-        items: Iterator[Item] = iter(())
+        items: Iterator[LoadedBatch] = iter(())
         if rank in alive:
-            items = self._reader.items(epoch, position, states[rank], states[rank]["read"] if position.batches else 0)
+            items = self._iterator.items(epoch, position, states[rank], states[rank]["read"] if position.batches else 0)
         else:
-            self._reader.go_to(states[rank])
+            self._iterator.go_to(states[rank])
         steps = self._steps(items, alive, None if limit is None else max(0, limit - position.batches))
-        yield from read_ahead(steps, position.batches, self._shard, lambda state: self._last_state())
+        yield from read_ahead(steps, position.batches, self._rank_slice, lambda state: self._last_state())
 
     def _states_at(self, position: Position) -> list[dict[str, Any]]:
         """The saved state of every process's iterator, in rank order."""
-        world = self._shard.world
+        world = self._rank_slice.world
         state = position.state_of("stream in parts")
         if (self._rewinds and not position.batches) or not state:
-            return [self._reader.beginning] * world
+            return [self._iterator.beginning] * world
         states: list[dict[str, Any]] = state["ranks"]
         if len(states) == world:
             return states
@@ -183,19 +183,19 @@ class ShardedStreamFeed(Feed):
             )
         return [{"kind": "stream"}] * world
 
-    def _steps(self, items: Iterator[Item], alive: list[int], left: int | None) -> Iterator[Step]:
-        rank = self._shard.rank
+    def _steps(self, items: Iterator[LoadedBatch], alive: list[int], left: int | None) -> Iterator[LoadedStep]:
+        rank = self._rank_slice.rank
         while True:
             missing = self._accumulate if left is None else min(self._accumulate, left)
-            own: list[Item] = []
+            own: list[LoadedBatch] = []
             sizes: list[int] = []
-            numbers: list[list[int]] = [[] for _ in range(self._shard.world)]
+            numbers: list[list[int]] = [[] for _ in range(self._rank_slice.world)]
             while missing and alive:
                 turns = list(islice(cycle(alive), missing))
                 read = list(islice(items, turns.count(rank)))
                 own += read
                 first = digest(read[0].batch) if read and not self._compared else None
-                told = self._shard.gather(([item.samples for item in read], first, self._reader.state()))
+                told = self._rank_slice.gather(([item.samples for item in read], first, self._iterator.state()))
                 self._compare([code for _, code, _ in told])
                 self._states = [state for _, _, state in told]
                 alive = [each for each in alive if len(told[each][0]) == turns.count(each)]
@@ -211,9 +211,9 @@ class ShardedStreamFeed(Feed):
             rounds = max(map(len, numbers))
             idle = rounds - len(own)
             dealt: Dealt = [*numbers[rank], *[None] * idle]
-            if self._shard.stands_in:
+            if self._rank_slice.stands_in:
                 own += [self._stand_in(own, numbers, rounds)] * idle
-            yield Step(own, sizes, dealt, {"kind": "stream in parts", "ranks": self._states})
+            yield LoadedStep(own, sizes, dealt, {"kind": "stream in parts", "ranks": self._states})
 
     def _compare(self, first: list[int | None]) -> None:
         """Warn once if several processes have read the same first batch: then their parts may not be parts."""
@@ -227,31 +227,31 @@ class ShardedStreamFeed(Feed):
                 len(first),
             )
 
-    def _stand_in(self, own: list[Item], numbers: list[list[int]], rounds: int) -> Item:
+    def _stand_in(self, own: list[LoadedBatch], numbers: list[list[int]], rounds: int) -> LoadedBatch:
         """A real batch to run as a dummy in the rounds for which this process has none. Collective at times."""
         if own:
             self._read = own[-1]
         self._have_read |= {rank for rank, its in enumerate(numbers) if its}
         idle = {rank for rank, its in enumerate(numbers) if len(its) < rounds}
         if not idle <= self._have_read:
-            self._read = lend(self._shard, min(self._have_read), self._read)
-            self._have_read = set(range(self._shard.world))
+            self._read = lend(self._rank_slice, min(self._have_read), self._read)
+            self._have_read = set(range(self._rank_slice.world))
         assert self._read is not None
         return self._read
 
     def _last_state(self) -> dict[str, Any]:
         states = list(self._states)
-        states[self._shard.rank] = self._reader.last_state()
+        states[self._rank_slice.rank] = self._iterator.last_state()
         return {"kind": "stream in parts", "ranks": states, "ended": True}
 
     def nothing(self) -> str:
-        """See `Feed.nothing`."""
-        return self._reader.nothing()
+        """See `LoaderAdapter.nothing`."""
+        return self._iterator.nothing()
 
     def steps(self, limit: int | None) -> int | None:
-        """See `Feed.steps`."""
+        """See `LoaderAdapter.steps`."""
         return count_steps(self.length, limit, self._accumulate)
 
     def close(self) -> None:
-        """See `Feed.close`."""
-        self._reader.close()
+        """See `LoaderAdapter.close`."""
+        self._iterator.close()

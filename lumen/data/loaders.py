@@ -9,27 +9,27 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lumen.console import logger as _log
-from lumen.data.adapter import Feed
-from lumen.data.combined import CombinedFeed, CombinedLoader, holds_loaders
+from lumen.data.adapter import LoaderAdapter
+from lumen.data.combined import CombinedAdapter, CombinedLoader, holds_loaders
 from lumen.data.fingerprint import known_length
-from lumen.data.iterable_style import ShardedStreamFeed, StreamFeed, shards_itself
-from lumen.data.map_style import IndexedFeed
+from lumen.data.iterable_style import IterableAdapter, ShardedIterableAdapter, shards_itself
+from lumen.data.map_style import MapStyleAdapter
 from lumen.data.orders import BatchedOrder, Order, PlainOrder, SampledOrder
-from lumen.data.windows import ALONE, Shard
+from lumen.data.windows import ALONE, RankSlice
 from lumen.errors import ConfigError, DataError
 from lumen.internals.loaders import iterates_as_ever
 from lumen.random import Domain, make_key
 
 
-def make_feed(
+def adapt_loader(
     loader: Any,
     seed: int,
     accumulate: int = 1,
     global_batch_size: int | None = None,
     *,
     rewinds: bool = False,
-    shard: Shard = ALONE,
-) -> Feed:
+    rank_slice: RankSlice = ALONE,
+) -> LoaderAdapter:
     """Take over a standard `DataLoader` over map-style data; read anything else as it is.
 
     Args:
@@ -38,8 +38,8 @@ def make_feed(
         accumulate: Micro-batches of an optimizer step, of all processes together.
         global_batch_size: Samples of an optimizer step; replaces `accumulate`.
         rewinds: Every pass over iterable data with a state begins where the first one did, as evaluations do.
-        shard: The part of each step that this process takes. If there are several processes, every pass is collective:
-            every rank must begin it, and read it to the same step.
+        rank_slice: The part of each step that this process takes. Passes over several processes are collective:
+            every rank must begin them, and read them to the same step.
 
     Raises:
         ConfigError: The batch size does not fit `global_batch_size`.
@@ -54,24 +54,26 @@ def make_feed(
                 "loaders? Set accumulate_grad_batches instead."
             )
 
-        def open_feed(part: Any, number: int) -> Feed:
-            _refuse_parts(part, shard)
-            alone = shard._replace(stands_in=False)  # only the batches of them all are stood in for
+        def adapt(part: Any, number: int) -> LoaderAdapter:
+            _refuse_parts(part, rank_slice)
+            alone = rank_slice._replace(stands_in=False)  # only the batches of them all are stood in for
             own = make_key(seed, Domain.LOADER, number)  # two loaders of the same data come in different orders
-            return make_feed(part, own, rewinds=rewinds, shard=alone)
+            return adapt_loader(part, own, rewinds=rewinds, rank_slice=alone)
 
-        return CombinedFeed(loader, open_feed, accumulate, shard)
+        return CombinedAdapter(loader, adapt, accumulate, rank_slice)
     if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, torch.Tensor)):
         raise DataError(f"a loader is an iterable of batches, found {type(loader).__name__}. Return a DataLoader.")
     if _is_standard(loader):
-        return IndexedFeed(loader, _order(loader, seed, accumulate, global_batch_size, shard.world), seed, shard)
-    kind = ShardedStreamFeed if shards_itself(loader, shard.world) else StreamFeed
-    accumulate = _batches_of_step(loader, accumulate, global_batch_size, shard.world)
-    return kind(loader, seed, accumulate, shard, rewinds=rewinds)
+        return MapStyleAdapter(
+            loader, _order(loader, seed, accumulate, global_batch_size, rank_slice.world), seed, rank_slice
+        )
+    kind = ShardedIterableAdapter if shards_itself(loader, rank_slice.world) else IterableAdapter
+    accumulate = _batches_of_step(loader, accumulate, global_batch_size, rank_slice.world)
+    return kind(loader, seed, accumulate, rank_slice, rewinds=rewinds)
 
 
-def _refuse_parts(loader: Any, shard: Shard) -> None:
-    if shard.world > 1 and shards_itself(loader, shard.world):
+def _refuse_parts(loader: Any, rank_slice: RankSlice) -> None:
+    if rank_slice.world > 1 and shards_itself(loader, rank_slice.world):
         raise DataError(
             f"{type(getattr(loader, 'dataset', loader)).__name__}, one of several training loaders, gives every "
             "process a part of its own, so their ends cannot be compared. Let it give all batches to every process "

@@ -22,9 +22,12 @@ from lumen.data.adapter import START, Position, count_steps
 from lumen.data.fingerprint import known_length, reads_once
 from lumen.data.generators import OwnGenerators
 from lumen.data.permutation import LARGE, cut_steps, epoch_order
-from lumen.data.seeded_dataset import Draw
+from lumen.data.seeded_dataset import BatchRequest
 from lumen.errors import DataError
 from lumen.random import Domain, GeneratorStates, make_key, seed_generators
+
+#: The micro-batches of one optimizer step, of all processes, and the state of the order after it.
+StepRequests = tuple[list[BatchRequest], dict[str, Any]]
 
 
 class Order(ABC):
@@ -43,7 +46,7 @@ class Order(ABC):
         """Update `length` for the epoch that `position` is in."""
 
     @abstractmethod
-    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
+    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
         """The requests of each optimizer step from a position on, and the order's state after the step.
 
         Raises:
@@ -52,11 +55,11 @@ class Order(ABC):
 
     @abstractmethod
     def nothing(self) -> str:
-        """See `Feed.nothing`."""
+        """See `LoaderAdapter.nothing`."""
 
     @abstractmethod
     def cut(self) -> dict[str, int | None]:
-        """See `Feed.cut`."""
+        """See `LoaderAdapter.cut`."""
 
     @abstractmethod
     def count(self, limit: int | None) -> int | None:
@@ -103,7 +106,7 @@ class PlainOrder(Order):
         """See `Order.nothing`."""
         return _too_few(self._dataset, self._samples, self._batch_size, drop_last=self._drop_last)
 
-    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
+    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
         """See `Order.steps`."""
         self.measure(position)
         how = "in order" if not self._shuffle else "in pieces" if self._samples > LARGE else "at once"
@@ -124,12 +127,12 @@ class PlainOrder(Order):
             last = min(first + self._step_size, end)
             if self._drop_last and last - first < self._step_size:
                 last -= (last - first) % size
-            draws = [
-                Draw(key, start, np.asarray(rows[start : min(start + size, last)]), by_place=False)
+            requests = [
+                BatchRequest(key, start, np.asarray(rows[start : min(start + size, last)]), by_place=False)
                 for start in range(first, last, size)
             ]
-            if draws:
-                yield draws, state
+            if requests:
+                yield requests, state
 
     def cut(self) -> dict[str, int | None]:
         """See `Order.cut`."""
@@ -168,10 +171,10 @@ class SampledOrder(Order):
         """See `Order.nothing`."""
         return _too_few(self._sampler, known_length(self._sampler), self._batch_size, drop_last=self._drop_last)
 
-    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
+    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
         """See `Order.steps`."""
         again, self._begun = self._begun or epoch > 0, True
-        stream = _KeyedIterator(self._sampler, self._own, self._seed, epoch, position, _SAMPLES_AHEAD, again)
+        stream = _SeededIterator(self._sampler, self._own, self._seed, epoch, position, _SAMPLES_AHEAD, again)
         stream.skip(position.samples)
         start = position.samples
         samples = None
@@ -180,11 +183,11 @@ class SampledOrder(Order):
             samples = max(0, steps * self._step_size + batches * self._batch_size - start)
         cut = cut_steps(stream.take, self._batch_size, self._step_size, drop_last=self._drop_last, limit=samples)
         for step in cut:
-            draws = []
+            requests = []
             for indices in step:
-                draws.append(Draw(position.key(epoch), start, indices, by_place=True))
+                requests.append(BatchRequest(position.key(epoch), start, indices, by_place=True))
                 start += len(indices)
-            yield draws, stream.state()
+            yield requests, stream.state()
 
     def cut(self) -> dict[str, int | None]:
         """See `Order.cut`."""
@@ -220,20 +223,20 @@ class BatchedOrder(Order):
         """See `Order.nothing`."""
         return f"the {type(self._sampler).__name__} of the loader gives nothing"
 
-    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[tuple[list[Draw], dict[str, Any]]]:
+    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
         """See `Order.steps`."""
         again, self._begun = self._begun or epoch > 0, True
         given = self._sampler, self._own, self._seed, epoch, position
-        stream = _KeyedIterator(*given, _BATCHES_AHEAD, again, self._as_batch)
+        stream = _SeededIterator(*given, _BATCHES_AHEAD, again, self._as_batch)
         stream.skip(position.batches)
         start = position.batches if self._single else position.samples
         left = None if limit is None else max(0, limit - position.batches)
         for (batches,) in cut_steps(stream.take, self._accumulate, self._accumulate, drop_last=False, limit=left):
-            draws = []
+            requests = []
             for indices in batches:
-                draws.append(Draw(position.key(epoch), start, indices, by_place=True))
+                requests.append(BatchRequest(position.key(epoch), start, indices, by_place=True))
                 start += len(indices)
-            yield draws, stream.state()
+            yield requests, stream.state()
 
     def cut(self) -> dict[str, int | None]:
         """See `Order.cut`."""
@@ -301,7 +304,7 @@ _END = object()
 
 
 @final
-class _KeyedIterator:
+class _SeededIterator:
     """Iterates over a sampler with the generators in a state of its own, and keeps a digest of what was drawn."""
 
     def __init__(

@@ -10,15 +10,15 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from lumen.data.windows import Item, Shard
+from lumen.data.windows import LoadedBatch, RankSlice
 from lumen.errors import DataError
 
 
-def check_same(shard: Shard, what: str, found: Any, advice: str) -> None:
+def check_same(rank_slice: RankSlice, what: str, found: Any, advice: str) -> None:
     """Refuse data that is not the same in all processes. Collective: every rank must call this.
 
     Args:
-        shard: Rank of this process, number of processes, and how they communicate.
+        rank_slice: Rank of this process, number of processes, and how they communicate.
         what: What is compared, in words for the message: "data set or order".
         found: What this process has: plain data, compared by `==`.
         advice: A sentence for the message: what the user should do.
@@ -26,15 +26,15 @@ def check_same(shard: Shard, what: str, found: Any, advice: str) -> None:
     Raises:
         DataError: A rank has found something else than rank 0; raised on every rank.
     """
-    told = shard.gather(found)
+    told = rank_slice.gather(found)
     for rank, other in enumerate(told):
         if other != told[0]:
             raise DataError(f"rank {rank} has another {what} than rank 0: {other}, not {told[0]}. {advice}")
 
 
-def lend(shard: Shard, source: int, item: Item | None) -> Item:
+def lend(rank_slice: RankSlice, source: int, item: LoadedBatch | None) -> LoadedBatch:
     """This process's own batch, or that of rank `source` if it has none. Collective: every rank must call this."""
-    given = shard.gather(item if shard.rank == source else None)[source]
+    given = rank_slice.gather(item if rank_slice.rank == source else None)[source]
     assert given is not None
     return given if item is None else item
 

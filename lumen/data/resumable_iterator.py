@@ -15,14 +15,14 @@ from lumen.data.fingerprint import reads_once
 from lumen.data.generators import OwnGenerators
 from lumen.data.orders import begin_epoch
 from lumen.data.seeded_dataset import early_end
-from lumen.data.windows import ALONE, Item, Shard
+from lumen.data.windows import ALONE, LoadedBatch, RankSlice
 from lumen.errors import DataError
 from lumen.internals.loaders import end_persistent_workers, end_workers
 from lumen.random import Domain, make_key, seed_generators
 
 
 @final
-class StreamReader:
+class ResumableIterator:
     """Reads an iterable of batches in one process, and goes on in the middle of an epoch after a resume.
 
     Where the loader has `state_dict` and `load_state_dict` (or its data set has, and is loaded in this process), that
@@ -35,7 +35,7 @@ class StreamReader:
         loader: Its `__iter__` begins an epoch anew.
         seed: The run's seed, which keys everything random.
         rewinds: Every pass begins where the first one did, as evaluations do.
-        shard: Rank and number of the processes, where each reads a part of its own and so draws other random numbers.
+        rank_slice: Rank and number of the processes, where each reads a part of its own and draws other random numbers.
             (Not before the first batch: what is drawn there may decide how the data is divided into parts.)
 
     Attributes:
@@ -43,11 +43,11 @@ class StreamReader:
         cut: The loader's `batch_size`, `num_workers` and `drop_last`; empty if it is no `DataLoader`.
     """
 
-    def __init__(self, loader: Any, seed: int, *, rewinds: bool, shard: Shard = ALONE) -> None:
+    def __init__(self, loader: Any, seed: int, *, rewinds: bool, rank_slice: RankSlice = ALONE) -> None:
         self._loader, self._source = loader, getattr(loader, "dataset", loader)
         self._seed = seed
         self._rewinds = rewinds
-        self._shard = shard
+        self._rank_slice = rank_slice
         self._stateful = _stateful_part(loader)
         self._own = OwnGenerators({"loader": loader}, by_seed=True)
         self._count = SampleCounter(loader)
@@ -59,7 +59,7 @@ class StreamReader:
         part_of_loader = self._stateful is not None and self._stateful is not loader
         self.beginning = self.state() if rewinds and part_of_loader else {"kind": "stream"}
 
-    def items(self, epoch: int, position: Position, state: dict[str, Any], number: int) -> Iterator[Item]:
+    def items(self, epoch: int, position: Position, state: dict[str, Any], number: int) -> Iterator[LoadedBatch]:
         """The batches of an epoch that are left. The loader's state is restored at once, not at the first `next`.
 
         Args:
@@ -118,7 +118,7 @@ class StreamReader:
             "A state_dict and load_state_dict on the data set would let it go on."
         )
 
-    def _rest(self, epoch: int, position: Position, may_end_at_once: bool) -> Iterator[Item]:
+    def _rest(self, epoch: int, position: Position, may_end_at_once: bool) -> Iterator[LoadedBatch]:
         key = position.key(epoch)
         batch = self._next(key, self._read)
         if batch is _END and not may_end_at_once:
@@ -130,7 +130,7 @@ class StreamReader:
             samples = self._count(batch)
             self._read += 1
             self._samples += samples
-            yield Item(batch, samples)
+            yield LoadedBatch(batch, samples)
             batch = self._next(key, self._read)
 
     def _begin(self, epoch: int, position: Position) -> None:
@@ -138,8 +138,8 @@ class StreamReader:
         if isinstance(self._loader, DataLoader):
             if self._loader.persistent_workers:
                 end_persistent_workers(self._loader)  # they are seeded once: an epoch would depend on the ones before
-            if self._loader.num_workers and self._shard.rank:  # each has a seed of its own: they cannot agree by it
-                own = [self._shard.rank, 3]
+            if self._loader.num_workers and self._rank_slice.rank:  # each has its own seed: they cannot agree by it
+                own = [self._rank_slice.rank, 3]
         seed_generators(make_key(self._seed, Domain.ORDER, position.key(epoch), *own))
         with prepared(self._loader):
             self._iterator = iter(self._loader)
@@ -156,7 +156,7 @@ class StreamReader:
 
     def _next(self, key: int, number: int) -> Any:
         assert self._iterator is not None
-        of_all = number * self._shard.world + self._shard.rank if number else 0
+        of_all = number * self._rank_slice.world + self._rank_slice.rank if number else 0
         seed_generators(make_key(self._seed, Domain.SAMPLE, key, of_all))
         try:
             batch = next(self._iterator, _END)

@@ -17,7 +17,7 @@ from lumen.internals.loaders import collates_as_ever
 from lumen.random import Domain, make_key
 
 
-class Draw(NamedTuple):
+class BatchRequest(NamedTuple):
     """One micro-batch, as a worker is asked for it: all that its samples and their randomness depend on.
 
     Attributes:
@@ -32,16 +32,17 @@ class Draw(NamedTuple):
     indices: Sequence[Any] | np.ndarray[Any, Any]
     by_place: bool
 
-    def __reduce__(self) -> tuple[Callable[..., Draw], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., BatchRequest], tuple[Any, ...]]:
         """Pickle the indices as bytes on the way to a worker: numpy's own way takes three times as long."""
         epoch, start, indices, by_place = self
         if isinstance(indices, np.ndarray) and indices.dtype == np.int64 and indices.ndim == 1:
             return _arrived, (epoch, start, indices.tobytes(), by_place)
-        return Draw, (epoch, start, indices, by_place)
+        return BatchRequest, (epoch, start, indices, by_place)
 
 
-def _arrived(epoch: int, start: int, indices: bytes, by_place: bool) -> Draw:
-    return Draw(epoch, start, np.frombuffer(indices, np.int64).copy(), by_place)  # torch wants to be able to write
+def _arrived(epoch: int, start: int, indices: bytes, by_place: bool) -> BatchRequest:
+    writable = np.frombuffer(indices, np.int64).copy()  # as torch wants it
+    return BatchRequest(epoch, start, writable, by_place)
 
 
 def can_draw(dataset: Any) -> bool:
@@ -65,7 +66,7 @@ def _under_subsets(dataset: Any) -> Any:
 
 
 @final
-class KeyedDataset(Dataset[Any]):
+class SeededDataset(Dataset[Any]):
     """Makes whole micro-batches, with the generators seeded for each sample and then for the collate function.
 
     Rows of a `TensorDataset` are taken at once, with the bits that stacking single ones gives.
@@ -94,17 +95,17 @@ class KeyedDataset(Dataset[Any]):
         self.stacks = collate is default_collate
         self.has_rows = self.stacks and not single and type(_under_subsets(dataset)) is TensorDataset
 
-    def __getitem__(self, draw: Draw) -> Any:
+    def __getitem__(self, request: BatchRequest) -> Any:
         """The single sample that is asked for, where the loader has `batch_size=None`."""
         if self.looks:
-            return self._first(self.__getitem__, draw)
+            return self._first(self.__getitem__, request)
         try:
-            return self.collate(self._fetch(draw)[0])
+            return self.collate(self._fetch(request)[0])
         except (IndexError, StopIteration) as error:
-            self._explain(draw, error)
+            self._explain(request, error)
             raise
 
-    def __getitems__(self, draw: Draw) -> Any:
+    def __getitems__(self, request: BatchRequest) -> Any:
         """The micro-batch that is asked for.
 
         Raises:
@@ -112,28 +113,28 @@ class KeyedDataset(Dataset[Any]):
                 StopIteration.
         """
         if self.looks:
-            return self._first(self.__getitems__, draw)
+            return self._first(self.__getitems__, request)
         try:
-            if self.has_rows and (rows := take_rows(self.dataset, draw.indices)) is not None:
+            if self.has_rows and (rows := take_rows(self.dataset, request.indices)) is not None:
                 return rows
-            samples = self._fetch(draw)
+            samples = self._fetch(request)
             return (self.stacks and stack(samples)) or self.collate(samples)
         except (IndexError, StopIteration) as error:
-            self._explain(draw, error)
+            self._explain(request, error)
             raise
 
-    def _first(self, make: Callable[[Draw], Any], draw: Draw) -> Any:
+    def _first(self, make: Callable[[BatchRequest], Any], request: BatchRequest) -> Any:
         """Make the first batch of a pass; once more, seeded, if loading it created generators."""
         self.looks = False
         self.own.look()
-        made = make(draw)
-        return make(draw) if self.own.look() else made
+        made = make(request)
+        return make(request) if self.own.look() else made
 
-    def _explain(self, draw: Draw, error: IndexError | StopIteration) -> None:
+    def _explain(self, request: BatchRequest, error: IndexError | StopIteration) -> None:
         if isinstance(error, StopIteration):
-            raise early_end(self.dataset, f"at the samples {', '.join(map(str, draw.indices[:8]))}") from error
+            raise early_end(self.dataset, f"at the samples {', '.join(map(str, request.indices[:8]))}") from error
         length = known_length(self.dataset)
-        beyond = [index for index in draw.indices if isinstance(index, (int, np.integer)) and index >= (length or 0)]
+        beyond = [index for index in request.indices if isinstance(index, (int, np.integer)) and index >= (length or 0)]
         if length is not None and beyond:
             raise DataError(
                 f"sample {beyond[0]} is to come in this epoch, but {type(self.dataset).__name__} has {length}: it has "
@@ -141,22 +142,22 @@ class KeyedDataset(Dataset[Any]):
                 "that the data set has when it begins: change it in on_train_epoch_end or on_train_epoch_start."
             ) from error
 
-    def _fetch(self, draw: Draw) -> list[Any]:
+    def _fetch(self, request: BatchRequest) -> list[Any]:
         seed_all = self.own.seed_all
-        indices = draw.indices.tolist() if isinstance(draw.indices, np.ndarray) else draw.indices
+        indices = request.indices.tolist() if isinstance(request.indices, np.ndarray) else request.indices
         if self.fetch_many is not None:
             if self.draws:
-                seed_all(make_key(self.seed, Domain.SAMPLE, draw.epoch, draw.start))
+                seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, request.start))
             samples = self.fetch_many(indices)
         elif self.draws:
             samples = []
-            for place, index in enumerate(indices, draw.start):
-                seed_all(make_key(self.seed, Domain.SAMPLE, draw.epoch, place if draw.by_place else index))
+            for place, index in enumerate(indices, request.start):
+                seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, place if request.by_place else index))
                 samples.append(self.dataset[index])
         else:
             samples = [self.dataset[index] for index in indices]
         if self.keys_collate:
-            seed_all(make_key(self.seed, Domain.COLLATE, draw.epoch, draw.start))
+            seed_all(make_key(self.seed, Domain.COLLATE, request.epoch, request.start))
         return samples  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 Dealt = list[int | None]
 
 
-class Item(NamedTuple):
+class LoadedBatch(NamedTuple):
     """A batch that a loader has returned.
 
     Attributes:
@@ -27,7 +27,7 @@ class Item(NamedTuple):
     loader: int = 0
 
 
-class Shard(NamedTuple):
+class RankSlice(NamedTuple):
     """The part of every optimizer step that one process takes: micro-batches whose number is `rank` modulo `world`.
 
     Attributes:
@@ -60,12 +60,12 @@ class Shard(NamedTuple):
         turns = count(turn)
         return lambda size: [0] if next(turns) % self.world == self.rank else []
 
-    def share(self, step: Sequence[T], dealt: Dealt) -> list[T]:
+    def take(self, step: Sequence[T], dealt: Dealt) -> list[T]:
         """The elements of `step` that this process fetches; for a dummy, the last one of the step."""
         return [step[-1 if number is None else number] for number in dealt if number is not None or self.stands_in]
 
 
-ALONE = Shard()
+ALONE = RankSlice()
 
 
 def in_blocks(items: Iterator[T], size: int = 16) -> Iterator[T]:
@@ -105,7 +105,7 @@ class MicroBatch:
 
 
 @final
-class Window:
+class AccumulationWindow:
     """The micro-batches of one optimizer step. Iterating it, once, fetches and yields those of this process.
 
     Args:
@@ -115,8 +115,8 @@ class Window:
         last: It is the last step of the epoch.
         state: Where the adapter stands after this step: plain data and tensors, for a checkpoint.
         waited_s: Seconds already spent waiting for the loader.
-        shard: The part of each step that this process takes.
-        dealt: Numbers of the micro-batches of this process; None: those that `shard.deal` gives.
+        rank_slice: The part of each step that this process takes.
+        dealt: Numbers of the micro-batches of this process; None: those that `rank_slice.deal` gives.
 
     Attributes:
         fetch: Returns the batch of the next micro-batch of this process and its loader's index.
@@ -137,7 +137,7 @@ class Window:
         last: bool,
         state: dict[str, Any],
         waited_s: float = 0.0,
-        shard: Shard = ALONE,
+        rank_slice: RankSlice = ALONE,
         dealt: Dealt | None = None,
     ) -> None:
         self.fetch = fetch
@@ -146,8 +146,8 @@ class Window:
         self.last = last
         self.state = state
         self.waited_s = waited_s
-        self._stands_in = shard.stands_in
-        numbers = shard.deal(len(sizes)) if dealt is None else dealt
+        self._stands_in = rank_slice.stands_in
+        numbers = rank_slice.deal(len(sizes)) if dealt is None else dealt
         rounds, final = len(numbers), len(sizes) - 1
         lent = sizes[final] if self._stands_in else 0
         self._micro_batches = [

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, final
 import torch
 
 from lumen.checkpoint.collect import logger_states
-from lumen.data.adapter import Feed, Position
+from lumen.data.adapter import LoaderAdapter, Position
 from lumen.data.nested import move
-from lumen.data.windows import Window
+from lumen.data.windows import AccumulationWindow
 from lumen.loop.step import unnoticed
 from lumen.metrics.collector import StageMetrics, for_loggers
 from lumen.metrics.stages import StatesApart
@@ -52,7 +52,7 @@ class SetApart:
     complete: bool = False
 
 
-def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
+def evaluate(run: Run, stage: str, adapters: list[LoaderAdapter]) -> bool:
     """One pass over evaluation loaders: eval mode, no gradients; everything else is afterwards as it was before.
 
     So are the modes, but for those that a hook at its end has chosen.
@@ -60,7 +60,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     Args:
         run: The run.
         stage: "validate", "sanity", "test" or "predict".
-        feeds: One per loader.
+        adapters: One per loader.
 
     Returns:
         False if the run was asked to leave: then nothing of the pass is published.
@@ -69,16 +69,16 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
     inference_mode = run.plan.inference_mode and run.strategy.inference_mode
     no_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference_mode else torch.no_grad()
     ordinary = partial(ordinary_afterwards, run.task, vars(run.optim).get("optimizer"))
-    with set_apart(run, stage, feeds) as apart, preserved_generators(), torch.no_grad(), ordinary():
+    with set_apart(run, stage, adapters) as apart, preserved_generators(), torch.no_grad(), ordinary():
         run.task.eval()
         seed_generators(make_key(run.seed, EVALUATIONS[stage]))
         run.log.call_hooks(f"on_{name}_start")
         with ordinary(), no_gradients, run.strategy.evaluation():
             run.log.call_hooks(f"on_{name}_epoch_start")
             apart.states.put_aside()
-            for number, (feed, suffix) in enumerate(zip(feeds, loader_suffixes(feeds), strict=True)):
+            for number, (adapter, suffix) in enumerate(zip(adapters, loader_suffixes(adapters), strict=True)):
                 run.log.loader_suffix, run.log.in_evaluation_pass = suffix, True
-                outputs = evaluate_feed(run, stage, name, feed, number, apart)
+                outputs = evaluate_loader(run, stage, name, adapter, number, apart)
                 run.log.in_evaluation_pass = False
                 if run.ending.pulse.stop_signal is not None:
                     return False
@@ -94,7 +94,7 @@ def evaluate(run: Run, stage: str, feeds: list[Feed]) -> bool:
 
 
 @contextmanager
-def set_apart(run: Run, stage: str, feeds: list[Feed]) -> Iterator[SetApart]:
+def set_apart(run: Run, stage: str, adapters: list[LoaderAdapter]) -> Iterator[SetApart]:
     """The context of an evaluation: what training goes on with is kept, and put back whatever happens."""
     run.records.write_row()
     apart = SetApart(StageMetrics(), Modes(run.task), StatesApart(run.task))
@@ -104,8 +104,8 @@ def set_apart(run: Run, stage: str, feeds: list[Feed]) -> Iterator[SetApart]:
     run.log.share_metrics(run.task)
     run.strategy.sync_buffers(run.task)
     run.ending.pulse.change_pace()
-    for feed in feeds:
-        feed.measure()
+    for adapter in adapters:
+        adapter.measure()
     try:
         yield apart
     finally:
@@ -140,11 +140,11 @@ def in_order(run: Run, mine: list[Numbered[T]]) -> list[T]:
     return [value for _, value in sorted(numbered, key=itemgetter(0))]
 
 
-def evaluate_feed(
+def evaluate_loader(
     run: Run,
     stage: str,
     name: str,
-    feed: Feed,
+    adapter: LoaderAdapter,
     dataloader_idx: int,
     apart: SetApart,
 ) -> list[Numbered[Any]]:
@@ -158,9 +158,9 @@ def evaluate_feed(
     step, domain, metrics = f"{name}_step", EVALUATIONS[stage], apart.metrics
     call, arguments = run.strategy.call, run.calls.arguments
     outputs: list[Numbered[Any]] = []
-    window: Window | None = None
-    limit = run.plan.limit(stage, feed)
-    for window in feed.windows(0, Position(), limit):
+    window: AccumulationWindow | None = None
+    limit = run.plan.limit(stage, adapter)
+    for window in adapter.windows(0, Position(), limit):
         for micro in window:
             if micro.idle and micro.batch is None:
                 continue
@@ -186,7 +186,7 @@ def evaluate_feed(
         if run.ending.pulse.stop_signal is not None:
             break
     if window is None and limit != 0:
-        run.loaders.say_empty(stage, feed)
+        run.loaders.say_empty(stage, adapter)
     return outputs
 
 

@@ -17,7 +17,7 @@ from lumen.loop.step import EpochSkipped, train_step
 from lumen.metrics.collector import StageMetrics, for_loggers
 from lumen.metrics.torchmetrics_states import metrics_of
 from lumen.random import preserved_generators
-from lumen.run.open_loaders import NO_TRAINING, open_feeds
+from lumen.run.open_loaders import NO_TRAINING, open_loaders
 from lumen.run.run import Run
 from lumen.run.validation_schedule import validation_done, validation_due
 
@@ -57,7 +57,7 @@ def train_epoch(run: Run) -> None:
     progress, plan = run.progress, run.plan
     fresh, weighted_before = not progress.in_epoch, run.step.weighted_windows
     if fresh:
-        open_feeds(run)
+        open_loaders(run)
         run.loaders.measure()
         progress.in_epoch = True
         run.log.train = run.log.stage = StageMetrics()
@@ -65,12 +65,12 @@ def train_epoch(run: Run) -> None:
         run.log.call_hooks("on_train_epoch_start")
     run.log.stage = run.log.train
 
-    feed = run.loaders.measure()  # hooks may have changed the data
-    limit = plan.limit("train", feed)
-    windows = feed.windows(0 if plan.same_batches else progress.epoch, progress.position, limit)
+    adapter = run.loaders.measure()  # hooks may have changed the data
+    limit = plan.limit("train", adapter)
+    windows = adapter.windows(0 if plan.same_batches else progress.epoch, progress.position, limit)
     window, skipped = next(windows, None), limit == 0
     if window is None and fresh and not (progress.step or skipped):
-        raise DataError(NO_TRAINING.format(feed.nothing()))
+        raise DataError(NO_TRAINING.format(adapter.nothing()))
     over = progress.validation_due and finish_step(run, updated=True, last=window is None)  # saved while validating
     while window is not None and not over:
         try:

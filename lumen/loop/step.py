@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 
 from lumen.data.nested import detached, fill
-from lumen.data.windows import MicroBatch, Window
+from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.errors import TrainingError
 from lumen.internals.tensors import own_buffers, writes_to
 from lumen.metrics.collector import StageMetrics
@@ -28,7 +28,7 @@ class EpochSkipped(Exception):
     """A hook ended the epoch."""
 
 
-def train_step(run: Run, window: Window) -> bool:
+def train_step(run: Run, window: AccumulationWindow) -> bool:
     """One optimizer step. Returns False if no update was made.
 
     Raises:
@@ -67,7 +67,7 @@ def train_step(run: Run, window: Window) -> bool:
     return updated
 
 
-def skip(run: Run, window: Window, micro: MicroBatch, weights: StepWeights) -> None:
+def skip(run: Run, window: AccumulationWindow, micro: MicroBatch, weights: StepWeights) -> None:
     """End the epoch here; where gradients are still under way, at the end of the step, once all ranks know of it."""
     weights.skipped = True
     if not run.strategy.communicates:
@@ -212,7 +212,7 @@ def unnoticed(run: Run) -> Iterator[None]:
                 fill(buffer, before)
 
 
-def update(run: Run, window: Window, weights: StepWeights, closure: Closure | None = None) -> bool:
+def update(run: Run, window: AccumulationWindow, weights: StepWeights, closure: Closure | None = None) -> bool:
     """Turn the gradients of a window into one update. Returns False if it was skipped: then no schedule moves."""
     weights.agree()
     if weights.skipped:
@@ -341,7 +341,7 @@ def _mean(run: Run, parts: list[torch.Tensor | None], weights: StepWeights) -> t
     return (own if world == 1 else run.strategy.reduce(own.double()) / world) * weights.correction
 
 
-def weigh(run: Run, window: Window) -> Iterable[MicroBatch]:
+def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
     """The micro-batches of a step, weighed as far as is known; fetched all at once only if the task weighs them."""
     micro_batches: Iterable[MicroBatch] = window
     planned: float = window.samples

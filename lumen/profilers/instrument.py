@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from lumen.data.windows import Window
+from lumen.data.windows import AccumulationWindow
 from lumen.precision import Precision
 from lumen.profilers.base import Profiler, hook_stage, in_stage
 from lumen.run.run import Run
@@ -53,7 +53,7 @@ class Overlay:
         name = "fit" if stage == "fit" else hook_stage(stage)
         first, last = f"on_{name}_start", "on_boundary_end" if stage == "fit" else f"on_{name}_batch_end"
         self._replace(hooks, first, (self._begin, *getattr(hooks, first)))
-        self._replace(hooks, "on_train_epoch_start", (self._lay_feeds, *hooks.on_train_epoch_start))
+        self._replace(hooks, "on_train_epoch_start", (self._lay_loaders, *hooks.on_train_epoch_start))
         self._replace(hooks, last, (*getattr(hooks, last), self._step))
 
     def __exit__(
@@ -89,18 +89,18 @@ class Overlay:
             for config in run.optim.schedulers:
                 for method in ("step", "move_to"):
                     self._lay(f"{type(config.scheduler).__name__}.step", config, method)
-        self._lay_feeds()
+        self._lay_loaders()
         self._began = True
         self._profiler.start(run, self._directory)
 
-    def _lay_feeds(self) -> None:
+    def _lay_loaders(self) -> None:
         """Wrap the loaders' adapters, and once more in an epoch that has opened new ones."""
         run = self._run
         waiting = in_stage("data wait", "validate" if run.stage == "fit" else run.stage)
-        for name, feeds in (("data wait", [run.loaders.train]), (waiting, run.loaders.evaluation)):
-            for feed in feeds:
-                if feed is not None and "windows" not in vars(feed):
-                    self._replace(feed, "windows", partial(self._windows, name, feed.windows))
+        for name, adapters in (("data wait", [run.loaders.train]), (waiting, run.loaders.evaluation)):
+            for adapter in adapters:
+                if adapter is not None and "windows" not in vars(adapter):
+                    self._replace(adapter, "windows", partial(self._windows, name, adapter.windows))
 
     def _lay(self, name: str, owner: Any, method: str) -> None:
         self._replace(owner, method, self._timed(name, getattr(owner, method)))
@@ -129,7 +129,9 @@ class Overlay:
         with self._profiler.part(in_stage("transfer", self._run.stage)):
             return receive(*args)
 
-    def _windows(self, name: str, windows: Callable[..., Iterator[Window]], /, *args: Any) -> Iterator[Window]:
+    def _windows(
+        self, name: str, windows: Callable[..., Iterator[AccumulationWindow]], /, *args: Any
+    ) -> Iterator[AccumulationWindow]:
         found = windows(*args)
         while True:
             with self._profiler.part(name, calls=0):  # workers start here, and streams are read here

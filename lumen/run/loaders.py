@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, final
 
-from lumen.data.adapter import Feed
+from lumen.data.adapter import LoaderAdapter
 from lumen.run.progress import Progress
 
 _log = logging.getLogger("lumen")
@@ -30,26 +30,26 @@ class Loaders:
     def __init__(self, given: tuple[Any, Any] | None, progress: Progress) -> None:
         self.given = given
         self._progress = progress
-        self.train: Feed | None = None
-        self.evaluation: list[Feed] = []
+        self.train: LoaderAdapter | None = None
+        self.evaluation: list[LoaderAdapter] = []
         self.epoch = 0
         self.empty: list[str] = []
 
-    def measure(self) -> Feed:
+    def measure(self) -> LoaderAdapter:
         """The training data, with the length of the epoch in progress: it may grow or shrink from one to the next."""
         assert self.train is not None
         self.train.measure(self._progress.position)
         return self.train
 
-    def say_empty(self, stage: str, feed: Feed) -> None:
+    def say_empty(self, stage: str, adapter: LoaderAdapter) -> None:
         """Warn once that a loader gave an evaluation no batch; who misses its values hears of it again.
 
         Args:
             stage: "validate", "sanity", "test" or "predict".
-            feed: The loader.
+            adapter: The loader.
         """
         stage = "validate" if stage == "sanity" else stage
-        why = f"the loader{f' {feed.name}' if feed.name else ''} to {stage} is empty: {feed.nothing()}"
+        why = f"the loader{f' {adapter.name}' if adapter.name else ''} to {stage} is empty: {adapter.nothing()}"
         if why not in self.empty:
             self.empty.append(why)
             _log.warning("%s. It gives no values", why)
@@ -60,13 +60,13 @@ class Loaders:
 
     def close(self) -> None:
         """End the loaders' workers."""
-        for feed in (self.train, *self.evaluation):
-            if feed is not None:
-                feed.close()
+        for adapter in (self.train, *self.evaluation):
+            if adapter is not None:
+                adapter.close()
 
 
-def loader_suffixes(feeds: list[Feed]) -> list[str]:
+def loader_suffixes(adapters: list[LoaderAdapter]) -> list[str]:
     """What is added to the names logged for each loader: its name, or its number; nothing for one alone."""
-    if len(feeds) == 1:
+    if len(adapters) == 1:
         return [""]
-    return [f"/{feed.name or f'dataloader_idx_{number}'}" for number, feed in enumerate(feeds)]
+    return [f"/{adapter.name or f'dataloader_idx_{number}'}" for number, adapter in enumerate(adapters)]

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lumen.data.adapter import Feed
+from lumen.data.adapter import LoaderAdapter
 from lumen.data.combined import holds_loaders
-from lumen.data.loaders import make_feed
-from lumen.data.windows import Shard
+from lumen.data.loaders import adapt_loader
+from lumen.data.windows import RankSlice
 from lumen.errors import ConfigError, DataError
 from lumen.random import EVALUATIONS, Domain, make_key
 from lumen.run.run import Run
@@ -28,7 +28,7 @@ _BEFORE_THE_FIRST_EPOCH = ("on_fit_start", "on_train_start", "on_train_epoch_sta
 NO_TRAINING = "there is no batch to train on: {}. Look at where the data comes from, or lower the batch_size."
 
 
-def open_feeds(run: Run) -> None:
+def open_loaders(run: Run) -> None:
     """Take over the loaders of `fit`, if this epoch has new ones: training, and validation if there is any.
 
     They are asked for as of the epoch in which they are due, also by a run that goes on later: with the generators and
@@ -48,30 +48,35 @@ def open_feeds(run: Run) -> None:
     if due:
         run.step.seed_hooks(2)
     try:
-        _open_feeds(run)
+        _open_loaders(run)
     finally:
         progress.epoch = epoch
     run.loaders.epoch = due
 
 
-def _open_feeds(run: Run) -> None:
+def _open_loaders(run: Run) -> None:
     plan = run.plan
     loader = _loader(run, "fit")
     if loader is None:
         raise DataError("there is no training data. Give a DataModule or a loader to fit, or define train_dataloader.")
-    shard = _shard(run, run.strategy.needs_stand_ins)
-    run.loaders.train = make_feed(
-        loader, run.seed, plan.accumulate * shard.world, plan.global_batch_size, rewinds=plan.same_batches, shard=shard
+    rank_slice = _rank_slice(run, run.strategy.needs_stand_ins)
+    run.loaders.train = adapt_loader(
+        loader,
+        run.seed,
+        plan.accumulate * rank_slice.world,
+        plan.global_batch_size,
+        rewinds=plan.same_batches,
+        rank_slice=rank_slice,
     )
     steps, length = run.loaders.train.steps(None), run.loaders.train.length or 0
-    accumulates = plan.accumulate > 1 or (steps is not None and length > steps * shard.world)
+    accumulates = plan.accumulate > 1 or (steps is not None and length > steps * rank_slice.world)
     run.trainer.compilation.check_graphs(run.strategy, accumulates=accumulates)
     plan.limit("train", run.loaders.train)
     plan.check_validation(run.loaders.train)
     if run.loaders.train.length == 0 and not _may_be_filled(run):
         raise DataError(NO_TRAINING.format(run.loaders.train.nothing()))
     if overrides(run.task, "validation_step") and plan.limits["validate"] != 0:
-        run.loaders.evaluation = eval_feeds(run, "validate", required=False, beside=loader)
+        run.loaders.evaluation = open_evaluation_loaders(run, "validate", required=False, beside=loader)
     elif run.loaders.given is not None and run.loaders.given[1] is not None and plan.limits["validate"] != 0:
         _log.warning("%s has no validation_step: the validation data is not used", type(run.task).__name__)
     run.calls.bind(run.loaders)
@@ -98,7 +103,7 @@ def one_source(loaders: Any, datamodule: DataModule | None) -> Any:
     return datamodule
 
 
-def eval_feeds(run: Run, stage: str, *, required: bool = True, beside: Any = None) -> list[Feed]:
+def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, beside: Any = None) -> list[LoaderAdapter]:
     """Take over the loaders of an evaluation; those in a dictionary keep their names.
 
     Args:
@@ -132,20 +137,20 @@ def eval_feeds(run: Run, stage: str, *, required: bool = True, beside: Any = Non
             f"training and validation within its epoch read one {type(beside).__name__}, which is its own iterator: "
             "each would move the other on. Give a loader to each."
         )
-    shard = _shard(run, run.strategy.evaluation_stands_in)
+    rank_slice = _rank_slice(run, run.strategy.evaluation_stands_in)
     seeds = [make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number) for number in range(len(loaders))]
-    feeds = [
-        make_feed(loader, seed, shard.world, rewinds=True, shard=shard)
+    adapters = [
+        adapt_loader(loader, seed, rank_slice.world, rewinds=True, rank_slice=rank_slice)
         for loader, seed in zip(loaders, seeds, strict=True)
     ]
-    for feed, name in zip(feeds, given if isinstance(given, Mapping) else [""] * len(feeds), strict=True):
-        feed.name = str(name)
-        run.plan.limit(stage, feed)
-    return feeds
+    for adapter, name in zip(adapters, given if isinstance(given, Mapping) else [""] * len(adapters), strict=True):
+        adapter.name = str(name)
+        run.plan.limit(stage, adapter)
+    return adapters
 
 
-def _shard(run: Run, stands_in: bool) -> Shard:
-    return Shard(run.strategy.rank, run.strategy.world_size, stands_in, run.strategy.gather)
+def _rank_slice(run: Run, stands_in: bool) -> RankSlice:
+    return RankSlice(run.strategy.rank, run.strategy.world_size, stands_in, run.strategy.gather)
 
 
 def _loader(run: Run, stage: str) -> Any:

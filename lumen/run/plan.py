@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, final
 
-from lumen.data.adapter import Feed
+from lumen.data.adapter import LoaderAdapter
 from lumen.errors import ConfigError
 
 Duration = str | timedelta | dict[str, float]
@@ -70,14 +70,14 @@ class Plan:
             val_every_epoch_fraction=1.0, val_every_n_epochs=1,
         )  # fmt: skip
 
-    def limit(self, stage: str, feed: Feed) -> int | None:
-        """Batches of a feed to use at most.
+    def limit(self, stage: str, adapter: LoaderAdapter) -> int | None:
+        """Batches of a loader to use at most.
 
         Raises:
             ConfigError: A fraction of an unknown length, or one that leaves no batch.
         """
         if stage == "sanity":
-            whole, tried = self.limit("validate", feed), self.sanity_batches
+            whole, tried = self.limit("validate", adapter), self.sanity_batches
             return whole if tried < 0 else tried if whole is None else min(tried, whole)
         limit = self.limits.get(stage)
         if not isinstance(limit, float):
@@ -85,39 +85,39 @@ class Plan:
         if limit == 1.0:
             return None
         name = "overfit_batches" if self.same_batches else f"limit_{'val' if stage == 'validate' else stage}_batches"
-        if feed.length is None:
+        if adapter.length is None:
             raise ConfigError(f"{name}: {limit} is a fraction, but the loader has no length. Give a number of batches.")
-        batches = int(feed.length * limit + 1e-9)  # 0.29 * 100 is a little less than 29
-        if limit and feed.length and batches == 0:
+        batches = int(adapter.length * limit + 1e-9)  # 0.29 * 100 is a little less than 29
+        if limit and adapter.length and batches == 0:
             raise ConfigError(
-                f"{name}: {limit} of {feed.length} batches is less than one. Give a larger fraction or a count."
+                f"{name}: {limit} of {adapter.length} batches is less than one. Give a larger fraction or a count."
             )
         return batches
 
-    def check_validation(self, feed: Feed) -> None:
+    def check_validation(self, adapter: LoaderAdapter) -> None:
         """Check `val_check_interval` against the training loader.
 
         Raises:
             ConfigError: A fraction of an unknown length.
         """
-        if self.val_every_epoch_fraction not in (None, 1.0) and self.batches("train", feed) is None:
+        if self.val_every_epoch_fraction not in (None, 1.0) and self.batches("train", adapter) is None:
             raise ConfigError(
                 f"val_check_interval: {self.val_every_epoch_fraction} is a fraction of an epoch, but the loader has no "
                 "length. Give a number of optimizer steps, or set limit_train_batches to a number."
             )
 
-    def batches(self, stage: str, feed: Feed) -> int | None:
-        """Batches of a feed that are used; None if only its end will tell."""
-        limit = self.limit(stage, feed)
-        return limit if feed.length is None else feed.length if limit is None else min(limit, feed.length)
+    def batches(self, stage: str, adapter: LoaderAdapter) -> int | None:
+        """Batches of a loader that are used; None if only its end will tell."""
+        limit = self.limit(stage, adapter)
+        return limit if adapter.length is None else adapter.length if limit is None else min(limit, adapter.length)
 
-    def total_steps(self, feed: Feed) -> int:
+    def total_steps(self, adapter: LoaderAdapter) -> int:
         """Optimizer steps of the whole run, as long as the training data is now.
 
         Raises:
             ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
         """
-        steps = feed.steps(self.limit("train", feed))
+        steps = adapter.steps(self.limit("train", adapter))
         by_epochs = None if steps is None or self.max_epochs is None else steps * self.max_epochs
         totals = [total for total in (self.max_steps, by_epochs) if total is not None]
         if not totals:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, final
 
 from lumen.data.adapter import Position
-from lumen.data.windows import Window
+from lumen.data.windows import AccumulationWindow
 
 
 @final
@@ -26,7 +26,7 @@ class Progress:
         elapsed_s: Seconds of training, over all resumed parts.
         weight_guess: See `StepWeights`.
         units: Weight of all updates: the tokens, boxes or samples learned from.
-        loader: Where the training loader stands, as its feed said after the last window.
+        loader: Where the training loader stands, as its adapter says after the last step.
     """
 
     step: int = 0
@@ -51,7 +51,7 @@ class Progress:
         """Plain data, by the names of the attributes."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
-    def advance(self, window: Window, *, updated: bool) -> None:
+    def advance(self, window: AccumulationWindow, *, updated: bool) -> None:
         """Count one window; a step only if the update was not skipped."""
         self.step += updated
         self.samples += window.samples

@@ -67,9 +67,9 @@ def check_horizons(run: Run) -> None:
 
 
 def _horizon(run: Run) -> _Horizon:
-    plan, feed = run.plan, run.loaders.train
-    assert feed is not None
-    per_epoch = feed.steps(plan.limit("train", feed)) or None
+    plan, adapter = run.plan, run.loaders.train
+    assert adapter is not None
+    per_epoch = adapter.steps(plan.limit("train", adapter)) or None
     steps, epochs = plan.max_steps, plan.max_epochs
     if plan.max_time_s is not None or (per_epoch is None and None not in (steps, epochs)):
         steps = epochs = None

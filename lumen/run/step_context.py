@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 
-from lumen.data.windows import MicroBatch, Window
+from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.precision import Precision
 from lumen.random import Domain, make_key, seed_generators
@@ -83,7 +83,7 @@ class StepContext:
         """Key what hooks draw at the start (0) and the end (1) of an epoch, and where its loaders are opened (2)."""
         seed_generators(make_key(self._seed, Domain.HOOK, self._progress.epoch, place))
 
-    def end(self, window: Window) -> None:
+    def end(self, window: AccumulationWindow) -> None:
         """The step's micro-batches are used, those of all processes."""
         self._progress.micro_batches = self._first_micro_batch + len(window.sizes)
 
@@ -107,7 +107,7 @@ class StepContext:
         if not self._precision.handles_overflow:
             self.losses.check(norm, None, self.where)
 
-    def count(self, window: Window, *, updated: bool) -> None:
+    def count(self, window: AccumulationWindow, *, updated: bool) -> None:
         """Advance the run by one window."""
         progress, weights = self._progress, self.weights
         counted = weights.counted

@@ -46,7 +46,7 @@ class TaskCalls:
 
     def bind(self, loaders: Loaders) -> None:
         """Find out what the steps are called with, now that these loaders are open."""
-        evaluates_several = len(loaders.evaluation) > 1 or any(feed.in_turn for feed in loaders.evaluation)
+        evaluates_several = len(loaders.evaluation) > 1 or any(adapter.in_turn for adapter in loaders.evaluation)
         several = dict.fromkeys(("validation_step", "test_step", "predict_step"), evaluates_several)
         several["training_step"] = loaders.train is not None and loaders.train.in_turn
         self._arguments = _step_arguments(self._task, several)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lumen.data.windows import Window
+from lumen.data.windows import AccumulationWindow
 from lumen.run.run import Run
 
 
-def validation_due(run: Run, window: Window, *, updated: bool) -> bool:
+def validation_due(run: Run, window: AccumulationWindow, *, updated: bool) -> bool:
     """Whether the plan asks for a validation now.
 
     Args:

@@ -10,7 +10,7 @@ from lumen.checkpoint import Weights
 from lumen.errors import ConfigError
 from lumen.loop.evaluate import evaluate
 from lumen.loop.fit import StopRequested
-from lumen.run.open_loaders import eval_feeds
+from lumen.run.open_loaders import open_evaluation_loaders
 from lumen.run.run import Run
 from lumen.task.hooks import overrides
 from lumen.task.task_module import TaskModule
@@ -44,7 +44,7 @@ def evaluate_all(
         raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")
     with opened(trainer, stage, task, data, data) as run:
         prepare(run, ckpt_path)
-        run.loaders.evaluation = eval_feeds(run, stage)
+        run.loaders.evaluation = open_evaluation_loaders(run, stage)
         run.calls.bind(run.loaders)
         if not evaluate(run, stage, run.loaders.evaluation):
             raise StopRequested

@@ -22,7 +22,7 @@ from lumen.checkpoint import (
 from lumen.internals.garbage import only_young_collected
 from lumen.random import Domain, make_key, seed_generators
 from lumen.run.configure_optimizers import build_optimizers
-from lumen.run.open_loaders import open_feeds
+from lumen.run.open_loaders import open_loaders
 from lumen.run.run import Run
 from lumen.run.schedule_checks import check_horizons
 from lumen.task.data_module import DataModule
@@ -91,7 +91,7 @@ def prepare_training(run: Run, configure_optimizers: Callable[[], Any], checkpoi
     if checkpoint is not None:
         load_run(run, checkpoint, parts=origin.parts, continue_records=origin.stays and trainer.is_global_zero)
         run.progress.should_stop &= origin.stays  # a new run may go on where a callback ended the old one
-    open_feeds(run)
+    open_loaders(run)
     if checkpoint is not None:
         compare(run, checkpoint, origin.parts)
     if not trainer.fast_dev_run:

@@ -210,10 +210,10 @@ class RunView(ABC):
     @property
     def num_training_batches(self) -> int | None:
         """Micro-batches of a training epoch; None if the loader has no length."""
-        feed = self.run.loaders.train
-        if feed is None:
+        adapter = self.run.loaders.train
+        if adapter is None:
             raise ConfigError("there is no training loader: it is opened during fit.")
-        return self.plan.batches("train", feed)
+        return self.plan.batches("train", adapter)
 
     @property
     @abstractmethod

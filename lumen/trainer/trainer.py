@@ -29,7 +29,7 @@ from lumen.loop.fit import sanity_check, train
 from lumen.precision import check_precision
 from lumen.profilers import Profiler, make_profiler
 from lumen.random import checked_seed
-from lumen.run.open_loaders import one_source, open_feeds
+from lumen.run.open_loaders import one_source, open_loaders
 from lumen.run.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
 from lumen.run.run import Run
 from lumen.strategies import Strategy, make_strategy
@@ -392,6 +392,6 @@ class Trainer(RunView):
             ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
         """
         if self.run.loaders.train is None:
-            open_feeds(self.run)
+            open_loaders(self.run)
         assert self.run.loaders.train is not None
         return self.plan.total_steps(self.run.loaders.train)

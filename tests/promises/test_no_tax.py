@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, Weighte
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import lumen
-from lumen.data.windows import MicroBatch, Window
+from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.loop import fit, step
 from lumen.run.ending import Ending
 from lumen.run.optimization import Optimization
@@ -116,7 +116,7 @@ EVERY_STEP = [
     fit.finish_step, fit.reach_boundary, StepContext.begin, StepContext.seed, TaskCalls.receive, TaskCalls.arguments,
     Optimization.zero_grad, StepContext.check_loss, StepContext.count, Ending.tick, Records.write_row, validation_due,
     Progress.advance,
-    Window.__init__, Window.__iter__, MicroBatch.__init__,
+    AccumulationWindow.__init__, AccumulationWindow.__iter__, MicroBatch.__init__,
 ]  # fmt: skip
 #: How Python 3.11 to 3.14 make strings and dictionaries.
 MAKING = {
