@@ -22,7 +22,7 @@ class Ranks:
         self.told = []  # what was gathered, by occasion and rank
 
     def run(self, function):
-        """What `function(ours)` returned on each rank, or the error that it raised."""
+        """What `function(rank_slice)` returned on each rank, or the error that it raised."""
         self.told, self._calls, self._ended = [], defaultdict(int), set()
         self._turn = threading.Condition()
         self._results = [None] * self.world
