@@ -91,7 +91,7 @@ def _run_in_checkout(words, tmp_path):
 
 
 def test_every_linked_file_exists():
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not link.startswith("http"):
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
