@@ -57,6 +57,17 @@ def test_the_page_on_architecture_has_every_room_on_its_floor():
     assert {name for floor in of_page for name in floor} == on_disk - {"__init__", "__main__"}
 
 
+def test_the_page_on_architecture_names_the_parts_that_a_run_has():
+    parts = {name.strip("`") for name, _, _ in rows(NAMES[0], "The parts of a run")}
+    tree = ast.parse((ROOT / "run/run.py").read_text())
+    (run,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run")
+    fields = {ast.unparse(node.target) for node in run.body if isinstance(node, ast.AnnAssign)}
+    stored = (node for node in ast.walk(run) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    assigned = {node.attr for node in stored}
+    given = {"trainer", "stage", "task", "datamodule", "seed", "checkpoint"}
+    assert parts == (fields | assigned) - given
+
+
 def test_each_walk_has_its_stations_in_their_order():
     for walk, stations in (("One step", 12), ("One parameter, to disk and back", 12), ("One config key", 7)):
         assert [row[0] for row in rows(NAMES[0], walk)] == [str(number) for number in range(1, stations + 1)]
