@@ -75,9 +75,10 @@ def test_each_walk_has_its_stations_in_their_order():
 
 
 def test_each_word_has_one_meaning():
-    words = [word for word, _ in rows(NAMES[0], "Words")]
-    assert len(words) == len(set(words))
+    words = rows(NAMES[0], "Words")
+    assert len({word for word, _, _ in words}) == len(words)
     assert 15 <= len(words) <= 20
+    assert all(PATH.search(where) for _, _, where in words)
 
 
 def test_each_promise_names_files_and_tests_and_is_one_of_the_readme():
