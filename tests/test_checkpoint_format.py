@@ -173,6 +173,13 @@ def test_the_reader_notices_damage_to_any_file(tmp_path, damage):
             READER.read(path)
 
 
+def test_the_reader_notices_a_change_that_leaves_the_manifest_json(tmp_path):
+    manifest = small(tmp_path / "step-1") / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"lumen"', '"lemon"'))
+    with pytest.raises(ValueError, match="the manifest was changed"):
+        READER.read(tmp_path / "step-1")
+
+
 def rewritten(directory, edit):
     """Change a manifest and make its checksum right again, as an attacker would."""
     path = directory / "manifest.json"
