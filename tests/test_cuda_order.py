@@ -21,7 +21,7 @@ from lumen.distributed import process_groups
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError, NonFiniteLoss, TrainingError
 from lumen.precision import check_precision
-from lumen.run.nonfinite import LossCheck
+from lumen.run.nonfinite import NonFiniteCheck
 from lumen.strategies import SingleDevice
 from lumen.strategies.factory import device_of, make_strategy
 from lumen.task.compile import Compilation
@@ -152,7 +152,7 @@ def on_device(value):
 
 
 def test_a_loss_is_waited_for_on_its_own_device_and_named_by_its_own_step(device, made):
-    checks = LossCheck()
+    checks = NonFiniteCheck()
     for step, value in enumerate([0.5, float("nan"), 0.25], 1):
         checks.check(on_device(value), 1.0, lambda step=step: (step, 0, step))
     assert device.log == [f"event {number} on current of cuda:1" for number in (1, 2, 3)]
@@ -161,11 +161,11 @@ def test_a_loss_is_waited_for_on_its_own_device_and_named_by_its_own_step(device
 
 
 def test_checks_use_the_same_pinned_memory_again(device, made):
-    checks = LossCheck()
+    checks = NonFiniteCheck()
     for step in range(100):
         checks.check(on_device(0.5), 1.0, lambda step=step: (step, 0, step))
-        for arrival, *_ in checks._under_way:
-            arrival.event.arrived = step % 10 == 9  # the device is ten steps behind
+        for scalar, *_ in checks._under_way:
+            scalar.event.arrived = step % 10 == 9  # the device is ten steps behind
     assert device.events == len(made) <= 11
 
 

@@ -9,16 +9,16 @@ from torch.utils.data import DataLoader
 
 import lumen
 from lumen.errors import NonFiniteLoss, TrainingError
-from lumen.run.loss_weighting import StepWeights
+from lumen.run.loss_weighting import LossWeighting
 from tests.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 
 
 def weighed(known, returned, *, alone=False, by_task=False, guess=1.0):
     """The factor that each micro-batch's gradient ends with, and the weights themselves."""
-    weights = StepWeights(by_task=by_task)
-    weights.begin(sum(known), 1 if alone else 2, guess)
-    shares = [weights.share(*pair) for pair in zip(known, returned, strict=True)]
-    return [share * weights.correction for share in shares], weights
+    weighting = LossWeighting(by_task=by_task)
+    weighting.begin(sum(known), 1 if alone else 2, guess)
+    loss_factors = [weighting.loss_factor(*pair) for pair in zip(known, returned, strict=True)]
+    return [factor * weighting.correction for factor in loss_factors], weighting
 
 
 @pytest.mark.parametrize("guess", [1.0, 2.0**-20, 2.0**30])
@@ -36,28 +36,28 @@ def weighed(known, returned, *, alone=False, by_task=False, guess=1.0):
     ],
 )
 def test_factors_are_shares_of_the_total(known, returned, by_task, expected, guess):
-    factors, weights = weighed(known, returned, by_task=by_task, alone=len(known) == 1, guess=guess)
+    factors, weighting = weighed(known, returned, by_task=by_task, alone=len(known) == 1, guess=guess)
     assert factors == [pytest.approx(weight / sum(expected), rel=1e-15) for weight in expected]
-    assert weights.total == sum(expected)
+    assert weighting.total == sum(expected)
 
 
 @pytest.mark.parametrize("returned", [None, 3, 1e-30, 1e30])
 def test_the_only_micro_batch_of_a_step_is_not_scaled_at_all(returned):
-    factors, weights = weighed([7], [returned], alone=True, guess=3.0)
+    factors, weighting = weighed([7], [returned], alone=True, guess=3.0)
     assert factors == [1.0]
-    assert weights.correction == 1.0
+    assert weighting.correction == 1.0
 
 
 def test_totals_known_beforehand_need_no_correction():
     for known, returned, by_task in (([3, 3, 1], [None] * 3, False), ([0.1, 0.2], [0.1, 0.2], True)):
-        _, weights = weighed(known, returned, by_task=by_task)
-        assert weights.correction == 1.0
+        _, weighting = weighed(known, returned, by_task=by_task)
+        assert weighting.correction == 1.0
 
 
 @pytest.mark.parametrize(("total", "guess"), [(1, 32.0), (31, 32.0), (100, 128.0), (1024, 1024.0), (1500.5, 2048.0)])
 def test_the_next_guess_is_a_power_of_two_near_the_total_and_falls_slowly(total, guess):
-    _, weights = weighed([1, 1], [total / 2, total / 2], guess=64.0)
-    assert weights.next_guess == guess
+    _, weighting = weighed([1, 1], [total / 2, total / 2], guess=64.0)
+    assert weighting.next_guess == guess
     assert weighed([1, 1], [None, None], guess=64.0)[1].next_guess == 64.0
 
 

@@ -15,7 +15,7 @@ from lumen.callbacks.throughput import Throughput, memory_mb
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
 from lumen.metrics.collector import StageMetrics
-from lumen.metrics.host_copy import Arrival
+from lumen.metrics.host_copy import HostCopy
 from lumen.metrics.log_call import LogOptions
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ProgressBar(Callback):
         self._bar_is_epoch = False
         self._began_at_s = 0.0
         self._rated_from, self._is_rated = (0.0, 0), False
-        self._look: tuple[Line, Arrival[str]] | None = None
+        self._look: tuple[Line, HostCopy[str]] | None = None
         self._step_values: dict[str, float] = {}
         self._epoch_names: dict[str, None] = {}  # a set that keeps its order
         self._evaluation = _Pass("", None)
@@ -142,15 +142,15 @@ class ProgressBar(Callback):
         if not values and run.step.loss is not None:
             values = {"loss": run.step.loss}
         self._epoch_names |= dict.fromkeys(run.log.train.epoch_names(_asked_for))
-        self._look = self._position(trainer), Arrival(values)
+        self._look = self._position(trainer), HostCopy(values)
 
     def _take_in_look(self, *, wait: bool = False) -> bool:
         """Put what was noted last on the board, if its values have arrived."""
         if self._look is None or not (wait or self._look[1].is_here()):
             return False
-        line, arrival = self._look
+        line, host_copy = self._look
         self._look = None
-        self._step_values |= arrival.read()
+        self._step_values |= host_copy.read()
         line.values = self._step_values | line.values
         self._board.training = line
         return True

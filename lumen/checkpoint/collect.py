@@ -186,7 +186,7 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
     """
 
     def own() -> tuple[Any, ...]:
-        run.step.losses.flush()
+        run.step.nonfinite.flush()
         for logger in run.records.loggers:
             logger.flush()
         return *capture(run), own_values(run)

@@ -46,7 +46,7 @@ def train(run: Run) -> None:
         end_epoch(run, complete=False)
     while not ending.finished:
         train_epoch(run)
-    run.step.losses.flush()
+    run.step.nonfinite.flush()
     run.strategy.barrier()  # what one process has written is there for all
     for hook in run.hooks.on_train_end:
         hook()

@@ -17,7 +17,7 @@ from lumen.internals.tensors import own_buffers, writes_to
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
 from lumen.random import GeneratorStates
-from lumen.run.loss_weighting import StepWeights
+from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
 from lumen.task.step_output import read_output, without_gradient
 
@@ -39,26 +39,26 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
     run.log.train.window += 1
     run.log.in_train_step = True
     run.step.begin()
-    micro_batches, weights = weigh(run, window), run.step.weights
-    closure = Closure(run, weights) if run.optim.needs_closure else None
+    micro_batches, weighting = weigh(run, window), run.step.weighting
+    closure = Closure(run, weighting) if run.optim.needs_closure else None
     for micro in micro_batches:
         run.step.seed(micro)
         run.log.batch_samples = micro.samples
         batch = run.calls.receive(micro.batch, micro.loader) if micro.batch is not None else None
         for hook in hooks.on_train_batch_start if not micro.idle else ():
             if hook(batch, micro.index) == -1:
-                skip(run, window, micro, weights)
+                skip(run, window, micro, weighting)
         if micro.first:
             for hook in hooks.on_before_zero_grad:
                 hook(optimizer)
             run.optim.zero_grad()
             run.strategy.begin_step()
         if closure is None:
-            output, _ = accumulate(run, micro, batch, weights)
+            output, _ = accumulate(run, micro, batch, weighting)
         else:
-            output = closure.first(micro, batch, weights)
+            output = closure.first(micro, batch, weighting)
         if micro.last:
-            updated = update(run, window, weights, closure)
+            updated = update(run, window, weighting, closure)
         if hooks.on_train_batch_end and not micro.idle:
             output = detached(output)
             for hook in hooks.on_train_batch_end:
@@ -67,9 +67,9 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
     return updated
 
 
-def skip(run: Run, window: AccumulationWindow, micro: MicroBatch, weights: StepWeights) -> None:
+def skip(run: Run, window: AccumulationWindow, micro: MicroBatch, weighting: LossWeighting) -> None:
     """End the epoch here; where gradients are still under way, at the end of the step, once all ranks know of it."""
-    weights.skipped = True
+    weighting.skipped = True
     if not run.strategy.communicates:
         run.step.end(window)
         run.records.has_updated = False
@@ -78,7 +78,7 @@ def skip(run: Run, window: AccumulationWindow, micro: MicroBatch, weights: StepW
 
 
 def accumulate(
-    run: Run, micro: MicroBatch, batch: Any, weights: StepWeights, *, check: bool = True
+    run: Run, micro: MicroBatch, batch: Any, weighting: LossWeighting, *, check: bool = True
 ) -> tuple[Any, torch.Tensor | None]:
     """Forward and backward of one micro-batch: add its part of the step's gradient.
 
@@ -96,33 +96,33 @@ def accumulate(
             if before is not None:
                 refuse_own_backward(run, before)
             loss, returned_weight = read_output(output)
-            weights.left_out |= loss is None
+            weighting.left_out |= loss is None
         if loss is not None:
-            if weights.unseeded:
-                weights.seed(micro.number, returned_weight)
-            share = weights.share(micro.weight, returned_weight)
+            if weighting.unseeded:
+                weighting.seed(micro.number, returned_weight)
+            loss_factor = weighting.loss_factor(micro.weight, returned_weight)
             if check:
-                run.step.check_loss(loss, share)
-            if share or (strategy.communicates and loss.requires_grad):
-                part = loss if share == 1.0 else loss * share
+                run.step.check_loss(loss, loss_factor)
+            if loss_factor or (strategy.communicates and loss.requires_grad):
+                part = loss if loss_factor == 1.0 else loss * loss_factor
         if part is not None:
             for hook in hooks.on_before_backward:
                 hook(part)
-            backward(run, micro, part, weights)
+            backward(run, micro, part, weighting)
             for hook in hooks.on_after_backward:
                 hook()
             if strategy.needs_stand_ins:
                 run.step.kept = batch, micro
         elif strategy.communicates:
-            take_part(run, micro, batch, weights)
+            take_part(run, micro, batch, weighting)
         elif micro.last:
-            weights.begin_agreement()
+            weighting.begin_agreement()
         if micro.last:
             strategy.after_backward()
     return output, part
 
 
-def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weights: StepWeights) -> None:
+def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: LossWeighting) -> None:
     """The backward of a micro-batch; what the processes have to tell each other goes beside the last one.
 
     Raises:
@@ -130,10 +130,10 @@ def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weights: StepWeigh
     """
     if not loss.requires_grad:
         raise without_gradient(run.task)
-    if weights.unseeded:
-        weights.seed(None)
+    if weighting.unseeded:
+        weighting.seed(None)
     if micro.last:
-        weights.begin_agreement()
+        weighting.begin_agreement()
         loss = run.strategy.carry_news(loss)
     try:
         run.precision.backward(loss)
@@ -147,21 +147,21 @@ def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weights: StepWeigh
         ) from error
 
 
-def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> None:
+def take_part(run: Run, micro: MicroBatch, batch: Any, weighting: LossWeighting) -> None:
     """Do this process's part in the backward of the others, adding nothing to the gradient.
 
     Args:
         run: The run.
         micro: Its micro-batch, which counts nothing.
         batch: It; None where there is none; where it stands in, one of another process.
-        weights: Of the step.
+        weighting: The weighting of the losses of the step.
     """
     strategy = run.strategy
     _refuse_synced_norms(run)
     stands_in = strategy.needs_stand_ins and micro.idle and batch is not None
     loss = None if stands_in else strategy.idle_loss()
     if loss is not None:
-        backward(run, micro, loss * 0.0, weights)
+        backward(run, micro, loss * 0.0, weighting)
         return
     with unnoticed(run):  # the backward too: it reads buffers that the forward has moved
         for given in ((batch, micro) if stands_in else None, run.step.kept):
@@ -177,7 +177,7 @@ def take_part(run: Run, micro: MicroBatch, batch: Any, weights: StepWeights) -> 
                 f"training_step returned None for the first micro-batch of rank {strategy.rank}, and this strategy "
                 "needs a forward of every rank. Return (loss, 0) for a batch to leave out."
             )
-        backward(run, micro, loss * 0.0, weights)
+        backward(run, micro, loss * 0.0, weighting)
 
 
 def _refuse_synced_norms(run: Run) -> None:
@@ -212,20 +212,20 @@ def unnoticed(run: Run) -> Iterator[None]:
                 fill(buffer, before)
 
 
-def update(run: Run, window: AccumulationWindow, weights: StepWeights, closure: Closure | None = None) -> bool:
+def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closure: Closure | None = None) -> bool:
     """Turn the gradients of a window into one update. Returns False if it was skipped: then no schedule moves."""
-    weights.agree()
-    if weights.skipped:
+    weighting.agree()
+    if weighting.skipped:
         run.step.end(window)
         run.records.has_updated = False
         raise EpochSkipped
-    updated = bool(weights.total)
+    updated = bool(weighting.total)
     if updated:
-        complete_gradients(run, weights)
+        complete_gradients(run, weighting)
         if run.step.grad_norm is not None:
             run.step.check_gradient(run.step.grad_norm)
         if closure is not None:
-            closure.hand_over(weights)
+            closure.hand_over(weighting)
         run.optim.is_updating = True
         updated = run.precision.step(run.optim.optimizer, closure)
         run.optim.is_updating = False
@@ -238,15 +238,15 @@ def update(run: Run, window: AccumulationWindow, weights: StepWeights, closure: 
             if scheduler.monitor is None and scheduler.moves_at(run.progress.step):  # a plateau waits for validation
                 scheduler.step()
             elif scheduler.interval == "token":
-                scheduler.move_to(run.progress.units, counted=weights.counted)
+                scheduler.move_to(run.progress.units, counted=weighting.counted)
     return updated
 
 
-def complete_gradients(run: Run, weights: StepWeights) -> None:
+def complete_gradients(run: Run, weighting: LossWeighting) -> None:
     """Bring the accumulated gradients to the size of the step's mean, and clip them."""
     strategy, plan = run.strategy, run.plan
     run.precision.unscale(run.optim.optimizer)
-    if (factor := weights.correction) != 1.0:
+    if (factor := weighting.correction) != 1.0:
         strategy.correct_gradients(run.optim.parameters, factor)
     for hook in run.hooks.on_before_optimizer_step:
         hook(run.optim.optimizer)
@@ -267,24 +267,24 @@ class Closure:
     statistics, change with every evaluation, as in the loop written by hand.
     """
 
-    def __init__(self, run: Run, weights: StepWeights) -> None:
+    def __init__(self, run: Run, weighting: LossWeighting) -> None:
         self._run = run
-        self._unused_weights = copy(weights)
+        self._unused_weighting = copy(weighting)
         self._micro_batches: list[tuple[MicroBatch, Any, GeneratorStates]] = []
         self._parts: list[torch.Tensor | None] = []
         self._first: torch.Tensor | None = None
         self._seen: list[Any] = []
 
-    def first(self, micro: MicroBatch, batch: Any, weights: StepWeights) -> Any:
+    def first(self, micro: MicroBatch, batch: Any, weighting: LossWeighting) -> Any:
         """Evaluate a micro-batch for the first time, and keep it. Returns what `training_step` returned."""
         self._micro_batches.append((micro, batch, GeneratorStates()))
-        output, part = accumulate(self._run, micro, batch, weights)
+        output, part = accumulate(self._run, micro, batch, weighting)
         self._parts.append(part)
         return output
 
-    def hand_over(self, weights: StepWeights) -> None:
+    def hand_over(self, weighting: LossWeighting) -> None:
         """The gradients of the first evaluation are complete: from now on it is the optimizer that evaluates."""
-        self._first, self._seen = _mean(self._run, self._parts, weights), self._look()
+        self._first, self._seen = _mean(self._run, self._parts, weighting), self._look()
 
     def __call__(self) -> torch.Tensor:
         """Bring the gradients to where the parameters are now.
@@ -309,20 +309,20 @@ class Closure:
 
     @torch.enable_grad()
     def _evaluate(self) -> torch.Tensor:
-        run, weights = self._run, copy(self._unused_weights)
+        run, weighting = self._run, copy(self._unused_weighting)
         run.optim.zero_grad()
         parts = []
         for micro, batch, states in self._micro_batches:
             states.restore()
-            parts.append(accumulate(run, micro, batch, weights, check=False)[1])
-        weights.agree()
-        if not weights.total:
+            parts.append(accumulate(run, micro, batch, weighting, check=False)[1])
+        weighting.agree()
+        if not weighting.total:
             raise TrainingError(
                 f"{type(run.optim.optimizer).__name__} evaluated step {run.progress.step + 1} again, and this time its "
                 "micro-batches weigh 0. Let what training_step leaves out depend on the batch alone."
             )
-        complete_gradients(run, weights)
-        return _mean(run, parts, weights)
+        complete_gradients(run, weighting)
+        return _mean(run, parts, weighting)
 
     def _look(self) -> list[Any]:
         """What changes when the optimizer moves parameters or touches gradients before its first evaluation."""
@@ -333,12 +333,12 @@ class Closure:
         ]
 
 
-def _mean(run: Run, parts: list[torch.Tensor | None], weights: StepWeights) -> torch.Tensor:
+def _mean(run: Run, parts: list[torch.Tensor | None], weighting: LossWeighting) -> torch.Tensor:
     """The step's mean loss, over all processes."""
     losses = [part.detach().reshape(()) for part in parts if part is not None]
     world = run.strategy.world_size
     own = torch.stack(losses).sum() if losses else torch.zeros((), device=run.strategy.device)
-    return (own if world == 1 else run.strategy.reduce(own.double()) / world) * weights.correction
+    return (own if world == 1 else run.strategy.reduce(own.double()) / world) * weighting.correction
 
 
 def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
@@ -350,7 +350,7 @@ def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
         for micro in micro_batches:
             micro.weight = 0.0 if micro.idle else float(run.task.batch_weight(micro.batch))
         (planned,) = run.strategy.processes.sum([sum(micro.weight for micro in micro_batches)])
-    run.step.weights.begin(planned, len(window.sizes), run.progress.weight_guess)
+    run.step.weighting.begin(planned, len(window.sizes), run.progress.weight_guess)
     return micro_batches
 
 

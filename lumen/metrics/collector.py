@@ -16,7 +16,7 @@ from torch import nn
 
 from lumen.errors import ConfigError
 from lumen.metrics.accumulator import Accumulator
-from lumen.metrics.host_copy import Arrival
+from lumen.metrics.host_copy import HostCopy
 from lumen.metrics.log_call import Given, How, LogOptions, Reduction, as_metric, as_number, check_name, log_options
 from lumen.metrics.outside_steps import HookValue
 from lumen.metrics.torchmetrics_states import Gather, compute_over_ranks, metrics_of
@@ -318,7 +318,7 @@ class StageMetrics:
 
 
 @final
-class StepRow:
+class PendingStepLog:
     """The values of one step on their way to the loggers: they may arrive while the next one is computed.
 
     Args:
@@ -339,11 +339,11 @@ class StepRow:
         }
         if grad_norm is not None:
             values[_NORM] = grad_norm
-        self._arrival = Arrival(values)
+        self._copy = HostCopy(values)
 
     def values(self, gather: Gather | None) -> dict[str, float]:
         """What the loggers get; see `StageMetrics.step_values`. Waits for the device. Collective, with a `gather`."""
-        read = self._arrival.read()
+        read = self._copy.read()
         latest = self._latest
         if read.keys() - {_NORM}:  # else nothing is built for each name, which would make Python look for garbage
             latest = {

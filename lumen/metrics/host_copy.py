@@ -11,7 +11,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 @final
-class Arrival(Generic[K]):
+class HostCopy(Generic[K]):
     """Numbers that are copied to the host without waiting for a CUDA device that is still computing them.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from lumen.run.loss_weighting import StepWeights
+from lumen.run.loss_weighting import LossWeighting
 from lumen.run.plan import Plan
 from lumen.run.progress import Progress
 from lumen.run.stop_vote import Pulse
@@ -84,7 +84,7 @@ class Ending:
             return  # all leave here
         if weighs_batches:
             strategy.processes.sum([0.0])  # those who go on begin their step with that
-        StepWeights.leave(strategy.agree_in_next_step, strategy.world_size)
+        LossWeighting.leave(strategy.agree_in_next_step, strategy.world_size)
         self._stop_agreed = True
 
     @property

@@ -20,7 +20,7 @@ BeginAgreement = Callable[[Sequence[float], bool], Callable[[], list[float] | No
 
 
 @final
-class StepWeights:
+class LossWeighting:
     """Weights of the micro-batches of the optimizer step in progress.
 
     Args:
@@ -59,7 +59,7 @@ class StepWeights:
 
         Args:
             planned: The sum of the weights that are known before the forward, over all processes.
-            micro_batches: Of all processes. The share of a single one on a single process is exactly 1.
+            micro_batches: Of all processes. The factor of a single one on a single process is exactly 1.
             guess: Stands in for an unknown sum: a power of two, so that multiplying by it rounds nothing. 0: none has
                 been made yet.
         """
@@ -88,7 +88,7 @@ class StepWeights:
             total = (first or 0.0) * self._micro_batches
             self._guess = _power_of_two(total) if 0.0 < total < math.inf else 1.0
 
-    def share(self, known: float, returned: float | None) -> float:
+    def loss_factor(self, known: float, returned: float | None) -> float:
         """What to multiply a micro-batch's mean loss with before backward.
 
         Args:

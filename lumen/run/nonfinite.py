@@ -21,7 +21,7 @@ def place_of(where: Place) -> str:
 
 
 @final
-class LossCheck:
+class NonFiniteCheck:
     """Looks at every loss, and at every gradient norm. On the CPU at once; on CUDA without making the host wait.
 
     On CUDA each value travels to pinned memory behind the step's work and is read when it has arrived, so the error
@@ -33,15 +33,15 @@ class LossCheck:
 
     def __init__(self, told: Callable[[], str] | None = None) -> None:
         self._told = told
-        self._under_way: deque[tuple[_Arrival, float | None, Place]] = deque()
-        self._free: list[_Arrival] = []  # as many as were under way at once
+        self._under_way: deque[tuple[_HostScalar, float | None, Place]] = deque()
+        self._free: list[_HostScalar] = []  # as many as were under way at once
 
-    def check(self, loss: torch.Tensor, share: float | None, where: Callable[[], Place]) -> None:
+    def check(self, loss: torch.Tensor, loss_factor: float | None, where: Callable[[], Place]) -> None:
         """Look at one loss or gradient norm.
 
         Args:
             loss: One element.
-            share: The factor its weight gives it; 0 for a micro-batch that counts nothing; None for a gradient norm.
+            loss_factor: What the loss is multiplied by, by its weight; 0: it counts nothing; None for a gradient norm.
             where: Gives the step and epoch it belongs to, and the number of its micro-batch in the run.
 
         Raises:
@@ -49,11 +49,11 @@ class LossCheck:
         """
         if not loss.is_cuda or self._told is not None:
             if not math.isfinite(value := loss.item()):
-                raise _refusal(value, share, where(), self._told)
+                raise _refusal(value, loss_factor, where(), self._told)
             return
-        arrival = self._free.pop() if self._free else _Arrival()
-        arrival.send(loss)
-        self._under_way.append((arrival, share, where()))
+        scalar = self._free.pop() if self._free else _HostScalar()
+        scalar.send(loss)
+        self._under_way.append((scalar, loss_factor, where()))
         while self._under_way and self._under_way[0][0].event.query():  # type: ignore[no-untyped-call]
             self._read_oldest()
 
@@ -68,14 +68,14 @@ class LossCheck:
             self._read_oldest()
 
     def _read_oldest(self) -> None:
-        arrival, share, where = self._under_way.popleft()
-        self._free.append(arrival)
-        if not math.isfinite(value := arrival.value.item()):
-            raise _refusal(value, share, where, None)
+        scalar, loss_factor, where = self._under_way.popleft()
+        self._free.append(scalar)
+        if not math.isfinite(value := scalar.value.item()):
+            raise _refusal(value, loss_factor, where, None)
 
 
 @final
-class _Arrival:
+class _HostScalar:
     """One number on its way from a CUDA device to pinned memory, which both are used again: to make them takes long.
 
     Attributes:
@@ -93,15 +93,15 @@ class _Arrival:
         self.event.record(torch.cuda.current_stream(number.device))
 
 
-def _refusal(value: float, share: float | None, where: Place, told: Callable[[], str] | None) -> NonFiniteLoss:
+def _refusal(value: float, loss_factor: float | None, where: Place, told: Callable[[], str] | None) -> NonFiniteLoss:
     place, on_demand = place_of(where), "with detect_anomaly: true to find the operation."
-    if share is None:
+    if loss_factor is None:
         return NonFiniteLoss(
             f"the gradient norm of {place} is {value}, although its losses are finite: the derivative of sqrt at 0, "
             f"for example, or 0/0 behind torch.where.{f' Run {on_demand}' if told is None else ''}"
         )
     found = "" if told is None else f"\n{told()}"
-    if not share:
+    if not loss_factor:
         return NonFiniteLoss(
             f"the loss of {place} is {value} although its weight is 0: a mean over nothing, and 0 x NaN is NaN. "
             f"Divide by max(count, 1), or return None for such a micro-batch.{found}"

@@ -24,7 +24,7 @@ class Progress:
         validation_due: This step's validation has not been completed.
         should_stop: A callback or the user asked the run to end; honoured after the minimum of steps and epochs.
         elapsed_s: Seconds of training, over all resumed parts.
-        weight_guess: See `StepWeights`.
+        weight_guess: See `LossWeighting`.
         units: Weight of all updates: the tokens, boxes or samples learned from.
         loader: Where the training loader stands, as its adapter says after the last step.
     """

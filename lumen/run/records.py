@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from lumen.metrics.collector import StepRow
+from lumen.metrics.collector import PendingStepLog
 from lumen.run.log_context import LogContext
 from lumen.run.plan import Plan
 from lumen.run.progress import Progress
@@ -49,7 +49,7 @@ class Records:
         strategy: Strategy,
     ) -> None:
         self._plan, self._progress, self._log, self._step, self._strategy = plan, progress, log, step, strategy
-        self._row: StepRow | None = None  # on its way to the loggers
+        self._pending: PendingStepLog | None = None  # on its way to the loggers
         self.loggers = loggers
         self.is_logged = bool(loggers)
         self.absent: dict[str, Any] = {}
@@ -60,14 +60,14 @@ class Records:
     def log_step(self) -> None:
         """Let the loggers have the values of this step: now, or once a device has computed them. Collective."""
         if self.is_logged:
-            self._row = self._newest_row()
+            self._pending = self._newest_log()
             if not self._strategy.is_asynchronous:
                 self.write_row()
 
     def keep_row(self) -> None:
         """Keep the values of the newest step, if it was not logged: it may turn out to be the last. Collective."""
         if self._is_unlogged and self.has_updated:
-            self.kept_row = self._progress.step, self._newest_row().values(self._log.gather)
+            self.kept_row = self._progress.step, self._newest_log().values(self._log.gather)
 
     def log_last_step(self) -> None:
         """Let the loggers have the values of the run's last step, if no `log_step` gave them. Collective."""
@@ -79,8 +79,8 @@ class Records:
 
     def write_row(self) -> None:
         """Write what `log_step` has left, before anything else is written or saved. Collective."""
-        if self._row is not None:
-            row, self._row = self._row, None
+        if self._pending is not None:
+            row, self._pending = self._pending, None
             self._write(row.values(self._log.gather), row.step, row.epoch)
 
     def write(self, values: Mapping[str, float | torch.Tensor]) -> None:
@@ -91,8 +91,8 @@ class Records:
     def _is_unlogged(self) -> bool:
         return self.is_logged and self._progress.step % self._plan.log_every_n_steps != 0
 
-    def _newest_row(self) -> StepRow:
-        return StepRow(self._log.train, self._step.grad_norm, self._progress.step, self._progress.epoch)
+    def _newest_log(self) -> PendingStepLog:
+        return PendingStepLog(self._log.train, self._step.grad_norm, self._progress.step, self._progress.epoch)
 
     def _write(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         if values:

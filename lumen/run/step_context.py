@@ -11,8 +11,8 @@ from lumen.metrics.torchmetrics_states import Gather
 from lumen.precision import Precision
 from lumen.random import Domain, make_key, seed_generators
 from lumen.run.anomalies import OperationFinder
-from lumen.run.loss_weighting import StepWeights
-from lumen.run.nonfinite import LossCheck, Place
+from lumen.run.loss_weighting import LossWeighting
+from lumen.run.nonfinite import NonFiniteCheck, Place
 from lumen.run.progress import Progress
 from lumen.strategies import Strategy
 from lumen.task.hooks import overrides
@@ -31,9 +31,9 @@ class StepContext:
         replays_graphs: Compiled modules write what they return into the same memory for each batch.
 
     Attributes:
-        weights: The loss weights of the step, from `start_weighing` on.
+        weighting: The weighting of the losses of the step, from `start_weighing` on.
         weighs_batches: The task has a `batch_weight`.
-        losses: Finds losses and gradients that are not finite.
+        nonfinite: Finds losses and gradients that are not finite.
         kept: A batch that gave a loss, with its micro-batch: it stands in where a rank has none.
         loss: The newest loss, without dimensions; on the device, perhaps with its graph.
         grad_norm: The newest gradient norm before clipping, without dimensions; None where nothing is clipped.
@@ -49,10 +49,10 @@ class StepContext:
         self._strategy, self._precision, self._progress, self._seed = strategy, precision, progress, seed
         self._replays_graphs = replays_graphs
         self._first_micro_batch = 0
-        self.weights: StepWeights
+        self.weighting: LossWeighting
         self.weighs_batches = False
         finds = torch.is_anomaly_enabled()
-        self.losses = LossCheck(OperationFinder.over(precision, self.where).told if finds else None)
+        self.nonfinite = NonFiniteCheck(OperationFinder.over(precision, self.where).told if finds else None)
         self.kept: tuple[Any, MicroBatch] | None = None
         self.loss: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
@@ -64,7 +64,7 @@ class StepContext:
     def start_weighing(self, task: TaskModule, gather: Gather | None) -> None:
         """Training begins now: hooks that could give the task a `batch_weight` are over."""
         strategy, self.weighs_batches = self._strategy, overrides(task, "batch_weight")
-        self.weights = StepWeights(
+        self.weighting = LossWeighting(
             by_task=self.weighs_batches, world=strategy.world_size, scaled=self._precision.handles_overflow,
             begin_agreement=strategy.begin_agreement if strategy.world_size > 1 else None, gather=gather,
         )  # fmt: skip
@@ -91,35 +91,35 @@ class StepContext:
         """The step in progress, its epoch, and its newest micro-batch."""
         return self._progress.step + 1, self._progress.epoch, self._progress.micro_batches - 1
 
-    def check_loss(self, loss: torch.Tensor, share: float) -> None:
+    def check_loss(self, loss: torch.Tensor, loss_factor: float) -> None:
         """Refuse a NaN or infinite loss; fp16 leaves one with a weight to its scaler.
 
         Args:
             loss: Without dimensions.
-            share: The factor that its weight gives it; 0 for a micro-batch that counts nothing.
+            loss_factor: What the loss is multiplied by, by its weight; 0: it counts nothing.
         """
         self.loss = loss.detach().clone() if self._replays_graphs else loss
-        if not (share and self._precision.handles_overflow):
-            self.losses.check(loss, share, self.where)
+        if not (loss_factor and self._precision.handles_overflow):
+            self.nonfinite.check(loss, loss_factor, self.where)
 
     def check_gradient(self, norm: torch.Tensor) -> None:
         """Refuse a NaN or infinite norm of the gradients; fp16 leaves one to its scaler."""
         if not self._precision.handles_overflow:
-            self.losses.check(norm, None, self.where)
+            self.nonfinite.check(norm, None, self.where)
 
     def count(self, window: AccumulationWindow, *, updated: bool) -> None:
         """Advance the run by one window."""
-        progress, weights = self._progress, self.weights
-        counted = weights.counted
+        progress, weighting = self._progress, self.weighting
+        counted = weighting.counted
         progress.advance(window, updated=updated)
         self.end(window)
         if counted or not progress.weight_guess:
-            progress.weight_guess = weights.next_guess
+            progress.weight_guess = weighting.next_guess
         if updated:
-            progress.units += weights.total
+            progress.units += weighting.total
         self.waited_s += window.waited_s
         self.samples_seen += window.samples
         self.has_units |= counted
         if not self.weighted_windows:
             self._strategy.processes.begin_training()
-        self.weighted_windows += bool(weights.total)
+        self.weighted_windows += bool(weighting.total)
