@@ -20,7 +20,7 @@ from lumen.internals.tensors import TorchDispatchMode
 from lumen.precision import Precision
 from lumen.run.nonfinite import Place, place_of
 
-_OURS, _TORCHS = (str(Path(file).parent) + os.sep for file in (__file__, str(torch.__file__)))
+_OURS, _TORCHS = (f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(str(torch.__file__)).parent))
 _KINDS: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[float], bool]]] = {
     "NaN": (torch.isnan, math.isnan),
     "infinite number": (torch.isinf, math.isinf),
