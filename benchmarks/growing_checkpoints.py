@@ -53,7 +53,7 @@ class Saving(lumen.Callback):
         self.steps, self.clock, self.asynchronous = steps, clock, asynchronous
         self.took_s: list[float] = []
 
-    def on_boundary_end(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
+    def on_step_checkpoint(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
         """Save, if it is due."""
         if trainer.global_step in self.steps:
             assert trainer.run_directory is not None

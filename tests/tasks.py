@@ -145,7 +145,7 @@ class Saving(lumen.Callback):
     def __init__(self, step, path):
         self.step, self.path = step, path
 
-    def on_boundary_end(self, trainer, task):
+    def on_step_checkpoint(self, trainer, task):
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
 

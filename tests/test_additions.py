@@ -23,7 +23,7 @@ class Average(lumen.Callback):
         if self.average is None:
             self.average = {name: tensor.detach().clone() for name, tensor in task.named_parameters()}
 
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         for name, parameter in task.named_parameters():
             self.average[name].lerp_(parameter.detach(), 0.25)
 

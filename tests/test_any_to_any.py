@@ -91,7 +91,7 @@ class Averages(lumen.Callback):
         of_a_layer = [torch.zeros(1, 7), torch.zeros(1)]  # they have the shapes of `last` by chance
         self.state = {"average": {}, "newest": [], "gathered": {}, "chance": of_a_layer}
 
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         named = {name: parameter.detach() for name, parameter in task.named_parameters()}
         for name, parameter in named.items():
             self.state["average"].setdefault(name, parameter.clone()).lerp_(parameter, 0.25)
@@ -245,7 +245,7 @@ class Averaging(lumen.Callback):
             self.averaged.load_state_dict(self.saved)
         self.begun_with = [whole(each).tolist() for each in self.averaged.state_dict().values()]
 
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         self.averaged.update_parameters(task.first)
 
     def state_dict(self):
@@ -302,7 +302,7 @@ class Newest(lumen.Callback):
     def __init__(self):
         self.values = []
 
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         self.values = [parameter.detach().clone() for parameter in task.parameters()]
 
     def state_dict(self):

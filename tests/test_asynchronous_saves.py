@@ -86,7 +86,7 @@ class At(lumen.Callback):
     def __init__(self, **actions):
         self.actions = {int(step[4:]): action for step, action in actions.items()}
 
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         if action := self.actions.get(trainer.global_step):
             action(trainer)
 
@@ -315,7 +315,7 @@ def test_nothing_is_removed_before_the_commit_and_every_path_given_out_exists(tm
 def wait_until_announced(trainer):
     """Until the save is over, as the next boundary will find."""
     deadline_s = time.monotonic() + 60
-    while not trainer.run.ending.pulse.announces:
+    while not trainer.run.ending.vote.save_ended_here:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
 
@@ -768,7 +768,7 @@ def test_moments_of_one_step_come_and_go_in_their_order(tmp_path):
             return None if self.global_step >= 3 else super().training_step(batch)
 
     newest = []
-    watching = lumen.LambdaCallback(on_boundary=lambda trainer, task: newest.append(_newest(tmp_path)))
+    watching = lumen.LambdaCallback(on_step_end=lambda trainer, task: newest.append(_newest(tmp_path)))
     saver = saving(every_n_train_steps=1, keep_last=1)
     trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[watching, saver])
     trainer.fit(Skipping(), loader(320))

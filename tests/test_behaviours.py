@@ -609,7 +609,7 @@ def undisturbed(tmp_path_factory):
 def test_a_run_stopped_at_any_step_and_resumed_ends_like_one_that_was_not(tmp_path, undisturbed, validate, step):
     class Stop(lumen.Callback):
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-            if trainer.global_step == step and trainer.run.ending.pulse.requested is None:
+            if trainer.global_step == step and trainer.run.ending.vote.requested is None:
                 os.kill(os.getpid(), signal.SIGINT)
 
     trainer = saving_trainer(tmp_path, Stop())

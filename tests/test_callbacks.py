@@ -248,7 +248,7 @@ def test_functions_are_called_at_their_hooks_and_no_other_hook_is(tmp_path):
     functions = lumen.LambdaCallback(
         setup=lambda trainer, task, stage: calls.append(("setup", stage)),
         on_train_batch_end=lambda trainer, task, outputs, batch, batch_idx: calls.append(("batch", batch_idx)),
-        on_boundary=lambda trainer, task: calls.append(("boundary", trainer.global_step)),
+        on_step_end=lambda trainer, task: calls.append(("boundary", trainer.global_step)),
     )
     trainer = fit(tmp_path, [1], [functions])
     assert calls == [("setup", "fit"), ("batch", 0), ("boundary", 1), ("batch", 1), ("boundary", 2)]
@@ -257,7 +257,7 @@ def test_functions_are_called_at_their_hooks_and_no_other_hook_is(tmp_path):
         for name, hooks in trainer.run.hooks._calls.items()
         if any(getattr(hook, "func", None) in vars(functions).values() for hook in hooks)
     }
-    assert of_the_callback == {"setup", "on_train_batch_end", "on_boundary"}
+    assert of_the_callback == {"setup", "on_train_batch_end", "on_step_end"}
     assert not trainer.run.hooks.on_after_backward
 
 

@@ -195,7 +195,7 @@ def test_no_save_and_no_resume_looks_through_all_objects_for_garbage(tmp_path):
     gc.freeze()  # else torch's own are so many that these would not be looked at
     gc.callbacks.append(note)
     try:
-        saving = lumen.LambdaCallback(on_boundary=save_it)
+        saving = lumen.LambdaCallback(on_step_end=save_it)
         quiet_trainer(tmp_path, max_steps=1, callbacks=[saving], logger=False).fit(Many(1000), loader())
         looks(partial(Checkpoint.open, tmp_path / "step-9"))
     finally:
@@ -244,12 +244,12 @@ def test_a_run_that_is_asked_to_leave_reads_as_many_manifests_however_many_are_k
     def read_by_the_end(epochs):
         def stop(trainer, task):
             if trainer.current_epoch == epochs:
-                trainer.run.ending.pulse.requested = 15
+                trainer.run.ending.vote.requested = 15
 
         saver = lumen.ModelCheckpoint(keep_last=-1, asynchronous=False)
         folder = tmp_path / str(epochs)
         with read_files() as counts, pytest.raises((KeyboardInterrupt, SystemExit)):
-            fit_scripted(folder, [1.0] * 20, [lumen.LambdaCallback(on_boundary=stop), saver])
+            fit_scripted(folder, [1.0] * 20, [lumen.LambdaCallback(on_step_end=stop), saver])
         assert len(find_checkpoints(folder / "runs/run/checkpoints")) >= epochs
         return sum(times for name, times in counts.items() if "/manifest.json" in name and ".tmp-" not in name)
 
@@ -288,7 +288,7 @@ def test_a_save_asks_a_store_as_often_however_many_are_kept(tmp_path, monkeypatc
     )
     try:
         quiet_trainer(
-            tmp_path, max_steps=12, callbacks=[lumen.LambdaCallback(on_boundary_end=look), saver], logger=False
+            tmp_path, max_steps=12, callbacks=[lumen.LambdaCallback(on_step_checkpoint=look), saver], logger=False
         ).fit(Regression(), loader(100))
         assert len(find_checkpoints(as_place("memory://bucket/run"))) == 12
     finally:

@@ -17,7 +17,7 @@ from tests.tasks import Regression, bare_trainer, loader
 PARAMETERS = sum(parameter.numel() for parameter in Regression().parameters())
 CPU = [torch.profiler.ProfilerActivity.CPU]
 SMALL = 16
-PULSE = 3  # numbers: a clock, how many ranks are asked to stop, how many announce something
+VOTE = 3  # numbers: a clock, how many ranks are asked to stop, how many announce something
 GATHER = 2  # collectives: each rank tells first how long its value is
 
 
@@ -77,7 +77,7 @@ def added(folder, make, *args, **options):
     few, many = (collectives(folder, make(*args), steps, **options) for steps in (2, 12))
     assert many.pop("broadcast") <= few.pop("broadcast")
     assert many.pop("all_gather") <= few.pop("all_gather")
-    assert many.pop(PULSE) <= few.pop(PULSE, 0) + 8  # more where the machine stalls
+    assert many.pop(VOTE) <= few.pop(VOTE, 0) + 8  # more where the machine stalls
     return dict(many - few)
 
 
@@ -129,7 +129,7 @@ def leave_one_out(folder):
 
 def between(fewer, more):
     """What differs, beside looks at clocks and signals: {"all_gather": 4, 5: 1}."""
-    return {kind: more[kind] - fewer[kind] for kind in fewer | more if kind != PULSE and more[kind] != fewer[kind]}
+    return {kind: more[kind] - fewer[kind] for kind in fewer | more if kind != VOTE and more[kind] != fewer[kind]}
 
 
 def test_with_a_logger_a_step_that_logs_gathers_its_values_and_every_other_costs_what_it_does_without(group, tmp_path):
@@ -189,8 +189,8 @@ def test_an_epoch_costs_a_small_sum_a_gather_of_what_was_logged_and_another_of_b
     for few, many in group(2).run(make_epochs, tmp_path, make, logger):
         more = many - few
         assert more["all_gather"] == 20 * gathers * GATHER
-        assert more[PULSE + 2] == 20
-        assert more[PULSE + 1] == 20 * (sums - 1)
+        assert more[VOTE + 2] == 20
+        assert more[VOTE + 1] == 20 * (sums - 1)
 
 
 def make_epochs(folder, make, logger):
@@ -223,10 +223,10 @@ def test_a_validation_gathers_norms_values_rows_for_loggers_and_two_things_of_me
     group, tmp_path, make, gathers, logger
 ):
     for one, three, long, three_long in group(2).run(validate, tmp_path, make, logger):
-        costs = {"all_gather": 2 * (gathers + logger) * GATHER, PULSE + 1: 2}
+        costs = {"all_gather": 2 * (gathers + logger) * GATHER, VOTE + 1: 2}
         assert between(one, three) == between(long, three_long) == costs
         assert between(one, long) == {}
-        assert three_long[PULSE] - three[PULSE] <= 3 * 15  # of 3 x 50 batches
+        assert three_long[VOTE] - three[VOTE] <= 3 * 15  # of 3 x 50 batches
 
 
 def validate(folder, make, logger):
@@ -248,7 +248,7 @@ def test_clocks_and_signals_are_compared_about_twice_a_second(group, tmp_path):
 def look_at_clocks(folder):
     task = Slow()
     few, many = collectives(folder, Slow(), 1), collectives(folder, task, 80, log_every_n_steps=1000)
-    return task.took_s, many[PULSE] - few[PULSE]
+    return task.took_s, many[VOTE] - few[VOTE]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")

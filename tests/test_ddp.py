@@ -155,7 +155,7 @@ class Unfreezing(Regression):
     def on_train_start(self):
         self.net[0].requires_grad_(False)
 
-    def on_boundary(self):
+    def on_step_end(self):
         self.net[0].requires_grad_(self.global_step >= 2)
 
 
@@ -478,7 +478,7 @@ def stop_in_hook(folder, task, hook, steps, interval):
     return trainer.global_step
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_boundary"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_step_end"])
 @pytest.mark.parametrize("who", ["task", "callback"])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
 def test_one_rank_that_stops_between_two_steps_is_an_error_on_all(group, tmp_path, hook, who, options):
@@ -498,7 +498,7 @@ def stop_anywhere(folder, hook, who, options):
 
 
 @pytest.mark.parametrize("who", ["task", "callback"])
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_boundary"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_step_end"])
 def test_one_rank_is_enough_to_stop_the_run_where_it_is_saved(group, tmp_path, hook, who):
     assert group(2).run(stop_where_saved, tmp_path, hook, who) == [2, 2]
     (path,) = find_checkpoints(tmp_path / "runs/run/checkpoints")
@@ -534,7 +534,7 @@ class Stopping(Regression):
 
 @pytest.mark.parametrize("weigh", [False, True], ids=["samples", "weights"])
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_boundary"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_step_end"])
 def test_all_ranks_can_stop_between_two_steps_as_one_process_does(group, tmp_path, weigh, options, hook):
     alone = stop_together(tmp_path, weigh, None, hook)
     assert_equal(on_ranks(group, 2, stop_together, tmp_path, weigh, options, hook), alone)
@@ -593,7 +593,7 @@ class Restarting(lumen.Callback):
     def __init__(self, step):
         self.step = step
 
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         if trainer.global_step == self.step:
             trainer.strategy.setup(task)
 

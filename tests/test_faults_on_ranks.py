@@ -38,7 +38,7 @@ class Fault(lumen.Callback):
     def __init__(self, rank, begin):
         self.rank, self.begin = rank, begin
 
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         if trainer.global_step == FAULTY_STEP:
             trainer.run.saves.settle()  # the one before is to be whole
             if trainer.global_rank == self.rank:

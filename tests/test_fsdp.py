@@ -690,7 +690,7 @@ class Evaluating(Deep):
     def predict_step(self, batch):
         return self(batch[0]).flatten().tolist()
 
-    def on_boundary(self):
+    def on_step_end(self):
         assert all(isinstance(parameter, DTensor) for parameter in self.parameters())
 
 
@@ -700,7 +700,7 @@ def run_stages(folder, options, samples):
     per_rank = 2 if options is None else 1
     trainer = bare_trainer(folder, max_epochs=2, strategy=strategy, accumulate_grad_batches=per_rank)
     if options is None:
-        task.on_boundary = lambda: None
+        task.on_step_end = lambda: None
     trainer.fit(task, data(), val_dataloaders=evaluated)
     values = {"fitted": float(trainer.callback_metrics["val_loss"]), "gathered": all(task.gathered)}
     values["validated"] = trainer.validate(task, evaluated)[0]["val_loss"]
@@ -841,7 +841,7 @@ class Large(lumen.TaskModule):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    def on_boundary(self):
+    def on_step_end(self):
         gc.collect()
         assert all(parameter.grad is not None for parameter in self.parameters())
         self.held = held_bytes() - self.before

@@ -130,7 +130,7 @@ def micro_batch(*, first, last):
 
 FULL_STEP = [*micro_batch(first=True, last=False), *micro_batch(first=False, last=True)]
 SHORT_STEP = micro_batch(first=True, last=True)
-BOUNDARY = ["on_boundary", "on_boundary_end"]
+BOUNDARY = ["on_step_end", "on_step_checkpoint"]
 END_OF_EPOCH = ["on_train_epoch_end", *BOUNDARY]
 EPOCH = [  # five micro-batches in steps of two, a validation after the second step and after the last
     "on_train_epoch_start",
@@ -171,7 +171,7 @@ def test_fit_calls_every_hook_in_the_order_drawn(tmp_path):
 
 def test_a_resumed_fit_goes_on_inside_the_epoch_it_left(tmp_path):
     class SaveInTheMiddle(Callback):
-        def on_boundary(self, trainer, task):
+        def on_step_end(self, trainer, task):
             if trainer.global_step == 4:  # of six
                 trainer.save_checkpoint(tmp_path / "checkpoint")
 

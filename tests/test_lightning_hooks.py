@@ -275,7 +275,7 @@ def test_a_misspelt_hook_is_a_warning_that_names_it(tmp_path, caplog, base, name
 
 HELPERS = (
     "training_stage", "train_dataloaders_", "train_step", "val_step", "valid_step", "shared_step", "training_steps",
-    "eval_step", "configure_optimizer", "configure_scheduler", "init_weight", "prepare_dataset", "on_step_end",
+    "eval_step", "configure_optimizer", "configure_scheduler", "init_weight", "prepare_dataset", "after_step",
     "training_step_1", "validation_step_", "prepare_batch", "train_dataset", "train_loader", "get_train_dataloader",
     "predict", "predict_batch", "load_state", "training_loss", "optimizer_steps", "on_train_epoch_begin", "validate",
     "_validaton_step", "forward_step", "transfer_to_device", "log_metrics", "backward_pass", "setup_model",
@@ -316,4 +316,4 @@ def test_nothing_in_this_repository_has_a_misspelt_hook():
 
 
 def test_every_hook_of_lumen_that_lightning_has_too_is_in_the_list():
-    assert set(HOOKS) - set(LIGHTNING["callback"]) == {"on_boundary", "on_boundary_end"}
+    assert set(HOOKS) - set(LIGHTNING["callback"]) == {"on_step_end", "on_step_checkpoint"}

@@ -107,7 +107,7 @@ def test_values_are_on_the_disk_while_the_run_goes_on(tmp_path):
     class Reading(lumen.Callback):
         steps = ()
 
-        def on_boundary(self, trainer, task):
+        def on_step_end(self, trainer, task):
             self.steps = [step for step, _ in scalars(trainer.run_directory)["loss"]]
             assert self.steps == list(range(1, trainer.global_step + 1))
 
@@ -119,7 +119,7 @@ def test_values_are_on_the_disk_while_the_run_goes_on(tmp_path):
 class BreakingOff(lumen.Callback):
     """Notes whether the row of step 2 is written when that step is over, and breaks off the run in step 6."""
 
-    def on_boundary_end(self, trainer, task):
+    def on_step_checkpoint(self, trainer, task):
         if trainer.global_step == 2 and trainer.is_global_zero:
             self.written = (trainer.run_directory / "metrics.csv").exists()
 
@@ -152,7 +152,7 @@ class Ending(lumen.Callback):
         if self.how == "by an error" and trainer.global_step == 3:
             raise InterruptedError
 
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         if self.how == "by a signal" and trainer.global_step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -490,7 +490,7 @@ def test_hyperparameters_that_changed_when_a_run_was_resumed_are_recorded(tmp_pa
 
 def test_files_that_the_writer_makes_below_are_cut_back_too(tmp_path):
     class Own(lumen.Callback):
-        def on_boundary(self, trainer, task):
+        def on_step_end(self, trainer, task):
             trainer.logger.experiment.add_scalars("pair", {"one": 1.0}, trainer.global_step)
 
     logger = {"logger": lumen.TensorBoardLogger()}

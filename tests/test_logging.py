@@ -140,7 +140,7 @@ def test_hooks_log_where_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "hook", ["on_fit_start", "on_train_start", "on_validation_end", "on_boundary", "on_train_end", "on_fit_end"]
+    "hook", ["on_fit_start", "on_train_start", "on_validation_end", "on_step_end", "on_train_end", "on_fit_end"]
 )
 def test_logging_where_there_is_nothing_to_log_to_is_an_error(tmp_path, hook):
     class Misplaced(Regression):
@@ -671,7 +671,7 @@ def test_callback_metrics_hold_the_newest_value_of_every_name(tmp_path):
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
             self.note(trainer)
 
-        def on_boundary(self, trainer, task):
+        def on_step_end(self, trainer, task):
             self.note(trainer)
 
         def on_validation_end(self, trainer, task):

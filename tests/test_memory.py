@@ -31,7 +31,7 @@ class Task(Regression):
         return super().training_step(batch)
 
 class Measuring(lumen.Callback):
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         if trainer.global_step in (WARM, STEPS):
             gc.collect()
             print(json.dumps({

@@ -74,7 +74,7 @@ class Counting(Regression):
         self.stops_at = stops_at
         self.register_buffer("boundaries", torch.tensor(0))
 
-    def on_boundary(self):
+    def on_step_end(self):
         self.boundaries += 1
         self.trainer.should_stop = self.global_step == self.stops_at
 
@@ -110,8 +110,8 @@ def test_a_stop_in_the_middle_of_a_validation_leaves_the_boundary_to_the_resumed
 
 
 def test_stopping_where_it_is_decided_already_is_an_error(tmp_path):
-    stop = lumen.LambdaCallback(on_boundary_end=lambda trainer, task: setattr(trainer, "should_stop", True))
-    with pytest.raises(TrainingError, match="Set it in on_boundary"):
+    stop = lumen.LambdaCallback(on_step_checkpoint=lambda trainer, task: setattr(trainer, "should_stop", True))
+    with pytest.raises(TrainingError, match="Set it in on_step_end"):
         quiet_trainer(tmp_path, max_epochs=1, callbacks=[stop]).fit(Regression(), loader())
     assert not names(tmp_path)
 
@@ -135,7 +135,7 @@ def test_a_step_with_several_reasons_is_saved_once(tmp_path):
     written = []
 
     class Watching(lumen.Callback):
-        def on_boundary(self, trainer, task):
+        def on_step_end(self, trainer, task):
             folder = trainer.run_directory / "checkpoints"
             written.append({path: (path / "manifest.json").stat().st_ino for path in find_checkpoints(folder)})
 
@@ -276,7 +276,7 @@ def test_the_checkpoint_callback_runs_after_all_others(tmp_path):
     class Late(lumen.Callback):
         calls = 0
 
-        def on_boundary(self, trainer, task):
+        def on_step_end(self, trainer, task):
             self.calls += 1
 
         def state_dict(self):

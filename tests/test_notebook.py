@@ -291,7 +291,7 @@ def test_an_interrupted_fit_saves_its_step_and_the_next_cell_goes_on_exactly(not
         """
         def wait():
             print("press stop")
-            while not stopped.trainer.run.ending.pulse.requested:
+            while not stopped.trainer.run.ending.vote.requested:
                 time.sleep(0.01)
             print("the step goes on")
 

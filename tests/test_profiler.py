@@ -150,7 +150,7 @@ def test_the_calls_of_each_part_are_counted(tmp_path):
         "data wait": 14, "transfer": 14, "training_step": 14, "backward": 14,
         "clip_grad_norm": 8, "optimizer.step": 8, "optimizer.zero_grad": 8, "StepLR.step": 8,
         "data wait (validation)": 7, "transfer (validation)": 7, "validation_step": 7,
-        "ModelCheckpoint.on_boundary_end": 8, "save_checkpoint": 2, "CSVLogger.flush": 2, "CSVLogger.log_system": 2,
+        "ModelCheckpoint.on_step_checkpoint": 8, "save_checkpoint": 2, "CSVLogger.flush": 2, "CSVLogger.log_system": 2,
         "loop": 0, "loop (validation)": 0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
@@ -186,14 +186,14 @@ def test_the_times_add_up_to_the_whole(tmp_path):
 
 def test_a_part_inside_of_another_one_counts_once(tmp_path):
     class Saving(lumen.Callback):
-        def on_boundary(self, trainer, task):
+        def on_step_end(self, trainer, task):
             trainer.save_checkpoint(tmp_path / f"mine-{trainer.global_step}-{trainer.current_epoch}")
 
     profiler = simple_fit(tmp_path, Regression(), loader(8), logger=SlowLogger(), callbacks=[Saving()]).profiler
     rows = {row.name: row for row in profiler.rows}
     assert rows["SlowLogger.flush"].total_s >= 2 * SLEEP_S
-    assert rows["save_checkpoint"].calls == rows["Saving.on_boundary"].calls == 2
-    assert rows["Saving.on_boundary"].total_s < SLEEP_S < rows["SlowLogger.flush"].total_s
+    assert rows["save_checkpoint"].calls == rows["Saving.on_step_end"].calls == 2
+    assert rows["Saving.on_step_end"].total_s < SLEEP_S < rows["SlowLogger.flush"].total_s
 
 
 def test_the_table_is_printed_and_kept(tmp_path, capsys):

@@ -560,7 +560,7 @@ def test_showing_never_waits_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path:
         def __init__(self, mode: str) -> None:
             self.mode = mode
 
-        def on_boundary(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
+        def on_step_end(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
             torch.cuda.set_sync_debug_mode(self.mode)
 
     class OnDevice(Task):

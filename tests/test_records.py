@@ -187,7 +187,7 @@ class Stopping(lumen.Callback):
     def __init__(self, step, how):
         self.step, self.how = step, how
 
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         if trainer.global_step == self.step:
             if self.how == "stop":
                 trainer.should_stop = True

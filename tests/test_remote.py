@@ -669,7 +669,7 @@ def test_a_failing_run_and_a_callback_save_there_too(tmp_path, memory):
 class Removing(lumen.Callback):
     """Removes the bucket at a step, as somebody else might."""
 
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         if trainer.global_step == 3:
             trainer.run.saves.settle()
             store().rm(trainer.checkpoint_callback.dirpath.name, recursive=True)

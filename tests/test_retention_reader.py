@@ -44,7 +44,7 @@ def fill(trainer, task):
 def train(folder, asynchronous):
     """Until it is killed."""
     saver = lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=2, asynchronous=asynchronous)
-    callbacks = [lumen.LambdaCallback(on_boundary=fill), saver]
+    callbacks = [lumen.LambdaCallback(on_step_end=fill), saver]
     quiet_trainer(folder, max_epochs=1_000_000, callbacks=callbacks, logger=False).fit(Uniform(), loader())
 
 

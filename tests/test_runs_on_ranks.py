@@ -22,7 +22,7 @@ from torchmetrics import MeanMetric
 import lumen
 from lumen.checkpoint import Checkpoint, weights_source
 from lumen.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
-from lumen.run.stop_vote import Pulse
+from lumen.run.stop_vote import StopVote
 from lumen.trainer.run_directory import RunDirectory
 from tests.tasks import FEATURES, Regression, Saving, Seeing, bare_trainer, loader, quiet_trainer
 
@@ -357,13 +357,13 @@ class Announcing(lumen.Callback):
     """Rank 1 announces something. All hear of it, and look at it when it has been said once more."""
 
     def on_train_start(self, trainer, task):
-        pulse, self.heard = Pulse(trainer.strategy), []
-        pulse.announces = trainer.global_rank == 1
+        vote, self.heard = StopVote(trainer.strategy), []
+        vote.save_ended_here = trainer.global_rank == 1
         for beat in range(1, 7):
-            pulse.beat()
-            self.heard.append(pulse.announced)
+            vote.poll()
+            self.heard.append(vote.save_ended)
             if beat == 3:  # it asks at every second one
-                pulse.dismiss()
+                vote.acknowledge()
 
 
 def test_what_one_rank_announces_is_heard_by_all_until_they_have_looked(group, tmp_path):
@@ -380,17 +380,17 @@ class Signalled(lumen.Callback):
     """Rank 1 gets a signal in a step that takes longer than the time between two looks, or in the first of others."""
 
     def on_train_start(self, trainer, task):
-        slow, changing = Pulse(trainer.strategy), Pulse(trainer.strategy)
+        slow, changing = StopVote(trainer.strategy), StopVote(trainer.strategy)
         for _ in range(2):
             time.sleep(0.6)
-            slow.beat()
+            slow.poll()
         for _ in range(1000):
-            changing.beat()
+            changing.poll()
         changing.change_pace()
         time.sleep(0.6)
-        for pulse in (slow, changing):
-            pulse.requested = signal.SIGTERM if trainer.global_rank == 1 else None
-            pulse.beat()
+        for vote in (slow, changing):
+            vote.requested = signal.SIGTERM if trainer.global_rank == 1 else None
+            vote.poll()
         self.heard = slow.stop_signal, changing.stop_signal
 
 
@@ -485,7 +485,7 @@ class FailedSaves(lumen.Callback):
     def __init__(self, path):
         self.path, self.messages = path, []
 
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         for k in (1, 2, 3):
             with pytest.MonkeyPatch.context() as patch:
                 if trainer.is_global_zero:

@@ -218,7 +218,7 @@ def test_a_checkpoint_holds_the_schedule_after_the_update(tmp_path, interval):
         return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.5), "interval": interval}]
 
     class Saving(lumen.Callback):
-        def on_boundary(self, trainer, task):
+        def on_step_end(self, trainer, task):
             trainer.save_checkpoint(tmp_path / f"step-{trainer.global_step:08d}")
 
     bare_trainer(tmp_path, max_epochs=2, callbacks=[Saving()]).fit(Scheduled(configure), loader(40, 8))

@@ -226,7 +226,7 @@ def train_and_save(tmp_path, strategy):
                     told["optimizer", f"{name}.{key}"] = raw(whole(tensor))
             told.update({k: raw(value) for k, value in enumerate(task.seen.value)})
 
-    looking = lumen.LambdaCallback(on_boundary=look)
+    looking = lumen.LambdaCallback(on_step_end=look)
     options = {"strategy": STRATEGIES[strategy](), "max_steps": 4, "callbacks": [looking, saving]}
     bare_trainer(tmp_path, **options).fit(Mixed(), loader(80, 4))
     return told
@@ -468,7 +468,7 @@ def save_nan(tmp_path, strategy):
 
     messages = []
     options = {"strategy": STRATEGIES[strategy](), "max_steps": 2}
-    bare_trainer(tmp_path, callbacks=lumen.LambdaCallback(on_boundary=harm), **options).fit(Regression(), loader())
+    bare_trainer(tmp_path, callbacks=lumen.LambdaCallback(on_step_end=harm), **options).fit(Regression(), loader())
     return messages[0]
 
 

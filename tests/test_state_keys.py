@@ -97,7 +97,7 @@ class Counting(lumen.Callback):
     def __init__(self, factor):
         self.factor, self.total = factor, 0
 
-    def on_boundary(self, trainer, task):
+    def on_step_end(self, trainer, task):
         self.total += self.factor
 
     def state_dict(self):

@@ -359,7 +359,7 @@ def test_validation_disturbs_neither_gradients_nor_generators(tmp_path):
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
             self.before = self.state(task)
 
-        def on_boundary(self, trainer, task):
+        def on_step_end(self, trainer, task):
             for before, after in zip(self.before, self.state(task), strict=True):
                 assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
 

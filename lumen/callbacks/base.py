@@ -49,18 +49,18 @@ class Callback:
                         on_validation_batch_end
                     on_validation_epoch_end
                     on_validation_end
-                on_boundary, on_boundary_end            # not after an epoch's last step
+                on_step_end, on_step_checkpoint            # not after an epoch's last step
             on_train_epoch_end
             ... epoch schedulers ...
-            on_boundary, on_boundary_end
+            on_step_end, on_step_checkpoint
         on_train_end
         on_fit_end
         teardown
 
     `test` and `predict` follow the same pattern with their own names. A **boundary** is the one moment of each step at
     which nothing is half done: after its update and its validation, and for an epoch's last step after that epoch's
-    end. What acts there does so in `on_boundary`; whether the run ends here is decided then, and checkpoints are made
-    in `on_boundary_end`, which is also called where a run is asked to leave in the middle of a step's validation.
+    end. What acts there does so in `on_step_end`; whether the run ends here is decided then, and checkpoints are made
+    in `on_step_checkpoint`, which is also called where a run is asked to leave in the middle of a step's validation.
     """
 
     @property
@@ -162,10 +162,10 @@ class Callback:
     def on_train_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
         """An epoch ends, after its validation."""
 
-    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """A step is complete, and what is changed here is a part of it; the place to set `trainer.should_stop`."""
 
-    def on_boundary_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
         """All have acted on a complete step: `trainer.save_checkpoint` is exact here."""
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:

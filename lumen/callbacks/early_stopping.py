@@ -86,7 +86,7 @@ class EarlyStopping(Callback):
         if stage == "fit":
             self._forget()
 
-    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Look at a new value, if there is one."""
         if self.monitor in trainer.fresh_metrics:
             value = trainer.run.values.newest[self.monitor]

@@ -192,7 +192,7 @@ class ModelCheckpoint(Callback):
         self._saves, self._seen = trainer.run.saves, set()
         self._all = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
         self._all = [each for each in self._all if each.dirpath is not None]
-        self._saved_at_s = trainer.run.ending.pulse.now_s
+        self._saved_at_s = trainer.run.ending.vote.now_s
         self._epoch = trainer.current_epoch
         self._reserves_at_s = self._saved_at_s + self._reserves_after_s(trainer)
         resumed = trainer.run.checkpoint
@@ -208,12 +208,12 @@ class ModelCheckpoint(Callback):
             trainer.strategy.processes.on_rank_zero(partial(clean_leftovers, self.given_dirpath))
         self.scores = {name: score for name, score in self.scores.items() if name not in gone}
 
-    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Say whether one of the rules wants this boundary saved: then all ranks agree before on whether they end."""
         self._is_wanted = self.dirpath is not None and self._is_due(trainer)
         trainer.run.ending.is_saving |= self._is_wanted
 
-    def on_boundary_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
         """Save if one of the rules says so."""
         if self.dirpath is None:
             return
@@ -226,8 +226,8 @@ class ModelCheckpoint(Callback):
     def _save_what_is_due(self, trainer: Trainer) -> None:
         """Let every `ModelCheckpoint` save that wants to, after all have noted their scores: each save holds all."""
         run = trainer.run
-        pulse, ending = run.ending.pulse, run.ending.is_here
-        if pulse.announced or ending:
+        vote, ending = run.ending.vote, run.ending.is_here
+        if vote.save_ended or ending:
             run.saves.settle()
         for each in self._all if ending else ():
             each._is_wanted = each.at_end or each._is_due(trainer)
@@ -236,7 +236,7 @@ class ModelCheckpoint(Callback):
         for each in self._all:
             if each._is_wanted:
                 each.save(trainer, at_once=ending)
-            elif pulse.now_s >= each._reserves_at_s and not ending:
+            elif vote.now_s >= each._reserves_at_s and not ending:
                 each._reserves_at_s = math.inf
                 run.saves.reserve(each.asynchronous)
 
@@ -257,7 +257,7 @@ class ModelCheckpoint(Callback):
         return (
             (self.every_n_train_steps > 0 and progress.step % self.every_n_train_steps == 0)
             or (progress.epoch != self._epoch and self.every_n_epochs > 0 and progress.epoch % self.every_n_epochs == 0)
-            or trainer.run.ending.pulse.now_s - self._saved_at_s >= self.train_time_interval_s
+            or trainer.run.ending.vote.now_s - self._saved_at_s >= self.train_time_interval_s
             or (self.on_best and value is not None and self._is_among_best(value))
         )
 
@@ -317,7 +317,7 @@ class ModelCheckpoint(Callback):
             _log.debug("saving %s" if run.saves.path == path else "saved %s", path)
         elif run.saves.path is None or not is_same(run.saves.path, path):
             self._prune(trainer, path)
-        self._saved_at_s = run.ending.pulse.now_s
+        self._saved_at_s = run.ending.vote.now_s
 
     def _reserves_after_s(self, trainer: Trainer) -> float:
         """When to take the memory for copies: well before the first save, but not in a run that ends before it."""

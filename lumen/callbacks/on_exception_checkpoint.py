@@ -63,7 +63,7 @@ class OnExceptionCheckpoint(Callback):
         self._watch = trainer.optimizers[0].register_step_pre_hook(note)
         self._boundary = replace(trainer.run.progress)
 
-    def on_boundary_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
         """Note where a complete step has left the run."""
         self._boundary = replace(trainer.run.progress)
         self._is_updating = False

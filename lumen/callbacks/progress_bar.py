@@ -114,7 +114,7 @@ class ProgressBar(Callback):
         self._total_steps = min(totals, default=None)
         self._bar_is_epoch = per_epoch is not None and (self._total_steps is None or per_epoch < self._total_steps)
 
-    def on_boundary_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
         """Show the step if it is time to."""
         if perf_counter() < self._due_at_s or trainer.is_ending:  # the end has a line of its own
             return
@@ -287,7 +287,7 @@ class ProgressBar(Callback):
     def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
         """Show where a run that was asked to leave ended; leave the terminal as it was."""
         run = trainer.run
-        if self._training and run.ending.pulse.requested is not None and not run.log.in_train_step:
+        if self._training and run.ending.vote.requested is not None and not run.log.in_train_step:
             if self._board.evaluation is not None:
                 self._throughput.resume()
                 self._board.evaluation = None

@@ -96,7 +96,7 @@ class ThroughputMonitor(Callback):
         """Start the clock again."""
         self._throughput.resume()
 
-    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Write a record if one is due."""
         run = trainer.run
         step = run.progress.step

@@ -72,7 +72,7 @@ class Timer(Callback):
         self._start("train")
         self._look(trainer)
 
-    def on_boundary(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """End training if it is time to."""
         self._look(trainer)
 

@@ -49,7 +49,7 @@ class Saves:
     """The checkpoints of a run: written at once, or copied at once and written in a thread while the run goes on.
 
     At most one save is under way. Every process copies its share and writes it in its thread; the threads agree among
-    themselves, and rank 0's commits. When they have ended, the pulse tells all ranks at one boundary, so that an error
+    themselves, and rank 0's commits. When they have ended, a vote tells all ranks at one boundary, so that an error
     in any thread ends the run on each of them. A Python that exits waits for the thread; a kill leaves what it leaves
     of any save, a directory that is not committed.
 
@@ -137,7 +137,7 @@ class Saves:
             others.together(self._snapshot.wait)
             refuse_non_finite(collected, copy.sections["model"], others)
             _write(path, collected, copy, others)
-            self._run.ending.pulse.announces = True
+            self._run.ending.vote.save_ended_here = True
 
         self._writing = self._submit(write)
         return True
@@ -197,7 +197,7 @@ class Saves:
             try:
                 work()
             except BaseException:
-                self._run.ending.pulse.announces = True
+                self._run.ending.vote.save_ended_here = True
                 raise
 
         return self._thread.submit(watched)
@@ -238,7 +238,7 @@ class Saves:
             CheckpointError: The save could not be written, or a checkpoint could not be removed.
             NonFiniteLoss: A parameter is NaN or infinite, so it was not saved.
         """
-        if self.path is None and not self._run.ending.pulse.announced:
+        if self.path is None and not self._run.ending.vote.save_ended:
             return
         account, self._account = self._account, _keep_all
         try:
@@ -248,7 +248,7 @@ class Saves:
             raise
         finally:
             self.path = self.moment = None
-            self._run.ending.pulse.dismiss()
+            self._run.ending.vote.acknowledge()
         doomed = account(True)
         if self._processes.rank == 0:
             self._chores.append(self._submit(partial(remove_checkpoints, doomed)))

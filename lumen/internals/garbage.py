@@ -67,7 +67,7 @@ class GarbageCollection:
         self._batches = 0
         self._was_on = self._froze = False
         self._put(f"on_{_STAGES[run.stage]}_start", self._begin, first=True)
-        self._put("on_boundary_end", self._at_boundary)
+        self._put("on_step_checkpoint", self._at_boundary)
         for stage in ("validation", "test", "predict"):
             self._put(f"on_{stage}_batch_end", self._at_batch)
             self._put(f"on_{stage}_start", self._forget_batches)

@@ -80,7 +80,7 @@ def evaluate(run: Run, stage: str, adapters: list[LoaderAdapter]) -> bool:
                 run.log.loader_suffix, run.log.in_evaluation_pass = suffix, True
                 outputs = evaluate_loader(run, stage, name, adapter, number, apart)
                 run.log.in_evaluation_pass = False
-                if run.ending.pulse.stop_signal is not None:
+                if run.ending.vote.stop_signal is not None:
                     return False
                 if stage == "predict":
                     run.values.predictions.append(in_order(run, outputs))
@@ -103,13 +103,13 @@ def set_apart(run: Run, stage: str, adapters: list[LoaderAdapter]) -> Iterator[S
     run.stage, run.log.stage, run.log.batch_samples = stage, apart.metrics, 1
     run.log.share_metrics(run.task)
     run.strategy.sync_buffers(run.task)
-    run.ending.pulse.change_pace()
+    run.ending.vote.change_pace()
     for adapter in adapters:
         adapter.measure()
     try:
         yield apart
     finally:
-        run.ending.pulse.change_pace()
+        run.ending.vote.change_pace()
         apart.metrics.reset_metrics()
         apart.states.restore(everything=not apart.complete or stage == "sanity")
         run.log.loader_suffix, run.log.in_evaluation_pass = "", False
@@ -182,8 +182,8 @@ def evaluate_loader(
                 outputs.append((micro.index, run.calls.to_host(output)))
             if row := metrics.step_values(for_loggers):
                 apart.rows.append(((dataloader_idx, micro.index), row))
-        run.ending.pulse.beat()
-        if run.ending.pulse.stop_signal is not None:
+        run.ending.vote.poll()
+        if run.ending.vote.stop_signal is not None:
             break
     if window is None and limit != 0:
         run.loaders.say_empty(stage, adapter)

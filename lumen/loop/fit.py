@@ -147,7 +147,7 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
         run.ending.agree()
     run.ending.tick()
     metrics, run.log.stage = run.log.stage, None  # what is logged here would belong to no step
-    for hook in run.hooks.on_boundary if not run.progress.validation_due else ():  # the step goes on when resumed
+    for hook in run.hooks.on_step_end if not run.progress.validation_due else ():  # the step goes on when resumed
         hook()
     if run.ending.is_saving:
         run.ending.agree()  # nobody waits in vain for the others' share
@@ -156,11 +156,11 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
     run.ending.finished, run.ending.is_saving, run.ending.is_decided = run.ending.limit_reached is not None, False, True
     if run.ending.finished:
         run.records.log_last_step()
-    for hook in run.hooks.on_boundary_end:
+    for hook in run.hooks.on_step_checkpoint:
         hook()
     run.ending.is_decided, run.log.stage = False, metrics
     run.values.updated.clear()
-    if run.ending.pulse.stop_signal is not None:
+    if run.ending.vote.stop_signal is not None:
         run.records.write_row()
         raise StopRequested
     return run.ending.finished

@@ -40,7 +40,7 @@ class Profiler(ABC):
         """The context in which a part runs. Parts nest: a callback saves a checkpoint, which flushes a logger.
 
         Args:
-            name: Name of the part, such as `training_step`, `data wait (validation)` or `EarlyStopping.on_boundary`.
+            name: Name of the part, such as `training_step`, `data wait (validation)` or `EarlyStopping.on_step_end`.
             calls: By how much to raise the count of its calls; 0 for time that belongs to another call.
         """
 

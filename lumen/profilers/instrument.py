@@ -51,7 +51,7 @@ class Overlay:
                 calls = getattr(hooks, name)
                 self._replace(hooks, name, tuple(self._timed(f"{_owner(call)}.{name}", call) for call in calls))
         name = "fit" if stage == "fit" else hook_stage(stage)
-        first, last = f"on_{name}_start", "on_boundary_end" if stage == "fit" else f"on_{name}_batch_end"
+        first, last = f"on_{name}_start", "on_step_checkpoint" if stage == "fit" else f"on_{name}_batch_end"
         self._replace(hooks, first, (self._begin, *getattr(hooks, first)))
         self._replace(hooks, "on_train_epoch_start", (self._lay_loaders, *hooks.on_train_epoch_start))
         self._replace(hooks, last, (*getattr(hooks, last), self._step))

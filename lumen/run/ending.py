@@ -7,7 +7,7 @@ from typing import final
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.plan import Plan
 from lumen.run.progress import Progress
-from lumen.run.stop_vote import Pulse
+from lumen.run.stop_vote import StopVote
 from lumen.strategies import Strategy
 
 _STOPPED = "stopped early"
@@ -23,30 +23,30 @@ class Ending:
         strategy: Its processes agree.
 
     Attributes:
-        pulse: The time and the stop request that all processes act on.
+        vote: The time and the stop request that all processes act on.
         finished: The run is over.
         is_saving: A callback will save this boundary, on all ranks.
         is_decided: Whether the run ends here is decided, as callbacks that save have to know.
-        validated_at_s: When the last validation was complete, or training began; as `pulse.now_s`.
+        validated_at_s: When the last validation was complete, or training began; as `vote.now_s`.
     """
 
     def __init__(self, plan: Plan, progress: Progress, strategy: Strategy) -> None:
         self._plan, self._progress, self._strategy = plan, progress, strategy
-        self.pulse = Pulse(strategy)
+        self.vote = StopVote(strategy)
         self.finished = self._stop_agreed = self._time_is_up = False
         self.is_saving = False
         self.is_decided = False
-        self._clock_s = self.validated_at_s = self.pulse.now_s
+        self._clock_s = self.validated_at_s = self.vote.now_s
 
     def start_clock(self) -> None:
         """Training begins now; what came before does not count."""
-        self._clock_s = self.validated_at_s = self.pulse.now_s
+        self._clock_s = self.validated_at_s = self.vote.now_s
         self.tick()
 
     def tick(self) -> None:
         """Read the clock, at boundaries only, and decide whether the run ends here. Collective."""
-        self.pulse.beat()
-        now_s = self.pulse.now_s
+        self.vote.poll()
+        now_s = self.vote.now_s
         self._progress.elapsed_s += now_s - self._clock_s
         self._clock_s = now_s
         if self._plan.max_time_s is not None:
@@ -63,7 +63,7 @@ class Ending:
         Returns:
             For each question whether some process said True.
         """
-        wants_to_stop, *others = self.pulse.agree(self._progress.should_stop, *wishes)
+        wants_to_stop, *others = self.vote.agree(self._progress.should_stop, *wishes)
         if self._strategy.world_size > 1:
             self._progress.should_stop = self._stop_agreed = wants_to_stop
         return others
@@ -80,7 +80,7 @@ class Ending:
         strategy = self._strategy
         if strategy.world_size == 1 or self._stop_agreed or self.limit_reached != _STOPPED:
             return
-        if self.pulse.stop_signal is not None:
+        if self.vote.stop_signal is not None:
             return  # all leave here
         if weighs_batches:
             strategy.processes.sum([0.0])  # those who go on begin their step with that
@@ -108,5 +108,5 @@ class Ending:
 
     @property
     def is_here(self) -> bool:
-        """This boundary is the last one, as all know in `on_boundary_end`: the run is over, or was asked to leave."""
-        return self.finished or self.pulse.stop_signal is not None
+        """This boundary is the last one, as all know in `on_step_checkpoint`: the run is over, or was asked to leave."""
+        return self.finished or self.vote.stop_signal is not None

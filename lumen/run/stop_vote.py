@@ -1,4 +1,4 @@
-"""Pulse: what clocks and signals say, agreed by all processes of a run."""
+"""The vote of all processes of a run on what their clocks and signals say: the time, and whether to stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INTERVAL_S = 0.5
 
 
 @final
-class Pulse:
+class StopVote:
     """The time and the stop request that all processes of a run act on.
 
     Clocks differ and signals arrive on one process before another, but what is decided by them must be decided alike:
@@ -26,27 +26,27 @@ class Pulse:
     Attributes:
         requested: Number of the signal that asked this process to end; set by a signal handler.
         stop_signal: Number of the signal that the run obeys.
-        announces: This process has done something beside the run that all are to look at; set by its thread.
-        announced: A process has, as all know.
+        save_ended_here: This process has done something beside the run that all are to look at; set by its thread.
+        save_ended: A process has, as all know.
         now_s: The time, in seconds of rank 0's `time.monotonic`.
-        beats: How often it was looked at: each step and each batch of an evaluation is one.
+        polls: How often it was looked at: each step and each batch of an evaluation is one.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._processes = strategy.processes
         self._every = self._left = 1
         self._answer: Callable[[], list[float]] | None = None  # under way
-        self.beats = 0
+        self.polls = 0
         self.requested: int | None = None
         self.stop_signal: int | None = None
-        self.announces = self.announced = self._is_stale = False
+        self.save_ended_here = self.save_ended = self._is_stale = False
         self.now_s = self._processes.broadcast(time.monotonic())  # how often to look is told by agreed times alone
 
-    def beat(self) -> None:
+    def poll(self) -> None:
         """Look at the clock and for signals, if it is time to. Collective: every rank must call this."""
-        self.beats += 1
+        self.polls += 1
         if self._processes.world_size == 1:
-            self.stop_signal, self.announced, self.now_s = self.requested, self.announces, time.monotonic()
+            self.stop_signal, self.save_ended, self.now_s = self.requested, self.save_ended_here, time.monotonic()
             return
         self._read()
         self._left -= 1
@@ -75,23 +75,23 @@ class Pulse:
     def _ask(self, *wishes: bool) -> None:
         clock_s = time.monotonic() if self._processes.rank == 0 else 0.0
         self._is_stale = False
-        told = clock_s, self.requested is not None, self.announces, *wishes
+        told = clock_s, self.requested is not None, self.save_ended_here, *wishes
         self._answer = self._processes.begin_sum(list(map(float, told)))
 
     def _read(self) -> list[bool]:
         if self._answer is None:
             return []
-        (clock_s, requests, announces, *wishes), self._answer = self._answer(), None
+        (clock_s, requests, save_ended_here, *wishes), self._answer = self._answer(), None
         before_s, self.now_s = self.now_s, clock_s
         if requests and self.stop_signal is None:
             signals = self._processes.gather(self.requested)
             self.stop_signal = next(signal for signal in signals if signal is not None)
-        self.announced = announces > 0 and not self._is_stale
+        self.save_ended = save_ended_here > 0 and not self._is_stale
         took_s = max(self.now_s - before_s, 1e-6) / max(self._every - self._left, 1)
         self._every = self._left = max(1, min(2 * self._every, int(_INTERVAL_S / took_s)))
         return [wish > 0 for wish in wishes]
 
-    def dismiss(self) -> None:
-        """All have looked at what was announced; what is under way says it once more. To be called on every rank."""
-        self.announces = self.announced = False
+    def acknowledge(self) -> None:
+        """All have looked at what was save_ended; what is under way says it once more. To be called on every rank."""
+        self.save_ended_here = self.save_ended = False
         self._is_stale = True

@@ -20,7 +20,7 @@ def validation_due(run: Run, window: AccumulationWindow, *, updated: bool) -> bo
     if plan.val_every_n_steps is not None:
         return updated and progress.step % plan.val_every_n_steps == 0
     if plan.val_every_s is not None:
-        return run.ending.pulse.now_s - run.ending.validated_at_s >= plan.val_every_s
+        return run.ending.vote.now_s - run.ending.validated_at_s >= plan.val_every_s
     fraction = plan.val_every_epoch_fraction
     if fraction is None:
         return False
@@ -38,4 +38,4 @@ def validation_done(run: Run) -> None:
     """The validation of this step is complete."""
     run.progress.validation_due = False
     run.values.has_validated = True
-    run.ending.validated_at_s = run.ending.pulse.now_s
+    run.ending.validated_at_s = run.ending.vote.now_s

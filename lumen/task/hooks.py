@@ -22,7 +22,7 @@ HOOKS = (
     "on_before_optimizer_step", "on_train_batch_end",
     "on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end",
     "on_validation_epoch_end", "on_validation_end",
-    "on_train_epoch_end", "on_boundary", "on_boundary_end", "on_train_end", "on_fit_end",
+    "on_train_epoch_end", "on_step_end", "on_step_checkpoint", "on_train_end", "on_fit_end",
     "on_test_start", "on_test_epoch_start", "on_test_batch_start", "on_test_batch_end", "on_test_epoch_end",
     "on_test_end",
     "on_predict_start", "on_predict_epoch_start", "on_predict_batch_start", "on_predict_batch_end",

@@ -372,10 +372,10 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
     def on_sanity_check_end(self) -> None:
         """The sanity check ends."""
 
-    def on_boundary(self) -> None:
+    def on_step_end(self) -> None:
         """A step is complete: after its validation, and after the epoch's end if it was the epoch's last."""
 
-    def on_boundary_end(self) -> None:
+    def on_step_checkpoint(self) -> None:
         """Callbacks have saved what they save of a complete step."""
 
     def on_train_epoch_start(self) -> None:

@@ -242,7 +242,7 @@ def _has_record(checkpoint: Checkpoint | None, logger: str) -> bool:
 
 def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
     """Say how to go on, and end as the signal asks."""
-    interruption = process_settings.interruption(run.ending.pulse.stop_signal)
+    interruption = process_settings.interruption(run.ending.vote.stop_signal)
     for hook in run.hooks.on_exception:
         hook(interruption)
     saved = False

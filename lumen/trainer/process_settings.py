@@ -48,16 +48,16 @@ def stop_signals(run: Run) -> Iterator[None]:
         nonlocal first_s
         if os.getpid() != process:  # a forked worker: the main process decides
             return
-        if number == run.ending.pulse.requested == signal.SIGTERM and time.monotonic() - first_s < _SAME_REQUEST_S:
+        if number == run.ending.vote.requested == signal.SIGTERM and time.monotonic() - first_s < _SAME_REQUEST_S:
             return
-        if run.ending.pulse.requested is not None:
+        if run.ending.vote.requested is not None:
             for known, handler in before.items():
                 signal.signal(known, handler)
             record("stopped at once: %s", signal.Signals(number).name)
             if run.saves.is_writing:
                 logger.warning("%s: leaving when the checkpoint under way is written", signal.Signals(number).name)
             raise interruption(number)
-        run.ending.pulse.requested, first_s = number, time.monotonic()
+        run.ending.vote.requested, first_s = number, time.monotonic()
         logger.info("%s: finishing this step; once more leaves at once", signal.Signals(number).name)
 
     before = {number: signal.signal(number, request) for number in _SIGNALS}

@@ -110,14 +110,14 @@ class RunView(ABC):
     def should_stop(self, value: bool) -> None:
         if value and self.run.ending.is_decided and not self.should_stop:
             raise TrainingError(
-                "should_stop was set in on_boundary_end, where it is decided whether the run ends here. "
-                "Set it in on_boundary."
+                "should_stop was set in on_step_checkpoint, where it is decided whether the run ends here. "
+                "Set it in on_step_end."
             )
         self.run.progress.should_stop = value
 
     @property
     def is_ending(self) -> bool:
-        """The boundary in progress is the run's last one; decided when `on_boundary_end` begins."""
+        """The boundary in progress is the run's last one; decided when `on_step_checkpoint` begins."""
         return self.run.ending.is_here
 
     @property

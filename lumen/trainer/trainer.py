@@ -367,7 +367,7 @@ class Trainer(RunView):
         return run.values.predictions[0] if len(run.values.predictions) == 1 else run.values.predictions
 
     def save_checkpoint(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint of the run in progress, exact in `on_boundary_end`. Collective: every rank must call this.
+        """Write a checkpoint of the run in progress, exact in `on_step_checkpoint`. Collective: every rank must call it.
 
         Args:
             path: The directory to commit; an existing checkpoint is never overwritten.

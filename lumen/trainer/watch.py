@@ -46,10 +46,10 @@ def watched(run: Run) -> Iterator[None]:
 def _watch(run: Run, over: threading.Event, stacks: IO[str]) -> None:
     strategy, beats, patience = run.strategy, -1, 1
     while True:
-        limit_s = (strategy.timeout_s if run.ending.pulse.beats else strategy.startup_timeout_s) * patience
+        limit_s = (strategy.timeout_s if run.ending.vote.polls else strategy.startup_timeout_s) * patience
         if over.wait(limit_s):
             return
-        if run.ending.pulse.beats == beats:
+        if run.ending.vote.polls == beats:
             _log.warning(
                 "rank %d has done no step and no batch for %g s. If that is no surprise, set a longer timeout_s. It "
                 "stands here:\n%s",
@@ -57,7 +57,7 @@ def _watch(run: Run, over: threading.Event, stacks: IO[str]) -> None:
             )  # fmt: skip
             patience *= 2
         else:
-            beats, patience = run.ending.pulse.beats, 1
+            beats, patience = run.ending.vote.polls, 1
 
 
 def _stacks(file: IO[str]) -> str:

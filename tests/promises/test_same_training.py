@@ -143,7 +143,7 @@ class Task(lumen.TaskModule):
     def on_before_optimizer_step(self, optimizer):
         self.norms.append(norm_of([whole(parameter.grad) for parameter in self.parameters()]))
 
-    def on_boundary(self):
+    def on_step_end(self):
         self.states.append(torch.cat([whole(p.detach()).flatten() for p in self.parameters()]).numpy())
 
     def configure_optimizers(self):
