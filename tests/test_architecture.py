@@ -365,6 +365,22 @@ def test_nobody_asks_a_strategy_for_its_name():
                 assert not asked & {"Strategy", "strategy"}, f"{module}:{node.lineno}"
 
 
+# ---------------------------------------------------------------------- callbacks
+
+
+def test_callbacks_use_what_a_users_callback_may_use():
+    """The trainer's public names: not the run behind it, and nothing of any object that begins with an underscore."""
+    for module, tree in SOURCES.items():
+        if unit(module) != "callbacks":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and "trainer" in ast.unparse(node.value).rpartition(".")[2].lower():
+                assert node.attr != "run", f"{module}:{node.lineno}"
+                assert not node.attr.startswith("_"), f"{module}:{node.lineno}"
+            if isinstance(node, ast.ImportFrom):
+                assert (node.module, "Run") not in [(node.module, alias.name) for alias in node.names], module
+
+
 # ---------------------------------------------------------------------- classes
 
 

@@ -34,7 +34,7 @@ def deciding_first(savers: Iterable[Saver]) -> list[Saver]:
 
 def moment_of(trainer: Trainer) -> Moment:
     """What identifies the present moment of a run: not the step alone, which a skipped update leaves as it was."""
-    return trainer.global_step, trainer.run.progress.micro_batches, trainer.current_epoch, trainer.validation_due
+    return trainer.global_step, trainer.progress.micro_batches, trainer.current_epoch, trainer.validation_due
 
 
 def place(trainer: Trainer, folder: Path) -> tuple[Path, bool]:
@@ -42,7 +42,7 @@ def place(trainer: Trainer, folder: Path) -> tuple[Path, bool]:
 
     A skipped update leaves the step as it was while samples were consumed: a second moment of a step gets `-1`.
     """
-    saves, moment = trainer.run.saves, moment_of(trainer)
+    saves, moment = trainer.checkpoints, moment_of(trainer)
     if saves.path is not None and is_same(saves.path.parent, folder) and saves.moment == moment:
         return saves.path, True
     saves.wait_for_removals()

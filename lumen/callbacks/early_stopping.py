@@ -89,10 +89,10 @@ class EarlyStopping(Callback):
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Look at a new value, if there is one."""
         if self.monitor in trainer.fresh_metrics:
-            value = trainer.run.values.newest[self.monitor]
+            value = trainer.epoch_metrics[self.monitor]
             self._look(value)
             _log.debug("%s: %g, best %g, %d since", self.monitor, value, self.best_score, self.wait_count)
-        if self._pending is not None and trainer.run.ending.may_stop:
+        if self._pending is not None and trainer.may_stop:
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message, self._pending = f"{self.monitor}: {self._pending}", None
             _log.info("early stopping: %s", self.stopping_reason_message)

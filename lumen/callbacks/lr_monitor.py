@@ -49,7 +49,7 @@ class LearningRateMonitor(Callback):
     def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Log the values of the update in progress, once for all its micro-batches."""
         by_epoch = self.logging_interval == "epoch"
-        if by_epoch and trainer.run.progress.batches:
+        if by_epoch and trainer.progress.batches:
             return
         groups = optimizer.param_groups
         suffixes = [""] if len(groups) == 1 else [f"/{name}" for name in _names(groups)]

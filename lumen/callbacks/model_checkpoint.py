@@ -189,13 +189,13 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Start the clock, and finish what a kill between a commit and its clean-up left undone."""
-        self._saves, self._seen = trainer.run.saves, set()
+        self._saves, self._seen = trainer.checkpoints, set()
         self._all = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
         self._all = [each for each in self._all if each.dirpath is not None]
-        self._saved_at_s = trainer.run.ending.vote.now_s
+        self._saved_at_s = trainer.clock_s
         self._epoch = trainer.current_epoch
         self._reserves_at_s = self._saved_at_s + self._reserves_after_s(trainer)
-        resumed = trainer.run.checkpoint
+        resumed = trainer.resumed_from
         if resumed is not None and resumed.path.parent == self.dirpath:
             self._prune(trainer, resumed.path)
         newest, gone = trainer.strategy.processes.on_rank_zero(self._look_around)
@@ -211,7 +211,8 @@ class ModelCheckpoint(Callback):
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Say whether one of the rules wants this boundary saved: then all ranks agree before on whether they end."""
         self._is_wanted = self.dirpath is not None and self._is_due(trainer)
-        trainer.run.ending.is_saving |= self._is_wanted
+        if self._is_wanted:
+            trainer.request_checkpoint()
 
     def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
         """Save if one of the rules says so."""
@@ -225,20 +226,19 @@ class ModelCheckpoint(Callback):
 
     def _save_what_is_due(self, trainer: Trainer) -> None:
         """Let every `ModelCheckpoint` save that wants to, after all have noted their scores: each save holds all."""
-        run = trainer.run
-        vote, ending = run.ending.vote, run.ending.is_here
-        if vote.save_ended or ending:
-            run.saves.settle()
+        saves, ending = trainer.checkpoints, trainer.is_ending
+        if saves.has_ended or ending:
+            trainer.checkpoints.settle()
         for each in self._all if ending else ():
             each._is_wanted = each.at_end or each._is_due(trainer)
-        for each in self._all if run.values.updated else ():
+        for each in self._all if trainer.fresh_metrics else ():
             each._note_score(trainer)
         for each in self._all:
             if each._is_wanted:
                 each.save(trainer, at_once=ending)
-            elif vote.now_s >= each._reserves_at_s and not ending:
+            elif trainer.clock_s >= each._reserves_at_s and not ending:
                 each._reserves_at_s = math.inf
-                run.saves.reserve(each.asynchronous)
+                trainer.checkpoints.reserve(each.asynchronous)
 
     def _note_score(self, trainer: Trainer) -> None:
         """Note the monitor's value, if it has a new one, as that of this boundary's checkpoint too."""
@@ -253,23 +253,23 @@ class ModelCheckpoint(Callback):
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether one of the rules wants this boundary, be it the last one or not; alike on all ranks."""
-        progress, value = trainer.run.progress, self._new_value(trainer)
+        progress, value = trainer.progress, self._new_value(trainer)
         return (
             (self.every_n_train_steps > 0 and progress.step % self.every_n_train_steps == 0)
             or (progress.epoch != self._epoch and self.every_n_epochs > 0 and progress.epoch % self.every_n_epochs == 0)
-            or trainer.run.ending.vote.now_s - self._saved_at_s >= self.train_time_interval_s
+            or trainer.clock_s - self._saved_at_s >= self.train_time_interval_s
             or (self.on_best and value is not None and self._is_among_best(value))
         )
 
     def _new_value(self, trainer: Trainer) -> float | None:
         """The monitor's value, if it has a new one."""
-        fresh = self.monitor is not None and self.monitor in trainer.run.values.updated
-        return trainer.run.values.newest[str(self.monitor)] if fresh else None
+        fresh = self.monitor is not None and self.monitor in trainer.fresh_metrics
+        return trainer.epoch_metrics[str(self.monitor)] if fresh else None
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Wait for a save under way, and complain of a monitor that never had a value, now that all is saved."""
-        trainer.run.saves.settle()
-        trainer.strategy.processes.on_rank_zero(trainer.run.saves.wait)  # what is being removed shall be gone
+        trainer.checkpoints.settle()
+        trainer.strategy.processes.on_rank_zero(trainer.checkpoints.wait)  # what is being removed shall be gone
         if self.monitor is not None:
             trainer.require_logged("ModelCheckpoint", self.monitor)
 
@@ -299,25 +299,25 @@ class ModelCheckpoint(Callback):
             at_once: Write the checkpoint before returning, even if `asynchronous`.
         """
         assert self.dirpath is not None
-        run, moment = trainer.run, moment_of(trainer)
-        if run.saves.moment != moment:
-            run.saves.settle()
+        moment = moment_of(trainer)
+        if trainer.checkpoints.moment != moment:
+            trainer.checkpoints.settle()
         path, saved = trainer.strategy.processes.on_rank_zero(partial(place, trainer, self.dirpath))
         if not saved:
             chief = deciding_first(self._sharing(trainer, self.dirpath))[0]
             best = next(iter(chief._ranked()), None)
-            info = {"best": best, "monitor": chief.monitor, "finished": run.ending.limit_reached}
-            run.saves.save(
+            info = {"best": best, "monitor": chief.monitor, "finished": trainer.end_reason}
+            trainer.checkpoints.save(
                 path,
                 info,
                 asynchronous=False if at_once else self.asynchronous,
                 moment=moment,
                 account=partial(self._account, trainer, path),
             )
-            _log.debug("saving %s" if run.saves.path == path else "saved %s", path)
-        elif run.saves.path is None or not is_same(run.saves.path, path):
+            _log.debug("saving %s" if trainer.checkpoints.path == path else "saved %s", path)
+        elif trainer.checkpoints.path is None or not is_same(trainer.checkpoints.path, path):
             self._prune(trainer, path)
-        self._saved_at_s = run.ending.vote.now_s
+        self._saved_at_s = trainer.clock_s
 
     def _reserves_after_s(self, trainer: Trainer) -> float:
         """When to take the memory for copies: well before the first save, but not in a run that ends before it."""
@@ -345,7 +345,7 @@ class ModelCheckpoint(Callback):
         rules = [partial(saver.kept, best=saver._top(saver._ranked())) for saver in sharing]
 
         def find() -> list[Path]:
-            trainer.run.saves.wait_for_removals()  # what is being removed shall not be found once more
+            trainer.checkpoints.wait_for_removals()  # what is being removed shall not be found once more
             found = find_unread(newest.parent, known=self._seen)
             self._seen = {*found}
             return unkept(rules, newest, found)

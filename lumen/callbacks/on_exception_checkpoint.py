@@ -61,18 +61,18 @@ class OnExceptionCheckpoint(Callback):
             self._is_updating = True
 
         self._watch = trainer.optimizers[0].register_step_pre_hook(note)
-        self._boundary = replace(trainer.run.progress)
+        self._boundary = replace(trainer.progress)
 
     def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
         """Note where a complete step has left the run."""
-        self._boundary = replace(trainer.run.progress)
+        self._boundary = replace(trainer.progress)
         self._is_updating = False
 
     def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
         """Save what can be saved."""
         if self._boundary is None or not isinstance(exception, Exception) or not trainer.is_global_zero:
             return
-        run, now = trainer.run, replace(trainer.run.progress)
+        now = replace(trainer.progress)
         counted = (now.epoch, now.batches) != (self._boundary.epoch, self._boundary.batches)
         reason = None
         if trainer.world_size > 1:
@@ -85,12 +85,12 @@ class OnExceptionCheckpoint(Callback):
             _log.warning("no checkpoint is saved on this exception: %s", reason)
             return
         if not counted:
-            run.progress.become(self._boundary)  # what a step has begun is to be done again
-        untouched = _moment(now) == _moment(self._boundary) or (now.validation_due and not run.log.in_train_step)
+            trainer.progress.become(self._boundary)  # what a step has begun is to be done again
+        untouched = _moment(now) == _moment(self._boundary) or (now.validation_due and not trainer.in_training_step)
         try:
             self._save(trainer, exact=untouched, may_be_there=untouched or not counted)
         finally:
-            run.progress.become(now)
+            trainer.progress.become(now)
 
     def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Remove the hooks."""
@@ -103,7 +103,7 @@ class OnExceptionCheckpoint(Callback):
         own = trainer.run_directory and trainer.run_directory / "checkpoints" if saver is None else saver.dirpath
         if own is None or trainer.global_step == 0:
             return
-        trainer.run.saves.settle()
+        trainer.checkpoints.settle()
         path, saved = place(trainer, own)
         if not (saved and may_be_there):
             if not exact or self.dirpath is not None:

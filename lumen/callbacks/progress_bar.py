@@ -7,19 +7,14 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-import torch
-
 from lumen.callbacks.base import Callback
 from lumen.callbacks.display import Board, Display, Line, NoDisplay, choose_display, duration, number, size, speed
 from lumen.callbacks.throughput import Throughput, memory_mb
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
-from lumen.metrics.collector import StageMetrics
 from lumen.metrics.host_copy import HostCopy
-from lumen.metrics.log_call import LogOptions
 
 if TYPE_CHECKING:
-    from lumen.run.run import Run
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
 
@@ -87,12 +82,11 @@ class ProgressBar(Callback):
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Find out how long the run is."""
-        run = trainer.run
-        self._count_steps(run, 0, 0)
+        self._count_steps(trainer, 0, 0)
         self._training = True
         self._began_at_s = perf_counter()
-        self._rated_from = self._began_at_s, run.progress.step
-        self._throughput.start(run)
+        self._rated_from = self._began_at_s, trainer.global_step
+        self._throughput.start(trainer)
         self._take_look(trainer)
         self._take_in_look()
         self._display.draw(self._board)
@@ -100,14 +94,11 @@ class ProgressBar(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Count the run's steps anew: the data may have grown."""
-        progress = trainer.run.progress
-        self._count_steps(trainer.run, progress.step, progress.epoch)
+        self._count_steps(trainer, trainer.global_step, trainer.current_epoch)
 
-    def _count_steps(self, run: Run, done: int, epochs: int) -> None:
+    def _count_steps(self, trainer: Trainer, done: int, epochs: int) -> None:
         """Set the number of the run's steps, `done` of which were made in whole epochs."""
-        plan, adapter = run.plan, run.loaders.train
-        assert adapter is not None
-        per_epoch = adapter.steps(plan.limit("train", adapter))
+        plan, per_epoch = trainer.plan, trainer.steps_per_epoch
         left = None if per_epoch is None or plan.max_epochs is None else per_epoch * (plan.max_epochs - epochs)
         by_epochs = None if left is None else done + left
         totals = [total for total in (plan.max_steps, by_epochs) if total is not None]
@@ -137,12 +128,8 @@ class ProgressBar(Callback):
 
     def _take_look(self, trainer: Trainer) -> None:
         """Note where the run stands and begin to copy its values to the host."""
-        run = trainer.run
-        values: Mapping[str, float | torch.Tensor] = run.log.train.step_values(_asked_for)
-        if not values and run.step.loss is not None:
-            values = {"loss": run.step.loss}
-        self._epoch_names |= dict.fromkeys(run.log.train.epoch_names(_asked_for))
-        self._look = self._position(trainer), HostCopy(values)
+        self._epoch_names |= dict.fromkeys(trainer.progress_bar_names)
+        self._look = self._position(trainer), HostCopy(trainer.progress_bar_metrics)
 
     def _take_in_look(self, *, wait: bool = False) -> bool:
         """Put what was noted last on the board, if its values have arrived."""
@@ -160,25 +147,24 @@ class ProgressBar(Callback):
         self._due_at_s = perf_counter() + self._display.interval_s
 
     def _position(self, trainer: Trainer) -> Line:
-        run = trainer.run
-        progress, rates, left_s = run.progress, self._throughput.measure(run), self._seconds_left(run)
-        costs = [size(memory_mb(run.strategy.device))]
+        progress, rates, left_s = trainer.progress, self._throughput.measure(trainer), self._seconds_left(trainer)
+        newest, costs = trainer.epoch_metrics, [size(memory_mb(trainer.strategy.device))]
         if rates.steps_per_s:
             samples = f"{number(rates.samples_per_s, 3)} samples/s"
             waiting = f"data {100 * rates.data_wait_share:.0f} %"
             costs = [speed(rates.steps_per_s, "step"), samples, waiting, *costs]
-        epoch = _of(progress.epochs_begun, run.plan.max_epochs)
+        epoch = _of(progress.epochs_begun, trainer.max_epochs)
         return Line(
             head=f"step {_of(progress.step, self._total_steps)} · epoch {epoch}",
             fraction=self._fraction(trainer),
             tail="" if left_s is None else f"{duration(math.ceil(left_s))} left",
-            values={name: run.values.newest[name] for name in self._epoch_names if name in run.values.newest},
+            values={name: newest[name] for name in self._epoch_names if name in newest},
             costs=costs,
         )
 
     def _fraction(self, trainer: Trainer) -> float | None:
         """The part of the epoch, or else of the run, that is done, 0 to 1; None if the length is not known."""
-        progress, plan = trainer.run.progress, trainer.plan
+        progress, plan = trainer.progress, trainer.plan
         if self._bar_is_epoch:
             complete = progress.epoch > 0 and not progress.in_epoch
             return 1.0 if complete else progress.batches / max(trainer.num_training_batches or 1, 1)
@@ -186,17 +172,17 @@ class ProgressBar(Callback):
             return progress.step / max(self._total_steps, 1)
         return None if plan.max_time_s is None else progress.elapsed_s / plan.max_time_s
 
-    def _seconds_left(self, run: Run) -> float | None:
+    def _seconds_left(self, trainer: Trainer) -> float | None:
         """Seconds left by the mean speed so far, evaluations included; None if the length is not known."""
-        now, step = perf_counter(), run.progress.step
+        now, step = perf_counter(), trainer.global_step
         began_at_s, began_step = self._rated_from
         if step > began_step and not self._is_rated:  # the first step compiled, started workers: rate from its end
             self._rated_from, self._is_rated = (now, step), True
         estimates = []
         if self._total_steps is not None and step > began_step:
             estimates.append((self._total_steps - step) * (now - began_at_s) / (step - began_step))
-        if run.plan.max_time_s is not None:
-            estimates.append(run.plan.max_time_s - run.progress.elapsed_s)
+        if trainer.plan.max_time_s is not None:
+            estimates.append(trainer.plan.max_time_s - trainer.progress.elapsed_s)
         return max(min(estimates), 0.0) if estimates else None
 
     # ------------------------------------------------------------------ evaluations
@@ -248,7 +234,7 @@ class ProgressBar(Callback):
             self._take_look(trainer)
             self._take_in_look()
         self._throughput.pause()
-        self._evaluation = _Pass(name, _batches_of(trainer.run))
+        self._evaluation = _Pass(name, trainer.num_evaluation_batches)
         self._board.evaluation = self._evaluation.line()
         self._display.draw(self._board)
         self._due_at_s = perf_counter() + self._display.interval_s
@@ -263,12 +249,11 @@ class ProgressBar(Callback):
 
     def _end_evaluation(self, trainer: Trainer) -> None:
         self._throughput.resume()
-        run = trainer.run
-        if run.stage == "sanity":
+        if trainer.sanity_checking:
             self._board.evaluation = None
             self._display.draw(self._board)
             return
-        names = _names(run)
+        names = trainer.evaluation_names
         if self._training:
             self._epoch_names |= dict.fromkeys(names)
             self._board.evaluation = None
@@ -278,7 +263,9 @@ class ProgressBar(Callback):
             if (now := perf_counter()) >= self._validation_due_at_s:
                 self._due_at_s, self._validation_due_at_s = 0.0, now + self._display.interval_s
         else:
-            self._board.evaluation = self._evaluation.line({name: run.values.newest[name] for name in names}, over=True)
+            self._board.evaluation = self._evaluation.line(
+                {name: trainer.epoch_metrics[name] for name in names}, over=True
+            )
             self._show()
             self._close()
 
@@ -286,8 +273,7 @@ class ProgressBar(Callback):
 
     def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
         """Show where a run that was asked to leave ended; leave the terminal as it was."""
-        run = trainer.run
-        if self._training and run.ending.vote.requested is not None and not run.log.in_train_step:
+        if self._training and trainer.stop_requested and not trainer.in_training_step:
             if self._board.evaluation is not None:
                 self._throughput.resume()
                 self._board.evaluation = None
@@ -325,28 +311,6 @@ class _Pass:
             left_s = (self.total - self.done) * seconds / self.done if self.done else None
             tail = "" if left_s is None else f"{duration(math.ceil(left_s))} left"
         return Line(f"{self.name} {_of(self.done, self.total)}", fraction, tail, values or {}, [])
-
-
-def _asked_for(options: LogOptions) -> bool:
-    return options.prog_bar
-
-
-def _names(run: Run) -> list[str]:
-    """Names to show of the evaluation that has just ended."""
-    metrics: StageMetrics | None = run.log.stage
-    assert metrics is not None
-    return metrics.epoch_names(_asked_for) or metrics.epoch_names()[:_UNASKED_VALUES]
-
-
-def _batches_of(run: Run) -> int | None:
-    """Number of batches in the evaluation that begins; None if a loader has no length."""
-    total = 0
-    for adapter in run.loaders.evaluation:
-        known = [count for count in (adapter.length, run.plan.limit(run.stage, adapter)) if count is not None]
-        if not known:
-            return None
-        total += min(known)
-    return total
 
 
 def _of(done: int, total: int | None) -> str:

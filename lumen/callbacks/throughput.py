@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 
 if TYPE_CHECKING:
-    from lumen.run.run import Run
+    from lumen.trainer.run_view import RunView
 
 
 class Rates(NamedTuple):
@@ -56,9 +56,9 @@ class Throughput:
         self._paused_s = 0.0
         self._paused_at_s = 0.0
 
-    def start(self, run: Run) -> None:
+    def start(self, trainer: RunView) -> None:
         """Begin anew."""
-        self._marks = deque([self._mark(run)])
+        self._marks = deque([self._mark(trainer)])
 
     def pause(self) -> None:
         """Stop the clock: an evaluation begins."""
@@ -68,9 +68,9 @@ class Throughput:
         """Start the clock again: the evaluation is over."""
         self._paused_s += perf_counter() - self._paused_at_s
 
-    def measure(self, run: Run) -> Rates:
+    def measure(self, trainer: RunView) -> Rates:
         """The speed up to now; after `start` and not during a pause."""
-        marks, now = self._marks, self._mark(run)
+        marks, now = self._marks, self._mark(trainer)
         marks.append(now)
         while len(marks) > 2 and marks[1].time_s <= now.time_s - self._window_s:
             marks.popleft()
@@ -79,15 +79,15 @@ class Throughput:
         rates = Rates._make((end - start) / seconds for end, start in zip(now[1:], then[1:], strict=True))
         return rates._replace(data_wait_share=min(rates.data_wait_share, 1.0))
 
-    def _mark(self, run: Run) -> _Mark:
-        progress = run.progress
+    def _mark(self, trainer: RunView) -> _Mark:
+        progress, counters = trainer.progress, trainer.counters
         return _Mark(
             perf_counter() - self._paused_s,
             progress.step,
             progress.micro_batches,
-            run.step.samples_seen,
+            counters.samples,
             progress.units,
-            run.step.waited_s,
+            counters.waited_s,
         )
 
 

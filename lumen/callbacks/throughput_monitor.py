@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from torch.utils.flop_counter import FlopCounterMode
 
-    from lumen.run.run import Run
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
 
@@ -80,7 +79,7 @@ class ThroughputMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Start the clock."""
-        self._throughput.start(trainer.run)
+        self._throughput.start(trainer)
         # a step that was saved while its validation was due has no record yet
         self._recorded_step = trainer.global_step - trainer.validation_due
         self._flop_per_sample = None
@@ -98,21 +97,19 @@ class ThroughputMonitor(Callback):
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Write a record if one is due."""
-        run = trainer.run
-        step = run.progress.step
-        if step % run.plan.log_every_n_steps or step == self._recorded_step:  # a skipped update is no new step
+        step = trainer.global_step
+        if step % trainer.plan.log_every_n_steps or step == self._recorded_step:  # a skipped update is no new step
             return
         self._recorded_step = step
-        values = {"time_s": run.progress.elapsed_s, **self._speeds(run), "memory_mb": memory_mb(run.strategy.device)}
-        for logger in run.records.loggers:
-            logger.log_system(values, step)
+        memory = memory_mb(trainer.strategy.device)
+        trainer.log_system({"time_s": trainer.progress.elapsed_s, **self._speeds(trainer), "memory_mb": memory})
 
     def _begin_to_count(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """Count operations from here on: the forward of a step's first micro-batch follows."""
         if self._is_asked and self._counter is None:
             from torch.utils.flop_counter import FlopCounterMode
 
-            self._counted_samples = max(trainer.run.log.batch_samples, 1)
+            self._counted_samples = max(trainer.batch_samples, 1)
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()  # type: ignore[no-untyped-call]
 
@@ -123,7 +120,7 @@ class ThroughputMonitor(Callback):
             self._stop_counting()
             self._is_asked = False
             self._flop_per_sample = operations / self._counted_samples
-            self._peak = _peak_flop_per_s(trainer.run)
+            self._peak = _peak_flop_per_s(trainer)
             _log.info("%.4g FLOP per sample, forward and backward", self._flop_per_sample)
 
     def _stop_counting(self, *_: Any) -> None:
@@ -132,15 +129,15 @@ class ThroughputMonitor(Callback):
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._counter = None
 
-    def _speeds(self, run: Run) -> dict[str, float]:
-        values = self._throughput.measure(run)._asdict()
-        if not run.step.has_units:
+    def _speeds(self, trainer: Trainer) -> dict[str, float]:
+        values = self._throughput.measure(trainer)._asdict()
+        if not trainer.counters.weighs:
             del values["units_per_s"]
         if self._flop_per_sample is not None:
             flop_per_s = self._flop_per_sample * values["samples_per_s"]
             values |= {"flop_per_step": flop_per_s / max(values["steps_per_s"], 1e-9), "flop_per_s": flop_per_s}
             if self._peak is not None:
-                values["mfu"] = flop_per_s / (self._peak * run.strategy.world_size)
+                values["mfu"] = flop_per_s / (self._peak * trainer.world_size)
         return values
 
 
@@ -148,12 +145,9 @@ def _is_compiled(task: TaskModule) -> bool:
     return any(is_compiled(module) for module in task.modules())
 
 
-def _peak_flop_per_s(run: Run) -> float | None:
+def _peak_flop_per_s(trainer: Trainer) -> float | None:
     """The device's peak in the dtype of the run's matrix products; None, and logged once, where it is not known."""
-    device = run.strategy.device
-    with run.precision.forward():
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else next(iter(run.optim.parameters)).dtype
+    device, dtype = trainer.strategy.device, trainer.compute_dtype
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     peak = peak_flop_per_s(name, dtype, tf32=torch.backends.cuda.matmul.fp32_precision == "tf32")
     if peak is None:

@@ -117,13 +117,13 @@ class Timer(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let a run that was ended here go on if it has been given more time."""
         assert self._trainer is not None
-        self._trained_s = self._trainer.run.progress.elapsed_s
+        self._trained_s = self._trainer.progress.elapsed_s
         self._has_stopped = state["has_stopped"] and self._is_used_up()
         if state["has_stopped"] and not self._has_stopped:
             self._trainer.should_stop = False
 
     def _look(self, trainer: Trainer) -> None:
-        progress = trainer.run.progress
+        progress = trainer.progress
         self._trained_s = progress.elapsed_s
         asked = self.interval == "step" or not progress.in_epoch
         if asked and self._is_used_up() and not trainer.should_stop:

@@ -203,6 +203,11 @@ class Saves:
         return self._thread.submit(watched)
 
     @property
+    def has_ended(self) -> bool:
+        """The save under way has ended on some process, as all know: `settle` accounts for it."""
+        return self._run.ending.vote.save_ended
+
+    @property
     def is_writing(self) -> bool:
         """Whether this process's thread is writing a save."""
         return self._writing is not None and not self._writing.done()

@@ -108,5 +108,5 @@ class Ending:
 
     @property
     def is_here(self) -> bool:
-        """This boundary is the last one, as all know in `on_step_checkpoint`: the run is over, or was asked to leave."""
+        """This step is the last one, as all know in `on_step_checkpoint`: the run is over, or was asked to leave."""
         return self.finished or self.vote.stop_signal is not None

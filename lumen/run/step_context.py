@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -17,6 +18,22 @@ from lumen.run.progress import Progress
 from lumen.strategies import Strategy
 from lumen.task.hooks import overrides
 from lumen.task.task_module import TaskModule
+
+
+@final
+@dataclass
+class Counters:
+    """Sums over the steps of this part of a run, as all processes know them.
+
+    Attributes:
+        samples: Training samples, of all processes.
+        waited_s: Seconds that this process has waited for training data.
+        weighs: The task weighs its micro-batches, by tokens or boxes: then speed is told in these units.
+    """
+
+    samples: int = 0
+    waited_s: float = 0.0
+    weighs: bool = False
 
 
 @final
@@ -37,9 +54,7 @@ class StepContext:
         kept: A batch that gave a loss, with its micro-batch: it stands in where a rank has none.
         loss: The newest loss, without dimensions; on the device, perhaps with its graph.
         grad_norm: The newest gradient norm before clipping, without dimensions; None where nothing is clipped.
-        waited_s: Seconds that the loop has waited for data.
-        samples_seen: Samples of all steps, of all processes.
-        has_units: The task weighs its micro-batches, by tokens or boxes: then speed is told in these units.
+        counters: Sums over all steps.
         weighted_windows: Windows whose weights summed to more than 0.
     """
 
@@ -56,9 +71,7 @@ class StepContext:
         self.kept: tuple[Any, MicroBatch] | None = None
         self.loss: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
-        self.waited_s = 0.0
-        self.samples_seen = 0
-        self.has_units = False
+        self.counters = Counters()
         self.weighted_windows = 0
 
     def start_weighing(self, task: TaskModule, gather: Gather | None) -> None:
@@ -117,9 +130,10 @@ class StepContext:
             progress.weight_guess = weighting.next_guess
         if updated:
             progress.units += weighting.total
-        self.waited_s += window.waited_s
-        self.samples_seen += window.samples
-        self.has_units |= counted
+        counters = self.counters
+        counters.waited_s += window.waited_s
+        counters.samples += window.samples
+        counters.weighs |= counted
         if not self.weighted_windows:
             self._strategy.processes.begin_training()
         self.weighted_windows += bool(weighting.total)

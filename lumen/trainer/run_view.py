@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from lumen.checkpoint import Checkpoint, Saves
 from lumen.errors import ConfigError, TrainingError
 from lumen.errors.lightning_names import ATTRIBUTES
 from lumen.loggers import Logger
+from lumen.metrics.log_call import LogOptions
 from lumen.run.plan import Plan
+from lumen.run.progress import Progress
 from lumen.run.run import Run
+from lumen.run.step_context import Counters
 from lumen.strategies import Strategy
 from lumen.task.data_module import DataModule
+
+_UNASKED_VALUES = 3
 
 
 class RunView(ABC):
@@ -89,6 +96,35 @@ class RunView(ABC):
         return {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
 
     @property
+    def epoch_metrics(self) -> dict[str, float]:
+        """The newest values of epochs and validations, by name; the same on every rank."""
+        return self.run.values.newest
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float | torch.Tensor]:
+        """What the newest training step has logged with `prog_bar=True`, else its loss. Waits for no device.
+
+        Tensors have no dimensions, and lie where the step has put them; values are of this rank.
+        """
+        values: dict[str, float | torch.Tensor] = self.run.log.train.step_values(_for_the_bar)
+        if not values and self.run.step.loss is not None:
+            values = {"loss": self.run.step.loss}
+        return values
+
+    @property
+    def progress_bar_names(self) -> list[str]:
+        """Names of the training epoch in progress that were logged with `prog_bar=True`."""
+        return self.run.log.train.epoch_names(_for_the_bar)
+
+    @property
+    def evaluation_names(self) -> list[str]:
+        """Names of the evaluation that ends, of those logged with `prog_bar=True`; if none was, the first three."""
+        metrics = self.run.log.stage
+        if metrics is None:
+            raise ConfigError("evaluation_names: there is no evaluation; they are known when it ends.")
+        return metrics.epoch_names(_for_the_bar) or metrics.epoch_names()[:_UNASKED_VALUES]
+
+    @property
     def fresh_metrics(self) -> set[str]:
         """Names with a value since the last boundary: from an epoch's end or a validation, not from single steps."""
         return self.run.values.updated
@@ -116,14 +152,85 @@ class RunView(ABC):
         self.run.progress.should_stop = value
 
     @property
+    def may_stop(self) -> bool:
+        """The minimum of steps and epochs is reached: `should_stop` ends the run."""
+        return self.run.ending.may_stop
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the run is over, in words; None: it is not, or it was interrupted."""
+        return self.run.ending.limit_reached
+
+    @property
+    def stop_requested(self) -> bool:
+        """A signal has asked this process to end: the run leaves once all know of it."""
+        return self.run.ending.vote.requested is not None
+
+    @property
     def is_ending(self) -> bool:
         """The boundary in progress is the run's last one; decided when `on_step_checkpoint` begins."""
         return self.run.ending.is_here
 
     @property
+    def progress(self) -> Progress:
+        """How far the run is; to be read only."""
+        return self.run.progress
+
+    @property
+    def counters(self) -> Counters:
+        """Samples and waiting of this part of the run; to be read only."""
+        return self.run.step.counters
+
+    @property
+    def clock_s(self) -> float:
+        """The time in seconds, the same on every rank at the end of a step: what may be decided by."""
+        return self.run.ending.vote.now_s
+
+    @property
+    def checkpoints(self) -> Saves:
+        """The checkpoints that the run writes: `save`, `settle`, and the one under way."""
+        return self.run.saves
+
+    @property
+    def resumed_from(self) -> Checkpoint | None:
+        """The checkpoint that `fit` goes on from; None: it began anew."""
+        return self.run.checkpoint
+
+    def request_checkpoint(self) -> None:
+        """Say in `on_step_end` that `on_step_checkpoint` will save: then all ranks agree first whether to stop here.
+
+        To be called on every rank.
+        """
+        self.run.ending.is_saving = True
+
+    def log_system(self, values: Mapping[str, float]) -> None:
+        """Give every logger values that no two runs share: times, speeds, memory."""
+        for logger in self.run.records.loggers:
+            logger.log_system(values, self.global_step)
+
+    @property
     def validation_due(self) -> bool:
         """The step in progress has a validation that is not complete."""
         return self.run.progress.validation_due
+
+    @property
+    def in_training_step(self) -> bool:
+        """A training step is not complete."""
+        return self.run.log.in_train_step
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples of the micro-batch in progress."""
+        return self.run.log.batch_samples
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of matrix products: autocast's, else that of the parameters."""
+        device = self.strategy.device
+        with self.run.precision.forward():
+            if torch.is_autocast_enabled(device.type):
+                return torch.get_autocast_dtype(device.type)
+        return self.run.optim.parameters[0].dtype
 
     @property
     def sanity_checking(self) -> bool:
@@ -216,6 +323,21 @@ class RunView(ABC):
         return self.plan.batches("train", adapter)
 
     @property
+    def num_evaluation_batches(self) -> int | None:
+        """Batches of the evaluation in progress, of all loaders and ranks; None if a loader has no length."""
+        counts = [self.plan.batches(self.run.stage, feed) for feed in self.run.loaders.evaluation]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of a training epoch, as long as the data is now; None if the loader has no length."""
+        feed = self.run.loaders.train
+        if feed is None:
+            raise ConfigError("there is no training loader: it is opened during fit.")
+        return feed.steps(self.plan.limit("train", feed))
+
+    @property
     @abstractmethod
     def estimated_stepping_batches(self) -> int:
         """Optimizer steps of the whole run, for schedules that need their length.
@@ -223,3 +345,7 @@ class RunView(ABC):
         Raises:
             ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
         """
+
+
+def _for_the_bar(options: LogOptions) -> bool:
+    return options.prog_bar

@@ -367,7 +367,9 @@ class Trainer(RunView):
         return run.values.predictions[0] if len(run.values.predictions) == 1 else run.values.predictions
 
     def save_checkpoint(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint of the run in progress, exact in `on_step_checkpoint`. Collective: every rank must call it.
+        """Write a checkpoint of the run in progress, exact in `on_step_checkpoint`.
+
+        Collective: every rank must call this.
 
         Args:
             path: The directory to commit; an existing checkpoint is never overwritten.
