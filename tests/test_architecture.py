@@ -374,7 +374,8 @@ def test_callbacks_use_what_a_users_callback_may_use():
         if unit(module) != "callbacks":
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value).rpartition(".")[2] in ("trainer", "_trainer"):
+            owner = ast.unparse(node.value).rpartition(".")[2] if isinstance(node, ast.Attribute) else ""
+            if owner in ("trainer", "_trainer"):
                 assert node.attr != "run", f"{module}:{node.lineno}"
                 assert not node.attr.startswith("_"), f"{module}:{node.lineno}"
             if isinstance(node, ast.ImportFrom):

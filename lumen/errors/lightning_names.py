@@ -97,7 +97,6 @@ ATTRIBUTES = {
     "predict_dataloaders": _LOADERS,
     "predict_loop": "trainer.predict returns the predictions.",
     "progress_bar_callback": _CALLBACK,
-    "progress_bar_metrics": "Read trainer.callback_metrics: the newest value of every name.",
     "received_sigterm": "Read trainer.is_ending in on_step_checkpoint, or write on_exception.",
     "reload_dataloaders_every_n_epochs": _PLAN.format("reload_every_n_epochs"),
     "save_hyperparameters": "The task and the data module have it.",
