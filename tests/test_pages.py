@@ -121,12 +121,12 @@ def test_the_page_on_processes_names_every_file_that_makes_them_communicate():
 
 
 def test_the_page_on_processes_tells_the_numbers_that_are_counted():
-    page, pulse = PAGES["docs/distributed.md"], test_communication.PULSE
-    assert f"by a sum of **{pulse} numbers**" in " ".join(page.split())
+    page, vote = PAGES["docs/distributed.md"], test_communication.VOTE
+    assert f"by a sum of **{vote} numbers**" in " ".join(page.split())
     assert f"1 `gather` (**{test_communication.GATHER} collectives**)" in page
     votes = {moment: int(numbers) for moment, _, numbers in rows("docs/distributed.md", "Some steps: the vote")}
-    assert votes["a validation is over, or an epoch whose hooks ran"] == pulse + 1
-    assert votes["an epoch ends"] == votes["training begins"] == pulse + 2
+    assert votes["a validation is over, or an epoch whose hooks ran"] == vote + 1
+    assert votes["an epoch ends"] == votes["training begins"] == vote + 2
 
 
 def test_the_page_on_processes_counts_an_epoch_as_its_test_does():
