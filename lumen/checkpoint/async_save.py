@@ -20,8 +20,8 @@ from lumen.checkpoint.collect import Collected, collect, moving_tensors, refuse_
 from lumen.checkpoint.folder import remove_checkpoints
 from lumen.checkpoint.object_store import RemotePath
 from lumen.checkpoint.snapshot import Snapshot
-from lumen.checkpoint.write_plan import Share, share_of
-from lumen.checkpoint.writer import write_share
+from lumen.checkpoint.write_plan import WritePlan, plan_writes
+from lumen.checkpoint.writer import write_planned
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointError
@@ -48,7 +48,7 @@ def _nothing() -> None:
 class Saves:
     """The checkpoints of a run: written at once, or copied at once and written in a thread while the run goes on.
 
-    At most one save is under way. Every process copies its share and writes it in its thread; the threads agree among
+    At most one save is under way. Every process copies its part and writes it in its thread; the threads agree among
     themselves, and rank 0's commits. When they have ended, a vote tells all ranks at one boundary, so that an error
     in any thread ends the run on each of them. A Python that exits waits for the thread; a kill leaves what it leaves
     of any save, a directory that is not committed.
@@ -124,14 +124,14 @@ class Saves:
         """Write a checkpoint, or begin to. Returns whether it is under way. Collective: every rank must call this."""
         processes = self._processes
         processes.together(self.wait)
-        share = share_of(collected.sections, processes, collected.trained)
+        plan = plan_writes(collected.sections, processes, collected.trained)
         at_least = 0 if isinstance(path, RemotePath) else _WORTHWHILE_BYTES  # each object far away takes its time
-        copies = self._copied(path, share, asynchronous) if self._pays(share, asynchronous, at_least) else None
+        copies = self._copied(path, plan, asynchronous) if self._pays(plan, asynchronous, at_least) else None
         if copies is None:
-            refuse_non_finite(collected, share.parts()["model"], processes)
-            _write(path, collected, share, processes)
+            refuse_non_finite(collected, plan.parts()["model"], processes)
+            _write(path, collected, plan, processes)
             return False
-        copy, others = replace(share, sections=copies), processes.beside()
+        copy, others = replace(plan, sections=copies), processes.beside()
 
         def write() -> None:
             others.together(self._snapshot.wait)
@@ -142,24 +142,24 @@ class Saves:
         self._writing = self._submit(write)
         return True
 
-    def _pays(self, share: Share, asynchronous: bool | None, at_least: int = _WORTHWHILE_BYTES) -> bool:
+    def _pays(self, plan: WritePlan, asynchronous: bool | None, at_least: int = _WORTHWHILE_BYTES) -> bool:
         """Whether to write in a thread. By default: if writing takes time and the copies fit well into free memory."""
         if asynchronous is not None:
             return asynchronous
         available = sys.maxsize if self._is_reserved else _available_bytes()
-        shares = self._processes.gather((self._processes.node, share.nbytes, share.count, available))
+        shares = self._processes.gather((self._processes.node, plan.nbytes, plan.count, available))
         taken = Counter[int]()
         for node, nbytes, _, _ in shares:
             taken[node] += nbytes
         fits = all(taken[node] <= available / 2 for node, _, _, available in shares)
         return fits and taken.total() + _TENSOR_BYTES * sum(count for _, _, count, _ in shares) >= at_least
 
-    def _copied(self, path: Path, share: Share, asynchronous: bool | None) -> dict[str, Tensors] | None:
+    def _copied(self, path: Path, plan: WritePlan, asynchronous: bool | None) -> dict[str, Tensors] | None:
         """Copies of what this process writes; None if some process has no memory for them. Collective."""
 
         def take() -> dict[str, Tensors] | None:
             try:
-                return self._snapshot.take(share.parts())
+                return self._snapshot.take(plan.parts())
             except (RuntimeError, MemoryError) as error:
                 if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
                     raise
@@ -182,10 +182,10 @@ class Saves:
     def reserve(self, asynchronous: bool | None) -> None:
         """Have threads allocate the memory for copies, which takes longer than a copy. Collective."""
         sections, trained = self._processes.together(partial(moving_tensors, self._run))
-        share = share_of(sections, self._processes, trained)
-        if self._pays(share, asynchronous):
+        plan = plan_writes(sections, self._processes, trained)
+        if self._pays(plan, asynchronous):
             self._processes.beside()
-            self._chores.append(self._thread.submit(self._reserve, share.parts()))
+            self._chores.append(self._thread.submit(self._reserve, plan.parts()))
 
     def _reserve(self, parts: Mapping[str, Tensors]) -> None:
         with suppress(RuntimeError, MemoryError):  # taking the copies will find out again, and know what to do
@@ -269,9 +269,9 @@ class Saves:
         self._snapshot.close()
 
 
-def _write(path: Path, collected: Collected, share: Share, processes: Processes) -> None:
+def _write(path: Path, collected: Collected, plan: WritePlan, processes: Processes) -> None:
     with only_young_collected():
-        write_share(path, share, collected.state, aliases=collected.aliases, info=collected.info, processes=processes)
+        write_planned(path, plan, collected.state, aliases=collected.aliases, info=collected.info, processes=processes)
 
 
 def _cuda_index(device: torch.device) -> int:

@@ -15,7 +15,7 @@ from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.weights_source import Weights, open_weights
 from lumen.console import logger as _log
 from lumen.data.nested import fill
-from lumen.distributed.dtensor import own_box, own_part
+from lumen.distributed.dtensor import own_block, own_part
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointMismatch
 from lumen.errors.arguments import local_path
@@ -102,7 +102,7 @@ def _copy(tensors: Tensors, sources: dict[str, str], checkpoint: Checkpoint) -> 
         if checkpoint.spec("model", source)[0] == tensors[name].dtype:
             checkpoint.copy_into("model", source, tensors[name])
         else:
-            fill(own_part(tensors[name]), checkpoint.part("model", source, *own_box(tensors[name])))
+            fill(own_part(tensors[name]), checkpoint.part("model", source, *own_block(tensors[name])))
 
 
 def _match(
@@ -200,7 +200,7 @@ def _wrong(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str
                 break
         else:
             for source in found[1:]:
-                one, other = (checkpoint.part("model", each, *own_box(tensor)) for each in (found[0], source))
+                one, other = (checkpoint.part("model", each, *own_block(tensor)) for each in (found[0], source))
                 if not torch.equal(one, other):
                     yield f"{name}: the model ties {found[0]} and {source}, which differ in the checkpoint"
 

@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
 
 
 @final
-class Spec(NamedTuple):
+class StoredTensor(NamedTuple):
     """Dtype and shape of a stored tensor, and its chunks, which cover it exactly."""
 
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class Manifest:
     """
 
     files: Mapping[str, tuple[int, str]]
-    sections: Mapping[str, Mapping[str, Spec]]
+    sections: Mapping[str, Mapping[str, StoredTensor]]
     contents: Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]
     aliases: dict[str, str]
     info: dict[str, Any]
@@ -209,14 +209,14 @@ def _check_file_names(files: Mapping[str, Any]) -> None:
         raise ValueError(f"{STATE} is not listed")
 
 
-def _parse_spec(where: str, tensor: JSON) -> Spec:
+def _parse_spec(where: str, tensor: JSON) -> StoredTensor:
     shape = tuple(map(_count, tensor["shape"]))
     chunks = tuple(
         Chunk(str(file), tuple(map(_count, offsets)), tuple(map(_count, chunk_shape)))
         for file, offsets, chunk_shape in tensor["chunks"]
     )
     _check_cover(where, shape, chunks)
-    return Spec(named_dtype(tensor["dtype"]), shape, chunks)
+    return StoredTensor(named_dtype(tensor["dtype"]), shape, chunks)
 
 
 def _check_cover(where: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
@@ -260,7 +260,7 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
 
 
 def _contents(
-    files: Mapping[str, Any], sections: Mapping[str, Mapping[str, Spec]]
+    files: Mapping[str, Any], sections: Mapping[str, Mapping[str, StoredTensor]]
 ) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
     contents: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {file: {} for file in files if file != STATE}
     for section, specs in sections.items():

@@ -15,11 +15,11 @@ import torch
 
 from lumen.checkpoint.codec import JSON
 from lumen.checkpoint.disk import Files, check_file, read_json, readable
-from lumen.checkpoint.manifest import STATE, Chunk, Manifest, Spec, is_unseen, read_manifest
+from lumen.checkpoint.manifest import STATE, Chunk, Manifest, StoredTensor, is_unseen, read_manifest
 from lumen.checkpoint.object_store import Pieces, RemotePath
 from lumen.checkpoint.safetensors_file import check_header
 from lumen.data.nested import fill
-from lumen.distributed.dtensor import own_box, own_part
+from lumen.distributed.dtensor import own_block, own_part
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch
 from lumen.internals.garbage import only_young_collected
@@ -138,7 +138,7 @@ class Checkpoint:
                 f"{destination.dtype} {list(destination.shape)} on {destination.device}, and nothing is cast. "
                 "Build it as it was when this was saved."
             )
-        own, (offsets, shape) = own_part(destination.detach()), own_box(destination)
+        own, (offsets, shape) = own_part(destination.detach()), own_block(destination)
         if own.device.type != "cpu" or not own.is_contiguous() or own.is_conj() or own.is_neg():
             values = self.part(section, name, offsets, shape).to(own.device)
             fill(own, values)
@@ -155,18 +155,18 @@ class Checkpoint:
         """Close its files, or free the memory of what was read ahead; everything can still be read."""
         self._files.free()
 
-    def _section(self, section: str) -> Mapping[str, Spec]:
+    def _section(self, section: str) -> Mapping[str, StoredTensor]:
         if section not in self._sections:
             raise CheckpointMismatch(f"{self.path} has no section {section!r}, only {sorted(self._sections)}.")
         return self._sections[section]
 
-    def _spec(self, section: str, name: str) -> Spec:
+    def _spec(self, section: str, name: str) -> StoredTensor:
         specs = self._section(section)
         if name not in specs:
             raise CheckpointMismatch(f"{self.path} has no tensor {name!r} in {section!r} (it has {len(specs)} others).")
         return specs[name]
 
-    def _read(self, name: str, spec: Spec, offsets: Sequence[int], data: torch.Tensor) -> None:
+    def _read(self, name: str, spec: StoredTensor, offsets: Sequence[int], data: torch.Tensor) -> None:
         """Read a block of a tensor as bytes, since not every dtype can be copied into a slice.
 
         Args:
@@ -184,11 +184,11 @@ class Checkpoint:
                 here = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, offsets, strict=True))
                 self._read_rows(name, chunk, there, data[here])
 
-    def _read_rows(self, name: str, chunk: Chunk, box: Sequence[slice], data: torch.Tensor) -> None:
+    def _read_rows(self, name: str, chunk: Chunk, block: Sequence[slice], data: torch.Tensor) -> None:
         """Read a block of a chunk, by rows of the first dimension, which follow each other in the file."""
         row_shape = chunk.shape[1:]
         row_bytes = math.prod(row_shape) * data.shape[-1]
-        rows = box[0] if box else slice(0, 1)
+        rows = block[0] if block else slice(0, 1)
         begin = self._begins[chunk.file][name] + rows.start * row_bytes
         if data.is_contiguous() and data.numel() == (rows.stop - rows.start) * row_bytes:
             self._read_bytes(chunk.file, begin, data)
@@ -198,7 +198,7 @@ class Checkpoint:
             target = data[row : row + several]
             piece = torch.empty((len(target), *row_shape, data.shape[-1]), dtype=torch.uint8, device="cpu")
             self._read_bytes(chunk.file, begin + row * row_bytes, piece)
-            target.copy_(piece[(slice(None), *box[1:])])
+            target.copy_(piece[(slice(None), *block[1:])])
 
     def _read_bytes(self, file: str, begin: int, data: torch.Tensor) -> None:
         """Fill a contiguous uint8 tensor with the bytes of a file from offset `begin` on."""
@@ -250,7 +250,7 @@ def _present(path: Path) -> Iterator[None]:
 
 @final
 class _Tensors(Mapping[str, torch.Tensor]):
-    def __init__(self, names: Mapping[str, Spec], read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, names: Mapping[str, StoredTensor], read: Callable[[str], torch.Tensor]) -> None:
         self._names = names
         self._read = read
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lumen.checkpoint.reader import Checkpoint
-from lumen.distributed.dtensor import from_part, is_cut, is_sharded, own_box
+from lumen.distributed.dtensor import from_part, is_cut, is_sharded, own_block
 
 
 def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[str, torch.Tensor]]:
@@ -134,5 +134,5 @@ def _of_parameters_in_order(task: nn.Module, checkpoint: Checkpoint) -> dict[str
 def _read_like(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor, *, copied: bool) -> torch.Tensor:
     """This process's part of a tensor that is to be sharded as `like` is."""
     _, shape = checkpoint.spec(section, name)
-    part = checkpoint.part(section, name, *own_box(like, shape, copied=copied))
+    part = checkpoint.part(section, name, *own_block(like, shape, copied=copied))
     return from_part(part.to(like.device), like, shape, copied=copied)

@@ -13,7 +13,7 @@ from typing import Literal, final
 
 from lumen.checkpoint.disk import read_json, readable
 from lumen.checkpoint.folder import newest_committed, newest_valid
-from lumen.checkpoint.manifest import MANIFEST, Chunk, Manifest, Spec, read_manifest
+from lumen.checkpoint.manifest import MANIFEST, Chunk, Manifest, StoredTensor, read_manifest
 from lumen.checkpoint.object_store import RemotePath, as_place
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.safetensors_file import check_header, read_header
@@ -270,7 +270,7 @@ def _open(path: Path, verify: Literal["checksums", "sizes"] = "checksums") -> Ch
 
 def _open_files(directory: Path, files: list[str]) -> Checkpoint:
     """Open safetensors files of a directory as if they were a checkpoint's; links are followed, as hub caches have."""
-    specs: dict[str, Spec] = {}
+    specs: dict[str, StoredTensor] = {}
     begins = {}
     for file in files:
         held = read_header(directory / file)
@@ -278,7 +278,7 @@ def _open_files(directory: Path, files: list[str]) -> Checkpoint:
         if twice := sorted(held.keys() & specs.keys()):
             raise CheckpointDamaged(f"{twice[0]!r} is in two files of {directory}: {file} is one of them.")
         for name, (dtype, shape) in held.items():
-            specs[name] = Spec(dtype, shape, (Chunk(file, (0,) * len(shape), shape),))
+            specs[name] = StoredTensor(dtype, shape, (Chunk(file, (0,) * len(shape), shape),))
     return Checkpoint(directory, Manifest({}, {"model": specs}, {}, {}, {}), {}, begins)
 
 

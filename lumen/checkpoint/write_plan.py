@@ -13,17 +13,17 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from lumen.distributed.dtensor import copies, is_first, is_sharded, own_box, own_part
+from lumen.distributed.dtensor import copies, is_first, is_sharded, own_block, own_part
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointError
 
 _ON_ALL = ("model", "optimizer")  # sections whose plain tensors every process holds
 Sections = Mapping[str, Mapping[str, torch.Tensor]]
-Spec = tuple[torch.dtype, tuple[int, ...]]
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 
 
 @final
-class Box(NamedTuple):
+class Block(NamedTuple):
     """A block of a tensor: its dtype, its offset in each dimension of the tensor, and its shape."""
 
     dtype: torch.dtype
@@ -38,38 +38,38 @@ class Box(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Share:
+class WritePlan:
     """The blocks that one process writes.
 
     Attributes:
-        sections: The tensors, or copies of the blocks in `boxes`, by section and name.
-        boxes: Dtype, offset and shape of each block, by section and name.
+        sections: The tensors, or copies of the blocks in `blocks`, by section and name.
+        blocks: Dtype, offset and shape of each block, by section and name.
         specs: Dtype and shape of all tensors that this process knows, also of those it writes nothing of.
     """
 
     sections: Sections
-    boxes: Mapping[str, Mapping[str, Box]]
-    specs: Mapping[str, Mapping[str, Spec]]
+    blocks: Mapping[str, Mapping[str, Block]]
+    specs: Mapping[str, Mapping[str, TensorSpec]]
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of the blocks, by section and name."""
         return {
-            section: {name: own_part(self.sections[section][name]) for name in boxes}
-            for section, boxes in self.boxes.items()
+            section: {name: own_part(self.sections[section][name]) for name in blocks}
+            for section, blocks in self.blocks.items()
         }
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(box.nbytes for boxes in self.boxes.values() for box in boxes.values())
+        return sum(block.nbytes for blocks in self.blocks.values() for block in blocks.values())
 
     @property
     def count(self) -> int:
         """Number of all blocks."""
-        return sum(map(len, self.boxes.values()))
+        return sum(map(len, self.blocks.values()))
 
 
-def share_of(sections: Sections, processes: Processes, trained: Container[str] | None = None) -> Share:
+def plan_writes(sections: Sections, processes: Processes, trained: Container[str] | None = None) -> WritePlan:
     """Divide tensors among processes. Collective: every rank must call this.
 
     A block is written by one of the processes that hold a copy of it, so that each of them writes about as much.
@@ -87,7 +87,7 @@ def share_of(sections: Sections, processes: Processes, trained: Container[str] |
     processes.together(partial(check_tensors, sections))
     if processes.world_size > 1:
         _check_same(_specs_of_all(sections), processes)
-    return processes.together(partial(_own_share, sections, processes, trained))
+    return processes.together(partial(_own_plan, sections, processes, trained))
 
 
 def _specs_of_all(sections: Sections) -> dict[str, str]:
@@ -101,19 +101,19 @@ def _specs_of_all(sections: Sections) -> dict[str, str]:
     }
 
 
-def _own_share(sections: Sections, processes: Processes, trained: Container[str] | None) -> Share:
-    division, boxes = _Division(processes, trained), {}
+def _own_plan(sections: Sections, processes: Processes, trained: Container[str] | None) -> WritePlan:
+    division, blocks = _Division(processes, trained), {}
     for section, tensors in sections.items():
         ours: Collection[str] = tensors.keys()
         if processes.world_size > 1:
             largest_first = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))
             ours = {name for name, tensor in largest_first if division.is_ours(section, name, tensor)}
-        boxes[section] = {name: Box(each.dtype, *own_box(each)) for name, each in tensors.items() if name in ours}
+        blocks[section] = {name: Block(each.dtype, *own_block(each)) for name, each in tensors.items() if name in ours}
     specs = {
         section: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         for section, tensors in sections.items()
     }
-    return Share(sections, boxes, specs)
+    return WritePlan(sections, blocks, specs)
 
 
 @final

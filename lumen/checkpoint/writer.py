@@ -20,7 +20,7 @@ from lumen.checkpoint.manifest import FORMAT_VERSION, MANIFEST, STATE, text_of
 from lumen.checkpoint.object_store import RemotePath
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.safetensors_file import write_safetensors
-from lumen.checkpoint.write_plan import Box, Sections, Share, Spec, share_of
+from lumen.checkpoint.write_plan import Block, Sections, TensorSpec, WritePlan, plan_writes
 from lumen.distributed.dtensor import own_part
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError
@@ -41,8 +41,8 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint that is either complete under its name or not there at all, even after a kill or power loss.
 
-    Every process writes its part, see `share_of`. Beyond the tensors themselves it needs the memory of one block of one
-    tensor at most. Collective: every rank must call this.
+    Every process writes its part, see `plan_writes`. Beyond the tensors themselves it needs the memory of one block at
+    most. Collective: every rank must call this.
 
     Args:
         directory: Final path, for example `runs/gpt/checkpoints/step-00000200`. A damaged checkpoint there is renamed
@@ -60,15 +60,15 @@ def write_checkpoint(
             before is changed, and nothing half-written is left under `directory`.
     """
     processes = Processes() if processes is None else processes
-    share = share_of(sections, processes)
-    write_share(
-        directory, share, state, aliases=aliases or {}, info=info, max_file_bytes=max_file_bytes, processes=processes
+    plan = plan_writes(sections, processes)
+    write_planned(
+        directory, plan, state, aliases=aliases or {}, info=info, max_file_bytes=max_file_bytes, processes=processes
     )
 
 
-def write_share(
+def write_planned(
     directory: Path,
-    share: Share,
+    plan: WritePlan,
     state: Mapping[str, JSON],
     *,
     aliases: Mapping[str, str],
@@ -77,10 +77,10 @@ def write_share(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write this process's blocks, and commit when all have; else as `write_checkpoint`. Collective."""
-    save = _Save(directory, share.specs, state, aliases, info)
+    save = _Save(directory, plan.specs, state, aliases, info)
     temporary, mark = processes.on_rank_zero(save.begin)
     processes.conclude(
-        partial(_write_files, temporary, mark, share, max_file_bytes, processes), partial(save.commit, temporary)
+        partial(_write_files, temporary, mark, plan, max_file_bytes, processes), partial(save.commit, temporary)
     )
 
 
@@ -91,7 +91,7 @@ class _Save:
     def __init__(
         self,
         directory: Path,
-        specs: Mapping[str, Mapping[str, Spec]],
+        specs: Mapping[str, Mapping[str, TensorSpec]],
         state: Mapping[str, JSON],
         aliases: Mapping[str, str],
         info: Mapping[str, Any],
@@ -161,7 +161,7 @@ class _Save:
         fsync_directory(root)
 
 
-def _checked_aliases(aliases: Mapping[str, str], specs: Mapping[str, Mapping[str, Spec]]) -> dict[str, str]:
+def _checked_aliases(aliases: Mapping[str, str], specs: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, str]:
     model = specs.get("model", {})
     for alias, name in aliases.items():
         if alias in model or name not in model:
@@ -204,45 +204,45 @@ def _holds_damaged(directory: Path) -> bool:
     )
 
 
-def _write_files(root: Path, mark: str, share: Share, max_file_bytes: int, processes: Processes) -> Written:
+def _write_files(root: Path, mark: str, plan: WritePlan, max_file_bytes: int, processes: Processes) -> Written:
     """Write this process's files. Returns their sizes and checksums, and which block lies in which file."""
     files: dict[str, JSON] = {}
-    described: dict[str, dict[str, JSON]] = {section: {} for section in share.boxes}
+    described: dict[str, dict[str, JSON]] = {section: {} for section in plan.blocks}
     if processes.rank > 0 and not isinstance(root, RemotePath) and not root.is_dir():
         raise CheckpointError(
             f"rank {processes.rank} does not find {root}, which rank 0 has made: it was removed, or these processes do "
             "not share that disk. Choose a directory that all of them see."
         )
     with explained("write", root):
-        for section, boxes in share.boxes.items():
-            for index, names in enumerate(_bounded(boxes, max_file_bytes)):
+        for section, blocks in plan.blocks.items():
+            for index, names in enumerate(_bounded(blocks, max_file_bytes)):
                 make_directory(root / section, inside=True)
                 file = f"{section}/{processes.rank:05d}-{index:05d}{mark}.safetensors"
-                tensors = {name: own_part(share.sections[section][name]) for name in names}
+                tensors = {name: own_part(plan.sections[section][name]) for name in names}
                 files[file] = write_safetensors(root / file, tensors)
                 for name in names:
-                    chunk = [file, list(boxes[name].offsets), list(boxes[name].shape)]
-                    described[section][name] = _describe(share.specs[section][name], [chunk])
+                    chunk = [file, list(blocks[name].offsets), list(blocks[name].shape)]
+                    described[section][name] = _describe(plan.specs[section][name], [chunk])
         for section in sorted(section for section, tensors in described.items() if tensors):
             fsync_directory(root / section)
     return files, described
 
 
-def _bounded(boxes: Mapping[str, Box], max_file_bytes: int) -> Iterator[list[str]]:
+def _bounded(blocks: Mapping[str, Block], max_file_bytes: int) -> Iterator[list[str]]:
     """Names of the blocks in each file, so that none exceeds `max_file_bytes`, except for a single larger block."""
     group: list[str] = []
     size = 0
-    for name, box in boxes.items():
-        if group and size + box.nbytes > max_file_bytes:
+    for name, block in blocks.items():
+        if group and size + block.nbytes > max_file_bytes:
             yield group
             group, size = [], 0
         group.append(name)
-        size += box.nbytes
+        size += block.nbytes
     if group:
         yield group
 
 
-def _describe(spec: Spec, chunks: list[JSON]) -> JSON:
+def _describe(spec: TensorSpec, chunks: list[JSON]) -> JSON:
     dtype, shape = spec
     return {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape), "chunks": chunks}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lumen.distributed.processes import Processes
-from lumen.internals.fully_shard import local_box
+from lumen.internals.fully_shard import local_block
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -25,7 +25,7 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     return sharded.to_local() if is_sharded(tensor) else tensor
 
 
-def own_box(
+def own_block(
     tensor: torch.Tensor, whole: torch.Size | None = None, *, copied: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offset and shape of `own_part` in each dimension of the whole tensor; nothing is communicated.
@@ -39,14 +39,14 @@ def own_box(
     if not is_sharded(tensor):
         return (0,) * len(whole), tuple(whole)
     sharded: Any = tensor
-    return local_box(whole, sharded.device_mesh, _cuts(tensor, whole, copied))
+    return local_block(whole, sharded.device_mesh, _cuts(tensor, whole, copied))
 
 
 def from_part(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copied: bool = False) -> torch.Tensor:
     """A DTensor that is sharded as another one is, from this process's part; nothing is communicated.
 
     Args:
-        own: This process's part, of the shape that `own_box` gives.
+        own: This process's part, of the shape that `own_block` gives.
         like: The DTensor whose mesh and placements are used.
         whole: Shape of the whole tensor.
         copied: The tensor is whole on every process.

@@ -12,7 +12,7 @@ import torch
 from lumen.internals.torch_versions import need
 
 
-def local_box(whole: torch.Size, mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_block(whole: torch.Size, mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offset and shape of this process's part of a DTensor in each dimension; nothing is communicated."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
