@@ -18,8 +18,9 @@ from lumen.data.adapter import LoaderAdapter, Position
 from lumen.data.nested import move
 from lumen.data.windows import AccumulationWindow
 from lumen.loop.step import unnoticed
-from lumen.metrics.collector import StageMetrics, for_loggers
+from lumen.metrics.collector import StageMetrics
 from lumen.metrics.stages import StatesApart
+from lumen.metrics.step_values import for_loggers
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.random import EVALUATIONS, make_key, preserved_generators, seed_generators
 from lumen.run.loaders import loader_suffixes

@@ -14,7 +14,8 @@ from lumen.checkpoint.collect import check_additions
 from lumen.errors import DataError, TrainingError
 from lumen.loop.evaluate import evaluate, publish
 from lumen.loop.step import EpochSkipped, train_step
-from lumen.metrics.collector import StageMetrics, for_loggers
+from lumen.metrics.collector import StageMetrics
+from lumen.metrics.step_values import for_loggers
 from lumen.metrics.torchmetrics_states import metrics_of
 from lumen.random import preserved_generators
 from lumen.run.open_loaders import NO_TRAINING, open_loaders

@@ -1,40 +1,33 @@
-"""What `self.log` leaves behind: values collected without waiting, means taken over exactly the samples seen.
+"""Collects the values that `self.log` is given, without waiting for a device, and computes their means over samples.
 
-Every process collects its own. Where a value is read, those of all processes are merged, in the order of ranks: so
-every rank reads the same.
+Every process collects its own. Where a value is read, those of all processes are merged in rank order, so every rank
+reads the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import nn
 
 from lumen.errors import ConfigError
 from lumen.metrics.accumulator import Accumulator
-from lumen.metrics.host_copy import HostCopy
-from lumen.metrics.log_call import Given, How, LogOptions, Reduction, as_metric, as_number, check_name, log_options
+from lumen.metrics.log_call import Given, How, LogOptions, as_metric, as_number, check_name, log_options
 from lumen.metrics.outside_steps import HookValue
+from lumen.metrics.step_values import Latest, agreed, by_name, floats, means, of_ranks
 from lumen.metrics.torchmetrics_states import Gather, compute_over_ranks, metrics_of
 
 if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a metric has imported it
     from torchmetrics import Metric
 
-T = TypeVar("T")
-_NORM = "grad_norm", -1  # beside places of logged values
-
-
-#: What was logged in a window under each name: how, and the values with their weights.
-Latest = dict[str, tuple[LogOptions, list[tuple[float | torch.Tensor, float]]]]
-
 
 @final
 class _Entry:
-    """One logged name."""
+    """Everything logged under one name."""
 
     __slots__ = ("epoch", "how", "is_tensor", "latest", "loaders", "metric", "options", "window")
 
@@ -50,7 +43,7 @@ class _Entry:
 
 
 class _Report(NamedTuple):
-    """What a rank tells the others of one name."""
+    """The values of one name on one rank, as sent to the other ranks."""
 
     options: LogOptions
     kind: str | None  # class of the torchmetrics object
@@ -60,7 +53,7 @@ class _Report(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Of numbers that have been logged there."""
+        """Mean of the numbers logged on that rank; NaN if there are none."""
         total, weight = self.sums
         return total / weight if weight else math.nan
 
@@ -72,8 +65,8 @@ class StageMetrics:
     Attributes:
         window: Number of the optimizer step (or evaluation batch) in progress; values logged in the same window are
             averaged into one step value.
-        closed: The epoch's values are out: what is logged now would be lost.
-        of_hooks: What each process has logged outside of steps, once its `epoch_values` were brought together.
+        closed: The values of the epoch have been published, so a value that is logged now would be lost.
+        of_hooks: Values that each process has logged outside of steps, by name; set by `epoch_values` with a `gather`.
     """
 
     def __init__(self) -> None:
@@ -140,7 +133,7 @@ class StageMetrics:
                 f"self.log({name!r}): this {type(metric).__name__} is logged as {other!r} too. Fed by two loaders, "
                 "one metric gives the value of neither; make one metric for each loader."
             )
-        for published in _published(name, options):
+        for published in options.published(name):
             if published in self._owners:
                 raise ConfigError(
                     f"self.log({name!r}): {self._owners[published]!r} is logged as {published!r} already, since it has "
@@ -149,9 +142,9 @@ class StageMetrics:
         return self._add(name, _Entry(options, metric, is_tensor=isinstance(value, torch.Tensor)))
 
     def _add(self, name: str, entry: _Entry) -> _Entry:
-        """Take in a name, so that the next one is compared with none but those that it could be confused with."""
+        """Register a name, and the names under which its values can be read."""
         self._entries[name] = entry
-        for published in _published(name, entry.options):
+        for published in entry.options.published(name):
             self._owners[published] = name
         if entry.metric is not None:
             self._fed[id(entry.metric), name.removesuffix(entry.options.suffix)] = name
@@ -163,9 +156,9 @@ class StageMetrics:
         """The weighted mean of each name over the window in progress, `x_step` where `x_epoch` exists too.
 
         Args:
-            keep: Of which names.
-            gather: Gives every rank's value of plain data, in rank order: then the mean is that of all ranks' windows.
-                Collective. None: of this process's.
+            keep: Returns whether a name with these options is wanted.
+            gather: Returns every rank's value of plain data, in rank order: then the mean is over all ranks. Collective.
+                None: the mean is over this process.
 
         Raises:
             ConfigError: A name is logged with other options on another rank.
@@ -174,12 +167,11 @@ class StageMetrics:
             return {}
         latest = self.latest()
         if gather is not None:
-            latest = {name: (options, _floats(values)) for name, (options, values) in latest.items()}
-            latest = _of_ranks(gather(latest))
-        return _means(latest, keep)
+            latest = of_ranks(gather(floats(latest)))
+        return means(latest, keep)
 
     def latest(self) -> Latest:
-        """What this process has logged in the window in progress, of single steps."""
+        """The values of single steps that this process has logged in the window in progress."""
         return {
             name: (entry.options, entry.latest)
             for name, entry in self._entries.items()
@@ -194,22 +186,22 @@ class StageMetrics:
     def epoch_names(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> list[str]:
         """The names that `epoch_values` gives, or gave for all ranks, without computing a value."""
         return [
-            _variant(name, "epoch", entry.options) if entry.options.on_step else name
+            entry.options.variant(name, "epoch") if entry.options.on_step else name
             for name, entry in self._entries.items()
             if entry.options.on_epoch and keep(entry.options)
         ]
 
     def loaders(self) -> dict[str, tuple[str, ...]]:
-        """By the names of `epoch_values` what tells the loaders apart that each was logged for; "": none."""
+        """Suffixes of the loaders that each name of `epoch_values` was logged for; "" stands for no loader."""
         entries = [entry for entry in self._entries.values() if entry.options.on_epoch]
         return {name: entry.loaders for name, entry in zip(self.epoch_names(), entries, strict=True)}
 
     def of_steps(self) -> dict[str, str]:
-        """Names of values of single steps, and under which name each has, or would have, its value of the epoch."""
+        """The epoch's name for each name of a value of single steps: `x_epoch` for `x` and `x_step`."""
         return {
-            each: _variant(name, "epoch", entry.options)
+            each: entry.options.variant(name, "epoch")
             for name, entry in self._entries.items()
-            for each in ((name, _variant(name, "step", entry.options)) if entry.options.on_step else ())
+            for each in ((name, entry.options.variant(name, "step")) if entry.options.on_step else ())
         }
 
     def epoch_values(self, model: nn.Module, gather: Gather | None = None) -> dict[str, float]:
@@ -219,12 +211,12 @@ class StageMetrics:
         from now on.
 
         Args:
-            model: Whose modules the torchmetrics objects are.
-            gather: Gives every rank's value of plain data and tensors, in rank order; the values are then those of all
+            model: The module whose submodules the torchmetrics objects are.
+            gather: Returns every rank's value of plain data and tensors, in rank order; the values are then those of all
                 ranks together. Collective. None: there is one process.
 
         Raises:
-            ConfigError: A metric gives no number; ranks do not log the same under one name.
+            ConfigError: A metric computes something else than one number, or ranks log one name in different ways.
         """
         computed = self._compute() if gather is None else self._compute_over_ranks(model, gather)
         for name, value in computed.items():
@@ -250,9 +242,9 @@ class StageMetrics:
         counts = [module._update_count for module in modules.values()]
         places = {id(module): place for place, module in modules.items()}
         answers = gather(({name: _report(entry, places) for name, entry in self._entries.items()}, counts))
-        reports = _by_name([report for report, _ in answers])
+        reports = by_name([report for report, _ in answers])
         for name, ranks in reports.items():
-            _, kind, place = _agreed(name, [report[:3] for report in ranks])
+            _, kind, place = agreed(name, [report[:3] for report in ranks])
             if kind is not None and place is None:
                 raise ConfigError(
                     f"self.log({name!r}): the {kind} is no part of the task, so the processes cannot find each "
@@ -290,7 +282,7 @@ class StageMetrics:
         """Plain data, for a checkpoint in the middle of an epoch.
 
         Args:
-            name_of: Where a logged metric object lives in the task.
+            name_of: Returns the name of a metric object in the task; None if it is no part of it.
         """
         for name, entry in self._entries.items():
             if entry.metric is not None and name_of(entry.metric) is None:
@@ -310,124 +302,13 @@ class StageMetrics:
     def load_state_dict(
         self, state: Mapping[str, Any], metric_named: Callable[[str], Metric], device: torch.device
     ) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         for name, saved in state.items():
             metric = None if saved["metric"] is None else metric_named(saved["metric"])
             entry = self._add(name, _Entry(LogOptions(**saved["options"]), metric))
             entry.epoch = Accumulator.from_state(saved["epoch"], device)
 
 
-@final
-class PendingStepLog:
-    """The values of one step on their way to the loggers: they may arrive while the next one is computed.
-
-    Args:
-        metrics: Of the step, which has just been made.
-        grad_norm: The same on every rank; None without one.
-        step: Its number.
-        epoch: Its epoch.
-    """
-
-    def __init__(self, metrics: StageMetrics, grad_norm: torch.Tensor | None, step: int, epoch: int) -> None:
-        self.step, self.epoch = step, epoch
-        self._latest = metrics.latest()
-        values: dict[tuple[str, int], float | torch.Tensor] = {
-            (name, place): value
-            for name, (_, pairs) in self._latest.items()
-            for place, (value, _) in enumerate(pairs)
-            if isinstance(value, torch.Tensor)
-        }
-        if grad_norm is not None:
-            values[_NORM] = grad_norm
-        self._copy = HostCopy(values)
-
-    def values(self, gather: Gather | None) -> dict[str, float]:
-        """What the loggers get; see `StageMetrics.step_values`. Waits for the device. Collective, with a `gather`."""
-        read = self._copy.read()
-        latest = self._latest
-        if read.keys() - {_NORM}:  # else nothing is built for each name, which would make Python look for garbage
-            latest = {
-                name: (options, [(read.get((name, k), value), weight) for k, (value, weight) in enumerate(pairs)])
-                for name, (options, pairs) in latest.items()
-            }
-        means = _means(latest if gather is None else _of_ranks(gather(latest)), for_loggers)
-        values = {name: float(value) for name, value in means.items()}
-        if _NORM in read:
-            values.setdefault("grad_norm", read[_NORM])  # the user may log one
-        return values
-
-
-def for_loggers(options: LogOptions) -> bool:
-    """Whether loggers get a name."""
-    return options.logger
-
-
-def _of_ranks(ranks: Sequence[Latest]) -> Latest:
-    """What all ranks have logged in a window, as one process would have."""
-    return {
-        name: (_agreed(name, [options for options, _ in each]), _in_turn([values for _, values in each]))
-        for name, each in _by_name(ranks).items()
-    }
-
-
-def _means(latest: Latest, keep: Callable[[LogOptions], bool]) -> dict[str, float | torch.Tensor]:
-    values: dict[str, float | torch.Tensor] = {}
-    for name, (options, pairs) in latest.items():
-        if keep(options):
-            values[_variant(name, "step", options) if options.on_epoch else name] = (
-                pairs[0][0] if len(pairs) == 1 else _reduced(pairs, options.reduce_fx)
-            )
-    return values
-
-
-def _reduced(pairs: Iterable[tuple[float | torch.Tensor, float]], reduction: Reduction) -> float | torch.Tensor:
-    window = Accumulator(reduction)
-    for value, weight in pairs:
-        window.add(value, weight)
-    return window.compute()
-
-
 def _report(entry: _Entry, places: Mapping[int, str]) -> _Report:
     kind = None if entry.metric is None else type(entry.metric).__name__
     return _Report(entry.options, kind, places.get(id(entry.metric)), entry.epoch.sums(), entry.loaders)
-
-
-def _by_name(ranks: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
-    """What ranks have under each name: in rank order, of those that have it."""
-    found: dict[str, list[T]] = {}
-    for rank in ranks:
-        for name, value in rank.items():
-            found.setdefault(name, []).append(value)
-    return found
-
-
-def _agreed(name: str, ranks: Sequence[T]) -> T:
-    """What all ranks give, which must be the same."""
-    for other in ranks:
-        if other != ranks[0]:
-            raise ConfigError(
-                f"self.log({name!r}) was called with {ranks[0]} on one rank and with {other} on another. "
-                "Log one name always with the same options, or use two names."
-            )
-    return ranks[0]
-
-
-def _floats(pairs: Iterable[tuple[Any, float]]) -> list[tuple[float | torch.Tensor, float]]:
-    return [(float(value), weight) for value, weight in pairs]
-
-
-def _in_turn(ranks: Iterable[Iterable[T]]) -> list[T]:
-    """The first of each rank, the second of each, and so on: micro-batches as one process would see them."""
-    return [value for turn in zip_longest(*ranks) for value in turn if value is not None]
-
-
-def _variant(name: str, of: str, options: LogOptions) -> str:
-    """`x_step` or `x_epoch`; what tells loaders apart stays at the end."""
-    return f"{name.removesuffix(options.suffix)}_{of}{options.suffix}"
-
-
-def _published(name: str, options: LogOptions) -> tuple[str, ...]:
-    """Under which names values of a logged one can be read."""
-    if options.on_step and options.on_epoch:
-        return _variant(name, "step", options), _variant(name, "epoch", options)
-    return (name,) if options.on_step or options.on_epoch else ()

@@ -30,6 +30,16 @@ class LogOptions(NamedTuple):
     suffix: str = ""  # of the name, where several loaders log the same one
     hook: str = ""  # around steps, where a number is of a process and nothing says how those become one
 
+    def variant(self, name: str, of: str) -> str:
+        """`x_step` or `x_epoch` for the name `x`; the suffix stays at the end."""
+        return f"{name.removesuffix(self.suffix)}_{of}{self.suffix}"
+
+    def published(self, name: str) -> tuple[str, ...]:
+        """The names under which values of a logged one can be read."""
+        if self.on_step and self.on_epoch:
+            return self.variant(name, "step"), self.variant(name, "epoch")
+        return (name,) if self.on_step or self.on_epoch else ()
+
 
 #: The values of a `How` as a plain tuple: comparing it to the last call's is cheaper than building a `How` each time.
 Given = tuple[bool, bool | None, bool | None, bool, bool, Reduction, bool, str, str]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from lumen.metrics.collector import PendingStepLog
+from lumen.metrics.step_values import PendingStepLog
 from lumen.run.log_context import LogContext
 from lumen.run.plan import Plan
 from lumen.run.progress import Progress
@@ -92,7 +92,7 @@ class Records:
         return self.is_logged and self._progress.step % self._plan.log_every_n_steps != 0
 
     def _newest_log(self) -> PendingStepLog:
-        return PendingStepLog(self._log.train, self._step.grad_norm, self._progress.step, self._progress.epoch)
+        return PendingStepLog(self._log.train.latest(), self._step.grad_norm, self._progress.step, self._progress.epoch)
 
     def _write(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         if values:
