@@ -157,7 +157,7 @@ class StageMetrics:
 
         Args:
             keep: Returns whether a name with these options is wanted.
-            gather: Returns every rank's value of plain data, in rank order: then the mean is over all ranks. Collective.
+            gather: Returns every rank's plain data, in rank order: then the mean is over all ranks. Collective.
                 None: the mean is over this process.
 
         Raises:
@@ -212,7 +212,7 @@ class StageMetrics:
 
         Args:
             model: The module whose submodules the torchmetrics objects are.
-            gather: Returns every rank's value of plain data and tensors, in rank order; the values are then those of all
+            gather: Returns every rank's plain data and tensors, in rank order; the values are then those of all
                 ranks together. Collective. None: there is one process.
 
         Raises:
