@@ -1,4 +1,4 @@
-"""What processes say to each other in a run under DDP, counted in torch's own record of its collectives."""
+"""What processes say to each other in a run, most often under DDP, counted in torch's own record of its collectives."""
 
 import functools
 import sys
@@ -61,7 +61,7 @@ def meet(folder):
 def collectives(folder, task, steps, options=None, val_dataloaders=None, **trainer):
     """How often each kind of collective ran in a fit, and a sum of how many numbers: {"all_gather": 8, 5: 20}."""
     meet(folder)
-    trainer = bare_trainer(folder, max_steps=steps, strategy=lumen.DDP(**options or {}), **trainer)
+    trainer = bare_trainer(folder, max_steps=steps, **{"strategy": lumen.DDP(**options or {})} | trainer)
     with torch.profiler.profile(activities=CPU, record_shapes=True, acc_events=True) as record:
         trainer.fit(task, loader(2400, 4), val_dataloaders=val_dataloaders)
     assert trainer.global_step == steps
@@ -114,6 +114,21 @@ def test_batch_weight_costs_one_small_sum_a_step(group, tmp_path):
 
 def add_weighed_steps(folder):
     return added(folder, Weighing)
+
+
+def test_an_fsdp_step_gathers_each_unit_twice_and_sums_its_gradients_the_norms_and_five_numbers(group, tmp_path):
+    units, parameters = 2, 4
+    for sums in group(2).run(add_fsdp_steps, tmp_path):
+        assert sums.pop("all_gather") == 10 * units * 2
+        assert sums.pop(parameters) == sums.pop(5) == 10
+        assert list(sums.values()) == [10] * units
+
+
+def add_fsdp_steps(folder):
+    options = {"strategy": lumen.FSDP(), "gradient_clip_val": 1.0}
+    few, many = (collectives(folder, Saying(), steps, **options) for steps in (2, 12))
+    assert many.pop(VOTE) <= few.pop(VOTE, 0) + 8
+    return many - few
 
 
 def test_a_micro_batch_that_one_rank_leaves_out_is_talked_about_in_its_step_and_the_next(group, tmp_path):
