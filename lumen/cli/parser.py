@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from typing import NoReturn, final
+from typing import Any, NoReturn, final
 
 from lumen.cli import WITHOUT_CONFIG
 from lumen.errors import ConfigError
@@ -21,10 +21,17 @@ class Words(argparse.ArgumentParser):
     """
 
     def __init__(self, command: str, usage: str, more: str) -> None:
+        self._options: list[str] = []
         super().__init__(
             usage=f"lumen {command} {usage}", description=f"{WITHOUT_CONFIG[command]} {more}", allow_abbrev=False
         )
         self._command = command
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        """Add an argument, as argparse does."""
+        action = super().add_argument(*names, **settings)
+        self._options += action.option_strings
+        return action
 
     def read(self, words: list[str]) -> argparse.Namespace:
         """The values of all options.
@@ -32,10 +39,9 @@ class Words(argparse.ArgumentParser):
         Raises:
             ConfigError: An option is unknown, missing, or has no such value.
         """
-        known = self._option_string_actions
         for word in (word.partition("=")[0] for word in words if word.startswith("-")):
-            if word not in known:
-                close = difflib.get_close_matches(word, known, n=1)
+            if word not in self._options:
+                close = difflib.get_close_matches(word, self._options, n=1)
                 hint = f"Did you mean {close[0]}?" if close else f"lumen {self._command} --help shows all."
                 raise ConfigError(f"lumen {self._command} has no option {word}. {hint}")
         return self.parse_args(words)
