@@ -441,7 +441,6 @@ def test_nothing_is_defined_where_the_class_test_does_not_look():
 #: Underscore names that are neither Lumen's nor torch's.
 OTHERS = {
     "_asdict", "_fields", "_make", "_replace",  # named tuples
-    "_actions", "_option_string_actions", "_typehint",  # argparse, jsonargparse
     "_distributed",  # Hugging Face's data sets
     "_strip_protocol",  # fsspec
     "_computed", "_defaults", "_forward_cache", "_reductions", "_sync_dist", "_to_sync",  # torchmetrics

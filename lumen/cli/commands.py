@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import reprlib
 import secrets
 import sys
 import traceback
+from argparse import Action
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, final
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, get_loader, set_loader  # type: ignore[attr-defined]
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, DefaultHelpFormatter, Namespace, set_loader  # type: ignore[attr-defined]
 
 from lumen.callbacks.checkpoint_names import decides
 from lumen.checkpoint import PARTS, Weights, as_place, find_checkpoint, is_weights
 from lumen.checkpoint.manifest import STATE
 from lumen.cli import COMMANDS
-from lumen.cli.config_checks import BASES, SUPPLIED, check, find_class, without_defaults
-from lumen.cli.config_layers import Settings, parse_words, plain, read_config
+from lumen.cli.config_checks import BASES, SUPPLIED, Check, find_class, without_defaults
+from lumen.cli.config_layers import Settings, parse_words
 from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stdout
@@ -98,6 +97,22 @@ class LookaheadOptions:
     alpha: float = 0.5
 
 
+@final
+@dataclass
+class Options:
+    """Options of the command itself.
+
+    Args:
+        seed_everything: The run's seed. Default: drawn and recorded.
+        ckpt_path: best, last, the path of a checkpoint or run, or weights as trainer.init_from has them.
+        output: Where results are written: .json, .jsonl, .safetensors.
+    """
+
+    seed_everything: int | None = None
+    ckpt_path: Weights | str | None = None
+    output: str | None = None
+
+
 _GROUPS = {
     "parameter_groups": ParameterGroups,
     "lookahead": LookaheadOptions,
@@ -109,16 +124,22 @@ _PRINT_CONFIG = (
     "Print the settings as a config file, and do nothing else. =skip_default leaves out what has its default, "
     "=skip_unset what is null; both with a comma."
 )
-_of_jsonargparse = get_loader("yaml")
+set_loader("yaml", load_yaml, (yaml.YAMLError,))
 
 
-def _load_value(text: str) -> Any:
-    """What jsonargparse makes of a value that is a text, if that can be meant."""
-    load_yaml(text)
-    return _of_jsonargparse(text)
+@final
+class _Help(DefaultHelpFormatter):
+    """Says what Lumen takes where jsonargparse says what it would: config files are `--config` alone."""
 
-
-set_loader("yaml", _load_value, (yaml.YAMLError,))
+    def add_argument(self, action: Action) -> None:
+        """Describe an option."""
+        if "--print_config" in action.option_strings:
+            action.help = _PRINT_CONFIG
+        elif action.dest in _GROUPS:
+            action.metavar, action.help = "{NAME: VALUE, ...}", "Several of these at once."
+        elif isinstance(action.metavar, str):
+            action.metavar = action.metavar.removeprefix("CONFIG | ")
+        super().add_argument(action)
 
 
 def run(command: str, words: list[str]) -> int:
@@ -126,24 +147,20 @@ def run(command: str, words: list[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     parser = _make_parser(command)
-    if any(word == "-h" or word.partition("=")[0].endswith(("--help", ".help")) for word in words):
-        for word, value in pairwise([*words, ""]):
-            if word == "--config" or word.startswith("--config="):
-                read_config(value if word == "--config" else word.removeprefix("--config="))
-        try:
-            parser.parse_args(words)
-        except ArgumentError as error:
-            raise ConfigError(f"{error}. For the options of a class write --model.help module.Class.") from error
-    pairs = parse_words(words)
+    pairs = parse_words(["--help" if word == "-h" else word for word in words])
     left_out = _flags([text for key, text in pairs if key == "print_config"])
+    asked = [(key, text) for key, text in pairs if key == "help" or key.endswith(".help")]
     files = [text for key, text in pairs if key == "config"] or _config_of_run(dict(pairs).get("ckpt_path"))
-    settings = Settings(command, files, [(key, text) for key, text in pairs if key not in ("config", "print_config")])
+    aside = {"config", "print_config", *(key for key, _ in asked)}
+    settings = Settings(command, files, [(key, text) for key, text in pairs if key not in aside])
+    if asked:
+        return _show_help(parser, settings, asked)
     if files and not settings.tree["trainer"].get("name"):
         settings.tree["trainer"]["name"] = Path(files[0]).stem
-    links = check(settings, parser, _GROUPS)
-    for name in links:
+    check = Check(settings, parser, {"": Options, **_GROUPS})
+    for name in check.links:
         parser.link_arguments("data", f"model.init_args.{name}", partial(_take, name), apply_on="instantiate")
-    config = _parse(parser, settings)
+    config = check.parse(parser)
     record = _recorded(parser, config)
     if not config.optimizer and any(
         value is not None for value in (config.lookahead.k, *vars(config.parameter_groups).values())
@@ -172,7 +189,7 @@ def run(command: str, words: list[str]) -> int:
         seed_for_building(seed)
         built = _instantiate(parser, config)
         built.trainer.seed = seed
-        for name in links:
+        for name in check.links:
             with suppress(yaml.YAMLError):  # what is no plain data is taken from the data again
                 yaml.safe_dump(value := getattr(built.data, name))
                 record["model"].setdefault("init_args", {})[name] = value
@@ -210,6 +227,19 @@ def _flags(given: list[str]) -> set[str] | None:
     return {_LEFT_OUT[word] for word in words} if given else None
 
 
+def _show_help(parser: ArgumentParser, settings: Settings, asked: list[tuple[str, str]]) -> int:
+    """Show the options; for `--model.help` those of the class that is named there, or else in the settings."""
+    words = []
+    for key, text in asked:
+        name = settings.class_of(key.removesuffix(".help")) if text == "true" else text
+        words += [f"--{key}", *([name] if name and key != "help" else [])]
+    try:
+        parser.parse_args(words)
+    except ArgumentError as error:
+        raise ConfigError(f"{error}. For the options of a class write --model.help module.Class.") from error
+    return 0
+
+
 def _processes(trainer: Namespace) -> Processes:
     """Those of the run, before anything is built."""
     if isinstance(trainer.strategy, str):
@@ -223,41 +253,18 @@ def _make_parser(command: str) -> ArgumentParser:
     order = (
         f"The command line beats config files, the last one first, then LUMEN_{command.upper()}__TRAINER__MAX_STEPS=9."
     )
-    parser = ArgumentParser(usage=usage, description=f"{COMMANDS[command]} {order}", exit_on_error=False)
+    parser = ArgumentParser(
+        usage=usage, description=f"{COMMANDS[command]} {order}", formatter_class=_Help, exit_on_error=False
+    )
     parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of settings; the last one wins.")
-    parser.add_argument("--seed_everything", type=int | None, help="The run's seed. Default: drawn and recorded.")
-    if command != "fit":
-        help_text = "best, last, the path of a checkpoint or run, or weights as trainer.init_from has them."
-        parser.add_argument("--ckpt_path", type=Weights | str | None, help=help_text)
-        parser.add_argument("--output", type=str | None, help="Where results are written: .json, .jsonl, .safetensors.")
+    unused = {"ckpt_path", "output"} if command == "fit" else set()
+    parser.add_class_arguments(Options, as_group=False, skip=unused)
     for key, base in BASES.items():
         later = SUPPLIED.get(key, set())
         parser.add_subclass_arguments(base, key, skip=later, instantiate=not later, fail_untyped=False)
     for key, kind in _GROUPS.items():
         parser.add_class_arguments(kind, key, skip={*SUPPLIED.get(key, ())})
-    _say_what_lumen_takes(parser)
     return parser
-
-
-def _say_what_lumen_takes(parser: ArgumentParser) -> None:
-    """Put right what jsonargparse says of options that it does not read here: config files are `--config` alone."""
-    for action in parser._actions:
-        if action.option_strings == ["--print_config"]:
-            action.help = _PRINT_CONFIG
-        elif action.dest in _GROUPS:
-            action.metavar, action.help = "{NAME: VALUE, ...}", "Several of these at once."
-        elif isinstance(action.metavar, str):
-            action.metavar = action.metavar.removeprefix("CONFIG | ")
-
-
-def _parse(parser: ArgumentParser, settings: Settings) -> Namespace:
-    try:
-        return parser.parse_object(plain(settings.tree))  # type: ignore[no-any-return]
-    except ArgumentError as error:  # what check could not see: a short name inside another class, a dataclass's field
-        text = str(error).replace("Expected a dot import path string:", "there is no class")
-        reason = re.search(r"(?:- (?!Problem|Expected a <class)|class_path '.+':\n +(?! |Parser))(.+)", text)
-        key = ".".join(re.findall(r'Parser key "(.+?)"', text))
-        raise ConfigError(f"{key}: {reason.group(1) if reason else text.splitlines()[-1]}") from error
 
 
 def _instantiate(parser: ArgumentParser, config: Namespace) -> Namespace:
@@ -344,7 +351,7 @@ def _parameter_groups(config: Namespace, task: TaskModule) -> list[Any]:
 
 def _built(node: Namespace, subject: Any) -> Any:
     try:
-        return find_class(node.class_path, None)(subject, **node.get("init_args", {}))
+        return find_class(node.class_path)(subject, **node.get("init_args", {}))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{node.class_path} does not take these arguments: {error}") from error
 

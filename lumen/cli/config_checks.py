@@ -1,4 +1,8 @@
-"""What is wrong with the settings, in words: the key, who set it, what was found, what there is instead."""
+"""What settings mean, or what is wrong with them: the key, who set it, what was found, what there is instead.
+
+Names are looked at first: every class, and every key that it is given. jsonargparse then reads the values, once and all
+together. Where it refuses them they are tried one by one, so that all that is wrong is said at once.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,26 @@ import difflib
 import inspect
 import os
 import pkgutil
+import re
 import sys
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import is_dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Protocol, Union, final, get_args, get_origin
 
-from jsonargparse import ArgumentError, ArgumentParser
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lumen.callbacks import Callback
-from lumen.cli.config_layers import Added, Keys, Settings
+from lumen.cli.config_layers import Added, Keys, Settings, is_class, plain
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
 from lumen.task.data_module import DataModule
@@ -29,55 +37,180 @@ from lumen.task.task_module import TaskModule
 
 BASES = {"data": DataModule, "model": TaskModule, "optimizer": Optimizer, "lr_scheduler": LRScheduler}
 SUPPLIED = {"optimizer": {"params"}, "lr_scheduler": {"optimizer"}, "trainer": {"seed"}}
+_INSTEAD = {
+    ("trainer", "seed"): "Use seed_everything.",
+    ("ckpt_path",): "For fit use trainer.resume.",
+    ("config",): "Config files are named by --config FILE alone.",
+}
+_NO_BASES = {"builtins", "types", "typing", "collections.abc", "inspect", "torch"}  # whose classes no class_path names
+_MINUTES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # a number in YAML 1.1, and to jsonargparse
+_UNKNOWN = inspect.Parameter("unknown", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
-def check(settings: Settings, top: ArgumentParser, groups: Mapping[str, type]) -> list[str]:
-    """Check every key, class and value, one by one because jsonargparse speaks of whole unions of classes.
+@final
+class Asked(NamedTuple):
+    """A class that the settings name: where its arguments stand, which it is given, and which it takes."""
 
-    Returns:
-        The required arguments of the model that are not set, if there is data to take them from.
-    """
-    tree, defaults, links = settings.tree, top.get_defaults(), list[str]()
-    known, plain = defaults.as_dict(), {key: tree[key] for key in tree if key not in {*BASES, *groups}}
-    problems = [_unknown(settings, (key,), "lumen", [*known, *defaults.keys()]) for key in plain if key not in known]
-    problems += _wrong(settings, (), top, {key: value for key, value in plain.items() if key in known})
-    for key, kind in groups.items():
-        problems += _check(settings, (key,), kind, tree.get(key) or {})[0]
-    for path, node in nodes(tree, ()):
-        callback = path[:2] == ("trainer", "callbacks") and len(path) <= 3
-        where, base = settings.where((*path, "class_path")), Callback if callback else BASES.get(".".join(path))
+    path: Keys
+    kind: type
+    given: Mapping[str, Any]
+    parameters: Mapping[str, inspect.Parameter]
+
+    def fits(self, name: str) -> bool:
+        """Whether a parameter takes the value that is given."""
+        parser = ArgumentParser(exit_on_error=False)
+        others = {*self.parameters, *_supplied(self.path)} - {name}
+        parser.add_class_arguments(self.kind, skip=others, fail_untyped=False)
         try:
-            kind = find_class(node.get("class_path", ""), base, where, settings.files)
+            parser.parse_object(plain({name: self.given[name]}, self.path))
+        except ArgumentError:
+            return False
+        return True
+
+
+@final
+class Check:
+    """All names in the settings: those that are wrong are problems, the others take values.
+
+    Args:
+        settings: The settings.
+        top: The parser of all options.
+        groups: The class of each group of options; of those without a group under "".
+
+    Attributes:
+        links: The required arguments of the model that are not set, if there is data to take them from.
+    """
+
+    def __init__(self, settings: Settings, top: ArgumentParser, groups: Mapping[str, type]) -> None:
+        self.links: list[str] = []
+        self._settings, self._asked, self._problems = settings, list[Asked](), dict[Keys, str]()
+        tree, defaults = settings.tree, top.get_defaults()
+        known = [key for key in defaults.as_dict() if key != "config"]
+        for key in tree:
+            if key not in known:
+                self._refuse((key,), "lumen", ["config", *known, *defaults.keys()])
+        single = {key: tree[key] for key in tree if key in known and key not in {*groups, *BASES}}
+        for key, kind in groups.items():
+            self._ask((key,) if key else (), kind, tree[key] if key else single)
+        for key, base in BASES.items():
+            if is_class(tree.get(key)):
+                self._enter((key,), tree[key], base)
+            elif tree.get(key):
+                self._problems[(key,)] = f"{settings.where((key,))}: expected a class, found {tree[key]!r}."
+        if tree.get("lr_scheduler") and not tree.get("optimizer"):
+            self._problems["optimizer",] = "lr_scheduler: it needs the optimizer that it schedules. Set optimizer too."
+        if not tree.get("model"):
+            self._problems["model",] = "no model is configured. Give --config FILE, or --model module.Class."
+
+    def parse(self, top: ArgumentParser) -> Namespace:
+        """Every setting as its type has it.
+
+        Raises:
+            ConfigError: Says all that is wrong.
+        """
+        refused: ArgumentError | None = None
+        if not self._problems:
+            try:
+                return top.parse_object(plain(self._settings.tree))  # type: ignore[no-any-return]
+            except ArgumentError as error:
+                refused = error
+        self._try_values()
+        raise ConfigError("\n".join(self._problems.values()) or str(refused)) from refused
+
+    def _ask(self, path: Keys, kind: type, given: Mapping[str, Any], *, needy: bool = True) -> list[str]:
+        """Look at the names that a class is given, and into their values; return those that it lacks."""
+        parser = ArgumentParser(exit_on_error=False)
+        options = parser.add_class_arguments(kind, skip=_supplied(path), fail_untyped=False)
+        parameters = _parameters(kind, options)
+        self._asked.append(Asked(path, kind, given, parameters))
+        for name, value in given.items():
+            if name not in parameters:
+                self._refuse((*path, name), kind.__name__, options, getattr(kind, "INSTEAD", {}))
+                continue
+            if isinstance(value, Added) and isinstance(default := parser.get_defaults().get(name), list | tuple):
+                value[:0] = default
+            self._look_into(value, (*path, name), parameters[name].annotation)
+        empty = inspect.Parameter.empty
+        missing = [name for name, each in parameters.items() if each.default is empty and name not in given]
+        where = self._settings.where((*path[:-1], "class_path") if path[-1:] == ("init_args",) else path)
+        for name in missing if needy else ():
+            self._problems[*path, name] = f"{where}: {kind.__name__} needs {name}. Set it."
+        return missing
+
+    def _look_into(self, value: Any, path: Keys, hint: Any) -> None:
+        """Find the classes in a value."""
+        records = [each for each in _bases(hint) if is_dataclass(each)]
+        if is_class(value) or (isinstance(value, str) and _names_a_class(value, hint)):
+            self._enter(path, value, hint)
+        elif isinstance(value, dict) and len(records) == 1:
+            self._ask(path, records[0], value)
+        elif isinstance(value, str) and _MINUTES.fullmatch(value) and {int, float} & {*_classes(hint)}:
+            meant = f"{value} would mean {yaml.safe_load(value)}. For a duration write 0{value}."
+            self._problems[path] = f"{self._settings.where(path)}: {meant}"
+        elif isinstance(value, dict | list):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                self._look_into(item, (*path, str(key)), hint)
+
+    def _enter(self, path: Keys, node: Mapping[str, Any] | str, hint: Any) -> None:
+        """Find a class, and look at what it is given."""
+        place = path if isinstance(node, str) else (*path, "class_path")
+        node = {"class_path": node} if isinstance(node, str) else node
+        settings, name = self._settings, str(node.get("class_path") or "")
+        try:
+            kind = find_class(name, _bases(hint), settings.where(place), settings.files)
         except ConfigError as error:
-            problems.append(str(error))
-            continue
+            self._problems[path] = f"{error}{_callback_hint(path, name)}"
+            return
         if inspect.isclass(kind) and "dict_kwargs" not in node:
-            wrong, missing = _check(settings, (*path, "init_args"), kind, node.get("init_args") or {})
-            links, missing = (missing, []) if path == ("model",) and tree.get("data") else (links, missing)
-            problems += wrong + [f"{where}: {kind.__name__} needs {name}. Set it." for name in missing]
-    if tree.get("lr_scheduler") and not tree.get("optimizer"):
-        problems.append("lr_scheduler: it needs the optimizer that it schedules. Set optimizer too.")
-    if not tree.get("model"):
-        problems.append("no model is configured. Give --config FILE, or --model module.Class.")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return links
+            linked = path == ("model",) and bool(settings.tree.get("data"))
+            built_later = any(
+                get_origin(part) is Callable for part in _parts(hint)
+            )  # by the class that gets it, with what is missing
+            given = node.get("init_args") or {}
+            missing = self._ask((*path, "init_args"), kind, given, needy=not (linked or built_later))
+            self.links = missing if linked else self.links
+
+    def _try_values(self) -> None:
+        """Find the values that do not fit, from the inside out; what a wrong one is part of is not tried."""
+        for asked in reversed(self._asked):
+            for name in filter(asked.parameters.__contains__, asked.given):
+                path = (*asked.path, name)
+                if not any(wrong[: len(path)] == path for wrong in self._problems) and not asked.fits(name):
+                    value, hint = asked.given[name], asked.parameters[name].annotation
+                    near = _nearest(value, _by_name(_bases(hint))) if isinstance(value, str) else ""
+                    found = f"expected {_in_words(hint)}, found {value!r}.{near}"
+                    self._problems[path] = f"{self._settings.where(path)}: {found}"
+
+    def _refuse(self, path: Keys, owner: str, known: Iterable[str], instead: Mapping[str, str] | None = None) -> None:
+        """Note that there is no such option."""
+        name = str(path[-1])  # YAML has keys that are no text
+        hint = _INSTEAD.get(path) or (instead or {}).get(name)  # the latter for arguments of Lightning's
+        text = f"{owner} has no option {name}.{f' {hint}' if hint else _nearest(name, known)}"
+        self._problems[path] = f"{self._settings.where(path)}: {text}"
 
 
-def find_class(name: str, base: type | None, where: str = "", files: Sequence[str] = ()) -> Any:
-    """Import a class by its full name, or find it by its short one among the imported classes of a base.
+def _supplied(path: Keys) -> set[str]:
+    """The arguments of a class that Lumen gives it."""
+    return set(SUPPLIED.get(".".join(path).removesuffix(".init_args"), ()))
+
+
+def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Sequence[str] = ()) -> Any:
+    """Import a class by its full name, or find it by its short one among the imported classes of its bases.
 
     Args:
         name: Its name.
-        base: What it must be derived from.
+        bases: Of which it must be derived from one, if any are given.
         where: Who names it, for errors.
         files: The config files, in whose directories its module may be.
 
     Returns:
         None for a short name without a base: jsonargparse finds it by the type of its parameter.
+
+    Raises:
+        ConfigError: There is none, or there are several.
     """
     module, _, short = name.rpartition(".")
-    if not module and base is None:
+    if not module and not bases and name:
         return None
     try:
         owner = import_module(module) if module else None
@@ -86,14 +219,35 @@ def find_class(name: str, base: type | None, where: str = "", files: Sequence[st
             raise  # of what the user's module imports
         text = f"{where}: cannot import {name}: there is no module {error.name}.{_where_it_may_be(error.name, files)}"
         raise ConfigError(text) from error
-    known = {key: getattr(owner, key, None) for key in dir(owner)} if owner else _subclasses(base or object)
+    known = {key: [getattr(owner, key, None)] for key in dir(owner)} if owner else _by_name(bases)
     if short not in known:
         what = f"{module or 'lumen'} has no class {short}." if short else "no class is named."
         raise ConfigError(f"{where}: {what}{_nearest(short, known)} Write class_path: module.Class.")
-    found = known[short]
-    if base and inspect.isclass(found) and not issubclass(found, base):
-        raise ConfigError(f"{where}: {name} is no {base.__name__}. Name a class that is derived from it.")
+    found, *others = known[short]
+    if others:
+        names = ", ".join(f"{each.__module__}.{short}" for each in known[short])
+        raise ConfigError(f"{where}: several classes are called {short}: {names}. Write the name of one in full.")
+    if bases and inspect.isclass(found) and not issubclass(found, tuple(bases)):
+        kinds = " or ".join(base.__name__ for base in bases)
+        raise ConfigError(f"{where}: {name} is no {kinds}. Name a class that is derived from it.")
     return found
+
+
+def _by_name(bases: Iterable[type]) -> dict[str, list[type]]:
+    """The imported classes that are derived from some, as short names may mean them."""
+    found: dict[str, list[type]] = {}
+    for kind in dict.fromkeys(chain.from_iterable(map(_derived, bases))):
+        if "<locals>" not in kind.__qualname__:
+            found.setdefault(kind.__name__, []).append(kind)
+    for name, kinds in found.items():
+        usable = [each for each in kinds if not inspect.isabstract(each) and "._" not in each.__module__]
+        found[name] = usable if usable and len(kinds) > 1 else kinds
+    return found
+
+
+def _derived(base: type) -> Iterator[type]:
+    kinds: list[type] = type.__subclasses__(base)
+    yield from chain([base], *map(_derived, kinds))
 
 
 def _where_it_may_be(missing: str, files: Sequence[str]) -> str:
@@ -111,43 +265,50 @@ def _where_it_may_be(missing: str, files: Sequence[str]) -> str:
     return f"{hint} It was looked for in {everywhere} and among what is installed. {it_is}, or add that to PYTHONPATH."
 
 
-def _check(settings: Settings, path: Keys, kind: type, given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """What is wrong with the arguments of a class, and which are missing. Classes in them are checked elsewhere."""
-    parser = ArgumentParser(exit_on_error=False)
-    supplied = SUPPLIED.get(path[0], ()) if len(path) < 3 else ()
-    added = parser.add_class_arguments(kind, skip={*supplied}, fail_untyped=False)
-    for name, value in given.items():
-        if isinstance(value, Added) and isinstance(default := parser.get_defaults().get(name), list | tuple):
-            value[:0] = default
-    instead = getattr(kind, "INSTEAD", {})  # what serves for an argument of Lightning's
-    problems = [
-        _unknown(settings, (*path, name), kind.__name__, added, instead.get(name, ""))
-        for name in given
-        if name not in added
-    ]
-    values = {name: value for name, value in given.items() if name in added and not any(nodes(value, ()))}
-    constructors = [vars(owner)["__init__"] for owner in kind.__mro__ if "__init__" in vars(owner)]
-    parameters = ChainMap(*({**inspect.signature(each).parameters} for each in constructors))
-    required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
-    missing = [name for name in added if name in required and name not in given]  # jsonargparse knows typed ones only
-    return problems + list(_wrong(settings, path, parser, values)), missing
+def _parameters(kind: type, names: Iterable[str]) -> Mapping[str, inspect.Parameter]:
+    """What constructors of a class and its bases take, of some names; types that only type checkers know stay text."""
 
-
-def _wrong(settings: Settings, path: Keys, parser: ArgumentParser, values: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in values.items():
+    def signature(constructor: Any) -> Mapping[str, inspect.Parameter]:
         try:
-            parsed = parser.parse_object({name: value})[name]
-            if isinstance(value, str) and ":" in value and isinstance(parsed, (int, float)):  # as YAML 1.1 had it
-                yield f"{settings.where((*path, name))}: {value} would mean {parsed}. For a duration write 0{value}."
-        except ArgumentError as error:
-            if f'Parser key "{name}"' in str(error):  # and not an argument that is missing
-                hints = {each.dest: getattr(each, "_typehint", Any) for each in parser._actions}
-                yield f"{settings.where((*path, name))}: expected {_in_words(hints.get(name, Any))}, found {value!r}."
+            return inspect.signature(constructor, eval_str=True).parameters
+        except Exception:
+            return inspect.signature(constructor).parameters
+
+    found = ChainMap(*({**signature(vars(owner)["__init__"])} for owner in kind.__mro__ if "__init__" in vars(owner)))
+    return {name: found.get(name, _UNKNOWN) for name in names}
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """A type, and all that it is made of."""
+    yield hint
+    for each in get_args(hint):
+        yield from _parts(each)
+
+
+def _bases(hint: Any) -> list[type]:
+    """The classes in a type that an object may be of: the bases of what a class_path may name."""
+    return [kind for kind in _classes(hint) if kind.__module__ not in _NO_BASES and Protocol not in kind.__bases__]
+
+
+def _classes(hint: Any) -> dict[type, None]:
+    """The classes in a type."""
+    parts = chain.from_iterable((part, get_origin(part)) for part in _parts(hint))
+    return dict.fromkeys(filter(inspect.isclass, parts))
+
+
+def _names_a_class(text: str, hint: Any) -> bool:
+    """Whether a text is the name of a class, where a type takes objects and no text."""
+    bases, parts = _bases(hint), list(_parts(hint))
+    if not bases or str in parts or text in parts or not text.replace(".", "").isidentifier():
+        return False
+    return "." in text or text in _by_name(bases)
 
 
 def _in_words(hint: Any) -> str:
     """A type as somebody who fills in a value would call it."""
     origin, inner = get_origin(hint), [each for each in get_args(hint) if each not in (NoneType, ..., Tensor)]
+    if hint in (Any, inspect.Parameter.empty):
+        return "another type"
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if origin in (Union, UnionType):
@@ -156,13 +317,19 @@ def _in_words(hint: Any) -> str:
         return f"a dictionary of {_in_words(inner[1])}"
     if inspect.isclass(origin) and issubclass(origin, Iterable) and inner:
         return f"a list of {' and '.join(map(_in_words, inner))}"
-    return str(getattr(hint, "__name__", hint)) if hint is not Any else "another type"
+    return str(getattr(hint, "__name__", hint))
 
 
-def _unknown(settings: Settings, path: Keys, owner: str, known: Iterable[str], instead: str = "") -> str:
-    instead = "Use seed_everything." if path == ("trainer", "seed") else instead
-    hint = f" {instead}" if instead else _nearest(str(path[-1]), known)  # YAML has keys that are no text
-    return f"{settings.where(path)}: {owner} has no option {path[-1]}.{hint}"
+def _callback_hint(path: Keys, value: str) -> str:
+    """What else may have been meant by `--trainer.callbacks.patience 3`."""
+    name = path[-1]
+    if path[:-1] != ("trainer", "callbacks") or name.isdigit() or "." in value or _nearest(value, _by_name([Callback])):
+        return ""
+    option = f"{name}={value}"
+    return (
+        f" For an option of a callback write which one, --trainer.callbacks.NAME.{option}, or add the callback first: "
+        f"--trainer.callbacks+=CLASS --trainer.callbacks.{option}."
+    )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -174,8 +341,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def without_defaults(record: Mapping[str, Any], top: ArgumentParser, groups: Iterable[str]) -> dict[str, Any]:
     """Settings as plain data, of which what options and classes have by default is left out."""
     defaults, left = top.get_defaults().as_dict(), deepcopy(dict(record))
-    for _, node in nodes(left, ()):
-        kind, given = find_class(node["class_path"], None), node.pop("init_args", None) or {}
+    for node in _nodes(left):
+        kind, given = find_class(node["class_path"]), node.pop("init_args", None) or {}
         parser = ArgumentParser(exit_on_error=False)
         if inspect.isclass(kind):
             parser.add_class_arguments(kind, fail_untyped=False)
@@ -187,18 +354,13 @@ def without_defaults(record: Mapping[str, Any], top: ArgumentParser, groups: Ite
 
 
 def _differing(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
-    return {name: value for name, value in given.items() if name not in plain or value != plain[name]}
+    known = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    return {name: value for name, value in given.items() if name not in known or value != known[name]}
 
 
-def nodes(value: Any, path: Keys) -> Iterator[tuple[Keys, dict[str, Any]]]:
-    """Every class in a tree, with its place."""
-    if isinstance(value, dict) and ("class_path" in value or "init_args" in value):
-        yield path, value
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from nodes(item, (*path, str(key)))
-
-
-def _subclasses(base: type) -> dict[str, Any]:
-    kinds: list[type] = base.__subclasses__()
-    return {base.__name__: base} | {name: found for kind in kinds for name, found in _subclasses(kind).items()}
+def _nodes(value: Any) -> Iterator[dict[str, Any]]:
+    """Every class in plain data, from the outside in."""
+    if is_class(value):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _nodes(item)

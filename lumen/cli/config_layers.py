@@ -1,7 +1,8 @@
 """Where settings come from, and how a later layer covers an earlier one.
 
 Weakest first: environment variables, config files in their order, the command line. jsonargparse merges such layers
-too, but lets arguments of a class outlive a switch to another class that has arguments of the same names.
+too, but lets arguments of a class outlive a switch to another class that has arguments of the same names, and keeps no
+note of who set what.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ Tree = dict[str, Any]
 Keys = tuple[str, ...]
 _CLASSES = {("model",), ("data",), ("optimizer",), ("lr_scheduler",)}
 _GROUPS = ("parameter_groups", "lookahead", "lr_schedule", "trainer")
+_CALLBACKS = ("trainer", "callbacks")
 _NODE = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -73,12 +75,22 @@ class Settings:
         key = ".".join(str(name) for name in path if name not in _NODE)
         return next((f"{key} ({source})" for source, tree in reversed(self._layers) if _has(tree, path)), key)
 
+    def class_of(self, key: str) -> str | None:
+        """The class that a key names, if it names one."""
+        node: Any = self.tree
+        for name in key.split("."):
+            arguments = node.get("init_args") or node if isinstance(node, dict) else {}
+            node = arguments.get(name)
+        return str(node["class_path"]) if isinstance(node, dict) and "class_path" in node else None
+
 
 def parse_words(words: list[str]) -> list[tuple[str, str]]:
     """Take `--key value` and `--key=value` apart; a key alone means `true`."""
     pairs, rest = [], deque(words)
     while rest:
         word = rest.popleft()
+        if word == "-c":
+            word = "--config"
         if not word.startswith("--"):
             raise ConfigError(f"{word!r} stands alone. Settings are written --key value, config files --config FILE.")
         key, equals, text = word[2:].partition("=")
@@ -86,14 +98,17 @@ def parse_words(words: list[str]) -> list[tuple[str, str]]:
             raise ConfigError("--config: no file is named. Write --config FILE.")
         if not equals:
             text = rest.popleft() if rest and not rest[0].startswith("--") else "true"
+        if ((key,) in _CLASSES or key in _GROUPS) and text.endswith((".yaml", ".yml")):
+            raise ConfigError(f"--{key} {text}: write --config {text}, and in that file `{key}:` above these lines.")
         pairs.append((key, text))
     return pairs
 
 
-def plain(tree: Any) -> Any:
-    """A tree whose lists are lists."""
+def plain(tree: Any, path: Keys = ()) -> Any:
+    """A tree whose lists are lists, and a callback alone is in one: jsonargparse takes its keys for names."""
     if isinstance(tree, dict):
-        return {key: plain(value) for key, value in tree.items()}
+        found = {key: plain(value, (*path, key)) for key, value in tree.items()}
+        return [found] if path == _CALLBACKS and is_class(tree) else found
     return [plain(value) for value in tree] if isinstance(tree, list) else tree
 
 
@@ -101,23 +116,32 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
     """One value over another: mappings are merged, all else is replaced, a class by another class too."""
     if isinstance(new, Added):
         return _add(old, new, path)
-    callbacks = path[:2] == ("trainer", "callbacks") and path[-1] not in _NODE
-    named = path in _CLASSES or (callbacks and (len(path) == 3 or (len(path) == 2 and isinstance(new, str))))
+    callback = path[:2] == _CALLBACKS and len(path) == 3 and path[-1] not in _NODE
+    named = path in _CLASSES or callback or (path == _CALLBACKS and isinstance(new, str))
     begun = isinstance(old, str) and isinstance(new, dict) and old.rpartition(".")[2].isidentifier()
-    if isinstance(new, str) and not named and _is_class(old) and not _same(old.get("class_path"), new):
+    if isinstance(new, str) and not named and is_class(old) and not _same(old.get("class_path"), new):
         return new  # a word that stands for an object: `--trainer.profiler simple`
-    if named or begun or _is_class(old) or _is_class(new):
+    if path == _CALLBACKS and (isinstance(new, str) or is_class(new)) and not is_class(old):
+        old = None  # one callback stands in place of all that have names
+    if path == _CALLBACKS and is_class(old) and isinstance(new, dict) and not is_class(new):
+        new = {name: item["class_path"] if is_class(item) else item for name, item in new.items()}  # they were no names
+    if named or begun or is_class(old) or is_class(new):
         old, new = _as_class(old), _as_class(new)
-        if _is_class(old) and _is_class(new) and not _same(old.get("class_path"), new.get("class_path")):
+        if is_class(old) and is_class(new) and not _same(old.get("class_path"), new.get("class_path")):
             old = {}
     if isinstance(new, list):
         return [merge(None, item, (*path, str(number))) for number, item in enumerate(new)]
     if not isinstance(new, dict):
         return new
-    if isinstance(old, list) and not _is_class(new):
-        raise ConfigError(f"{'.'.join(path)} is a list: write all of it anew, or give its entries names in the config.")
-    old = old if isinstance(old, dict) else {}
-    return {**old, **{key: merge(old.get(key), value, (*path, str(key))) for key, value in new.items()}}
+    if isinstance(old, list) and not is_class(new):
+        key = ".".join(path)
+        raise ConfigError(f"{key} is a list: write all of it anew, add to it by --{key}+, or give its entries names.")
+    merged = {**old} if isinstance(old, dict) else {}
+    for key, value in new.items():
+        if isinstance(key, str) and key.endswith("+"):
+            key, value = key.removesuffix("+"), Added(value if isinstance(value, list) else [value])
+        merged[key] = merge(merged.get(key), value, (*path, str(key)))
+    return merged
 
 
 def _add(old: Any, new: Added, path: Keys) -> Any:
@@ -125,7 +149,7 @@ def _add(old: Any, new: Added, path: Keys) -> Any:
     items = [merge(None, item, (*path, "0")) for item in new]
     if isinstance(old, str) and old.startswith("["):
         old = _value(path, old)
-    if isinstance(old, dict) and old and not _is_class(old):
+    if isinstance(old, dict) and old and not is_class(old):
         named = dict(old)
         for item in items:
             name = str(item.get("class_path") if isinstance(item, dict) else item).rpartition(".")[2].lower()
@@ -137,7 +161,8 @@ def _add(old: Any, new: Added, path: Keys) -> Any:
     return (Added if old is None or isinstance(old, Added) else list)([*before, *items])
 
 
-def _is_class(value: Any) -> bool:
+def is_class(value: Any) -> bool:
+    """Whether a value is a class with its arguments."""
     return isinstance(value, dict) and ("class_path" in value or "init_args" in value)
 
 
@@ -185,7 +210,7 @@ def _typed(words: Iterable[tuple[str, str]]) -> list[Tree]:
 
 
 def _nested(keys: Sequence[str], text: str) -> Tree:
-    listed = tuple(keys) == ("trainer", "callbacks") and text.startswith("[")
+    listed = tuple(keys) == _CALLBACKS and text.startswith("[")
     return _at(keys, _value(keys, text) if text.startswith("{") or listed else text)
 
 
