@@ -357,7 +357,7 @@ def open_together(path):
     """The files that this rank has hashed to verify a checkpoint."""
     processes = Processes.found()
     processes.connect(torch.device("cpu"))
-    with mock.patch("lumen.checkpoint.disk.hashlib.file_digest", wraps=hashlib.file_digest) as hashing:
+    with mock.patch("hashlib.file_digest", wraps=hashlib.file_digest) as hashing:
         Checkpoint.open(path, processes=processes)
     return [Path(call.args[0].name).relative_to(path).as_posix() for call in hashing.call_args_list]
 

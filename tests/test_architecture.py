@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lumen
+from lumen.checkpoint.storage import Storage
 from lumen.task.hooks import HOOKS
 from tests.tasks import Regression, loader, quiet_trainer
 
@@ -380,6 +381,40 @@ def test_callbacks_use_what_a_users_callback_may_use():
                 assert not node.attr.startswith("_"), f"{module}:{node.lineno}"
             if isinstance(node, ast.ImportFrom):
                 assert (node.module, "Run") not in [(node.module, alias.name) for alias in node.names], module
+
+
+# ---------------------------------------------------------------------- storage
+
+#: What a place is kept by, and what only these modules know.
+SIDES = {"LocalStorage", "ObjectStore", "Url"}
+HOMES = {f"lumen.checkpoint.{name}" for name in ("local_storage", "object_store", "places")}
+
+
+def test_nobody_asks_what_a_place_is_kept_by():
+    assert {cls.__name__ for cls in all_classes() if issubclass(cls, Storage)} == SIDES - {"Url"} | {"Storage"}
+    asking = []
+    for module, tree in SOURCES.items():
+        for node in ast.walk(tree):
+            names = {getattr(node, "id", None), getattr(node, "attr", None)}
+            names |= {alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)}
+            assert module in HOMES or not names & SIDES, f"{module}:{node.lineno}"
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass", "type"):
+                parts = {getattr(part, "id", getattr(part, "attr", None)) for part in ast.walk(node)}
+                asking += [module] * bool(parts & (SIDES | {"Storage", "storage", "storage_of"}))
+    assert asking == ["lumen.checkpoint.places"]
+
+
+def test_what_only_a_path_of_this_machine_has_is_asked_for_where_locks_logs_and_links_are():
+    assert {module for module in SOURCES if "lumen.checkpoint.places.as_local" in names_imported_by(module)} == {
+        "lumen.callbacks.checkpoint_names",
+        "lumen.checkpoint.weights_source",
+        "lumen.cli.runs",
+    }
+
+
+def names_imported_by(module):
+    imports = (node for node in ast.walk(SOURCES[module]) if isinstance(node, ast.ImportFrom))
+    return {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
 
 
 # ---------------------------------------------------------------------- classes

@@ -19,10 +19,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import lumen
-from lumen.checkpoint import Checkpoint, as_place, find_checkpoints
+from lumen.checkpoint import Checkpoint, as_place, find_checkpoints, object_store
 from lumen.checkpoint.listing import list_checkpoints
 from lumen.checkpoint.manifest import read_manifest
-from lumen.checkpoint.object_store import RemotePath
 from lumen.checkpoint.snapshot import Snapshot
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.cli import main
@@ -271,18 +270,18 @@ def test_the_best_one_is_not_one_that_was_damaged_meanwhile(tmp_path):
 
 
 def test_a_save_asks_a_store_as_often_however_many_are_kept(tmp_path, monkeypatch):
-    requests, call = Counter(), RemotePath.call
+    requests, ask = Counter(), object_store.ask
     seen = []
 
     def counting(place, method, **options):
         requests[method] += 1
-        return call(place, method, **options)
+        return ask(place, method, **options)
 
     def look(trainer, task):
         seen.append(dict(requests))
         requests.clear()
 
-    monkeypatch.setattr(RemotePath, "call", counting)
+    monkeypatch.setattr(object_store, "ask", counting)
     saver = lumen.ModelCheckpoint(
         dirpath="memory://bucket/run", every_n_train_steps=1, keep_every_n_steps=1, asynchronous=False
     )

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lumen
-from lumen.checkpoint.object_store import as_place
+from lumen.checkpoint.places import as_place
 from lumen.cli import main
 from lumen.optim import Lookahead
 from tests.checkpoints import FILES, same, save, small, tensor_of
@@ -672,7 +672,7 @@ def test_nothing_but_left_overs_of_that_name_is_removed():
 PEAK = """
 import re, sys
 from pathlib import Path
-from lumen.checkpoint.object_store import as_place
+from lumen.checkpoint.places import as_place
 from lumen.cli import main
 
 def memory(which):

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import fsspec
 import pytest
@@ -24,10 +24,11 @@ import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import lumen
-from lumen.checkpoint import as_place, disk
-from lumen.checkpoint.disk import new_file, opened
+from lumen.checkpoint import as_place, object_store, storage_of
+from lumen.checkpoint.files import new_file
 from lumen.checkpoint.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
-from lumen.checkpoint.object_store import RemotePath
+from lumen.checkpoint.object_store import ObjectStore
+from lumen.checkpoint.places import exists
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.cli import main
@@ -109,12 +110,31 @@ def put(path, data=b"x"):
     files.pipe_file(name, data)
 
 
+def data_of(path):
+    files, name = fsspec.core.url_to_fs(str(path))
+    return files.cat_file(name)
+
+
+def drop(path):
+    files, name = fsspec.core.url_to_fs(str(path))
+    files.rm_file(name)
+
+
+def copy(path, other):
+    put(other, data_of(path))
+
+
+def names(place):
+    return storage_of(place).names(place)
+
+
 # ---------------------------------------------------------------------- places
 
 
 def files_of(checkpoint):
     """The objects of a checkpoint, by their names without what sets them apart from those of another save."""
-    return {re.sub(r"-[0-9a-f]{8}\b", "", str(each.relative_to(checkpoint))): each for each in checkpoint.below()}
+    found = storage_of(checkpoint).files(checkpoint)
+    return {re.sub(r"-[0-9a-f]{8}\b", "", name): checkpoint / name for name in found}
 
 
 def test_a_url_is_joined_and_compared_as_a_path_and_no_file_function_takes_it():
@@ -125,7 +145,19 @@ def test_a_url_is_joined_and_compared_as_a_path_and_no_file_function_takes_it():
     assert {path, as_place(str(path)), pickle.loads(pickle.dumps(path))} == {path}
     assert str(pickle.loads(pickle.dumps(path))) == str(path)
     assert str(as_place("memory://a") / "b") == "memory://a/b"
-    for use in (open, os.listdir, shutil.rmtree, os.path.realpath, Path.mkdir, Path.stat, Path.read_bytes, Path.touch):
+    assert not isinstance(path, Path)
+    assert isinstance(path, PurePath)
+    for use in (
+        open,
+        os.listdir,
+        shutil.rmtree,
+        os.path.realpath,
+        os.mkdir,
+        os.stat,
+        Path.mkdir,
+        Path.stat,
+        Path.touch,
+    ):
         with pytest.raises(TypeError, match="s3://bucket/run/checkpoints/step-1 is not on this machine"):
             use(path)
 
@@ -150,7 +182,7 @@ def test_checkpoints_are_written_found_and_read_there(place):
     assert sorted(files_of(folder / "step-1")) == sorted(FILES)
     remove_checkpoint(folder / "step-1")
     assert [path.name for path in find_checkpoints(folder)] == ["step-9", "step-10", "step-100"]
-    assert sorted(folder.names()) == ["step-10", "step-100", "step-9"]
+    assert sorted(names(folder)) == ["step-10", "step-100", "step-9"]
     assert_small(folder / "step-10", value=10.0)
 
 
@@ -163,11 +195,11 @@ def test_a_committed_checkpoint_is_never_overwritten(place):
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_damaged_file_is_found_and_named_and_the_checkpoint_before_it_is_used(memory, name):
-    for damage in (flip, lambda path: put(path, path.call("cat_file")[:-1]), RemotePath.unlink):
+    for damage in (flip, lambda path: put(path, data_of(path)[:-1]), drop):
         small(memory / "step-1")
         file = files_of(small(memory / "step-2"))[name]
         damage(file)
-        is_gone = name == "manifest.json" and damage is RemotePath.unlink
+        is_gone = name == "manifest.json" and damage is drop
         with pytest.raises(CheckpointDamaged, match="/step-2 is not there" if is_gone else file.name):
             Checkpoint.open(memory / "step-2")
         reports = []
@@ -182,20 +214,20 @@ def test_setting_aside_frees_the_name_and_keeps_the_bytes(place):
         assert set_aside(place / "step-1") == place / f"step-1.damaged-{k}"
         assert_small(place / f"step-1.damaged-{k}", value=float(k))
     assert find_checkpoints(place) == []
-    assert not (place / "step-1").exists()
+    assert not exists(place / "step-1")
 
 
 def test_a_removal_cut_short_leaves_no_half_checkpoint(place, monkeypatch):
     path = small(place / "step-1")
 
-    def fail(self, objects):
+    def fail(objects):
         raise OSError("gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(RemotePath, "remove_all", fail)
+        patch.setattr(object_store, "remove_objects", fail)
         with pytest.raises(CheckpointError, match=r"cannot remove .*step-1: gone"):
             remove_checkpoint(path)
-    assert (path / "state.json").exists()
+    assert exists(path / "state.json")
     assert find_checkpoints(place) == []
     assert newest_valid(place, pytest.fail) is None
     assert_small(small(path, value=2.0), value=2.0)  # what is left is in nobody's way
@@ -214,7 +246,7 @@ def test_what_is_removed_before_its_turn_is_no_damage_and_the_place_is_looked_at
         if how == "removed":
             remove_checkpoint(place / "step-2")
         else:  # the manifest goes first
-            (place / "step-2/manifest.json").unlink()
+            drop(place / "step-2/manifest.json")
 
     assert newest_valid(place, report).path == place / "step-4"
     assert [said[:17] for said in reports] == ["step-3 is damaged"]
@@ -234,8 +266,8 @@ def test_what_is_removed_while_it_is_verified_is_no_damage(place, how, monkeypat
         if how == "removed":
             remove_checkpoint(place / "step-2")
         else:
-            (place / "step-2/manifest.json").unlink()
-            last.unlink()
+            drop(place / "step-2/manifest.json")
+            drop(last)
         return digest(file, algorithm)
 
     with monkeypatch.context() as patch:  # the place needs its environment
@@ -253,18 +285,22 @@ def test_what_is_removed_after_it_was_opened_is_said_to_be_gone(place):
 
 def test_what_is_left_over_is_cleaned_and_nothing_else(place):
     kept = [small(place / "step-1"), place / "exception-step-00000002"]
-    for path in kept[0].below():
-        path.copy_to(kept[1] / path.relative_to(kept[0]))
+    for path in files_of(kept[0]).values():
+        copy(path, kept[1] / path.relative_to(kept[0]))
     flip(small(place / "step-4") / "manifest.json")
-    for name in ("step-3/model/00000-00000.safetensors", "step-3-validating/state.json", "probe.tmp-01234567"):
+    for name in (
+        "step-3/model/00000-00000.safetensors",
+        "step-3-validating/state.json",
+        "probe.tmp-01234567/state.json",
+    ):
         put(place / name)
-    for name in ("notes.txt", "probe.tmp-0123", "step-5/model.safetensors", "step-6/model/x.safetensors"):
+    for name in ("notes.txt", "probe.tmp-0123abcd", "step-8", "step-5/model.safetensors", "step-6/model/x.safetensors"):
         put(place / name)  # of others
     put(place / "exception-step-00000009/state.json")
     put(place / "step-100/state.json")
     clean_leftovers(place)
-    of_others = ["notes.txt", "probe.tmp-0123", "step-5", "step-6"]
-    assert sorted(place.names()) == sorted(["exception-step-00000002", "step-1", "step-4", *of_others])
+    of_others = ["notes.txt", "probe.tmp-0123abcd", "step-8", "step-5", "step-6"]
+    assert sorted(names(place)) == sorted(["exception-step-00000002", "step-1", "step-4", *of_others])
     for path in kept:
         assert_small(path)
 
@@ -277,7 +313,7 @@ def test_what_was_never_a_checkpoint_is_left_alone(place, at, name):
     put(folder / name)
     with pytest.raises(CheckpointError, match="is there already and is no checkpoint"):
         write_checkpoint(folder, {"model": {"w": torch.ones(2)}}, {}, info={})
-    assert folder.below() == [folder / name]
+    assert storage_of(folder).files(folder) == [name]
 
 
 def test_no_name_of_an_object_comes_again_although_the_checkpoint_does(place):
@@ -296,8 +332,8 @@ def test_what_another_process_does_is_seen_at_once(bucket):
     assert_small(bucket / "step-2")
     other.rm(f"{bucket.name}/step-1", recursive=True)
     assert [path.name for path in find_checkpoints(bucket)] == ["step-2"]
-    assert bucket.names() == ["step-2"]
-    assert not (bucket / "step-1").exists()
+    assert names(bucket) == ["step-2"]
+    assert not exists(bucket / "step-1")
 
 
 # ---------------------------------------------------------------------- uploads
@@ -312,7 +348,7 @@ def test_an_upload_that_fails_leaves_no_object_and_no_parts(bucket, megabytes):
 
     with pytest.raises(KeyError):
         upload(bucket / "a")
-    assert not (bucket / "a").exists()
+    assert not exists(bucket / "a")
     assert store().list_multipart_uploads(bucket.name) == []
 
 
@@ -328,7 +364,7 @@ def test_a_large_object_is_read_where_one_wants(bucket):
     with new_file(bucket / "a") as file:
         file.write(data)
     for whole in (False, True):
-        with opened(bucket / "a", whole=whole) as file:
+        with storage_of(bucket).open(bucket / "a", whole=whole) as file:
             assert file.read(8) == data[:8]
             file.seek(17 << 20)
             into = bytearray(20 << 20)
@@ -414,7 +450,7 @@ def test_an_object_that_becomes_shorter_after_the_checkpoint_was_opened_is_named
     write_checkpoint(place / "step-1", {"model": {"w": torch.ones(1 << 20), "b": torch.ones(9)}}, {}, info={})
     checkpoint = Checkpoint.open(place / "step-1")
     file = files_of(place / "step-1")["model/00000-00000.safetensors"]
-    put(file, file.call("cat_file")[:left])
+    put(file, data_of(file)[:left])
     for name in ("w", "b"):
         with pytest.raises(CheckpointError, match=f"{file.name} (became shorter|cannot be read)"):
             checkpoint.tensor("model", name)
@@ -449,20 +485,20 @@ def test_a_checkpoint_is_streamed_both_ways(bucket):
 
 def test_a_save_that_fails_at_any_object_is_one_error_and_leaves_nothing(memory, monkeypatch):
     small(memory / "step-1")
-    upload = disk.uploaded
+    upload = ObjectStore.create
     for failing in range(1, len(FILES) + 1):
         uploads = count(1)
 
-        def uploaded(path, failing=failing, uploads=uploads):
+        def create(self, path, failing=failing, uploads=uploads):
             if next(uploads) == failing:
                 raise OSError(errno.EACCES, "the quota is used up", str(path))
-            return upload(path)
+            return upload(self, path)
 
         with monkeypatch.context() as patch:
-            patch.setattr(disk, "uploaded", uploaded)
+            patch.setattr(ObjectStore, "create", create)
             with pytest.raises(CheckpointError, match=r"cannot write memory://bucket/step-2/.*: the quota is used up"):
                 small(memory / "step-2")
-        assert memory.names() == ["step-1"]
+        assert names(memory) == ["step-1"]
         assert_small(memory / "step-1")
 
 
@@ -473,16 +509,16 @@ processes.set_forkserver_preload(["lumen.checkpoint.writer", "s3fs"])
 def save_until(place, last, environment):
     """Save a second checkpoint, and die by kill -9 in the middle of its `last`-th object."""
     os.environ.update(environment)  # the server of processes may be older than that of objects
-    uploads, upload = count(1), disk.uploaded
+    uploads, upload = count(1), ObjectStore.create
 
     @contextmanager
-    def uploaded(path):
-        with upload(path) as write:
+    def create(self, path):
+        with upload(self, path) as write:
             yield write
             if next(uploads) == last:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    disk.uploaded = uploaded
+    ObjectStore.create = create
     small(place / "step-2", value=2.0)
 
 
@@ -500,7 +536,7 @@ def test_kill_9_at_any_object_of_a_save_leaves_all_of_it_or_nothing_that_is_seen
         for path in found:
             assert_small(path, value=float(path.name[-1]))
         clean_leftovers(bucket)
-        assert sorted(bucket.names()) == [path.name for path in found]
+        assert sorted(names(bucket)) == [path.name for path in found]
         if len(found) == 2:
             remove_checkpoint(bucket / "step-2")
     assert last == len(FILES) + 1
@@ -543,7 +579,7 @@ def test_a_run_goes_on_there_bit_by_bit_although_its_machine_is_gone(tmp_path, b
     trainer = fit(tmp_path, bucket / "b", 10, workers=workers, resume="auto", seed=None, log_every_n_steps=1)
     assert (tmp_path / "runs/run/metrics.csv").read_text().splitlines()[1].startswith("6,")
     assert state_of(trainer) == state_of(straight)
-    assert sorted((bucket / "b").names()) == ["step-00000008", "step-00000010"]
+    assert sorted(names(bucket / "b")) == ["step-00000008", "step-00000010"]
 
 
 @pytest.mark.slow
@@ -580,7 +616,7 @@ def test_a_run_passes_over_a_damaged_checkpoint_and_cleans_up(tmp_path, place, c
     assert "step-00000006 is damaged and is not used" in caplog.text
     assert "step-00000008" not in caplog.text
     assert state_of(trainer) == wanted
-    assert sorted((place / "run").names()) == ["step-00000006", "step-00000006.damaged-1", "step-00000008"]
+    assert sorted(names(place / "run")) == ["step-00000006", "step-00000006.damaged-1", "step-00000008"]
 
 
 def test_the_checkpoints_of_another_run_are_refused_and_left_alone(tmp_path, memory):
@@ -629,7 +665,7 @@ def test_a_place_for_what_a_failing_run_saves_is_looked_at_too(tmp_path, bucket)
     with pytest.raises(CheckpointError, match="bucket does not exist"):
         fit(tmp_path, None, 2, task=Unwilling(), saver=callbacks)
     assert not (tmp_path / "runs").exists()
-    assert bucket.names() == []
+    assert names(bucket) == []
 
 
 @pytest.mark.parametrize(
@@ -685,17 +721,17 @@ def test_a_bucket_that_is_removed_meanwhile_ends_the_run_with_one_error(tmp_path
 
 SCRIPT = """
 import sys, time
-from lumen.checkpoint import disk
+from lumen.checkpoint.object_store import ObjectStore
 from pathlib import Path
 from tests.test_remote import Regression, fit
 from lumen.checkpoint import as_place
-upload = disk.uploaded
-def uploaded(path):
+upload = ObjectStore.create
+def create(self, path):
     if str(path).endswith("step-00000004/state.json"):
         print("uploading", flush=True)
         time.sleep(100)
-    return upload(path)
-disk.uploaded = uploaded
+    return upload(self, path)
+ObjectStore.create = create
 fit(Path(sys.argv[1]), as_place(sys.argv[2]), 8)
 """
 
@@ -707,13 +743,13 @@ def test_a_run_killed_in_the_middle_of_an_upload_goes_on_from_the_checkpoint_bef
     with subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path, str(place)], stdout=-1, text=True) as process:
         assert process.stdout.readline() == "uploading\n"
         process.kill()
-    assert sorted(place.names()) == ["step-00000002", "step-00000004"]
+    assert sorted(names(place)) == ["step-00000002", "step-00000004"]
     assert [path.name for path in find_checkpoints(place)] == ["step-00000002"]
     seen = []
 
     class Looking(lumen.Callback):
         def on_train_batch_start(self, trainer, task, batch, batch_idx):
-            seen.append(sorted(place.names()))
+            seen.append(sorted(names(place)))
 
     trainer = fit(tmp_path, place, 8, saver=[saving(place), Looking()], resume="auto", seed=None)
     assert seen[0] == ["step-00000002"]

@@ -20,7 +20,7 @@ import yaml
 
 from lumen.checkpoint.folder import find_checkpoints, remove_checkpoint
 from lumen.checkpoint.listing import list_checkpoints
-from lumen.checkpoint.object_store import as_place
+from lumen.checkpoint.places import as_place
 from lumen.cli import main
 from lumen.trainer.run_directory import RunDirectory
 from tests.checkpoints import FILES, bytes_read, save, small, tamper

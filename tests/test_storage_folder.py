@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lumen
-from lumen.checkpoint import Checkpoint, manifest
+from lumen.checkpoint import Checkpoint
 from lumen.checkpoint.folder import (
     clean_leftovers,
     find_checkpoints,
@@ -20,6 +20,7 @@ from lumen.checkpoint.folder import (
     remove_checkpoint,
     set_aside,
 )
+from lumen.checkpoint.local_storage import LocalStorage
 from lumen.checkpoint.manifest import STATE
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.distributed.processes import Processes
@@ -104,8 +105,14 @@ def test_what_has_a_manifest_is_found_without_reading_it(tmp_path):
 
 
 def test_a_save_reads_no_manifest_of_another_checkpoint(tmp_path, monkeypatch):
-    reads, opened = [], manifest.opened
-    monkeypatch.setattr(manifest, "opened", lambda path: reads.append(path) or opened(path))
+    reads, opened = [], LocalStorage.open
+
+    def noting(self, path, **options):
+        if path.name == "manifest.json":
+            reads.append(path)
+        return opened(self, path, **options)
+
+    monkeypatch.setattr(LocalStorage, "open", noting)
     fit(tmp_path / "a", 3, keep_last=-1)
     few = len(reads)
     fit(tmp_path / "b", 9, keep_last=4)

@@ -6,19 +6,19 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lumen.checkpoint.folder import find_unread, read_info
 from lumen.checkpoint.manifest import is_committed
-from lumen.checkpoint.object_store import RemotePath
+from lumen.checkpoint.places import as_local
 from lumen.errors import CheckpointDamaged
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
 
 Moment = tuple[int, int, int, bool]
-Rule = Callable[[list[Path]], set[Path]]
+Rule = Callable[[list[PurePath]], set[PurePath]]
 Saver = TypeVar("Saver")
 
 
@@ -37,7 +37,7 @@ def moment_of(trainer: Trainer) -> Moment:
     return trainer.global_step, trainer.progress.micro_batches, trainer.current_epoch, trainer.validation_due
 
 
-def place(trainer: Trainer, folder: Path) -> tuple[Path, bool]:
+def place(trainer: Trainer, folder: PurePath) -> tuple[PurePath, bool]:
     """The path in a folder at which the present moment is or will be saved, and whether it is saved already.
 
     A skipped update leaves the step as it was while samples were consumed: a second moment of a step gets `-1`.
@@ -63,14 +63,18 @@ def place(trainer: Trainer, folder: Path) -> tuple[Path, bool]:
     return folder / (name if later < 0 else f"{name}-{later + 1}"), False
 
 
-def is_same(folder: Path, other: Path) -> bool:
+def is_same(folder: PurePath, other: PurePath) -> bool:
     """Whether two paths, which need not exist, lead to the same place."""
-    if isinstance(folder, RemotePath) or isinstance(other, RemotePath):
-        return folder == other
-    return os.path.realpath(folder) == os.path.realpath(other)
+    return _resolved(folder) == _resolved(other)
 
 
-def lost(folder: Path, names: Iterable[str], best: Iterable[str], wanted: int) -> set[str]:
+def _resolved(folder: PurePath) -> PurePath | str:
+    """A path without links; a place that is not of this machine has none."""
+    local = as_local(folder)
+    return folder if local is None else os.path.realpath(local)
+
+
+def lost(folder: PurePath, names: Iterable[str], best: Iterable[str], wanted: int) -> set[str]:
     """Names of checkpoints that have gone or are damaged.
 
     Only the best are checked for damage, since that takes reading a whole manifest.
@@ -92,7 +96,7 @@ def lost(folder: Path, names: Iterable[str], best: Iterable[str], wanted: int) -
     return gone
 
 
-def unkept(rules: Iterable[Rule], newest: Path, found: list[Path]) -> list[Path]:
+def unkept(rules: Iterable[Rule], newest: PurePath, found: list[PurePath]) -> list[PurePath]:
     """The checkpoints of a folder that no rule keeps.
 
     Args:

@@ -7,14 +7,14 @@ import math
 from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import decides, deciding_first, is_same, lost, moment_of, place, unkept
 from lumen.checkpoint import Saves
 from lumen.checkpoint.folder import clean_leftovers, find_unread, newest_committed, remove_checkpoints
-from lumen.checkpoint.object_store import as_place
+from lumen.checkpoint.places import as_place
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
 from lumen.run.plan import Duration, duration_s
@@ -146,7 +146,7 @@ class ModelCheckpoint(Callback):
         self._saves: Saves | None = None
         self._has_twin = False  # another one has its monitor
         self._all: list[ModelCheckpoint] = []  # of the run in progress, itself too
-        self._seen: set[Path] = set()  # where it saves, when it last looked; of rank 0
+        self._seen: set[PurePath] = set()  # where it saves, when it last looked; of rank 0
 
     @property
     def best_model_path(self) -> str:
@@ -328,23 +328,23 @@ class ModelCheckpoint(Callback):
             return min(_SHORT_RUN_S, self.train_time_interval_s / 2)
         return self.train_time_interval_s / 2
 
-    def _look_around(self) -> tuple[Path | None, set[str]]:
+    def _look_around(self) -> tuple[PurePath | None, set[str]]:
         """The newest checkpoint where this one saves, and which of those with a score are no more."""
         if self.dirpath is None:
             return None, set(self.scores)
         return newest_committed(self.dirpath), lost(self.dirpath, self.scores, self._ranked(), max(1, self.save_top_k))
 
-    def _prune(self, trainer: Trainer, newest: Path) -> None:
+    def _prune(self, trainer: Trainer, newest: PurePath) -> None:
         """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
         doomed = self._account(trainer, newest, True)
         trainer.strategy.processes.on_rank_zero(partial(remove_checkpoints, doomed))
 
-    def _account(self, trainer: Trainer, newest: Path, committed: bool) -> list[Path]:
+    def _account(self, trainer: Trainer, newest: PurePath, committed: bool) -> list[PurePath]:
         """What is to be removed, now that the newest is committed; it has no score any more. Collective."""
         sharing = self._sharing(trainer, newest.parent)
         rules = [partial(saver.kept, best=saver._top(saver._ranked())) for saver in sharing]
 
-        def find() -> list[Path]:
+        def find() -> list[PurePath]:
             trainer.checkpoints.wait_for_removals()  # what is being removed shall not be found once more
             found = find_unread(newest.parent, known=self._seen)
             self._seen = {*found}
@@ -356,12 +356,12 @@ class ModelCheckpoint(Callback):
                 saver.scores.pop(path.name, None)
         return doomed
 
-    def _sharing(self, trainer: Trainer, folder: Path) -> list[ModelCheckpoint]:
+    def _sharing(self, trainer: Trainer, folder: PurePath) -> list[ModelCheckpoint]:
         """Those that save in a folder."""
         savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
         return [saver for saver in savers if saver.dirpath is not None and is_same(saver.dirpath, folder)]
 
-    def kept(self, found: list[Path], best: Collection[str]) -> set[Path]:
+    def kept(self, found: list[PurePath], best: Collection[str]) -> set[PurePath]:
         """The checkpoints that the rules keep.
 
         Args:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, final
 
 from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import place
-from lumen.checkpoint.object_store import as_place
+from lumen.checkpoint.places import as_place, exists
 from lumen.errors import NonFiniteLoss
 from lumen.errors.arguments import checked
 from lumen.run.progress import Progress
@@ -120,7 +120,7 @@ def _moment(progress: Progress) -> tuple[Any, ...]:
     return progress.epoch, progress.in_epoch, progress.micro_batches, progress.validation_due
 
 
-def _free_name(trainer: Trainer, folder: Path) -> Path:
+def _free_name(trainer: Trainer, folder: PurePath) -> PurePath:
     name = f"exception-step-{trainer.global_step:08d}"
     names = (name if number == 0 else f"{name}-{number}" for number in count())
-    return next(path for each in names if not (path := folder / each).exists())
+    return next(path for each in names if not exists(path := folder / each))

@@ -17,8 +17,9 @@ manifest, uploaded last, is the commit. Nothing is ever overwritten or unpickled
 
 Each process writes a part: of sharded tensors what it holds, and some of the tensors that all processes hold alike.
 
-The modules, each using only those before it: `codec`, `object_store`, `disk`, `manifest`, `safetensors_file`, `reader`,
-`reshard`, `optimizer_layout`, `optimizer_state`, `folder`, `weights_source`, `load_weights`, `write_plan`, `writer`,
+The modules, each using only those before it: `codec`, `storage` (the contract), `local_storage`, `object_store`,
+`places` (the choice between these two), `files`, `manifest`, `safetensors_file`, `reader`, `reshard`,
+`optimizer_layout`, `optimizer_state`, `folder`, `weights_source`, `load_weights`, `write_plan`, `writer`,
 `config_diff`, `state_keys`, `user_state`, `rank_state`, `collect`, `snapshot`, `async_save`, `parts`, `resume_checks`,
 `restore`; for the command line `listing` and `export`.
 """
@@ -26,12 +27,11 @@ The modules, each using only those before it: `codec`, `object_store`, `disk`, `
 from lumen.checkpoint.async_save import Saves
 from lumen.checkpoint.collect import check_savable
 from lumen.checkpoint.config_diff import changed_hyperparameters, configured, modes_of
-from lumen.checkpoint.disk import check_writable
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
 from lumen.checkpoint.load_weights import load_weights
-from lumen.checkpoint.object_store import as_place
 from lumen.checkpoint.optimizer_state import groups_of
 from lumen.checkpoint.parts import PARTS, Part, choose_parts
+from lumen.checkpoint.places import as_place, storage_of
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.restore import load_model_and_data, load_run, load_task
 from lumen.checkpoint.resume_checks import compare
@@ -48,7 +48,6 @@ __all__ = [
     "changed_hyperparameters",
     "check_savable",
     "check_there",
-    "check_writable",
     "choose_parts",
     "compare",
     "configured",
@@ -62,4 +61,5 @@ __all__ = [
     "load_weights",
     "modes_of",
     "newest_valid",
+    "storage_of",
 ]

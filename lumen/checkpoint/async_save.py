@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, final
 
 import torch
@@ -18,8 +18,9 @@ import torch
 from lumen.checkpoint.codec import Tensors
 from lumen.checkpoint.collect import Collected, collect, moving_tensors, refuse_non_finite
 from lumen.checkpoint.folder import remove_checkpoints
-from lumen.checkpoint.object_store import RemotePath
+from lumen.checkpoint.places import storage_of
 from lumen.checkpoint.snapshot import Snapshot
+from lumen.checkpoint.storage import Storage
 from lumen.checkpoint.write_plan import WritePlan, plan_writes
 from lumen.checkpoint.writer import write_planned
 from lumen.console import logger as _log
@@ -30,13 +31,12 @@ from lumen.run.run import Run
 
 _CGROUP = "/sys/fs/cgroup"  # of this process, in a container
 _NO_MEMORY = re.compile("can't allocate memory|out of memory", re.I)  # torch's, of the host and of CUDA
-_WORTHWHILE_BYTES = 16 << 20  # what is smaller is on the disk after some tens of milliseconds
 _TENSOR_BYTES = 16 << 10  # that take as long as a tensor does whatever its size
 
-Account = Callable[[bool], Iterable[Path]]
+Account = Callable[[bool], Iterable[PurePath]]
 
 
-def _keep_all(committed: bool) -> Iterable[Path]:
+def _keep_all(committed: bool) -> Iterable[PurePath]:
     return ()
 
 
@@ -63,7 +63,7 @@ class Saves:
     """
 
     def __init__(self, run: Run, check_home: Callable[[], None] | None = None) -> None:
-        self.path: Path | None = None
+        self.path: PurePath | None = None
         self._check_home = check_home or _nothing
         self.moment: Any = None
         self._account: Account = _keep_all
@@ -77,7 +77,7 @@ class Saves:
 
     def save(
         self,
-        path: Path,
+        path: PurePath,
         info: Mapping[str, Any],
         *,
         asynchronous: bool | None = False,
@@ -120,12 +120,12 @@ class Saves:
         """
         self._processes.on_rank_zero(self._check_home)
 
-    def _write_or_begin(self, path: Path, collected: Collected, asynchronous: bool | None) -> bool:
+    def _write_or_begin(self, path: PurePath, collected: Collected, asynchronous: bool | None) -> bool:
         """Write a checkpoint, or begin to. Returns whether it is under way. Collective: every rank must call this."""
         processes = self._processes
         processes.together(self.wait)
         plan = plan_writes(collected.sections, processes, collected.trained)
-        at_least = 0 if isinstance(path, RemotePath) else _WORTHWHILE_BYTES  # each object far away takes its time
+        at_least = storage_of(path).quick_bytes
         copies = self._copied(path, plan, asynchronous) if self._pays(plan, asynchronous, at_least) else None
         if copies is None:
             refuse_non_finite(collected, plan.parts()["model"], processes)
@@ -142,7 +142,7 @@ class Saves:
         self._writing = self._submit(write)
         return True
 
-    def _pays(self, plan: WritePlan, asynchronous: bool | None, at_least: int = _WORTHWHILE_BYTES) -> bool:
+    def _pays(self, plan: WritePlan, asynchronous: bool | None, at_least: int = Storage.quick_bytes) -> bool:
         """Whether to write in a thread. By default: if writing takes time and the copies fit well into free memory."""
         if asynchronous is not None:
             return asynchronous
@@ -154,7 +154,7 @@ class Saves:
         fits = all(taken[node] <= available / 2 for node, _, _, available in shares)
         return fits and taken.total() + _TENSOR_BYTES * sum(count for _, _, count, _ in shares) >= at_least
 
-    def _copied(self, path: Path, plan: WritePlan, asynchronous: bool | None) -> dict[str, Tensors] | None:
+    def _copied(self, path: PurePath, plan: WritePlan, asynchronous: bool | None) -> dict[str, Tensors] | None:
         """Copies of what this process writes; None if some process has no memory for them. Collective."""
 
         def take() -> dict[str, Tensors] | None:
@@ -269,7 +269,7 @@ class Saves:
         self._snapshot.close()
 
 
-def _write(path: Path, collected: Collected, plan: WritePlan, processes: Processes) -> None:
+def _write(path: PurePath, collected: Collected, plan: WritePlan, processes: Processes) -> None:
     with only_young_collected():
         write_planned(path, plan, collected.state, aliases=collected.aliases, info=collected.info, processes=processes)
 

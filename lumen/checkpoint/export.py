@@ -12,17 +12,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal, final
 
 import torch
 
-from lumen.checkpoint.disk import explained, fsync_directory, new_file, readable
-from lumen.checkpoint.folder import newest_valid, temporary_name
-from lumen.checkpoint.manifest import MANIFEST, STATE
-from lumen.checkpoint.object_store import as_place
+from lumen.checkpoint.files import new_file
+from lumen.checkpoint.folder import newest_valid
+from lumen.checkpoint.local_storage import fsync_directory
+from lumen.checkpoint.manifest import STATE
+from lumen.checkpoint.places import as_place, exists, is_dir
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.safetensors_file import is_known, write_safetensors
+from lumen.checkpoint.storage import MANIFEST, explained, readable, temporary_name
 from lumen.checkpoint.weights_source import (
     INDEX,
     PICKLES,
@@ -132,11 +134,9 @@ def _opened(source: str, which: str, sections: tuple[str, ...] | None) -> Iterat
     path = as_place(source)
     with readable(path):
         is_files = is_weights(source)
-        is_checkpoint = not is_files and (
-            (path / MANIFEST).exists() or ((path / STATE).exists() and (path / "model").is_dir())
-        )
-        is_run = path.is_dir() and not is_checkpoint and not is_files
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        is_checkpoint = not is_files and (exists(path / MANIFEST) or (exists(path / STATE) and is_dir(path / "model")))
+        is_run = is_dir(path) and not is_checkpoint and not is_files
+        folder = path / "checkpoints" if is_dir(path / "checkpoints") else path
     if which == "best" and not is_run:
         raise ConfigError(f"--which best: {source} is no run. Give the directory of one.")
     if is_checkpoint:
@@ -152,7 +152,7 @@ def _opened(source: str, which: str, sections: tuple[str, ...] | None) -> Iterat
             yield weights
 
 
-def _opened_checkpoint(path: Path, sections: tuple[str, ...] | None) -> Checkpoint:
+def _opened_checkpoint(path: PurePath, sections: tuple[str, ...] | None) -> Checkpoint:
     try:
         return Checkpoint.open(path, sections=sections)
     except CheckpointDamaged as error:

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count, islice
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
-from lumen.checkpoint.disk import PROBE, explained, fsync_directory, names_in, readable, remove_tree
-from lumen.checkpoint.manifest import MANIFEST, is_committed, is_unseen, read_head
-from lumen.checkpoint.object_store import RemotePath
+from lumen.checkpoint.manifest import is_committed, is_unseen, read_head
+from lumen.checkpoint.places import is_file, storage_of
 from lumen.checkpoint.reader import Checkpoint
-from lumen.console import logger as _log
+from lumen.checkpoint.storage import MANIFEST, TEMPORARY, explained, readable
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone
 
 # -validating: saved before that step's validation was done; -1, -2: the samples went on while updates were skipped
 _STEP_NAME = re.compile(r"step-([0-9]+)(?:-(validating|[0-9]+))?")
 SAVED_NAME = re.compile(f"(?:exception-)?{_STEP_NAME.pattern}")
-_TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{8}")
 _OWN_FILE = re.compile(r"(?:state|manifest)\.json|[a-z_]+/[0-9]{5}-[0-9]{5}(?:-[0-9a-f]{8})?\.safetensors", re.ASCII)
 
 
-def read_info(path: Path) -> dict[str, Any]:
+def read_info(path: PurePath) -> dict[str, Any]:
     """Return the `info` of a committed checkpoint by reading its manifest alone.
 
     Raises:
@@ -38,17 +34,17 @@ def read_info(path: Path) -> dict[str, Any]:
     return read_head(path).info
 
 
-def find_checkpoints(folder: Path) -> list[Path]:
+def find_checkpoints(folder: PurePath) -> list[PurePath]:
     """Return the committed checkpoints of a folder (with a valid manifest; other files are not read), oldest first."""
     return [path for path in _step_directories(folder) if is_committed(path)]
 
 
-def newest_committed(folder: Path) -> Path | None:
+def newest_committed(folder: PurePath) -> PurePath | None:
     """Return the newest committed checkpoint of a folder, or None; no manifest of an older one is read."""
     return next(filter(is_committed, reversed(_step_directories(folder))), None)
 
 
-def find_unread(folder: Path, *, known: Collection[Path] = (), step: int | None = None) -> list[Path]:
+def find_unread(folder: PurePath, *, known: Collection[PurePath] = (), step: int | None = None) -> list[PurePath]:
     """Return what has the name and the manifest of a checkpoint in a folder, oldest first; no file is read.
 
     A manifest of many shards and tensors takes about a second.
@@ -59,31 +55,17 @@ def find_unread(folder: Path, *, known: Collection[Path] = (), step: int | None 
         step: Only what shows a moment of it; default: of all steps.
     """
     found = [path for path in _step_directories(folder) if step in (None, _age(path.name)[0])]
-    there = _with_manifest(folder, [path for path in found if path not in known])
+    there = storage_of(folder).with_manifest(folder, [path for path in found if path not in known])
     return [path for path in found if path in known or path in there]
 
 
-def _with_manifest(folder: Path, paths: Sequence[Path]) -> set[Path]:
-    """Which of some directories in a folder have a manifest; far away one request tells it of many objects."""
-    if isinstance(folder, RemotePath) and len(paths) > 1:
-        with readable(folder):
-            there = {each.parent for each in folder.below() if each.name == MANIFEST}
-        return {path for path in paths if path in there}
-    found = set()
-    for path in paths:
-        with readable(path):
-            if (path / MANIFEST).is_file():
-                found.add(path)
-    return found
-
-
 def newest_valid(
-    folder: Path,
+    folder: PurePath,
     report: Callable[[str], None],
     processes: Processes | None = None,
     *,
     sections: Sequence[str] | None = None,
-    beside: Sequence[Path] = (),
+    beside: Sequence[PurePath] = (),
 ) -> Checkpoint | None:
     """Open the newest checkpoint of a folder whose every byte is right, or return None if there is none.
 
@@ -100,7 +82,7 @@ def newest_valid(
         CheckpointError: One cannot be judged: it has another format version, or this user may not read it.
     """
     processes = Processes() if processes is None else processes
-    tried: set[Path] = set()
+    tried: set[PurePath] = set()
     look = partial(_newest_two, (folder, *beside), tried)  # anew each time: a run that goes on has newer ones
     while candidates := processes.on_rank_zero(look):
         tried.add(path := candidates[0])
@@ -114,20 +96,20 @@ def newest_valid(
     return None
 
 
-def find_newer(path: Path, folders: Iterable[Path]) -> list[Path]:
+def find_newer(path: PurePath, folders: Iterable[PurePath]) -> list[PurePath]:
     """Return the committed checkpoints of some folders that show a later moment than one of them does."""
     newer = [each for folder in folders for each in _step_directories(folder) if _age(each.name) > _age(path.name)]
     return [each for each in newer if is_committed(each)]
 
 
-def _newest_two(folders: Sequence[Path], tried: Collection[Path]) -> list[Path]:
+def _newest_two(folders: Sequence[PurePath], tried: Collection[PurePath]) -> list[PurePath]:
     """What is not left over and was not tried, the newest first; of equal steps the first folder's."""
     found = [path for folder in reversed(folders) for path in _step_directories(folder)]
     found.sort(key=lambda path: _age(path.name))
     return [*islice((path for path in reversed(found) if path not in tried and not is_unseen(path)), 2)]
 
 
-def _step_directories(folder: Path) -> list[Path]:
+def _step_directories(folder: PurePath) -> list[PurePath]:
     return [folder / name for name in sorted(filter(is_saved_name, _names(folder)), key=_age)]
 
 
@@ -143,25 +125,18 @@ def _age(name: str) -> tuple[int, int]:
     return int(match[1]), -1 if match[2] == "validating" else int(match[2] or 0)
 
 
-def _names(folder: Path) -> list[str]:
+def _names(folder: PurePath) -> list[str]:
     with readable(folder), suppress(FileNotFoundError, NotADirectoryError):
-        return names_in(folder)
+        return storage_of(folder).names(folder)
     return []
 
 
-def is_ours(path: Path) -> bool:
+def is_ours(path: PurePath) -> bool:
     """Whether nothing is in a directory but what checkpoints consist of, so that it may be moved or removed."""
-    files: list[Path]
-    if isinstance(path, RemotePath):
-        files = [*path.below()]
-    elif path.is_symlink() or not path.is_dir():
-        return False
-    else:
-        files = [each for each in path.rglob("*") if each.is_symlink() or not each.is_dir()]
-    return all(_OWN_FILE.fullmatch(str(each.relative_to(path))) for each in files)
+    return all(_OWN_FILE.fullmatch(name) for name in storage_of(path).files(path))
 
 
-def remove_checkpoint(path: Path) -> None:
+def remove_checkpoint(path: PurePath) -> None:
     """Remove a checkpoint; a kill meanwhile never leaves half of one that readers would see.
 
     Of one that somebody has moved away and put a link to in its place only the link: the rest is theirs.
@@ -170,27 +145,18 @@ def remove_checkpoint(path: Path) -> None:
         CheckpointError: It is no checkpoint, or it cannot be removed.
     """
     with explained("remove", path):
-        if not (path / MANIFEST).is_file():
+        if not is_file(path / MANIFEST):
             raise CheckpointError(f"{path} is no checkpoint (it has no {MANIFEST}), so it is not removed.")
-        if path.is_symlink():
-            _log.info("%s is a link: it is removed, what it leads to stays: %s", path, os.path.realpath(path))
-            path.unlink()
-            fsync_directory(path.parent)
-            return
-        doomed = temporary_name(path)
-        if doomed != path:
-            os.rename(path, doomed)
-            fsync_directory(path.parent)
-        remove_tree(doomed, first=MANIFEST)
+        storage_of(path).remove(path)
 
 
-def remove_checkpoints(paths: Iterable[Path]) -> None:
+def remove_checkpoints(paths: Iterable[PurePath]) -> None:
     """Remove several, one after the other; what is damaged or was never one is left alone. See `remove_checkpoint`."""
     for path in filter(is_committed, paths):
         remove_checkpoint(path)
 
 
-def refuse_foreign(path: Path) -> None:
+def refuse_foreign(path: PurePath) -> None:
     """Refuse to touch what has a checkpoint's place and was never one.
 
     Raises:
@@ -204,7 +170,7 @@ def refuse_foreign(path: Path) -> None:
         )
 
 
-def set_aside(path: Path) -> Path:
+def set_aside(path: PurePath) -> PurePath:
     """Rename a damaged checkpoint to `<name>.damaged-<k>`, so that its name is free and its bytes are kept.
 
     What a killed save left under that name, where none can be renamed, is removed.
@@ -216,46 +182,17 @@ def set_aside(path: Path) -> Path:
     taken = _names(path.parent)
     aside = next(path.with_name(name) for k in count(1) if (name := f"{path.name}.damaged-{k}") not in taken)
     with explained("rename", path):
-        if isinstance(path, RemotePath) and isinstance(aside, RemotePath):
-            for each in [] if is_unseen(path) else path.below():
-                each.copy_to(aside / each.relative_to(path))
-            remove_tree(path, first=MANIFEST)
-        else:
-            os.rename(path, aside)
-            fsync_directory(path.parent)
+        storage_of(path).rename(path, aside)
     return aside
 
 
-def temporary_name(path: Path) -> Path:
-    """Where a checkpoint is while readers must not see it and `clean_leftovers` removes it: a free name beside it.
-
-    What cannot be renamed is where it will be, and is not seen there before it has its manifest.
-    """
-    return path if isinstance(path, RemotePath) else path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
-
-
-def commit(temporary: Path, directory: Path) -> None:
-    """Give a complete checkpoint its name, for good; where nothing can be renamed the manifest was that.
-
-    Raises:
-        OSError: The disk refuses.
-    """
-    if temporary != directory:
-        os.rename(temporary, directory)
-        fsync_directory(directory.parent)
-
-
-def clean_leftovers(folder: Path) -> None:
+def clean_leftovers(folder: PurePath) -> None:
     """Remove what killed saves left behind. Only for the holder of the run's lock: a living save looks the same."""
-    names = sorted(_names(folder))
-    saved = [folder / name for name in names if isinstance(folder, RemotePath) and SAVED_NAME.fullmatch(name)]
-    unseen = {*saved} - _with_manifest(folder, saved)
-    for name in names:
-        leftover, temporary = folder / name, _TEMPORARY.fullmatch(name)
+    storage, names = storage_of(folder), sorted(_names(folder))
+    drafts = storage.unseen(folder, [folder / name for name in names if SAVED_NAME.fullmatch(name)])
+    for leftover in (folder / name for name in names):
         try:
-            if temporary and temporary[1] == PROBE:
-                leftover.unlink()
-            elif (temporary or leftover in unseen) and is_ours(leftover):
-                remove_tree(leftover)
+            if (TEMPORARY.fullmatch(leftover.name) or leftover in drafts) and is_ours(leftover):
+                storage.remove(leftover)
         except OSError as error:
             warnings.warn(f"The leftover {leftover} of a killed save cannot be removed: {error}.", stacklevel=2)

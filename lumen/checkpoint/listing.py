@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, final
 
-from lumen.checkpoint.disk import check_file, names_in, readable
+from lumen.checkpoint.files import check_file
 from lumen.checkpoint.folder import SAVED_NAME
-from lumen.checkpoint.manifest import MANIFEST, is_unseen, read_head
-from lumen.checkpoint.object_store import RemotePath
+from lumen.checkpoint.manifest import is_unseen, read_head
+from lumen.checkpoint.places import exists, is_dir, storage_of
 from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.storage import MANIFEST, readable
 from lumen.errors import CheckpointError
 
 _NAME = re.compile(SAVED_NAME.pattern + r"(?:\.(tmp|damaged)-\w+)?")
@@ -32,7 +32,7 @@ class Listed:
         kind: "tmp": a save or a removal under way, or what a killed one left; "damaged": set aside by a resume; or "".
     """
 
-    path: Path
+    path: PurePath
     kind: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     committed_s: float | None = None
@@ -40,7 +40,7 @@ class Listed:
     problem: str | None = None
 
 
-def list_checkpoints(folder: Path, *, verify: bool = False) -> list[Listed]:
+def list_checkpoints(folder: PurePath, *, verify: bool = False) -> list[Listed]:
     """Look at everything in a folder that has the name of a checkpoint, by steps. What leaves meanwhile is left out.
 
     Args:
@@ -52,29 +52,29 @@ def list_checkpoints(folder: Path, *, verify: bool = False) -> list[Listed]:
         CheckpointError: This user may not read it.
     """
     with readable(folder):
-        names = names_in(folder)
+        names = storage_of(folder).names(folder)
     matches = [match for name in names if (match := _NAME.fullmatch(name))]
     matches.sort(key=lambda match: (int(match[1]), match[2] != "validating", match[0]))
     found = [_look(folder / match[0], match[3] or "", verify=verify) for match in matches]
     with readable(folder):
-        return [each for each in found if each.path.is_dir()]
+        return [each for each in found if is_dir(each.path)]
 
 
-def has_checkpoints(folder: Path) -> bool:
+def has_checkpoints(folder: PurePath) -> bool:
     """Whether something in a folder has the name and the manifest of a checkpoint."""
     with readable(folder):
-        names = names_in(folder)
+        names = storage_of(folder).names(folder)
     return any(_NAME.fullmatch(name) and _has_manifest(folder / name) for name in names)
 
 
-def _has_manifest(path: Path) -> bool:
+def _has_manifest(path: PurePath) -> bool:
     try:
-        return (path / MANIFEST).exists()
+        return exists(path / MANIFEST)
     except OSError:
         return True  # as far as is known
 
 
-def _look(path: Path, kind: str, *, verify: bool) -> Listed:
+def _look(path: PurePath, kind: str, *, verify: bool) -> Listed:
     listed = Listed(path, kind)
     if kind == "tmp":
         return listed
@@ -98,10 +98,9 @@ def _look(path: Path, kind: str, *, verify: bool) -> Listed:
     return listed
 
 
-def _status(file: Path) -> tuple[int, float]:
+def _status(file: PurePath) -> tuple[int, float]:
     """Size in bytes, and when it was written, in seconds since 1970."""
+    storage = storage_of(file)
     with readable(file):
-        if isinstance(file, RemotePath):
-            return int(file.call("info")["size"]), float(file.call("modified").timestamp())
-        status = os.stat(file)
-        return status.st_size, status.st_mtime
+        found = storage.look(file)
+        return (0 if found is None else found.size_bytes), storage.written_s(file)

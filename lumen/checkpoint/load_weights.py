@@ -62,7 +62,7 @@ def load_model(
     Raises:
         CheckpointMismatch: Names (if strict), shapes or dtypes differ; nothing was changed.
     """
-    weights = Weights(checkpoint.path, strict=strict)
+    weights = Weights(str(checkpoint.path), strict=strict)
     _fill(model, checkpoint, weights, Processes() if processes is None else processes, cast=False)
 
 

@@ -9,18 +9,18 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 
 from lumen.checkpoint.codec import JSON, decode, named_dtype
-from lumen.checkpoint.disk import check_inside, opened, parse_json, readable
-from lumen.checkpoint.object_store import RemotePath
+from lumen.checkpoint.files import parse_json
+from lumen.checkpoint.places import exists, storage_of
+from lumen.checkpoint.storage import MANIFEST, readable
 from lumen.errors import CheckpointDamaged, CheckpointError
 
 FORMAT_VERSION = 4
-MANIFEST = "manifest.json"
 STATE = "state.json"
 _FILE_NAME = re.compile(r"state\.json|[a-z_]+/[\w-]+\.safetensors", re.ASCII)
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
@@ -99,13 +99,12 @@ def text_of(manifest: Mapping[str, JSON]) -> bytes:
     return b'{"sha256": "%b",\n%b' % (hashlib.sha256(lines).hexdigest().encode(), lines)
 
 
-def is_unseen(path: Path) -> bool:
+def is_unseen(path: PurePath) -> bool:
     """Whether a directory has no manifest yet, or no longer, on a storage that cannot rename directories."""
-    with readable(path):
-        return isinstance(path, RemotePath) and not (path / MANIFEST).is_file()
+    return bool(storage_of(path).unseen(path.parent, [path]))
 
 
-def is_committed(directory: Path) -> bool:
+def is_committed(directory: PurePath) -> bool:
     """Whether a directory has an intact manifest, of any format version.
 
     Raises:
@@ -118,7 +117,7 @@ def is_committed(directory: Path) -> bool:
     return True
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: PurePath) -> Manifest:
     """Read and verify the manifest of a checkpoint; no other file is looked at.
 
     Raises:
@@ -129,7 +128,7 @@ def read_manifest(directory: Path) -> Manifest:
     return _parsed(path, parse_json(path, text), _parse)
 
 
-def read_head(directory: Path) -> Head:
+def read_head(directory: PurePath) -> Head:
     """Read and verify a manifest without parsing its tensors.
 
     Raises:
@@ -143,15 +142,15 @@ def read_head(directory: Path) -> Head:
     return _parsed(path, parse_json(path, text), _parse_head)
 
 
-def _read_text(directory: Path) -> bytes:
+def _read_text(directory: PurePath) -> bytes:
     """The bytes of an intact manifest."""
-    path = directory / MANIFEST
+    storage, path = storage_of(directory), directory / MANIFEST
     with readable(directory):
-        there = path.exists() or path.is_symlink()
+        there = exists(path)
     if not there:
         raise CheckpointDamaged(f"{directory} is no committed checkpoint: it has no {MANIFEST}.")
-    check_inside(directory, MANIFEST)
-    with readable(path), opened(path) as file:
+    storage.check_inside(directory, MANIFEST)
+    with readable(path), storage.open(path) as file:
         text = file.read()
     if first := _FIRST_LINE.match(text):
         is_right = hashlib.sha256(memoryview(text)[first.end() :]).hexdigest().encode() == first[1]
@@ -163,7 +162,7 @@ def _read_text(directory: Path) -> bytes:
     return text
 
 
-def _parsed(path: Path, manifest: dict[str, JSON], parse: Callable[[dict[str, JSON]], Parsed]) -> Parsed:
+def _parsed(path: PurePath, manifest: dict[str, JSON], parse: Callable[[dict[str, JSON]], Parsed]) -> Parsed:
     """What a manifest of this format holds."""
     if manifest.get("format") != FORMAT_VERSION:
         raise CheckpointError(

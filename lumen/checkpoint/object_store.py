@@ -1,4 +1,4 @@
-"""Places that are no directory of this machine: object stores, and whatever else fsspec opens.
+"""Object stores, and whatever else fsspec opens: a checkpoint is written in its place, and its manifest commits it.
 
 There is no renaming, no syncing and no directory: a directory is what the names of objects begin with, and an object is
 there, whole and durable, as soon as its upload has ended. So the last object uploaded is what commits the others.
@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import errno
 import io
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
-from pathlib import Path, PosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import Any, final
 
-from lumen.errors import ConfigError
-from lumen.errors.arguments import local_path
+from lumen.checkpoint.storage import ADVICE, MANIFEST, Draft, Pieces, Status, Storage, readable, temporary_name
+from lumen.errors import CheckpointError, ConfigError
 
 _PART_BYTES = 16 << 20  # of an upload or a download: what a store takes well, and what memory it needs beside a tensor
 _AHEAD_BYTES = 1 << 20  # read at once where less is asked for: headers, small tensors
 _MOST_BLOCKS = 64  # of so many bytes that are kept: tensors are read in turn from the files of so many processes
 
 _INSTALL = "{place} cannot be opened: {error}. For s3:// and gs:// `pip install 'lumen[remote]'` brings s3fs and gcsfs."
+_ADVICE_AT_START = {
+    errno.ENOENT: "Create it (lumen makes no buckets), or choose another place.",
+    errno.EACCES: "These credentials must be allowed to list, read, write and remove objects there.",
+}
 
 
 @final
-class RemotePath(PosixPath):
-    """A place such as `s3://bucket/run`, joined, named and compared as any path; to open it as a file is an error."""
+class Url(PurePosixPath):
+    """A place such as `s3://bucket/run`, joined, named and compared as any path; no function for files takes it."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
@@ -35,137 +40,145 @@ class RemotePath(PosixPath):
     def __fspath__(self) -> str:
         raise TypeError(f"{self} is not on this machine")
 
-    def exists(self) -> bool:
-        """Whether there is an object of this name, or one below it; where that cannot be told it is an OSError."""
-        return self._kind() is not None
 
-    def is_file(self) -> bool:
-        """Whether there is an object of this name."""
-        return self._kind() == "file"
+@final
+class ObjectStore(Storage):
+    """What fsspec opens. Every question is one request, answered as things are now: nothing is cached."""
 
-    def is_dir(self) -> bool:
-        """Whether there are objects below it."""
-        return self._kind() == "directory"
+    quick_bytes = 0  # each object takes its time
 
-    def is_symlink(self) -> bool:
-        """There are none."""
-        return False
+    def as_local(self, path: PurePath) -> None:
+        """There is none."""
 
-    def _kind(self) -> str | None:
+    def look(self, path: PurePath) -> Status | None:
+        """An object, or what the names of others begin with."""
         try:
-            return str(self.call("info")["type"])
+            found = ask(path, "info")
         except FileNotFoundError:
             return None
+        return Status("file" if found["type"] == "file" else "directory", int(found.get("size") or 0))
 
-    def size(self) -> int:
-        """Of this object, in bytes."""
-        return int(self.call("info")["size"])
-
-    def names(self) -> list[str]:
-        """Names of what is directly below it; none where nothing is."""
+    def names(self, folder: PurePath) -> list[str]:
+        """By one listing."""
         try:
-            found = [str(name).rstrip("/") for name in self.call("ls", detail=False)]
+            found = [str(name).rstrip("/") for name in ask(folder, "ls", detail=False)]
         except FileNotFoundError:
             return []
-        return [name.rpartition("/")[2] for name in found if not str(self).endswith(f"/{name.lstrip('/')}")]
+        return [name.rpartition("/")[2] for name in found if not str(folder).endswith(f"/{name.lstrip('/')}")]
 
-    def below(self) -> list[RemotePath]:
-        """All objects below it."""
-        start = self.call("_strip_protocol").strip("/")
-        found = [str(name).strip("/") for name in self.call("find")]
-        return [self / name.removeprefix(f"{start}/") for name in found if name.startswith(f"{start}/")]
+    def files(self, directory: PurePath) -> list[str]:
+        """By one listing of all objects whose names begin so."""
+        found = [str(name).strip("/") for name in ask(directory, "find")]
+        root = _store_of(directory)[1].strip("/")
+        return [name.removeprefix(root).lstrip("/") for name in found if f"{name}/".startswith(f"{root}/")]
 
-    def unlink(self, missing_ok: bool = False) -> None:
-        """Remove one object."""
+    def written_s(self, file: PurePath) -> float:
+        """By the store's clock."""
+        return float(ask(file, "modified").timestamp())
+
+    def with_manifest(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
+        """Of several by one listing of the folder."""
+        if len(directories) < 2:
+            return super().with_manifest(folder, directories)
+        with readable(folder):
+            found = {*self.files(folder)}
+        return {each for each in directories if f"{each.name}/{MANIFEST}" in found}
+
+    def unseen(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
+        """What has no manifest."""
+        return {*directories} - self.with_manifest(folder, directories)
+
+    def open(self, path: PurePath, *, whole: bool = False) -> io.BufferedReader:
+        """By ranges."""
+        return io.BufferedReader(_Object(path), _PART_BYTES if whole else _AHEAD_BYTES)
+
+    def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> Pieces:
+        """What is small is read together with what lies around it."""
+        return _ObjectPieces(directory, sizes)
+
+    def check_writable(self, folder: PurePath) -> None:
+        """By an object that comes and goes; if it stays, it looks like what a killed save has left."""
+        probe = temporary_name(folder / "probe") / "state.json"
         try:
-            self.call("rm_file")
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
+            with self.create(probe) as write:
+                write(b"?")
+            with self.open(probe) as file:
+                file.read()
+            self.names(folder)
+            ask(probe, "rm_file")
+        except OSError as error:
+            advice = _ADVICE_AT_START.get(error.errno or 0, ADVICE[errno.EREMOTE])
+            why = error.strerror or error
+            raise CheckpointError(f"checkpoints cannot be kept in {folder}: {why}. {advice}") from error
 
-    def remove_all(self, objects: list[RemotePath]) -> None:
-        """Remove objects of this place, in any order."""
-        if objects:
-            with _translated(self):
-                files, _ = _files_of(self)
-                files.rm([_files_of(each)[1] for each in objects])
+    def begin(self, directory: PurePath) -> Draft:
+        """In its place, which must be free."""
+        if self.look(directory) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory))
+        return Draft(directory, directory, f"-{secrets.token_hex(4)}")
 
-    def copy_to(self, other: RemotePath) -> None:
-        """Copy one object to another name of the same store."""
-        with _translated(self):
-            files, name = _files_of(self)
-            files.cp_file(name, _files_of(other)[1])
+    def directory(self, path: PurePath) -> AbstractContextManager[None]:
+        """There are none to be made."""
+        return nullcontext()
 
-    def call(self, method: str, **options: Any) -> Any:
-        """What a method of the file system returns for this place; whatever it raises becomes an OSError."""
-        with _translated(self):
-            files, name = _files_of(self)
-            return getattr(files, method)(name, **options)
+    @contextmanager
+    def create(self, path: PurePath) -> Iterator[Callable[[bytes | memoryview], int]]:
+        """Upload piece by piece; when the `with` block fails there is no object. Its size is looked at afterwards."""
+        with _translated(path):
+            store, name = _store_of(path)
+            file = store.open(name, "wb", block_size=_PART_BYTES)
+        size = 0
 
+        def write(data: bytes | memoryview) -> int:
+            nonlocal size
+            with _translated(path):
+                file.write(data)
+            size += len(data)
+            return len(data)
 
-def as_place(path: str | Path) -> Path:
-    """A path of this machine, in which `~` is the home directory, or a `RemotePath` where it is a URL.
+        try:
+            yield write
+            with _translated(path):
+                file.close()
+        except BaseException:
+            with suppress(AttributeError):
+                file.closed = True  # to close it later, be it by the garbage collector, would commit what is there
+            with suppress(Exception):
+                file.discard()
+            raise
+        if (found := _size(path)) != size:
+            raise OSError(errno.EREMOTE, f"it has {found} bytes instead of {size} after the upload", str(path))
 
-    Raises:
-        ConfigError: It is empty, a URL that pathlib has spoilt, or one with wildcards.
-    """
-    if isinstance(path, RemotePath):
-        return path
-    text = str(path)
-    if isinstance(path, Path) and re.match("[a-z][a-z0-9+.-]+:$", path.parts[0] if path.parts else ""):
-        raise ConfigError(f"{text}: pathlib takes slashes out of URLs. Give a string instead.")
-    if "://" not in text:
-        return local_path(text)
-    if text.startswith("file://"):
-        return Path(text.removeprefix("file://"))
-    if found := re.search(r"[*?\[\]]", text):
-        raise ConfigError(f"{text}: {found[0]!r} would be a wildcard there. Choose another name.")
-    return RemotePath(text)
+    def commit(self, draft: Draft) -> None:
+        """The upload of the manifest was that."""
 
+    def rename(self, directory: PurePath, other: PurePath) -> None:
+        """Copy all objects, and remove those that were copied."""
+        names = [] if self.unseen(directory.parent, [directory]) else self.files(directory)
+        for name in names:
+            with _translated(directory):
+                store, source = _store_of(directory / name)
+                store.cp_file(source, _store_of(other / name)[1])
+        self.remove(directory)
 
-@contextmanager
-def uploaded(place: RemotePath) -> Iterator[Callable[[bytes | memoryview], int]]:
-    """Upload an object piece by piece: it is there when the `with` block ends well, and is not when that fails.
-
-    Returns:
-        What appends bytes.
-
-    Raises:
-        OSError: The store refuses, or has another size than what was written.
-    """
-    with _translated(place):
-        files, name = _files_of(place)
-        file = files.open(name, "wb", block_size=_PART_BYTES)
-    size = 0
-
-    def write(data: bytes | memoryview) -> int:
-        nonlocal size
-        with _translated(place):
-            file.write(data)
-        size += len(data)
-        return len(data)
-
-    try:
-        yield write
-        with _translated(place):
-            file.close()
-    except BaseException:
-        with suppress(AttributeError):
-            file.closed = True  # to close it later, be it by the garbage collector, would commit what is there
-        with suppress(Exception):
-            file.discard()
-        raise
-    if (found := place.size()) != size:
-        raise OSError(errno.EREMOTE, f"it has {found} bytes instead of {size} after the upload", str(place))
+    def remove(self, directory: PurePath) -> None:
+        """The manifest first; the others in any order."""
+        names = {*self.files(directory)} - {""}
+        if MANIFEST in names:
+            ask(directory / MANIFEST, "rm_file")
+        if others := sorted(names - {MANIFEST}):
+            remove_objects([directory / name for name in others])
+        if left := {*self.files(directory)} - {""}:  # what one of many could not be removed for, s3fs does not tell
+            raise OSError(errno.EREMOTE, "the store did not remove it", str(directory / min(left)))
 
 
 @final
 class _Object(io.RawIOBase):
     """Reads an object range by range, with one request for each and no memory but the caller's."""
 
-    def __init__(self, place: RemotePath) -> None:
+    def __init__(self, place: PurePath) -> None:
         self._place = place
-        self._size = place.size()
+        self._size = _size(place)
         self._at = 0
 
     def readable(self) -> bool:
@@ -201,32 +214,18 @@ class _Object(io.RawIOBase):
 
 
 @final
-class Pieces:
-    """Reads pieces of objects of known sizes; what is small together with what lies around it. For several threads.
+class _ObjectPieces(Pieces):
+    """Keeps blocks of what was read ahead."""
 
-    Args:
-        place: What they are below.
-        sizes: Their sizes in bytes, by their names there.
-    """
-
-    def __init__(self, place: RemotePath, sizes: Mapping[str, int]) -> None:
+    def __init__(self, directory: PurePath, sizes: Mapping[str, int]) -> None:
         def fetch(name: str, number: int) -> bytes:
             start = number * _AHEAD_BYTES
-            return _fetched(place / name, start, min(start + _AHEAD_BYTES, sizes[name]))
+            return _fetched(directory / name, start, min(start + _AHEAD_BYTES, sizes[name]))
 
-        self._place = place
+        self._directory = directory
         self._block = lru_cache(_MOST_BLOCKS)(fetch)
-        self.free = self._block.cache_clear
 
     def read_into(self, name: str, start: int, view: memoryview) -> int:
-        """Fill memory with the bytes of an object from `start` on, which must be inside its size.
-
-        Returns:
-            How many bytes there were.
-
-        Raises:
-            OSError: It cannot be read.
-        """
         done = 0
         while done < len(view):
             at, missing = start + done, len(view) - done
@@ -234,28 +233,45 @@ class Pieces:
                 number, begin = divmod(at, _AHEAD_BYTES)
                 data = self._block(name, number)[begin : begin + missing]
             else:
-                data = _fetched(self._place / name, at, at + min(missing, _PART_BYTES))
+                data = _fetched(self._directory / name, at, at + min(missing, _PART_BYTES))
             if not data:
                 break
             view[done : done + len(data)] = data
             done += len(data)
         return done
 
+    def free(self) -> None:
+        self._block.cache_clear()
 
-def _fetched(place: RemotePath, start: int, end: int) -> bytes:
+
+def ask(place: PurePath, method: str, **options: Any) -> Any:
+    """What a method of the file system returns for a place; whatever it raises becomes an OSError."""
+    with _translated(place):
+        store, name = _store_of(place)
+        return getattr(store, method)(name, **options)
+
+
+def remove_objects(objects: Sequence[PurePath]) -> None:
+    """Remove objects of one store, in any order."""
+    with _translated(objects[0].parent):
+        store, _ = _store_of(objects[0])
+        store.rm([_store_of(each)[1] for each in objects])
+
+
+def _size(place: PurePath) -> int:
+    """Of an object, in bytes."""
+    return int(ask(place, "info")["size"])
+
+
+def _fetched(place: PurePath, start: int, end: int) -> bytes:
     """Bytes of an object, by one request."""
-    data: bytes = place.call("cat_file", start=start, end=end)
+    data: bytes = ask(place, "cat_file", start=start, end=end)
     if len(data) > end - start:
         raise OSError(errno.EREMOTE, "the server sends whole files only", str(place))
     return data
 
 
-def opened_remotely(place: RemotePath, *, whole: bool) -> io.BufferedReader:
-    """Open an object to read all of it, or a few places in it."""
-    return io.BufferedReader(_Object(place), _PART_BYTES if whole else _AHEAD_BYTES)
-
-
-def _files_of(place: RemotePath) -> tuple[Any, str]:
+def _store_of(place: PurePath) -> tuple[Any, str]:
     """The file system of a place, and its name there. Asked for anew each time: after a fork the old one is dead."""
     import fsspec  # slow, and there is seldom such a place
 
@@ -266,7 +282,7 @@ def _files_of(place: RemotePath) -> tuple[Any, str]:
 
 
 @contextmanager
-def _translated(place: Path) -> Iterator[None]:
+def _translated(place: PurePath) -> Iterator[None]:
     """Turn whatever a package for some protocol raises into an OSError whose number tells what is known of it."""
     try:
         yield

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from typing import Literal, final
 
 import torch
 
 from lumen.checkpoint.codec import JSON
-from lumen.checkpoint.disk import Files, check_file, read_json, readable
+from lumen.checkpoint.files import check_file, read_json
 from lumen.checkpoint.manifest import STATE, Chunk, Manifest, StoredTensor, is_unseen, read_manifest
-from lumen.checkpoint.object_store import Pieces, RemotePath
+from lumen.checkpoint.places import exists, storage_of
 from lumen.checkpoint.safetensors_file import check_header
+from lumen.checkpoint.storage import readable
 from lumen.data.nested import fill
 from lumen.distributed.dtensor import own_block, own_part
 from lumen.distributed.processes import Processes
@@ -39,7 +39,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, state: dict[str, JSON], begins: Mapping[str, Mapping[str, int]]
+        self, path: PurePath, manifest: Manifest, state: dict[str, JSON], begins: Mapping[str, Mapping[str, int]]
     ) -> None:
         self.path = path
         self.info = manifest.info
@@ -48,11 +48,11 @@ class Checkpoint:
         self._sections = manifest.sections
         self._begins = begins
         sizes = {name: size for name, (size, _) in manifest.files.items()}
-        self._files = Pieces(path, sizes) if isinstance(path, RemotePath) else Files(path)
+        self._files = storage_of(path).pieces(path, sizes)
 
     @staticmethod
     def open(
-        path: Path,
+        path: PurePath,
         verify: Literal["checksums", "sizes"] = "checksums",
         *,
         sections: Sequence[str] | None = None,
@@ -209,7 +209,7 @@ class Checkpoint:
             raise CheckpointDamaged(f"{path} became shorter while it was read.")
 
 
-def _open(path: Path, verify: str, sections: Sequence[str] | None, processes: Processes) -> Checkpoint:
+def _open(path: PurePath, verify: str, sections: Sequence[str] | None, processes: Processes) -> Checkpoint:
     """Check sizes and headers of all files, and the checksums of those that fall to this process."""
     with _present(path):
         manifest = read_manifest(path)
@@ -231,7 +231,7 @@ def _open(path: Path, verify: str, sections: Sequence[str] | None, processes: Pr
 
 
 @contextmanager
-def _present(path: Path) -> Iterator[None]:
+def _present(path: PurePath) -> Iterator[None]:
     """The context of a read whose error says so if the checkpoint was removed meanwhile.
 
     Raises:
@@ -240,7 +240,9 @@ def _present(path: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointDamaged as error:
-        if is_unseen(path) if isinstance(path, RemotePath) else not os.path.lexists(path):
+        with readable(path):
+            is_gone = is_unseen(path) or not exists(path)
+        if is_gone:
             raise CheckpointGone(
                 f"{path} is not there, or was removed while it was read, perhaps by its run, which keeps the "
                 "newest ones (keep_last of ModelCheckpoint). Read a newer one."

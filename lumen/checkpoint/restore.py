@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import chain
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import torch
@@ -264,7 +264,7 @@ def _without_those_of_bases(kind: type[Task], saved: Mapping[str, Any]) -> dict[
     return {name: value for name, value in saved.items() if name in taken or name not in by_bases}
 
 
-def load_task(kind: type[Task], path: Path, *, strict: bool, overrides: Mapping[str, Any]) -> Task:
+def load_task(kind: type[Task], path: PurePath, *, strict: bool, overrides: Mapping[str, Any]) -> Task:
     """Build a task from a checkpoint's hyperparameters and load its parameters; see `load_from_checkpoint`."""
     checkpoint = find_named(path)
     saved = decode(checkpoint.state["hyperparameters"], checkpoint.tensors("extra"))

@@ -6,12 +6,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 
 import torch
 
 from lumen.checkpoint.codec import JSON
-from lumen.checkpoint.disk import new_file, opened, parse_json, readable
+from lumen.checkpoint.files import new_file, parse_json
+from lumen.checkpoint.places import storage_of
+from lumen.checkpoint.storage import readable
 from lumen.errors import CheckpointDamaged
 
 _DTYPES = {
@@ -51,7 +53,7 @@ def widest_first(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], whole: Callable[[str], torch.Tensor] | None = None
+    path: PurePath, tensors: Mapping[str, torch.Tensor], whole: Callable[[str], torch.Tensor] | None = None
 ) -> dict[str, int | str]:
     """Write one safetensors file, one tensor at a time, and wait until it is on the disk.
 
@@ -105,7 +107,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(map(flat, tensors)))
 
 
-def check_header(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, int]:
+def check_header(path: PurePath, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, int]:
     """Check that a file holds exactly the tensors that the manifest places there, and not a byte more.
 
     Args:
@@ -137,7 +139,7 @@ def check_header(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int,
     return begins
 
 
-def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def read_header(path: PurePath) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of every tensor of any safetensors file, by name; call `check_header` with them before reading.
 
     Raises:
@@ -157,9 +159,9 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return tensors
 
 
-def _header(path: Path) -> tuple[dict[str, JSON], int, int]:
+def _header(path: PurePath) -> tuple[dict[str, JSON], int, int]:
     """The entries of a file's header, the offset at which its data begins, and its size, both in bytes."""
-    with readable(path), opened(path) as file:
+    with readable(path), storage_of(path).open(path) as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         size = file.seek(0, os.SEEK_END)
         if start > size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from lumen.console import logger as _log
@@ -30,7 +30,7 @@ def states_of(things: Iterable[Any]) -> dict[str, Any]:
     return found
 
 
-def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: Path) -> None:
+def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: PurePath) -> None:
     """Give states back to their owners; one warning names states without an owner and owners without a state.
 
     Args:

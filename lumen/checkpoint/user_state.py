@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NoReturn, final
 
 from lumen.checkpoint.state_keys import ambiguous, key_of
@@ -119,7 +119,7 @@ def _added(owner: str, hook: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     return dict(added)
 
 
-def hand_back(run: Run, saved: Mapping[str, Any], path: Path) -> None:
+def hand_back(run: Run, saved: Mapping[str, Any], path: PurePath) -> None:
     """Call `on_load_checkpoint` of each callback with what it added.
 
     Args:

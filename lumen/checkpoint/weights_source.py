@@ -7,16 +7,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import Literal, final
 
-from lumen.checkpoint.disk import read_json, readable
+from lumen.checkpoint.files import read_json
 from lumen.checkpoint.folder import newest_committed, newest_valid
-from lumen.checkpoint.manifest import MANIFEST, Chunk, Manifest, StoredTensor, read_manifest
-from lumen.checkpoint.object_store import RemotePath, as_place
+from lumen.checkpoint.manifest import Chunk, Manifest, StoredTensor, read_manifest
+from lumen.checkpoint.places import as_local, as_place, exists, is_dir, is_file
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.safetensors_file import check_header, read_header
+from lumen.checkpoint.storage import MANIFEST, readable
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError, ConfigError, LumenError
@@ -91,7 +92,7 @@ def refuse_pickle(path: str) -> None:
         raise ConfigError(_CONVERT.format(path=path, name=place.name, stem=place.stem))
 
 
-def is_weights(path: Weights | str | Path) -> bool:
+def is_weights(path: Weights | str | PurePath) -> bool:
     """Whether a path holds plain weights, not a checkpoint, a run or its folder of checkpoints.
 
     Raises:
@@ -100,21 +101,21 @@ def is_weights(path: Weights | str | Path) -> bool:
     if isinstance(path, Weights) or str(path).startswith(_WEB):
         return True
     place = as_place(path)
-    if isinstance(place, RemotePath) and place.suffix == ".safetensors":
+    if place.suffix == ".safetensors" and as_local(place) is None:  # of what is here, a run may be called so
         return True
     with readable(place):
-        if str(path) in _WORDS or (place / MANIFEST).exists() or (place / "checkpoints").is_dir():
+        if str(path) in _WORDS or exists(place / MANIFEST) or is_dir(place / "checkpoints"):
             return False
-        return place.suffix == ".safetensors" or place.is_file() or any((place / name).exists() for name in _OF_HUBS)
+        return place.suffix == ".safetensors" or is_file(place) or any(exists(place / name) for name in _OF_HUBS)
 
 
 def find_checkpoint(
     where: str,
-    folder: Path,
+    folder: PurePath,
     processes: Processes | None = None,
     *,
     sections: Sequence[str] | None = None,
-    beside: Sequence[Path] = (),
+    beside: Sequence[PurePath] = (),
 ) -> Checkpoint | None:
     """The checkpoint that a `resume` or `ckpt_path` setting means. Collective: every one of `processes` must call this.
 
@@ -153,7 +154,7 @@ def find_checkpoint(
     return newest
 
 
-def find_named(path: Path, processes: Processes | None = None) -> Checkpoint:
+def find_named(path: PurePath, processes: Processes | None = None) -> Checkpoint:
     """Like `find_checkpoint`, but every string is a path, also "last"."""
     where = f"./{path}" if str(path) in _WORDS else str(path)
     checkpoint = find_checkpoint(where, path, processes)
@@ -161,7 +162,7 @@ def find_named(path: Path, processes: Processes | None = None) -> Checkpoint:
     return checkpoint
 
 
-def _place(where: str, folder: Path) -> tuple[bool, Path]:
+def _place(where: str, folder: PurePath) -> tuple[bool, PurePath]:
     """Whether a setting names one checkpoint, and its path; else the directory to choose from."""
     if where in _WORDS:
         return False, folder
@@ -173,12 +174,12 @@ def _place(where: str, folder: Path) -> tuple[bool, Path]:
             "Start a new run from them with Trainer(init_from=...), or load them into a task that you built."
         )
     with readable(path):
-        if (path / MANIFEST).exists():
+        if exists(path / MANIFEST):
             return True, path
-        return False, path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        return False, path / "checkpoints" if is_dir(path / "checkpoints") else path
 
 
-def _check_none_needed(where: str, folders: Sequence[Path]) -> None:
+def _check_none_needed(where: str, folders: Sequence[PurePath]) -> None:
     folder = " and ".join(map(str, folders))
     if any(map(newest_committed, folders)):
         raise CheckpointError(
@@ -216,25 +217,25 @@ def open_weights(path: str, processes: Processes) -> Iterator[Checkpoint]:
         processes.barrier()  # all have read it
 
 
-def check_there(path: str | Path) -> None:
+def check_there(path: str | PurePath) -> None:
     """Refuse a path on this machine that cannot hold weights; a URL is not looked at.
 
     Raises:
         CheckpointError: The path does not exist.
         ConfigError: The path holds pickles, which are never read.
     """
-    place = as_place(path)
-    if isinstance(place, RemotePath):
+    place = as_local(as_place(path))
+    if place is None:
         return
-    if not place.exists():
+    if not exists(place):
         raise CheckpointError(f"{path} does not exist. Give a checkpoint, a run, or safetensors files.")
-    if is_weights(path) or (place / MANIFEST).exists():
+    if is_weights(path) or exists(place / MANIFEST):
         return
     for pickle in sorted(place.glob("*")):
         refuse_pickle(str(pickle))
 
 
-def _opened_by_all(path: Path, processes: Processes) -> Checkpoint:
+def _opened_by_all(path: PurePath, processes: Processes) -> Checkpoint:
     """The opened weights at a path that all processes can read. Collective."""
     kind = processes.on_rank_zero(partial(_kind, path))
     if kind == "checkpoint":
@@ -244,22 +245,22 @@ def _opened_by_all(path: Path, processes: Processes) -> Checkpoint:
     return find_named(path, processes)
 
 
-def _kind(path: Path) -> Literal["checkpoint", "files", "run"]:
+def _kind(path: PurePath) -> Literal["checkpoint", "files", "run"]:
     check_there(path)
     with readable(path):
-        is_checkpoint = (path / MANIFEST).exists()
+        is_checkpoint = exists(path / MANIFEST)
     if is_checkpoint:
         return "checkpoint"
     return "files" if is_weights(path) else "run"
 
 
-def _open(path: Path, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
+def _open(path: PurePath, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
     """Open a checkpoint's parameters, or anyone's safetensors files, in this process alone."""
-    if (path / MANIFEST).exists():
+    if exists(path / MANIFEST):
         return Checkpoint.open(path, verify, sections=("model",))
-    if path.is_file():
+    if is_file(path):
         return _open_files(path.parent, [path.name])
-    if not (path / INDEX).exists():
+    if not exists(path / INDEX):
         return _open_files(path, [SINGLE])
     placed = _read_index(path)
     checkpoint = _open_files(path, sorted(set(placed.values())))
@@ -268,7 +269,7 @@ def _open(path: Path, verify: Literal["checksums", "sizes"] = "checksums") -> Ch
     return checkpoint
 
 
-def _open_files(directory: Path, files: list[str]) -> Checkpoint:
+def _open_files(directory: PurePath, files: list[str]) -> Checkpoint:
     """Open safetensors files of a directory as if they were a checkpoint's; links are followed, as hub caches have."""
     specs: dict[str, StoredTensor] = {}
     begins = {}
@@ -282,7 +283,7 @@ def _open_files(directory: Path, files: list[str]) -> Checkpoint:
     return Checkpoint(directory, Manifest({}, {"model": specs}, {}, {}, {}), {}, begins)
 
 
-def _read_index(directory: Path) -> dict[str, str]:
+def _read_index(directory: PurePath) -> dict[str, str]:
     """The file of each tensor, by name, from a model hub's index."""
     path = directory / INDEX
     placed = read_json(path).get("weight_map")

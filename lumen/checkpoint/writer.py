@@ -1,25 +1,25 @@
-"""Writes a checkpoint beside its final path, syncs and verifies it, and commits it by one rename."""
+"""Writing a checkpoint: each process its share, all of it checked as a reader will, and committed at once."""
 
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, final
 
 import torch
 
 import lumen
 from lumen.checkpoint.codec import JSON, encode
-from lumen.checkpoint.disk import explained, fsync_directory, make_directory, new_file, readable, remove_tree
-from lumen.checkpoint.folder import commit, refuse_foreign, set_aside, temporary_name
-from lumen.checkpoint.manifest import FORMAT_VERSION, MANIFEST, STATE, text_of
-from lumen.checkpoint.object_store import RemotePath
+from lumen.checkpoint.files import new_file
+from lumen.checkpoint.folder import refuse_foreign, set_aside
+from lumen.checkpoint.manifest import FORMAT_VERSION, STATE, text_of
+from lumen.checkpoint.places import exists, storage_of
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.safetensors_file import write_safetensors
+from lumen.checkpoint.storage import MANIFEST, Draft, explained, readable
 from lumen.checkpoint.write_plan import Block, Sections, TensorSpec, WritePlan, plan_writes
 from lumen.distributed.dtensor import own_part
 from lumen.distributed.processes import Processes
@@ -30,7 +30,7 @@ Written = tuple[dict[str, JSON], dict[str, dict[str, JSON]]]  # files and descri
 
 
 def write_checkpoint(
-    directory: Path,
+    directory: PurePath,
     sections: Sections,
     state: Mapping[str, JSON],
     *,
@@ -67,7 +67,7 @@ def write_checkpoint(
 
 
 def write_planned(
-    directory: Path,
+    directory: PurePath,
     plan: WritePlan,
     state: Mapping[str, JSON],
     *,
@@ -78,10 +78,8 @@ def write_planned(
 ) -> None:
     """Write this process's blocks, and commit when all have; else as `write_checkpoint`. Collective."""
     save = _Save(directory, plan.specs, state, aliases, info)
-    temporary, mark = processes.on_rank_zero(save.begin)
-    processes.conclude(
-        partial(_write_files, temporary, mark, plan, max_file_bytes, processes), partial(save.commit, temporary)
-    )
+    draft = processes.on_rank_zero(save.begin)
+    processes.conclude(partial(_write_files, draft, plan, max_file_bytes, processes.rank), partial(save.commit, draft))
 
 
 @final
@@ -90,13 +88,14 @@ class _Save:
 
     def __init__(
         self,
-        directory: Path,
+        directory: PurePath,
         specs: Mapping[str, Mapping[str, TensorSpec]],
         state: Mapping[str, JSON],
         aliases: Mapping[str, str],
         info: Mapping[str, Any],
     ) -> None:
         self._directory = directory
+        self._storage = storage_of(directory)
         self._specs = specs
         self._state = state
         self._aliases = aliases
@@ -104,13 +103,8 @@ class _Save:
         self._state_bytes = b""
         self._manifest: dict[str, JSON] = {}
 
-    def begin(self) -> tuple[Path, str]:
-        """Refuse, before any work, what cannot be saved or committed.
-
-        Returns:
-            The directory in which all processes write; and a mark for the names of their files, where that directory is
-            the final one (object stores): a killed job's processes may still be uploading there.
-        """
+    def begin(self) -> Draft:
+        """Refuse, before any work, what cannot be saved or committed, and make room for the rest."""
         self._manifest = {
             "format": FORMAT_VERSION,
             "lumen": lumen.__version__,
@@ -120,28 +114,30 @@ class _Save:
         self._state_bytes = _json_bytes("state", self._state)
         if holds_damaged := _holds_damaged(self._directory):
             refuse_foreign(self._directory)
-        temporary = temporary_name(self._directory)
         with explained("write", self._directory):
-            if holds_damaged and temporary == self._directory:
+            try:
+                return self._storage.begin(self._directory)
+            except FileExistsError:  # what is damaged has to make room at once
+                if not holds_damaged:
+                    raise
                 set_aside(self._directory)
-            make_directory(temporary)
-        return temporary, f"-{secrets.token_hex(4)}" if temporary == self._directory else ""
+                return self._storage.begin(self._directory)
 
-    def commit(self, temporary: Path, written: Callable[[], list[Written]]) -> None:
+    def commit(self, draft: Draft, written: Callable[[], list[Written]]) -> None:
         """Commit what all processes have written, or remove it."""
         with explained("write", self._directory):
             try:
-                self._complete(temporary, written())
-                Checkpoint.open(temporary, verify="sizes")  # what was written is what a reader will find
-                if temporary != self._directory and _holds_damaged(self._directory):
+                self._complete(draft.root, written())
+                Checkpoint.open(draft.root, verify="sizes")  # what was written is what a reader will find
+                if not draft.is_in_place and _holds_damaged(self._directory):
                     set_aside(self._directory)
-                commit(temporary, self._directory)
+                self._storage.commit(draft)
             except BaseException:
                 with suppress(OSError):
-                    remove_tree(temporary, first=MANIFEST)
+                    self._storage.remove(draft.root)
                 raise
 
-    def _complete(self, root: Path, written: Iterable[Written]) -> None:
+    def _complete(self, root: PurePath, written: Iterable[Written]) -> None:
         """Add the files that only rank 0 writes: the state, and last the manifest."""
         files: dict[str, JSON] = {}
         sections = {
@@ -158,7 +154,6 @@ class _Save:
                         sections[section][name] = entry
         files[STATE] = _write_bytes(root / STATE, self._state_bytes)
         _write_bytes(root / MANIFEST, text_of(self._manifest | {"files": files, "sections": sections}))
-        fsync_directory(root)
 
 
 def _checked_aliases(aliases: Mapping[str, str], specs: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, str]:
@@ -190,10 +185,10 @@ def _json_bytes(what: str, value: Mapping[str, JSON]) -> bytes:
     return data
 
 
-def _holds_damaged(directory: Path) -> bool:
+def _holds_damaged(directory: PurePath) -> bool:
     """Whether a path holds something that is no intact checkpoint; an intact one is an error."""
     with readable(directory):
-        if not (directory.exists() or directory.is_symlink()):
+        if not exists(directory):
             return False
     try:
         Checkpoint.open(directory)
@@ -204,27 +199,23 @@ def _holds_damaged(directory: Path) -> bool:
     )
 
 
-def _write_files(root: Path, mark: str, plan: WritePlan, max_file_bytes: int, processes: Processes) -> Written:
+def _write_files(draft: Draft, plan: WritePlan, max_file_bytes: int, rank: int) -> Written:
     """Write this process's files. Returns their sizes and checksums, and which block lies in which file."""
     files: dict[str, JSON] = {}
     described: dict[str, dict[str, JSON]] = {section: {} for section in plan.blocks}
-    if processes.rank > 0 and not isinstance(root, RemotePath) and not root.is_dir():
-        raise CheckpointError(
-            f"rank {processes.rank} does not find {root}, which rank 0 has made: it was removed, or these processes do "
-            "not share that disk. Choose a directory that all of them see."
-        )
-    with explained("write", root):
+    storage = storage_of(draft.root)
+    with explained("write", draft.root):
         for section, blocks in plan.blocks.items():
-            for index, names in enumerate(_bounded(blocks, max_file_bytes)):
-                make_directory(root / section, inside=True)
-                file = f"{section}/{processes.rank:05d}-{index:05d}{mark}.safetensors"
-                tensors = {name: own_part(plan.sections[section][name]) for name in names}
-                files[file] = write_safetensors(root / file, tensors)
-                for name in names:
-                    chunk = [file, list(blocks[name].offsets), list(blocks[name].shape)]
-                    described[section][name] = _describe(plan.specs[section][name], [chunk])
-        for section in sorted(section for section, tensors in described.items() if tensors):
-            fsync_directory(root / section)
+            if not blocks:
+                continue
+            with storage.directory(draft.root / section):
+                for index, names in enumerate(_bounded(blocks, max_file_bytes)):
+                    file = f"{section}/{rank:05d}-{index:05d}{draft.mark}.safetensors"
+                    tensors = {name: own_part(plan.sections[section][name]) for name in names}
+                    files[file] = write_safetensors(draft.root / file, tensors)
+                    for name in names:
+                        chunk = [file, list(blocks[name].offsets), list(blocks[name].shape)]
+                        described[section][name] = _describe(plan.specs[section][name], [chunk])
     return files, described
 
 
@@ -247,7 +238,7 @@ def _describe(spec: TensorSpec, chunks: list[JSON]) -> JSON:
     return {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape), "chunks": chunks}
 
 
-def _write_bytes(path: Path, data: bytes) -> dict[str, int | str]:
+def _write_bytes(path: PurePath, data: bytes) -> dict[str, int | str]:
     with new_file(path) as file:
         file.write(data)
     return file.record()

@@ -12,7 +12,7 @@ from argparse import Action
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, final
 
 import yaml
@@ -304,7 +304,7 @@ def _seed(config: Namespace, checkpoint: Any) -> int:
     return int(found.state["seed"]) if found else secrets.randbits(31)
 
 
-def _dirpaths(callbacks: Any, own: Path) -> list[Path]:
+def _dirpaths(callbacks: Any, own: Path) -> list[PurePath]:
     """Where each `ModelCheckpoint` saves, first the one that says which checkpoint is best."""
     each = (
         callbacks.values() if isinstance(callbacks, dict) else callbacks if isinstance(callbacks, list) else [callbacks]

@@ -11,18 +11,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, final
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lumen.checkpoint.disk import names_in, readable
 from lumen.checkpoint.folder import is_saved_name
 from lumen.checkpoint.listing import Listed, has_checkpoints, list_checkpoints
-from lumen.checkpoint.manifest import MANIFEST
-from lumen.checkpoint.object_store import RemotePath, as_place
+from lumen.checkpoint.places import as_local, as_place, exists, is_dir, storage_of
+from lumen.checkpoint.storage import MANIFEST, readable
 from lumen.cli.parser import Words, size
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError, LumenError, ProcessLost, RunDirectoryError
@@ -59,7 +58,7 @@ class ShownRun:
         holder: The live job that has it: its `host`, `pid` and `started`.
     """
 
-    path: Path
+    path: PurePath
     checkpoints: list[Listed] = field(default_factory=list)
     problem: str | None = None
     status: str = "unknown"
@@ -105,7 +104,7 @@ def run(words: list[str]) -> int:
     given = parser.read(words)
     root = as_place(given.directory)
     with readable(root):
-        is_there, is_checkpoint = root.is_dir(), (root / MANIFEST).exists()
+        is_there, is_checkpoint = is_dir(root), exists(root / MANIFEST)
     if not is_there:
         raise ConfigError(f"there is no directory {root}. Say where the runs are: lumen runs DIR.")
     if is_checkpoint:
@@ -128,62 +127,65 @@ def run(words: list[str]) -> int:
 # ---------------------------------------------------------------------- finding
 
 
-def _find(directory: Path) -> Iterator[Path]:
+def _find(directory: PurePath) -> Iterator[PurePath]:
     """The runs in a directory and below it, by name; no way leads through links and hidden directories."""
     try:
         if _is_run(directory):
             yield directory
             return
-        names = sorted(names_in(directory))
-        below = [directory / name for name in names if not name.startswith(".") and (directory / name).is_dir()]
+        names = sorted(storage_of(directory).names(directory))
+        below = [directory / name for name in names if not name.startswith(".") and is_dir(directory / name)]
     except (OSError, LumenError) as error:
         print(f"warning: cannot look into {directory}: {getattr(error, 'strerror', error)}", file=stderr)
         return
     for path in below:
-        if not path.is_symlink():
+        local = as_local(path)
+        if local is None or not local.is_symlink():
             yield from _find(path)
         elif _is_run(path):
             yield path
 
 
-def _is_run(path: Path) -> bool:
+def _is_run(path: PurePath) -> bool:
     folder = path / "checkpoints"
-    if not folder.is_dir():
+    if not is_dir(folder):
         return has_checkpoints(path)
-    return has_checkpoints(folder) or (not isinstance(path, RemotePath) and RunDirectory.was_claimed(path))
+    local = as_local(path)
+    return has_checkpoints(folder) or (local is not None and RunDirectory.was_claimed(local))
 
 
-def _look(path: Path, *, verify: bool) -> ShownRun:
+def _look(path: PurePath, *, verify: bool) -> ShownRun:
     shown = ShownRun(path)
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    folder = path / "checkpoints" if is_dir(path / "checkpoints") else path
     try:
         shown.checkpoints = list_checkpoints(folder, verify=verify)
     except LumenError as error:
         shown.problem = str(error)
-    if isinstance(path, RemotePath):  # where runs have neither locks nor logs
+    local = as_local(path)
+    if local is None:  # where runs have neither locks nor logs
         shown.status = _by_checkpoint(shown)
         return shown
     try:
         with warnings.catch_warnings(action="error"):  # of a file system without locks
-            shown.holder = RunDirectory.is_locked(path)
+            shown.holder = RunDirectory.is_locked(local)
     except (RunDirectoryError, UserWarning):
         return shown
     if shown.holder:
         shown.status = "running"
     else:
-        _find_end(shown)
+        _find_end(shown, local)
     return shown
 
 
-def _find_end(shown: ShownRun) -> None:
+def _find_end(shown: ShownRun, run: Path) -> None:
     """What the run's own log says last, else its newest checkpoint."""
-    said = _said_in(shown.path / "run.log")
+    said = _said_in(run / "run.log")
     shown.status = _ENDS[said[-1][1]] if said else _by_checkpoint(shown)
     if shown.status == "failed":
         begun = max((when for when, what, _ in said if what == _BEGUN), default="")
-        of_ranks = sorted((shown.path / "logs").glob("*-rank*.log"))
+        of_ranks = sorted((run / "logs").glob("*-rank*.log"))
         newest = [log for log in of_ranks if log.name.rpartition("-")[0] == of_ranks[-1].name.rpartition("-")[0]]
-        logs = [shown.path / "run.log", *newest]
+        logs = [run / "run.log", *newest]
         shown.error = _first_failure([each for log in logs for each in _said_in(log) if each[0] >= begun])
 
 

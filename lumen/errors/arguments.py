@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, wraps
 from numbers import Integral, Real
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -73,6 +73,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, dict) and all(_fits(each, within[1]) for each in value.values())
     if hint is Any:
         return True
+    if hint is Path:  # a URL is none that the operating system knows
+        return isinstance(value, PurePath)
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
     return isinstance(value, hint) if inspect.isclass(hint) and origin is None else True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from pathlib import Path
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -322,7 +322,7 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         self.train()
 
     @classmethod
-    def load_from_checkpoint(cls, path: str | Path, *, strict: bool = True, **overrides: Any) -> Self:
+    def load_from_checkpoint(cls, path: str | PurePath, *, strict: bool = True, **overrides: Any) -> Self:
         """Build the task from the hyperparameters of a checkpoint and load its parameters.
 
         Args:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lumen.callbacks import ModelCheckpoint, OnExceptionCheckpoint, savers_of
 from lumen.callbacks.checkpoint_names import is_same
-from lumen.checkpoint import Checkpoint, Saves, check_writable
+from lumen.checkpoint import Checkpoint, Saves, storage_of
 from lumen.checkpoint.folder import newest_committed
 from lumen.checkpoint.state_keys import key_of
 from lumen.console import logger as _log
@@ -148,7 +148,7 @@ def _close(run: Run) -> None:
     unshare_metrics(run.task)
 
 
-def checkpoints_of(trainer: Trainer, run_directory: Path) -> list[Path]:
+def checkpoints_of(trainer: Trainer, run_directory: Path) -> list[PurePath]:
     """Where the checkpoints of a run lie, first those of the callback that says which is best."""
     default = run_directory / "checkpoints"
     folders = [saver.given_dirpath or default for saver in savers_of(trainer.callbacks)] or [default]
@@ -161,7 +161,7 @@ def _check_places(trainer: Trainer) -> None:
     given += [each.dirpath for each in trainer.callbacks if isinstance(each, OnExceptionCheckpoint)]
     for place in given:
         if place is not None:
-            check_writable(place)
+            storage_of(place).check_writable(place)
 
 
 def _claim(trainer: Trainer, closing: ExitStack) -> tuple[Callable[[], None] | None, Path | None]:

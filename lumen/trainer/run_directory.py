@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from lumen.checkpoint.disk import fsync_directory, make_directory
 from lumen.checkpoint.folder import clean_leftovers
+from lumen.checkpoint.local_storage import fsync_directory, make_directory
 from lumen.errors import ConfigError, RunDirectoryError
 
 _LOCK = ".lock"

@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import final
 
 from lumen.checkpoint import (
@@ -89,7 +89,7 @@ class Origin:
             check_there(self._weights.path)
 
     def find(
-        self, own: Sequence[Path], earlier: Sequence[Path], processes: Processes, *, writes: bool
+        self, own: Sequence[PurePath], earlier: Sequence[PurePath], processes: Processes, *, writes: bool
     ) -> Checkpoint | None:
         """The checkpoint to go on from, if there is one. Collective: every rank must call this.
 
@@ -132,7 +132,7 @@ class Origin:
         return secrets.randbits(31) if given is None else given
 
     def fill(
-        self, run: Run, ckpt_path: Weights | str | Path | None, home: Path, folders: Sequence[Path]
+        self, run: Run, ckpt_path: Weights | str | Path | None, home: Path, folders: Sequence[PurePath]
     ) -> Checkpoint | None:
         """Load the model, if there is anything to load.
 
@@ -160,7 +160,7 @@ class Origin:
         elif weights is not None:
             load_weights(task, weights, run.strategy.processes)
         elif stage != "fit" and not task._is_filled and any(True for _ in task.parameters()):
-            trained = home if any(newest_committed(folder) for folder in folders if folder.is_dir()) else "a run"
+            trained = home if any(map(newest_committed, folders)) else "a run"
             _log.warning(
                 "%s uses the parameters that %s was built with. For those of %s set ckpt_path, as in --ckpt_path best",
                 stage, type(task).__name__, trained,
@@ -169,7 +169,7 @@ class Origin:
         return checkpoint
 
 
-def _set_aside_newer(path: Path, folders: Sequence[Path]) -> None:
+def _set_aside_newer(path: PurePath, folders: Sequence[PurePath]) -> None:
     """Move what is newer than the newest valid checkpoint, and so damaged, out of the way: its name will be needed."""
     for damaged in find_newer(path, folders):
         set_aside(damaged)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, ClassVar, Literal, final
 
 from lumen.callbacks import (
@@ -366,7 +366,7 @@ class Trainer(RunView):
         run = evaluate_all(self, "predict", model, one_source(dataloaders, datamodule), ckpt_path)
         return run.values.predictions[0] if len(run.values.predictions) == 1 else run.values.predictions
 
-    def save_checkpoint(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
+    def save_checkpoint(self, path: str | PurePath, *, info: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint of the run in progress, exact in `on_step_checkpoint`.
 
         Collective: every rank must call this.
