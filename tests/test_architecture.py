@@ -36,7 +36,8 @@ FLOORS = (
 )
 DOORS = {"lumen", "lumen.__main__"}
 LAZY_WAYS_UP = {("task", "checkpoint")}
-OPEN_CLASSES = {"TaskModule", "DataModule", "Callback"} | {"HasHyperparameters", "DataHooks", "Attached"}  # mixins
+MIXINS = {"HasHyperparameters", "ModelHooks", "DataHooks", "Attached"}
+OPEN_CLASSES = {"TaskModule", "DataModule", "Callback"} | MIXINS
 PUBLIC = [
     "CSVLogger",
     "Callback",
@@ -530,3 +531,18 @@ def test_private_names_of_torch_stand_in_one_room():
     for module, tree in others.items():
         for line, name in underscores_used_in(tree):
             assert not is_private(name) or name in OTHERS | LUMENS | own, f"{module}:{line} {name}"
+
+
+# ---------------------------------------------------------------------- sizes
+
+#: Files that are too long, each to be split; nothing may be added.
+TOO_LONG: set[str] = set()
+
+
+def test_no_file_has_four_hundred_lines():
+    lengths = {module_file(path): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+    assert {name for name, lines in lengths.items() if lines >= 400} == TOO_LONG
+
+
+def module_file(path):
+    return str(path.relative_to(ROOT))

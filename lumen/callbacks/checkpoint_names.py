@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lumen.checkpoint.folder import find_unread, read_info
 from lumen.checkpoint.manifest import is_committed
@@ -107,3 +108,31 @@ def unkept(rules: Iterable[Rule], newest: PurePath, found: list[PurePath]) -> li
     found = found[: found.index(newest) + 1] if newest in found else []  # what lies behind it is damaged: no rule's
     kept = {newest}.union(*(rule(found) for rule in rules))
     return [path for path in found if path not in kept]
+
+
+def keep(
+    found: list[PurePath], *, best: Collection[str], keep_last: int, save_top_k: int, keep_every_n_steps: int | None
+) -> set[PurePath]:
+    """The checkpoints that the rules of a `ModelCheckpoint` keep.
+
+    Args:
+        found: Paths of all checkpoints, oldest first.
+        best: Names of the `save_top_k` best.
+        keep_last: Number of the newest to keep; -1: all.
+        save_top_k: Number of the best to keep; -1: all.
+        keep_every_n_steps: Keep those whose step is a multiple of it; None: none for that.
+    """
+    if -1 in (keep_last, save_top_k):
+        return set(found)
+    kept = set(found[max(0, len(found) - keep_last) :])
+    kept |= {path for path in found if path.name in best}
+    if keep_every_n_steps is not None:
+        kept |= {path for path in found if int(path.name.split("-")[1]) % keep_every_n_steps == 0}
+    return kept
+
+
+def ranked(scores: Mapping[str, float], mode: Literal["min", "max"]) -> dict[str, float]:
+    """Scores of checkpoints by name, best first, without NaN; of equal ones the earlier first."""
+    sign = 1.0 if mode == "min" else -1.0
+    scored = [(name, score) for name, score in scores.items() if not math.isnan(score)]
+    return dict(sorted(scored, key=lambda item: (sign * item[1], item[0])))

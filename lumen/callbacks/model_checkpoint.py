@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
+from lumen.callbacks import checkpoint_names as names
 from lumen.callbacks.base import Callback
-from lumen.callbacks.checkpoint_names import decides, deciding_first, is_same, lost, moment_of, place, unkept
+from lumen.callbacks.checkpoint_names import Rule, decides, deciding_first, is_same, moment_of, place
 from lumen.checkpoint import Saves
 from lumen.checkpoint.folder import clean_leftovers, find_unread, newest_committed, remove_checkpoints
 from lumen.checkpoint.places import as_place
@@ -74,11 +75,6 @@ class ModelCheckpoint(Callback):
             `every_n_train_steps`, else after 10 seconds.
 
     Attributes:
-        best_model_path: Directory of the best checkpoint (without a monitor: of the newest), or "".
-        best_model_score: The monitor's value at the best checkpoint, or None.
-        best_k_models: The monitor's values at the `save_top_k` best checkpoints by directory, the best one first.
-        kth_best_model_path: Directory of the worst of these, or "".
-        last_model_path: Directory of the newest checkpoint, or "".
         current_score: The newest value of the monitor, or None.
     """
 
@@ -332,7 +328,8 @@ class ModelCheckpoint(Callback):
         """The newest checkpoint where this one saves, and which of those with a score are no more."""
         if self.dirpath is None:
             return None, set(self.scores)
-        return newest_committed(self.dirpath), lost(self.dirpath, self.scores, self._ranked(), max(1, self.save_top_k))
+        gone = names.lost(self.dirpath, self.scores, self._ranked(), max(1, self.save_top_k))
+        return newest_committed(self.dirpath), gone
 
     def _prune(self, trainer: Trainer, newest: PurePath) -> None:
         """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
@@ -342,13 +339,13 @@ class ModelCheckpoint(Callback):
     def _account(self, trainer: Trainer, newest: PurePath, committed: bool) -> list[PurePath]:
         """What is to be removed, now that the newest is committed; it has no score any more. Collective."""
         sharing = self._sharing(trainer, newest.parent)
-        rules = [partial(saver.kept, best=saver._top(saver._ranked())) for saver in sharing]
+        rules = [saver._rule() for saver in sharing]
 
         def find() -> list[PurePath]:
             trainer.checkpoints.wait_for_removals()  # what is being removed shall not be found once more
             found = find_unread(newest.parent, known=self._seen)
             self._seen = {*found}
-            return unkept(rules, newest, found)
+            return names.unkept(rules, newest, found)
 
         doomed = trainer.strategy.processes.on_rank_zero(find) if committed else []
         for path in doomed if committed else [newest]:
@@ -361,28 +358,14 @@ class ModelCheckpoint(Callback):
         savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
         return [saver for saver in savers if saver.dirpath is not None and is_same(saver.dirpath, folder)]
 
-    def kept(self, found: list[PurePath], best: Collection[str]) -> set[PurePath]:
-        """The checkpoints that the rules keep.
-
-        Args:
-            found: Paths of all checkpoints, oldest first.
-            best: Names of the `save_top_k` best.
-        """
-        if -1 in (self.keep_last, self.save_top_k):
-            return set(found)
-        kept = set(found[max(0, len(found) - self.keep_last) :])
-        kept |= {path for path in found if path.name in best}
-        if self.keep_every_n_steps is not None:
-            kept |= {path for path in found if int(path.name.split("-")[1]) % self.keep_every_n_steps == 0}
-        return kept
+    def _rule(self) -> Rule:
+        """What finds the checkpoints that this one keeps."""
+        best, last, every = self._top(self._ranked()), self.keep_last, self.keep_every_n_steps
+        return partial(names.keep, best=best, keep_last=last, save_top_k=self.save_top_k, keep_every_n_steps=every)
 
     def _ranked(self) -> dict[str, float]:
         """Scores of checkpoints by name, best first, without NaN; of equal ones the earlier first."""
-        if not decides(vars(self)):
-            return {}
-        sign = 1.0 if self.mode == "min" else -1.0
-        scored = [(name, score) for name, score in self.scores.items() if not math.isnan(score)]
-        return dict(sorted(scored, key=lambda item: (sign * item[1], item[0])))
+        return names.ranked(self.scores, self.mode) if decides(vars(self)) else {}
 
     def _committed(self) -> dict[str, float]:
         """`_ranked` without the checkpoint whose save is under way."""

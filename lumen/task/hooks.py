@@ -151,7 +151,7 @@ def overrides(thing: Any, method: str) -> bool:
     own = vars(thing)
     found = own[method] if method in own else getattr(type(thing), method, None)  # None: the object goes without it
     return found is not None and not str(found.__module__).startswith(
-        ("lumen.task.task_module", "lumen.task.data_module", "lumen.callbacks.base")
+        ("lumen.task.task_module", "lumen.task.model_hooks", "lumen.task.data_module", "lumen.callbacks.base")
     )
 
 

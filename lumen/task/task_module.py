@@ -17,6 +17,7 @@ from lumen.internals.tensors import own_reset
 from lumen.metrics.log_call import Reduction, as_weight, check_name, items_of, unknown_option
 from lumen.task.data_module import Attached, DataHooks
 from lumen.task.hyperparameters import HasHyperparameters
+from lumen.task.model_hooks import ModelHooks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
 
 
-class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
+class TaskModule(HasHyperparameters, ModelHooks, DataHooks, Attached, nn.Module):
     """A model, its losses and its optimizer.
 
     Subclass it and define `training_step` and `configure_optimizers`; everything else is optional. A step is called
@@ -156,7 +157,7 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
                 is not logged computes over all processes too, where all call `compute`, as in
                 `on_validation_epoch_end`; within a step, over this process's batches.)
             prog_bar: Show it in the progress bar.
-            logger: Give it to the loggers.
+            logger: Pass it to the loggers.
             on_step: Write it at every `log_every_n_steps`-th step and at the last of a run, averaged over the step's
                 micro-batches. Default: True for numbers in training steps.
             on_epoch: Write its mean over the epoch. Default: True everywhere else.
@@ -169,7 +170,7 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
                 counts; "mean" means it), a `weight`, or a torchmetrics object.
             add_dataloader_idx: With several evaluation loaders, append `/dataloader_idx_N`, or `/NAME` where they are
                 in a dictionary. False: the name as it is; one that several of them log is of the samples of all these.
-            batch_size: Another name of `weight`.
+            batch_size: Lightning's name of `weight`; give one of the two.
             sync_dist: Accepted for users of Lightning; values are always those of all processes.
             unknown: What else Lightning's takes: an error that says what serves instead.
 
@@ -254,7 +255,7 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         """The trainer of the run.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: The task is not in a run.
         """
         if self._run is None:
             raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
@@ -332,8 +333,8 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
             overrides: Constructor arguments that replace saved ones.
 
         Raises:
-            CheckpointDamaged: The checkpoint is not whole.
-            CheckpointMismatch: It belongs to another model.
+            CheckpointDamaged: Bytes of the checkpoint are missing or changed.
+            CheckpointMismatch: The checkpoint is of another model.
         """
         from lumen.checkpoint import as_place, load_task  # checkpoints are floors above; this is the one way up
 
@@ -345,125 +346,3 @@ class TaskModule(HasHyperparameters, DataHooks, Attached, nn.Module):
         """As of any module; an evaluation then no longer warns of parameters that nobody has trained."""
         self._is_filled = True
         return super().load_state_dict(*args, **kwargs)
-
-    # ------------------------------------------------------------------ hooks, called in the order drawn in Callback
-
-    def setup(self, stage: str) -> None:
-        """Prepare for a stage: "fit", "validate", "test" or "predict"."""
-
-    def teardown(self, stage: str) -> None:
-        """Clean up after a stage."""
-
-    def on_fit_start(self) -> None:
-        """`fit` begins; optimizers exist, a resumed state is loaded."""
-
-    def on_fit_end(self) -> None:
-        """`fit` ends."""
-
-    def on_train_start(self) -> None:
-        """Training begins, after the sanity check."""
-
-    def on_train_end(self) -> None:
-        """Training ends."""
-
-    def on_sanity_check_start(self) -> None:
-        """The sanity check begins."""
-
-    def on_sanity_check_end(self) -> None:
-        """The sanity check ends."""
-
-    def on_step_end(self) -> None:
-        """A step is complete: after its validation, and after the epoch's end if it was the epoch's last."""
-
-    def on_step_checkpoint(self) -> None:
-        """Callbacks have saved what they save of a complete step."""
-
-    def on_train_epoch_start(self) -> None:
-        """An epoch begins."""
-
-    def on_train_epoch_end(self) -> None:
-        """An epoch ends, after its validation."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Before a micro-batch; -1 ends the epoch here."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After a micro-batch, and after the update if it was a step's last; gradients can still be read.
-
-        `outputs` is what `training_step` returned, its tensors without their graph.
-        """
-
-    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the gradients of the last step are dropped."""
-
-    def on_before_backward(self, loss: torch.Tensor) -> None:
-        """Before backward of one micro-batch."""
-
-    def on_after_backward(self) -> None:
-        """After backward of one micro-batch; gradients are partial sums."""
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are complete and unscaled, not yet clipped."""
-
-    def on_validation_start(self) -> None:
-        """A validation begins."""
-
-    def on_validation_end(self) -> None:
-        """A validation ends."""
-
-    def on_validation_epoch_start(self) -> None:
-        """The pass over the validation data begins."""
-
-    def on_validation_epoch_end(self) -> None:
-        """The pass over the validation data ends; what is logged here joins its values."""
-
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before a validation batch."""
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After a validation batch."""
-
-    def on_test_start(self) -> None:
-        """A test begins."""
-
-    def on_test_end(self) -> None:
-        """A test ends."""
-
-    def on_test_epoch_start(self) -> None:
-        """The pass over the test data begins."""
-
-    def on_test_epoch_end(self) -> None:
-        """The pass over the test data ends."""
-
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before a test batch."""
-
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After a test batch."""
-
-    def on_predict_start(self) -> None:
-        """A prediction begins."""
-
-    def on_predict_end(self) -> None:
-        """A prediction ends."""
-
-    def on_predict_epoch_start(self) -> None:
-        """The pass over the prediction data begins."""
-
-    def on_predict_epoch_end(self) -> None:
-        """The pass over the prediction data ends."""
-
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before a prediction batch."""
-
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After a prediction batch."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add plain data and tensors of the task's own to a checkpoint; also called once when training begins."""
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Get back what `on_save_checkpoint` added: parameters are loaded, the optimizers are not built."""
-
-    def on_exception(self, exception: BaseException) -> None:
-        """The run ends with an error or a stop request."""
