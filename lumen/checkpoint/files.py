@@ -87,7 +87,7 @@ def parse_json(path: PurePath, data: bytes) -> dict[str, JSON]:
     """Return the JSON object in bytes that were read from `path`.
 
     Raises:
-        CheckpointDamaged: They hold anything else.
+        CheckpointDamaged: The bytes hold anything else.
     """
     try:
         value = json.loads(data)

@@ -160,7 +160,7 @@ def refuse_foreign(path: PurePath) -> None:
     """Refuse to touch what has a checkpoint's place and was never one.
 
     Raises:
-        CheckpointError: It is something else.
+        CheckpointError: The directory holds something else.
     """
     with readable(path):
         was_one = SAVED_NAME.fullmatch(path.name) and (not is_unseen(path) or is_ours(path))

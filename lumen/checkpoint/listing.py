@@ -24,7 +24,7 @@ class Listed:
     """A directory in a folder of checkpoints.
 
     Attributes:
-        path: The directory.
+        path: Directory of the checkpoint.
         info: What the manifest tells of it, such as `step`, `epoch` and `metrics`; empty if that is damaged.
         committed_s: When it was committed, in seconds since 1970, or None.
         size_bytes: Of all its files, or None.

@@ -101,7 +101,7 @@ class Pieces(ABC):
             How many bytes there were.
 
         Raises:
-            OSError: It cannot be read.
+            OSError: The file cannot be read.
         """
 
     @abstractmethod
@@ -156,7 +156,7 @@ class Storage(ABC):
         """Which of some directories in a folder have a manifest; it is not read. One request where that is enough.
 
         Raises:
-            CheckpointError: It cannot be told.
+            CheckpointError: The place cannot be reached, or this user may not look.
         """
         found = set()
         for each in directories:
@@ -170,7 +170,7 @@ class Storage(ABC):
         """Which of some names in a folder are no checkpoints yet, or no more, for a reader: drafts that lie in place.
 
         Raises:
-            CheckpointError: It cannot be told.
+            CheckpointError: The place cannot be reached, or this user may not look.
         """
         return set()
 
@@ -188,7 +188,7 @@ class Storage(ABC):
         """Check that a name in a directory is a regular file there, and no link to one elsewhere.
 
         Raises:
-            CheckpointDamaged: It is not.
+            CheckpointDamaged: The name is a link out of the directory, or no regular file.
         """
 
     # ---------------------------------------------------------------------- writing
@@ -197,7 +197,7 @@ class Storage(ABC):
         """Find out before any work whether checkpoints can be kept in a place that no job has claimed by a lock.
 
         Raises:
-            CheckpointError: They cannot; says why.
+            CheckpointError: Nothing can be written there; the message says why.
             ConfigError: A package is missing.
         """
 

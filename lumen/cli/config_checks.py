@@ -73,7 +73,7 @@ class Check:
     """All names in the settings: those that are wrong are problems, the others take values.
 
     Args:
-        settings: The settings.
+        settings: Nested settings, as the config has them.
         top: The parser of all options.
         groups: The class of each group of options; of those without a group under "".
 
@@ -198,7 +198,7 @@ def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Se
     """Import a class by its full name, or find it by its short one among the imported classes of its bases.
 
     Args:
-        name: Its name.
+        name: Full or short name of the class.
         bases: Of which it must be derived from one, if any are given.
         where: Who names it, for errors.
         files: The config files, in whose directories its module may be.

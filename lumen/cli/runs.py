@@ -50,7 +50,7 @@ class ShownRun:
     """A run as it is found on the disk.
 
     Attributes:
-        path: Its directory.
+        path: Directory of the run.
         checkpoints: What lies where its checkpoints are.
         problem: Why that cannot be read, or None.
         status: One of `_STYLES`.

@@ -133,7 +133,7 @@ def read_yaml(text: str, source: str) -> Any:
     """The same for a text that must be YAML.
 
     Args:
-        text: It.
+        text: The YAML text.
         source: What it is called in an error.
 
     Raises:

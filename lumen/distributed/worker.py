@@ -63,8 +63,8 @@ def report(error: BaseException, text: str) -> bool:
     """Tell the launcher why this process ends; the launcher prints the first error of all processes.
 
     Args:
-            error: The exception that ends this process.
-            text: The traceback or message that would be printed for it.
+        error: The exception that ends this process.
+        text: The traceback or message that would be printed for it.
 
     Returns:
         Whether there is a launcher; if not, the text is to be printed here.

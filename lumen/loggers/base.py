@@ -57,7 +57,7 @@ class Logger(ABC):
         Args:
             metrics: Values by name.
             step: Optimizer updates completed.
-            epoch: Epochs completed.
+            epoch: Epochs completed so far.
         """
 
     def log_system(self, values: Mapping[str, float], step: int) -> None:

@@ -39,11 +39,11 @@ class SetApart:
     """What an evaluation keeps apart from the training that it interrupts.
 
     Attributes:
-        metrics: What the evaluation logs.
+        metrics: Collects the values that are logged in the evaluation.
         modes: Of the task's modules, before it.
         states: Of the task's torchmetrics objects, before it.
         rows: For each batch of this process what it logged, by the numbers of its loader and of the batch.
-        complete: Its values are published.
+        complete: The values of the evaluation have been published.
     """
 
     metrics: StageMetrics
@@ -59,7 +59,7 @@ def evaluate(run: Run, stage: str, adapters: list[LoaderAdapter]) -> bool:
     So are the modes, but for those that a hook at its end has chosen.
 
     Args:
-        run: The run.
+        run: The run that evaluates.
         stage: "validate", "sanity", "test" or "predict".
         adapters: One per loader.
 

@@ -95,7 +95,7 @@ def say_idle(run: Run, *, skipped: bool) -> None:
     """Say that an epoch has made no step.
 
     Args:
-        run: The run.
+        run: The run that trains.
         skipped: As it was asked to, by a hook or a limit of 0 batches.
 
     Raises:
@@ -138,7 +138,7 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
     """Let callbacks act on a complete step. Returns whether the run is over.
 
     Args:
-        run: The run.
+        run: The run that trains.
         after_hooks: Hooks in which one rank is enough to stop the run may have been called since all have agreed.
 
     Raises:

@@ -151,7 +151,7 @@ def take_part(run: Run, micro: MicroBatch, batch: Any, weighting: LossWeighting)
     """Do this process's part in the backward of the others, adding nothing to the gradient.
 
     Args:
-        run: The run.
+        run: The run that trains.
         micro: Its micro-batch, which counts nothing.
         batch: It; None where there is none; where it stands in, one of another process.
         weighting: The weighting of the losses of the step.
@@ -358,11 +358,11 @@ def refuse_own_backward(run: Run, before: Sequence[torch.Tensor | None]) -> None
     """Find out whether `training_step` has touched gradients, while the first step of a run is made.
 
     Args:
-        run: The run.
+        run: The run that trains.
         before: The gradients before it was called.
 
     Raises:
-        TrainingError: It has.
+        TrainingError: `training_step` has called backward or zero_grad itself.
     """
     for old, new in zip(before, run.optim.gradients(), strict=False):
         if old is not new:

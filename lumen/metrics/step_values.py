@@ -29,7 +29,7 @@ class PendingStepLog:
         latest: What this process has logged in the step.
         grad_norm: The gradient norm before clipping, the same on every rank; None without one.
         step: Optimizer updates completed, the step's own included.
-        epoch: Epochs completed.
+        epoch: Epochs completed so far.
     """
 
     def __init__(self, latest: Latest, grad_norm: torch.Tensor | None, step: int, epoch: int) -> None:

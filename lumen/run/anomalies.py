@@ -34,7 +34,7 @@ class OperationFinder(TorchDispatchMode):
     In a forward it looks at what each operation is given and what it gives, which makes each wait for its device.
 
     Args:
-        precision: Of the run.
+        precision: The run's precision, under which the forward runs.
         where: Gives the place in the run.
     """
 

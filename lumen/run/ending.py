@@ -18,9 +18,9 @@ class Ending:
     """Whether a run is over, as all of its processes know.
 
     Args:
-        plan: Has the limits.
-        progress: Of the run.
-        strategy: Its processes agree.
+        plan: Limits of the run, by epochs, steps and time.
+        progress: Counters of the run.
+        strategy: The run's strategy, whose processes agree.
 
     Attributes:
         vote: The time and the stop request that all processes act on.

@@ -18,7 +18,7 @@ class Loaders:
     Args:
         given: The loaders that a stage was given instead of a data module, for training and for evaluation; None: the
             data module or the task has them.
-        progress: Of the run.
+        progress: Counters of the run.
 
     Attributes:
         train: The training loader; None before `fit` has opened it.
@@ -46,7 +46,7 @@ class Loaders:
 
         Args:
             stage: "validate", "sanity", "test" or "predict".
-            adapter: The loader.
+            adapter: Adapter of the loader without batches.
         """
         stage = "validate" if stage == "sanity" else stage
         why = f"the loader{f' {adapter.name}' if adapter.name else ''} to {stage} is empty: {adapter.nothing()}"

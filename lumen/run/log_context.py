@@ -18,8 +18,8 @@ class LogContext:
 
     Args:
         task: Its torchmetrics objects are those that may be logged.
-        hooks: Of the run.
-        strategy: Of the run.
+        hooks: Hooks of the run, which may log.
+        strategy: The run's strategy, whose processes merge values.
 
     Attributes:
         train: The values of the training epoch in progress.

@@ -40,7 +40,7 @@ class NonFiniteCheck:
         """Look at one loss or gradient norm.
 
         Args:
-            loss: One element.
+            loss: A tensor of one element.
             loss_factor: What the loss is multiplied by, by its weight; 0: it counts nothing; None for a gradient norm.
             where: Gives the step and epoch it belongs to, and the number of its micro-batch in the run.
 
@@ -80,7 +80,7 @@ class _HostScalar:
 
     Attributes:
         event: The number has arrived.
-        value: It, in float64.
+        value: The number, as float64 in pinned memory.
     """
 
     def __init__(self) -> None:

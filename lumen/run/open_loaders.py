@@ -107,8 +107,8 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
     """Take over the loaders of an evaluation; those in a dictionary keep their names.
 
     Args:
-        run: The run.
-        stage: Which evaluation.
+        run: The run that evaluates.
+        stage: "validate", "test" or "predict".
         required: There must be some.
         beside: The loader of the training that it interrupts.
 

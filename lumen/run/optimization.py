@@ -23,7 +23,7 @@ class Optimization:
         task: The optimizer moves its parameters.
 
     Attributes:
-        optimizer: Of the task.
+        optimizer: The optimizer that trains the task.
         schedulers: When each is moved, by what.
         needs_closure: The optimizer evaluates a step's loss several times.
         is_updating: The run calls the optimizer's `step` now.
@@ -49,8 +49,8 @@ class Optimization:
         """Take what `configure_optimizers` gave.
 
         Args:
-            optimizer: It.
-            schedulers: Its.
+            optimizer: The optimizer that trains the task.
+            schedulers: Configured schedulers of the optimizer.
             in_step: Tells whether a training step is in progress: then nobody but the run may move the optimizer.
         """
         self.optimizer, self.schedulers = optimizer, schedulers

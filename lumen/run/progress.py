@@ -16,7 +16,7 @@ class Progress:
 
     Attributes:
         step: Optimizer updates completed.
-        epoch: Epochs completed.
+        epoch: Epochs completed so far.
         samples: Samples consumed of the epoch in progress: the position in its order.
         batches: Micro-batches consumed of the epoch in progress.
         micro_batches: Micro-batches consumed in the whole run; keys dropout.

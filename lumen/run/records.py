@@ -23,15 +23,15 @@ class Records:
     """Gives values to the loggers of a run.
 
     Args:
-        loggers: Of this process; empty on all but the first.
-        plan: Says which steps are logged.
-        progress: Of the run.
-        log: Has the values of steps.
-        step: Has the newest gradient norm.
-        strategy: Of the run.
+        loggers: Loggers of this process; empty on all ranks but 0.
+        plan: Settings of the run: which steps are logged.
+        progress: Counters of the run.
+        log: Collected values of the run's steps.
+        step: The step in progress, with the newest gradient norm.
+        strategy: The run's strategy, which says whether values stay on the device.
 
     Attributes:
-        loggers: As given.
+        loggers: Loggers that are given each row.
         is_logged: A rank has loggers.
         absent: States of the loggers that the run had in an earlier part only, by key.
         before_evaluation: States of the loggers before an evaluation that is not complete; None: there is none.

@@ -31,14 +31,14 @@ class Run:
     """The parts of a run. The trainer makes one for each stage.
 
     Args:
-        trainer: Of the run.
+        trainer: The trainer that the run belongs to.
         stage: "fit", "validate", "test" or "predict".
         task: What is trained or evaluated.
         datamodule: None: the loaders were given, or are the task's.
         loaders: The loaders that were given, for training and for evaluation; None: none were.
         precision: In which dtype the task computes.
-        seed: Of everything random.
-        loggers: Of this process; empty on all but the first.
+        seed: 0 to 2**63 - 1; keys everything random.
+        loggers: Loggers of this process; empty on all ranks but 0.
 
     Attributes:
         stage: As given; "sanity" and "validate" during the evaluations of `fit`, "" when the run is over.
@@ -50,9 +50,9 @@ class Run:
         step: The optimizer step in progress.
         loaders: The open loaders.
         optim: The optimizer and its schedules.
-        log: What `self.log` reads.
+        log: The stage and hook in which `self.log` is called.
         values: The newest values of what was logged.
-        records: What loggers get.
+        records: Loggers, and the values on their way to them.
         ending: Whether the run is over.
         checkpoint: What `fit` goes on from; None: it begins anew.
         saves: The checkpoints that the run writes.

@@ -41,10 +41,10 @@ class StepContext:
     """The step in progress: its random numbers, its weights, its loss; and sums over the steps of this part of a run.
 
     Args:
-        strategy: Of the run.
-        precision: Of the run.
-        progress: Of the run.
-        seed: Of the run.
+        strategy: The run's strategy, whose processes sum weights.
+        precision: The run's precision; fp16 skips non-finite updates itself.
+        progress: Counters of the run.
+        seed: The run's seed, which keys everything random.
         replays_graphs: Compiled modules write what they return into the same memory for each batch.
 
     Attributes:
@@ -108,7 +108,7 @@ class StepContext:
         """Refuse a NaN or infinite loss; fp16 leaves one with a weight to its scaler.
 
         Args:
-            loss: Without dimensions.
+            loss: A scalar tensor.
             loss_factor: What the loss is multiplied by, by its weight; 0: it counts nothing.
         """
         self.loss = loss.detach().clone() if self._replays_graphs else loss

@@ -21,7 +21,7 @@ class StopVote:
     steps are that slow; one alone looks at every moment.
 
     Args:
-        strategy: Whose processes agree.
+        strategy: The run's strategy, whose processes agree.
 
     Attributes:
         requested: Number of the signal that asked this process to end; set by a signal handler.
@@ -59,7 +59,7 @@ class StopVote:
         """Look now. Collective: every rank must call this.
 
         Args:
-            wishes: Of this process.
+            wishes: One bool for each question: what this process wishes.
 
         Returns:
             Of each whether some process has it.

@@ -10,9 +10,9 @@ def validation_due(run: Run, window: AccumulationWindow, *, updated: bool) -> bo
     """Whether the plan asks for a validation now.
 
     Args:
-        run: The run.
-        window: The newest.
-        updated: It made an update.
+        run: The run that trains.
+        window: The step that has just ended.
+        updated: The step has updated the parameters.
     """
     plan, progress, loaders = run.plan, run.progress, run.loaders
     if not loaders.evaluation or (progress.epoch + 1) % plan.val_every_n_epochs:

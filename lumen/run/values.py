@@ -18,7 +18,7 @@ class LoggedValues:
 
     Args:
         task: Its torchmetrics objects are computed.
-        loaders: Of the run.
+        loaders: Open loaders of the run.
 
     Attributes:
         newest: The newest value of every name; after a resume those of the part before too.

@@ -107,7 +107,7 @@ class Compilation(AbstractContextManager["Compilation"]):
         """Compile the modules, which takes place when they are first called; those compiled already are left alone.
 
         Raises:
-            ConfigError: As of `check`.
+            ConfigError: As `check` raises for the same task.
         """
         self.check(task)
         for module in self._targets(task) if self._on else ():

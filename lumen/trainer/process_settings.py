@@ -130,7 +130,7 @@ def record(message: str, *args: Any, error: BaseException | None = None) -> None
 
     Args:
         message: How, as for a logger.
-        args: What goes into it.
+        args: Values for the placeholders of the message.
         error: What has failed, with its traceback: only for the files, since whoever gets the error shows it.
     """
     level = logging.INFO if error is None else logging.ERROR

@@ -44,7 +44,7 @@ class RunDirectory:
 
     Attributes:
         path: The directory, for example `runs/gpt`.
-        checkpoints: Its directory of checkpoints.
+        checkpoints: Directory of the run's checkpoints.
         restarted: An earlier attempt of the same launch had it.
     """
 

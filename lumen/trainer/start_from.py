@@ -39,7 +39,7 @@ class Origin:
         restarted: The run has begun in an earlier attempt of the same launch, and goes on where it was.
 
     Raises:
-        ConfigError: They contradict each other.
+        ConfigError: Two of the arguments contradict each other.
     """
 
     def __init__(

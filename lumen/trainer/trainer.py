@@ -119,7 +119,7 @@ class Trainer(RunView):
             optimizer step, in an evaluation after every n-th batch, and at no other time: so no process makes the
             others wait at a moment of its own. Default: whenever Python wants to.
         enable_progress_bar: Show progress: a bar in a terminal, plain lines elsewhere.
-        enable_checkpointing: Save checkpoints.
+        enable_checkpointing: Save checkpoints in `fit`.
         enable_model_summary: Print a table of the model at the start.
         log_level: Of `run.log` and the terminal: DEBUG, INFO, WARNING or ERROR. How the run began and ended, with the
             traceback of what it failed by, is in `run.log` at every level.
@@ -272,7 +272,7 @@ class Trainer(RunView):
         """Train.
 
         Args:
-            model: What to train.
+            model: The task to train.
             train_dataloaders: A training loader, several, or a data module; None if the task brings its loaders.
             val_dataloaders: One validation loader or several, beside a training loader.
             datamodule: A data module, in place of loaders.
