@@ -14,7 +14,7 @@ from io import BufferedReader
 from pathlib import Path, PurePath
 from typing import final
 
-from lumen.checkpoint.storage import TEMPORARY, Draft, Pieces, Status, Storage, readable, temporary_name
+from lumen.checkpoint.storage import TEMPORARY, Draft, ReadInto, Status, Storage, readable, temporary_name
 from lumen.console import logger as _log
 from lumen.errors import CheckpointDamaged
 
@@ -62,9 +62,17 @@ class LocalStorage(Storage):
         """As Python does."""
         return open(path, "rb")
 
-    def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> Pieces:
+    def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
         """Each file is opened once."""
-        return _LocalPieces(directory)
+        opened = lru_cache(_MOST_OPEN)(lambda name: _Descriptor(directory / name))
+
+        def read_into(name: str, start: int, view: memoryview) -> int:
+            file, done = opened(name), 0
+            while done < len(view) and (count := os.preadv(file.number, [view[done:]], start + done)):
+                done += count
+            return done
+
+        return read_into
 
     def check_inside(self, directory: PurePath, name: str) -> None:
         """Links inside the directory are none to elsewhere."""
@@ -121,21 +129,6 @@ class LocalStorage(Storage):
             self.rename(directory, doomed := temporary_name(directory))
             directory = doomed
         shutil.rmtree(directory)
-
-
-@final
-class _LocalPieces(Pieces):
-    def __init__(self, directory: PurePath) -> None:
-        self._opened = lru_cache(_MOST_OPEN)(lambda name: _Descriptor(directory / name))
-
-    def read_into(self, name: str, start: int, view: memoryview) -> int:
-        file, done = self._opened(name), 0
-        while done < len(view) and (count := os.preadv(file.number, [view[done:]], start + done)):
-            done += count
-        return done
-
-    def free(self) -> None:
-        self._opened.cache_clear()
 
 
 @final

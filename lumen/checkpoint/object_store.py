@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import PurePath, PurePosixPath
 from typing import Any, final
 
-from lumen.checkpoint.storage import ADVICE, MANIFEST, Draft, Pieces, Status, Storage, readable, temporary_name
+from lumen.checkpoint.storage import ADVICE, MANIFEST, Draft, ReadInto, Status, Storage, readable, temporary_name
 from lumen.errors import CheckpointError, ConfigError
 
 _PART_BYTES = 16 << 20  # of an upload or a download: what a store takes well, and what memory it needs beside a tensor
@@ -92,9 +92,30 @@ class ObjectStore(Storage):
         """By ranges."""
         return io.BufferedReader(_Object(path), _PART_BYTES if whole else _AHEAD_BYTES)
 
-    def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> Pieces:
-        """What is small is read together with what lies around it."""
-        return _ObjectPieces(directory, sizes)
+    def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
+        """What is small is read together with what lies around it, and kept for a while."""
+
+        @lru_cache(_MOST_BLOCKS)
+        def block(name: str, number: int) -> bytes:
+            start = number * _AHEAD_BYTES
+            return _fetched(directory / name, start, min(start + _AHEAD_BYTES, sizes[name]))
+
+        def read_into(name: str, start: int, view: memoryview) -> int:
+            done = 0
+            while done < len(view):
+                at, missing = start + done, len(view) - done
+                if missing < _AHEAD_BYTES:
+                    number, begin = divmod(at, _AHEAD_BYTES)
+                    data = block(name, number)[begin : begin + missing]
+                else:
+                    data = _fetched(directory / name, at, at + min(missing, _PART_BYTES))
+                if not data:
+                    break
+                view[done : done + len(data)] = data
+                done += len(data)
+            return done
+
+        return read_into
 
     def check_writable(self, folder: PurePath) -> None:
         """By an object that comes and goes; if it stays, it looks like what a killed save has left."""
@@ -124,10 +145,7 @@ class ObjectStore(Storage):
     @contextmanager
     def create(self, path: PurePath) -> Iterator[Callable[[bytes | memoryview], int]]:
         """Upload piece by piece; when the `with` block fails there is no object. Its size is looked at afterwards."""
-        with _translated(path):
-            store, name = _store_of(path)
-            file = store.open(name, "wb", block_size=_PART_BYTES)
-        size = 0
+        file, size = ask(path, "open", mode="wb", block_size=_PART_BYTES), 0
 
         def write(data: bytes | memoryview) -> int:
             nonlocal size
@@ -156,9 +174,7 @@ class ObjectStore(Storage):
         """Copy all objects, and remove those that were copied."""
         names = [] if self.unseen(directory.parent, [directory]) else self.files(directory)
         for name in names:
-            with _translated(directory):
-                store, source = _store_of(directory / name)
-                store.cp_file(source, _store_of(other / name)[1])
+            ask(directory / name, "cp_file", path2=_store_of(other / name)[1])
         self.remove(directory)
 
     def remove(self, directory: PurePath) -> None:
@@ -211,37 +227,6 @@ class _Object(io.RawIOBase):
         while count := self.readinto(view[done:]):
             done += count
         return bytes(view[:done])
-
-
-@final
-class _ObjectPieces(Pieces):
-    """Keeps blocks of what was read ahead."""
-
-    def __init__(self, directory: PurePath, sizes: Mapping[str, int]) -> None:
-        def fetch(name: str, number: int) -> bytes:
-            start = number * _AHEAD_BYTES
-            return _fetched(directory / name, start, min(start + _AHEAD_BYTES, sizes[name]))
-
-        self._directory = directory
-        self._block = lru_cache(_MOST_BLOCKS)(fetch)
-
-    def read_into(self, name: str, start: int, view: memoryview) -> int:
-        done = 0
-        while done < len(view):
-            at, missing = start + done, len(view) - done
-            if missing < _AHEAD_BYTES:
-                number, begin = divmod(at, _AHEAD_BYTES)
-                data = self._block(name, number)[begin : begin + missing]
-            else:
-                data = _fetched(self._directory / name, at, at + min(missing, _PART_BYTES))
-            if not data:
-                break
-            view[done : done + len(data)] = data
-            done += len(data)
-        return done
-
-    def free(self) -> None:
-        self._block.cache_clear()
 
 
 def ask(place: PurePath, method: str, **options: Any) -> Any:

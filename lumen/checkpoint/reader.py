@@ -48,7 +48,8 @@ class Checkpoint:
         self._sections = manifest.sections
         self._begins = begins
         sizes = {name: size for name, (size, _) in manifest.files.items()}
-        self._files = storage_of(path).pieces(path, sizes)
+        self._pieces = partial(storage_of(path).pieces, path, sizes)
+        self._read_into = self._pieces()
 
     @staticmethod
     def open(
@@ -153,7 +154,7 @@ class Checkpoint:
 
     def free(self) -> None:
         """Close its files, or free the memory of what was read ahead; everything can still be read."""
-        self._files.free()
+        self._read_into = self._pieces()
 
     def _section(self, section: str) -> Mapping[str, StoredTensor]:
         if section not in self._sections:
@@ -204,7 +205,7 @@ class Checkpoint:
         """Fill a contiguous uint8 tensor with the bytes of a file from offset `begin` on."""
         path, view = self.path / file, data.reshape(-1).numpy().data
         with _present(self.path), readable(path):
-            count = self._files.read_into(file, begin, view)
+            count = self._read_into(file, begin, view)
         if count != len(view):
             raise CheckpointDamaged(f"{path} became shorter while it was read.")
 

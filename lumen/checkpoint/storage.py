@@ -19,6 +19,8 @@ MANIFEST = "manifest.json"
 TEMPORARY = re.compile(r".+\.tmp-[0-9a-f]{8}")
 """Names that `temporary_name` gives: what killed processes leave has one."""
 AnyPath = TypeVar("AnyPath", bound=PurePath)
+ReadInto = Callable[[str, int, memoryview], int]
+"""Fills memory with the bytes of a file, given its name, from an offset on; returns how many bytes there were."""
 
 ADVICE = {
     errno.ENOSPC: "Free space on that disk or choose another directory.",
@@ -88,25 +90,6 @@ class Draft(NamedTuple):
     def is_in_place(self) -> bool:
         """Whether it lies under its name already."""
         return self.root == self.directory
-
-
-class Pieces(ABC):
-    """Reads pieces of the files in one directory. For several threads."""
-
-    @abstractmethod
-    def read_into(self, name: str, start: int, view: memoryview) -> int:
-        """Fill memory with the bytes of a file from `start` on, which must be inside its size.
-
-        Returns:
-            How many bytes there were.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
-
-    @abstractmethod
-    def free(self) -> None:
-        """Close its files, or give back the memory of what was read ahead; everything can still be read."""
 
 
 class Storage(ABC):
@@ -181,8 +164,13 @@ class Storage(ABC):
         """Open a file to read it, where one wants or, `whole`, from its beginning to its end."""
 
     @abstractmethod
-    def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> Pieces:
-        """What reads pieces of files in a directory, whose sizes in bytes are these."""
+    def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
+        """What reads pieces of files in a directory, for several threads; what it keeps is freed with it.
+
+        Args:
+            directory: The directory.
+            sizes: Sizes of the files in bytes, by their names in it; no piece may reach beyond its file.
+        """
 
     def check_inside(self, directory: PurePath, name: str) -> None:
         """Check that a name in a directory is a regular file there, and no link to one elsewhere.
