@@ -578,7 +578,7 @@ def save_without_memory_on_one_rank(tmp_path, how):
         if how == "known before":
             fit(tmp_path, saving(asynchronous=None), Large(), strategy="ddp", max_steps=6)
         else:
-            patch.setattr("lumen.checkpoint.async_save._WORTHWHILE_BYTES", 0)
+            patch.setattr("lumen.checkpoint.storage.Storage.quick_bytes", 0)
             fit(tmp_path, saving(asynchronous=None), strategy="ddp", max_steps=6)
     return disk.is_left_to_a_thread
 
