@@ -16,6 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import lumen
 from lumen.cli import main
 from lumen.profilers import SimpleProfiler, TorchProfiler
 from tests.cli_tasks import Grid, Line, Noise, Points, Slope, Spy
@@ -667,6 +668,22 @@ def test_the_command_that_an_interrupted_run_prints_resumes_it(tmp_path):
     assert main([*command[1:], "--trainer.max_epochs", "null", "--trainer.max_steps", str(before + 5)]) == 0
     assert Spy.trainer.run_directory == Path("runs/line")
     assert Spy.trainer.global_step == before + 5
+
+
+def test_a_strategy_is_built_once_and_one_that_cannot_run_before_anything_else(monkeypatch, capsys):
+    built, begin = [], lumen.DDP.__init__
+
+    def note(self, *args, **kwargs):
+        built.append(self)
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(lumen.DDP, "__init__", note)
+    trainer, _ = fit("--trainer.strategy=ddp", "--trainer.accelerator=cpu")
+    assert built == [trainer.strategy]
+    capsys.readouterr()
+    alone = ["--trainer.strategy=single", "--trainer.devices=2", "--trainer.accelerator=cpu"]
+    assert main(["fit", "--config", "line.yaml", *alone, "--model=tests.cli_tasks.Interrupted"]) == 2
+    assert "strategy: SingleDevice runs one process, but devices asks for 2." in capsys.readouterr().err
 
 
 def test_fast_dev_run_writes_nothing():

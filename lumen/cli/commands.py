@@ -33,7 +33,7 @@ from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
 from lumen.optim import Lookahead, decay_groups, layer_decay_groups
 from lumen.random import checked_seed, seed_for_building
-from lumen.strategies.factory import device_of, make_strategy, processes_of
+from lumen.strategies.factory import device_of, processes_of
 from lumen.task.hooks import overrides
 from lumen.task.task_module import TaskModule
 from lumen.trainer import process_settings
@@ -242,9 +242,8 @@ def _show_help(parser: ArgumentParser, settings: Settings, asked: list[tuple[str
 
 def _processes(trainer: Namespace) -> Processes:
     """Those of the run, before anything is built."""
-    if isinstance(trainer.strategy, str):
-        return make_strategy(trainer.strategy, trainer.accelerator, trainer.devices, trainer.num_nodes).processes
-    return processes_of(trainer.devices, trainer.num_nodes, trainer.accelerator)
+    name = trainer.strategy if isinstance(trainer.strategy, str) else "auto"
+    return processes_of(trainer.devices, trainer.num_nodes, trainer.accelerator, name)
 
 
 def _make_parser(command: str) -> ArgumentParser:

@@ -29,26 +29,42 @@ def make_strategy(
     Raises:
         ConfigError: The device or strategy is not available, or the running processes are not those asked for.
     """
-    name = strategy if isinstance(strategy, str) else ""
-    if name not in ("", "single", *_NAMES):
-        raise ConfigError(f"strategy: {_not_known(name)}")
-    if not name and not strategy.spans_processes:  # type: ignore[union-attr]
-        return _alone(strategy, processes_of(devices, num_nodes, accelerator))  # type: ignore[arg-type]
-    processes = processes_of(devices, num_nodes, accelerator)
-    if name == "single" or (name == "auto" and processes.world_size == 1):
-        return _alone(SingleDevice(device_of(accelerator)), processes)
-    made = _import(_NAMES[name]) if isinstance(strategy, str) else strategy
-    made.processes = processes
-    made.device = device_of(accelerator, processes)
-    return made
+    processes = processes_of(devices, num_nodes, accelerator, strategy)
+    if isinstance(strategy, str):
+        if strategy == "single" or (strategy == "auto" and processes.world_size == 1):
+            return SingleDevice(device_of(accelerator))
+        strategy = _import(_NAMES[strategy])
+    elif not strategy.spans_processes:
+        return strategy
+    strategy.processes = processes
+    strategy.device = device_of(accelerator, processes)
+    return strategy
 
 
-def processes_of(devices: int | str | None, num_nodes: int | None, accelerator: str = "auto") -> Processes:
+def processes_of(
+    devices: int | str | None, num_nodes: int | None, accelerator: str = "auto", strategy: str | Strategy = "auto"
+) -> Processes:
     """The processes of a run: those that are running, or those that have yet to be started on this node.
 
     Raises:
-        ConfigError: The running processes are not those asked for.
+        ConfigError: The running processes are not those asked for, or the strategy runs only one.
     """
+    if isinstance(strategy, str) and strategy not in ("single", *_NAMES):
+        raise ConfigError(f"strategy: {_not_known(strategy)}")
+    processes = _running_or_asked_for(devices, num_nodes, accelerator)
+    own = None if isinstance(strategy, str) else strategy
+    runs_one = strategy == "single" if own is None else not own.spans_processes and own.world_size == 1
+    if runs_one and processes.world_size > 1:
+        kind, found = "SingleDevice" if own is None else type(own).__name__, processes.started_by
+        there = "devices asks for" if found is None else f"{found} started"
+        raise ConfigError(
+            f"strategy: {kind} runs one process, but {there} {processes.world_size}. Use strategy: ddp or fsdp, or "
+            "one process."
+        )
+    return processes
+
+
+def _running_or_asked_for(devices: int | str | None, num_nodes: int | None, accelerator: str) -> Processes:
     count = _count(devices, accelerator)
     if num_nodes is not None and num_nodes < 1:
         raise ConfigError(f"num_nodes: must be at least 1, found {num_nodes}.")
@@ -121,17 +137,6 @@ def _count(devices: int | str | None, accelerator: str) -> int | None:
     if devices is not None and visible is not None and int(text) > visible:
         raise ConfigError(f"devices: {devices} asked for, but {visible} are visible here.")
     return None if devices is None else int(text)
-
-
-def _alone(strategy: Strategy, processes: Processes) -> Strategy:
-    if processes.world_size > 1 and strategy.world_size == 1:
-        kind, found = type(strategy).__name__, processes.started_by
-        there = "devices asks for" if found is None else f"{found} started"
-        raise ConfigError(
-            f"strategy: {kind} runs one process, but {there} {processes.world_size}. Use strategy: ddp or fsdp, or "
-            "one process."
-        )
-    return strategy
 
 
 def _import(name: str) -> Strategy:
