@@ -1,6 +1,7 @@
 """The end of a run, and interruptions near it: the places where a step, an epoch or a validation is half done."""
 
 import csv
+import io
 import os
 import pty
 import shutil
@@ -14,6 +15,7 @@ import torch
 from torchmetrics import MeanSquaredError
 
 import lumen
+import lumen.console
 from lumen.checkpoint import find_checkpoints
 from lumen.errors import ConfigError, RunDirectoryError, TrainingError
 from tests.tasks import Regression, loader, quiet_trainer
@@ -127,6 +129,40 @@ def test_an_epoch_whose_last_update_is_skipped_is_saved_all_the_same(tmp_path):
     fit(tmp_path, SkipsTheLast(), max_epochs=1, callbacks=saving, log_level="CRITICAL")
     assert names(tmp_path) == ["step-00000004", "step-00000004-1"]
     assert fit(tmp_path, SkipsTheLast(), max_epochs=1).current_epoch == 1
+
+
+class Impatient(io.StringIO):
+    """A terminal before which somebody presses Ctrl-C once more while the first one is being answered."""
+
+    def write(self, text):
+        written = super().write(text)
+        if "once more leaves at once" in text and self.getvalue().count("once more") == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return written
+
+
+class Pressed(Regression):
+    def training_step(self, batch):
+        if self.global_step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch)
+
+
+def test_an_interrupt_while_the_first_is_answered_leaves_after_the_answer_and_nothing_is_told_twice(
+    tmp_path, monkeypatch
+):
+    assert lumen.console.console is not None  # rich's, as beside a progress bar
+    terminal = Impatient()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    task = Pressed()
+    with pytest.raises(KeyboardInterrupt):
+        quiet_trainer(tmp_path, max_steps=9, log_level="INFO").fit(task, loader())
+    assert terminal.getvalue().splitlines()[-2:] == [
+        "SIGINT: finishing this step; once more leaves at once",
+        "stopped at once: SIGINT",
+    ]
+    assert terminal.getvalue().count("SIGINT") == 2
+    assert task.global_step == 2
 
 
 def test_fast_dev_run_touches_no_run_directory(tmp_path):

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import metadata
@@ -42,30 +42,56 @@ def stop_signals(run: Run) -> Iterator[None]:
         yield
         return
 
-    process, first_s = os.getpid(), -math.inf
-
-    def request(number: int, frame: FrameType | None) -> None:
-        nonlocal first_s
-        if os.getpid() != process:  # a forked worker: the main process decides
-            return
-        if number == run.ending.vote.requested == signal.SIGTERM and time.monotonic() - first_s < _SAME_REQUEST_S:
-            return
-        if run.ending.vote.requested is not None:
-            for known, handler in before.items():
-                signal.signal(known, handler)
-            record("stopped at once: %s", signal.Signals(number).name)
-            if run.saves.is_writing:
-                logger.warning("%s: leaving when the checkpoint under way is written", signal.Signals(number).name)
-            raise interruption(number)
-        run.ending.vote.requested, first_s = number, time.monotonic()
-        logger.info("%s: finishing this step; once more leaves at once", signal.Signals(number).name)
-
-    before = {number: signal.signal(number, request) for number in _SIGNALS}
+    before: dict[int, Any] = {}
+    request = _StopRequest(run, before)
+    before |= {number: signal.signal(number, request) for number in _SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@final
+class _StopRequest:
+    """The signal handler of a run.
+
+    Args:
+        run: The run.
+        before: The handlers before it, by signal; the second signal puts them back.
+    """
+
+    def __init__(self, run: Run, before: Mapping[int, Any]) -> None:
+        self._run, self._before = run, before
+        self._process, self._first_s = os.getpid(), -math.inf
+        self._is_telling = False
+        self._meanwhile: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Ask the run to stop; leave it if it was asked already."""
+        vote = self._run.ending.vote
+        if os.getpid() != self._process:  # a forked worker: the main process decides
+            return
+        if number == vote.requested == signal.SIGTERM and time.monotonic() - self._first_s < _SAME_REQUEST_S:
+            return
+        if self._is_telling:  # what is being written would be written twice if it were interrupted
+            self._meanwhile = number
+        elif vote.requested is not None:
+            self._leave(number)
+        else:
+            vote.requested, self._first_s, self._is_telling = number, time.monotonic(), True
+            logger.info("%s: finishing this step; once more leaves at once", signal.Signals(number).name)
+            self._is_telling = False
+            if self._meanwhile is not None:
+                self._leave(self._meanwhile)
+
+    def _leave(self, number: int) -> None:
+        for known, handler in self._before.items():
+            signal.signal(known, handler)
+        record("stopped at once: %s", signal.Signals(number).name)
+        if self._run.saves.is_writing:
+            logger.warning("%s: leaving when the checkpoint under way is written", signal.Signals(number).name)
+        raise interruption(number)
 
 
 def interruption(number: int | None) -> BaseException:
