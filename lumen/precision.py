@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dis
 import logging
 import re
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -239,12 +239,10 @@ class _Explaining(AbstractContextManager[None]):
 
 def _is_torchs(error: BaseException, trace: TracebackType | None) -> bool:
     """Whether a kernel refused its inputs for want of a float format: not code that raises, nor float for integers."""
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
     if trace is None or type(error) not in (RuntimeError, NotImplementedError):
         return False
-    raised = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
-    return not raised and not re.search(r"\b(Long|Int|Byte)\b", str(error))
+    line = traceback.extract_tb(trace)[-1].line or ""
+    return not re.search(r"\braise\b", line) and not re.search(r"\b(Long|Int|Byte)\b", str(error))
 
 
 def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from lumen.distributed.rendezvous import meet
 from lumen.distributed.stack_dump import Stacks
 from lumen.internals.compiler import import_compiler
-from lumen.internals.process_groups import abort_groups, gloo_over_default_device, set_timeout
+from lumen.internals.process_groups import abort_groups, set_timeout
 
 if TYPE_CHECKING:
     from lumen.distributed.processes import Processes
 
 CUDA_BACKENDS = "cpu:gloo,cuda:nccl"  # a parameter that is kept on the CPU needs one too
-_SHARED = "gloo_shared"
 _NCCL_LATER_S = 120.0  # its watchdog ends a process that waits too long: not before that one has said where it waits
 _LEAVE_S = 10.0
 
@@ -110,11 +109,7 @@ class Groups:
 
 def _new_group(timeout: timedelta) -> Any:
     """A gloo group of all processes. Collective."""
-    shares = dist.get_backend() == "gloo"
-    if shares and not hasattr(dist.Backend, _SHARED.upper()):
-        devices = dist.Backend.backend_capability["gloo"]
-        dist.Backend.register_backend(_SHARED, gloo_over_default_device, extended_api=True, devices=devices)
-    return dist.new_group(backend=_SHARED if shares else "gloo", timeout=timeout)
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def _destroy(group: Any) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -58,23 +57,6 @@ def end_backward(ddp: Any) -> None:
 def abort_groups() -> None:
     """End all groups without waiting for anybody; where torch has no such call they end with the process."""
     getattr(dist.distributed_c10d, "_abort_process_group", lambda: None)()
-
-
-def gloo_over_default_device(found: Any, _: Any) -> Any:
-    """Gloo over the default group's device: one of its own has a thread that wakes every 10 ms, 0.3 % of a core.
-
-    Args:
-        found: What `torch.distributed` tells a backend about its group.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    default: Any = dist.group.WORLD
-    try:
-        options = gloo._Options()
-        devices = default._get_backend(torch.device("cpu")).options._devices
-        options._timeout, options._devices = found.timeout, devices
-    except AttributeError:
-        return gloo(found.store, found.group_rank, found.group_size, found.timeout)
-    return gloo(found.store, found.group_rank, found.group_size, options)
 
 
 def watch_workers(agent: Any, look: Callable[[Any], Any]) -> None:
