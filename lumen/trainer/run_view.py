@@ -325,17 +325,17 @@ class RunView(ABC):
     @property
     def num_evaluation_batches(self) -> int | None:
         """Batches of the evaluation in progress, of all loaders and ranks; None if a loader has no length."""
-        counts = [self.plan.batches(self.run.stage, feed) for feed in self.run.loaders.evaluation]
+        counts = [self.plan.batches(self.run.stage, adapter) for adapter in self.run.loaders.evaluation]
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps of a training epoch, as long as the data is now; None if the loader has no length."""
-        feed = self.run.loaders.train
-        if feed is None:
+        adapter = self.run.loaders.train
+        if adapter is None:
             raise ConfigError("there is no training loader: it is opened during fit.")
-        return feed.steps(self.plan.limit("train", feed))
+        return adapter.steps(self.plan.limit("train", adapter))
 
     @property
     @abstractmethod
