@@ -168,7 +168,7 @@ class Storage(ABC):
         """What reads pieces of files in a directory, for several threads; what it keeps is freed with it.
 
         Args:
-            directory: The directory.
+            directory: Directory that holds the files.
             sizes: Sizes of the files in bytes, by their names in it; no piece may reach beyond its file.
         """
 

@@ -57,7 +57,7 @@ class _StopRequest:
     """The signal handler of a run.
 
     Args:
-        run: The run.
+        run: The run that a signal asks to stop.
         before: The handlers before it, by signal; the second signal puts them back.
     """
 
