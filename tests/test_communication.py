@@ -1,17 +1,14 @@
 """What processes say to each other in a run, most often under DDP, counted in torch's own record of its collectives."""
 
 import functools
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from torchmetrics import MeanSquaredError
 
 import lumen
-from lumen.distributed.processes import Processes
 from tests.tasks import Regression, bare_trainer, loader
 
 PARAMETERS = sum(parameter.numel() for parameter in Regression().parameters())
@@ -264,24 +261,3 @@ def look_at_clocks(folder):
     task = Slow()
     few, many = collectives(folder, Slow(), 1), collectives(folder, task, 80, log_every_n_steps=1000)
     return task.took_s, many[VOTE] - few[VOTE]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")
-def test_neither_a_run_nor_its_saves_have_a_thread_that_listens_beside_the_one_for_gradients(group, tmp_path):
-    assert group(2).run(listen, tmp_path) == [0, 0]
-
-
-def listen(folder):
-    """How many listening threads there are more after a run that saves in a thread."""
-    Processes.found().close()  # what earlier runs opened
-    before = count_listeners()
-    saving = lumen.ModelCheckpoint(every_n_train_steps=1, asynchronous=True)
-    bare_trainer(folder, max_steps=2, strategy="ddp", callbacks=[saving], enable_checkpointing=True).fit(
-        Regression(), loader(16, 4)
-    )
-    return count_listeners() - before
-
-
-def count_listeners():
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    return names.count("gloo_tcp_loop")
