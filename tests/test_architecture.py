@@ -9,6 +9,7 @@ import sys
 from contextlib import contextmanager
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
@@ -451,6 +452,7 @@ def test_every_class_is_abstract_or_final_or_made_for_users():
             or is_record(cls)
             or issubclass(cls, BaseException)
             or cls.__name__ in OPEN_CLASSES
+            or Protocol in cls.__bases__
         ), f"{cls.__module__}.{cls.__name__} is neither abstract nor final"
         assert not any(is_final(base) for base in cls.__mro__[1:]), f"{cls.__name__} inherits from a final class"
 

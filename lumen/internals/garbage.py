@@ -6,10 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING, Any, final
-
-if TYPE_CHECKING:
-    from lumen.run.run import Run
+from typing import Any, Protocol, final
 
 _NEVER = 2**31 - 1  # what a C int holds
 _STAGES = {"fit": "fit", "validate": "validation", "test": "test", "predict": "predict"}  # as hooks spell them
@@ -36,8 +33,22 @@ def only_young_collected() -> Iterator[None]:
                 gc.set_threshold(*before)
 
 
+class HasSteps(Protocol):
+    """A run, as far as it is looked at here.
+
+    Attributes:
+        stage: "fit", "validate", "test" or "predict".
+        hooks: What is called when: tuples of functions, by the names of hooks.
+        progress: Has the number of steps that are done.
+    """
+
+    stage: str
+    hooks: Any
+    progress: Any
+
+
 @contextmanager
-def collected_every(steps: int, run: Run) -> Iterator[None]:
+def collected_every(steps: int, run: HasSteps) -> Iterator[None]:
     """The context of a run that collects garbage at every n-th step, instead of whenever Python would.
 
     Args:
@@ -61,7 +72,7 @@ def collect_in_worker() -> None:
 class GarbageCollection:
     """Collects garbage behind the hooks of a run."""
 
-    def __init__(self, steps: int, run: Run) -> None:
+    def __init__(self, steps: int, run: HasSteps) -> None:
         self._every = steps
         self._run = run
         self._batches = 0
