@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ from lumen.run.run import Run
 from lumen.task.inference import ordinary_afterwards
 from lumen.task.modes import Modes
 
-_log = logging.getLogger("lumen")
 T = TypeVar("T")
 Numbered = tuple[Any, T]
 

@@ -8,7 +8,6 @@ what loggers get of the step may come later, where a device still computes it, b
 from __future__ import annotations
 
 import logging
-from typing import Any, TypeVar
 
 from lumen.checkpoint.collect import check_additions
 from lumen.errors import DataError, TrainingError
@@ -23,8 +22,6 @@ from lumen.run.run import Run
 from lumen.run.validation_schedule import validation_done, validation_due
 
 _log = logging.getLogger("lumen")
-T = TypeVar("T")
-Numbered = tuple[Any, T]
 
 
 class StopRequested(Exception):

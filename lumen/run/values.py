@@ -32,7 +32,7 @@ class LoggedValues:
     def __init__(self, task: TaskModule, loaders: Loaders) -> None:
         self._task, self._loaders = task, loaders
         self._of_stages: dict[str, StageMetrics] = {}
-        self._newest: StageMetrics
+        self._published: StageMetrics
         self._of_single_steps: set[str] = set()  # that a scheduler has looked at
         self.newest: dict[str, float] = {}
         self.updated: set[str] = set()
@@ -43,7 +43,7 @@ class LoggedValues:
     def publish(self, stage: str, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
         """Compute the values of an epoch or evaluation, and keep them. Collective: every rank must call this."""
         values = metrics.epoch_values(self._task, gather)
-        self._of_stages[stage] = self._newest = metrics
+        self._of_stages[stage] = self._published = metrics
         self.newest.update(values)
         self.updated.update(values)
         self.logged.update(values)
@@ -51,7 +51,7 @@ class LoggedValues:
 
     def by_loader(self) -> list[dict[str, float]]:
         """The newest values, one dictionary for each loader of the evaluation that was published last."""
-        loaders = self._newest.loaders()
+        loaders = self._published.loaders()
         return [
             {name: value for name, value in self.newest.items() if {"", suffix} & {*loaders[name]}}
             for suffix in self._loaders.suffixes()
