@@ -290,7 +290,7 @@ def test_an_interrupted_fit_saves_its_step_and_the_next_cell_goes_on_exactly(not
     outputs = notebook.run(
         """
         def wait():
-            print("press stop")
+            sys.stdout.write("press stop\\n")  # print writes the end of the line by itself
             while not stopped.trainer.run.ending.vote.requested:
                 time.sleep(0.01)
             print("the step goes on")
@@ -326,7 +326,7 @@ def test_a_second_interrupt_leaves_at_once_and_the_kernel_lives(notebook):
     outputs = notebook.run(
         """
         def hang():
-            print("press stop")
+            sys.stdout.write("press stop\\n")  # print writes the end of the line by itself
             time.sleep(1000)
 
         hanging = Regression()
