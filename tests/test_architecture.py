@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import lumen
 from lumen.checkpoint.storage import Storage
 from lumen.task.hooks import HOOKS
-from tests.tasks import Regression, loader, quiet_trainer
+from tests.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 ROOT = Path(lumen.__file__).parent
 #: From the ground up. A module imports only from floors below its own; a package is one unit.
@@ -366,6 +366,22 @@ def test_nobody_asks_a_strategy_for_its_name():
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass", "type"):
                 asked = {getattr(part, "id", getattr(part, "attr", None)) for part in ast.walk(node)}
                 assert not asked & {"Strategy", "strategy"}, f"{module}:{node.lineno}"
+
+
+def test_the_house_is_no_larger_than_one_can_remember():
+    assert len(FLOORS) <= 10
+    assert len([each for each in ROOT.iterdir() if each.name != "__pycache__"]) <= 22
+
+
+def test_a_run_and_each_of_its_parts_have_twenty_members_at_most(tmp_path):
+    trainer = bare_trainer(tmp_path, max_steps=1)
+    trainer.fit(Regression(), loader())
+    parts = [part for part in vars(trainer.run).values() if type(part).__module__.startswith("lumen.run.")]
+    parts.remove(trainer.plan)  # the user's settings, of which there are more
+    assert {type(part).__name__ for part in parts} >= {"Progress", "Loaders", "StepContext", "LoggedValues", "Ending"}
+    for each in (trainer.run, *parts):
+        members = {name for name in {*vars(each), *dir(type(each))} if not name.startswith("_")}
+        assert len(members) <= 20, (type(each).__name__, sorted(members))
 
 
 # ---------------------------------------------------------------------- callbacks

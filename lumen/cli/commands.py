@@ -206,7 +206,7 @@ def run(command: str, words: list[str]) -> int:
         show_predictions(results, kept=output is not None)
     else:
         title = f"{command}, {getattr(where, 'path', where) or 'no checkpoint'}"
-        show_metrics(results, built.trainer.run.loaders.evaluation, title)
+        show_metrics(results, built.trainer.run.loaders, title)
     if output is not None:
         write_results(results, local_path(output))
     return 0

@@ -163,9 +163,8 @@ class Check:
             return
         if inspect.isclass(kind) and "dict_kwargs" not in node:
             linked = path == ("model",) and bool(settings.tree.get("data"))
-            built_later = any(
-                get_origin(part) is Callable for part in _parts(hint)
-            )  # by the class that gets it, with what is missing
+            # the class that gets it builds it, with what is missing
+            built_later = any(get_origin(part) is Callable for part in _parts(hint))
             given = node.get("init_args") or {}
             missing = self._ask((*path, "init_args"), kind, given, needy=not (linked or built_later))
             self.links = missing if linked else self.links

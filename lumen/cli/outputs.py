@@ -19,9 +19,8 @@ from lumen.callbacks import Callback
 from lumen.checkpoint.safetensors_file import write_safetensors
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stderr, stdout
-from lumen.data.adapter import LoaderAdapter
 from lumen.errors import ConfigError, DataError
-from lumen.run.loaders import loader_suffixes
+from lumen.run.loaders import Loaders
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
 
@@ -64,12 +63,13 @@ def check_output(command: str, path: Path) -> None:
         raise ConfigError(f"--output {path}: there is no directory {path.parent}. Create it.")
 
 
-def show_metrics(metrics: list[dict[str, float]], adapters: list[LoaderAdapter], title: str) -> None:
+def show_metrics(metrics: list[dict[str, float]], loaders: Loaders, title: str) -> None:
     """Print a table of values, one column per loader."""
     columns = [
         {name.removesuffix(suffix): value for name, value in column.items()}
-        for column, suffix in zip(metrics, loader_suffixes(adapters), strict=True)
+        for column, suffix in zip(metrics, loaders.suffixes(), strict=True)
     ]
+    adapters = loaders.evaluation
     unnamed = ["value"] if len(adapters) == 1 else [f"loader {number}" for number in range(len(adapters))]
     table = Table(
         "metric", *(adapter.name or head for adapter, head in zip(adapters, unnamed, strict=True)), title=title

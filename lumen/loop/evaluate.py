@@ -22,7 +22,6 @@ from lumen.metrics.stages import StatesApart
 from lumen.metrics.step_values import for_loggers
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.random import EVALUATIONS, make_key, preserved_generators, seed_generators
-from lumen.run.loaders import loader_suffixes
 from lumen.run.run import Run
 from lumen.task.inference import ordinary_afterwards
 from lumen.task.modes import Modes
@@ -51,15 +50,14 @@ class SetApart:
     complete: bool = False
 
 
-def evaluate(run: Run, stage: str, adapters: list[LoaderAdapter]) -> bool:
-    """One pass over evaluation loaders: eval mode, no gradients; everything else is afterwards as it was before.
+def evaluate(run: Run, stage: str) -> bool:
+    """One pass over the evaluation loaders that are open, in eval mode and without gradients.
 
-    So are the modes, but for those that a hook at its end has chosen.
+    Everything is afterwards as it was before, the modes too, but for those that a hook at its end has chosen.
 
     Args:
         run: The run that evaluates.
         stage: "validate", "sanity", "test" or "predict".
-        adapters: One per loader.
 
     Returns:
         False if the run was asked to leave: then nothing of the pass is published.
@@ -68,14 +66,15 @@ def evaluate(run: Run, stage: str, adapters: list[LoaderAdapter]) -> bool:
     inference_mode = run.plan.inference_mode and run.strategy.inference_mode
     no_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference_mode else torch.no_grad()
     ordinary = partial(ordinary_afterwards, run.task, vars(run.optim).get("optimizer"))
-    with set_apart(run, stage, adapters) as apart, preserved_generators(), torch.no_grad(), ordinary():
+    with set_apart(run, stage) as apart, preserved_generators(), torch.no_grad(), ordinary():
         run.task.eval()
         seed_generators(make_key(run.seed, EVALUATIONS[stage]))
         run.log.call_hooks(f"on_{name}_start")
         with ordinary(), no_gradients, run.strategy.evaluation():
             run.log.call_hooks(f"on_{name}_epoch_start")
             apart.states.put_aside()
-            for number, (adapter, suffix) in enumerate(zip(adapters, loader_suffixes(adapters), strict=True)):
+            named = zip(run.loaders.evaluation, run.loaders.suffixes(), strict=True)
+            for number, (adapter, suffix) in enumerate(named):
                 run.log.loader_suffix, run.log.in_evaluation_pass = suffix, True
                 outputs = evaluate_loader(run, stage, name, adapter, number, apart)
                 run.log.in_evaluation_pass = False
@@ -93,7 +92,7 @@ def evaluate(run: Run, stage: str, adapters: list[LoaderAdapter]) -> bool:
 
 
 @contextmanager
-def set_apart(run: Run, stage: str, adapters: list[LoaderAdapter]) -> Iterator[SetApart]:
+def set_apart(run: Run, stage: str) -> Iterator[SetApart]:
     """The context of an evaluation: what training goes on with is kept, and put back whatever happens."""
     run.records.write_row()
     apart = SetApart(StageMetrics(), Modes(run.task), StatesApart(run.task))
@@ -103,7 +102,7 @@ def set_apart(run: Run, stage: str, adapters: list[LoaderAdapter]) -> Iterator[S
     run.log.share_metrics(run.task)
     run.strategy.sync_buffers(run.task)
     run.ending.vote.change_pace()
-    for adapter in adapters:
+    for adapter in run.loaders.evaluation:
         adapter.measure()
     try:
         yield apart

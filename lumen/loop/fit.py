@@ -118,7 +118,7 @@ def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
     """Validate if it is due, then reach the boundary, unless the epoch's end comes first. Returns whether to end."""
     validates = run.progress.validation_due
     if validates:
-        if evaluate(run, "validate", run.loaders.evaluation):
+        if evaluate(run, "validate"):
             validation_done(run)
         run.log.stage = run.log.train
     if run.progress.validation_due:
@@ -198,7 +198,7 @@ def sanity_check(run: Run) -> None:
     with preserved_generators():
         for hook in run.hooks.on_sanity_check_start:
             hook()
-        complete = evaluate(run, "sanity", run.loaders.evaluation)
+        complete = evaluate(run, "sanity")
         for hook in run.hooks.on_sanity_check_end:
             hook()
     run.values.forget()

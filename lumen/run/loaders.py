@@ -55,18 +55,13 @@ class Loaders:
             _log.warning("%s. It gives no values", why)
 
     def suffixes(self) -> list[str]:
-        """What is added to the names that are logged for each evaluation loader."""
-        return loader_suffixes(self.evaluation)
+        """What is added to the names logged for each evaluation loader: its name or number; nothing for one alone."""
+        if len(self.evaluation) == 1:
+            return [""]
+        return [f"/{adapter.name or f'dataloader_idx_{number}'}" for number, adapter in enumerate(self.evaluation)]
 
     def close(self) -> None:
         """End the loaders' workers."""
         for adapter in (self.train, *self.evaluation):
             if adapter is not None:
                 adapter.close()
-
-
-def loader_suffixes(adapters: list[LoaderAdapter]) -> list[str]:
-    """What is added to the names logged for each loader: its name, or its number; nothing for one alone."""
-    if len(adapters) == 1:
-        return [""]
-    return [f"/{adapter.name or f'dataloader_idx_{number}'}" for number, adapter in enumerate(adapters)]

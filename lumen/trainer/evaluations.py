@@ -46,7 +46,7 @@ def evaluate_all(
         prepare(run, ckpt_path)
         run.loaders.evaluation = open_evaluation_loaders(run, stage)
         run.calls.bind(run.loaders)
-        if not evaluate(run, stage, run.loaders.evaluation):
+        if not evaluate(run, stage):
             raise StopRequested
     return run
 

@@ -74,9 +74,9 @@ class _StopRequest:
             return
         if number == vote.requested == signal.SIGTERM and time.monotonic() - self._first_s < _SAME_REQUEST_S:
             return
-        if self._is_telling:  # what is being written would be written twice if it were interrupted
+        if self._is_telling and self._meanwhile is None:  # interrupted, what is being written would be written twice
             self._meanwhile = number
-        elif vote.requested is not None:
+        elif vote.requested is not None:  # also where a terminal that stands still keeps the answer from being written
             self._leave(number)
         else:
             vote.requested, self._first_s, self._is_telling = number, time.monotonic(), True
