@@ -396,6 +396,27 @@ def free_port():
         return place.getsockname()[1]
 
 
+def test_the_launcher_that_passes_the_local_rank_to_the_program_starts_a_run_too():
+    port = str(free_port())
+    launcher = ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "--master-port", port]
+    code, output = run(*launcher, "-m", "lumen", "fit", "--config", "line.yaml")
+    assert code == 0, output
+    assert output.count("finished: max_epochs=2 reached at step 6") == 1
+    assert "option" not in output
+    assert json.loads(Path("runs/line/environment.json").read_text())["processes"] == 2
+
+
+@pytest.mark.parametrize("spelt", ["--local-rank", "--local_rank"])
+def test_a_local_rank_is_only_taken_from_the_launcher_that_says_so_in_the_environment_too(monkeypatch, capsys, spelt):
+    words = [f"{spelt}=0", "fit", "--config=line.yaml", "--print_config"]
+    assert main(words) == 2
+    assert "local" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main(words) == 0
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(words) == 2
+
+
 @pytest.mark.slow
 def test_two_agents_complete_a_run_on_two_nodes():
     port = free_port()

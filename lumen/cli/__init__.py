@@ -51,6 +51,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _dispatch(args: list[str], *, own: bool) -> int:
+    args = [word for word in args if word not in _of_launcher()]
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         ours, others = (
@@ -74,6 +75,12 @@ def _dispatch(args: list[str], *, own: bool) -> int:
         gc.freeze()  # what there is now stays until the end: no need to look through it again and again
 
     return run(words)
+
+
+def _of_launcher() -> tuple[str, ...]:
+    """What `torch.distributed.launch` puts before a program's words; the environment says the same."""
+    rank = os.environ.get("LOCAL_RANK")
+    return (f"--local-rank={rank}", f"--local_rank={rank}")
 
 
 def _command(name: str) -> Callable[[list[str]], int]:

@@ -24,6 +24,7 @@ from lumen.checkpoint.manifest import STATE
 from lumen.cli import COMMANDS
 from lumen.cli.config_checks import BASES, SUPPLIED, Check, find_class, without_defaults
 from lumen.cli.config_layers import Settings, parse_words
+from lumen.cli.interpolation import escaped, resolve
 from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stdout
@@ -157,6 +158,7 @@ def run(command: str, words: list[str]) -> int:
         return _show_help(parser, settings, asked)
     if files and not settings.tree["trainer"].get("name"):
         settings.tree["trainer"]["name"] = Path(files[0]).stem
+    resolve(settings)
     check = Check(settings, parser, {"": Options, **_GROUPS})
     for name in check.links:
         parser.link_arguments("data", f"model.init_args.{name}", partial(_take, name), apply_on="instantiate")
@@ -173,7 +175,7 @@ def run(command: str, words: list[str]) -> int:
             record = _recorded(parser, config, skip_unset=True)
         if "default" in left_out:
             record = without_defaults(record, parser, _GROUPS)
-        print(dump_yaml(record), end="", file=stdout)
+        print(dump_yaml(escaped(record)), end="", file=stdout)
         return 0
     if (output := config.get("output")) is not None:
         check_output(command, local_path(output))

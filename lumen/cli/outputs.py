@@ -17,6 +17,7 @@ from rich.table import Table
 
 from lumen.callbacks import Callback
 from lumen.checkpoint.safetensors_file import write_safetensors
+from lumen.cli.interpolation import escaped
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError, DataError
@@ -40,11 +41,11 @@ class SaveConfig(Callback):
         if trainer.run_directory is None or not trainer.is_global_zero:
             return
         self._record["trainer"] |= {"name": trainer.run_directory.name, "resume": None, "resume_parts": None}
-        path = trainer.run_directory / "config.yaml"
-        if path.exists() and not _means(before := path.read_text(encoding="utf-8"), self._record):
+        path, written = trainer.run_directory / "config.yaml", escaped(self._record)
+        if path.exists() and not _means(before := path.read_text(encoding="utf-8"), written):
             kept = (path.with_name(f"config-{number}.yaml") for number in count(1))
             _write(next(other for other in kept if not other.exists()), before)
-        _write(path, dump_yaml(self._record))
+        _write(path, dump_yaml(written))
 
 
 def _means(text: str, record: dict[str, Any]) -> bool:

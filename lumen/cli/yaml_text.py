@@ -152,4 +152,7 @@ def what_is_wrong(error: yaml.YAMLError) -> str:
     what = ": ".join(filter(None, (error.context, error.problem)))
     mark = error.problem_mark or error.context_mark
     hint = ". YAML is indented by spaces, not by tabs" if "'\\t'" in what else ""
+    line = "".join((mark.buffer or "").splitlines()[mark.line : mark.line + 1]) if mark else ""
+    if "${" in line or "???" in line:
+        hint = ". Between braces and brackets write '${...}' and '???' in quotes"
     return what + (f" (line {mark.line + 1}, column {mark.column + 1})" if mark else "") + hint

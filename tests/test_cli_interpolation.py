@@ -1,0 +1,132 @@
+"""Settings that refer to each other, `${key.path}`, and those that must be given, `???`."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lumen.cli import main
+from tests.cli_tasks import Spy
+
+CONFIG = """
+seed_everything: 7
+model: {class_path: tests.cli_tasks.Line, init_args: {lr: 0.05}}
+data: {class_path: tests.cli_tasks.Points, init_args: {samples: 12, width: 4}}
+trainer:
+  max_epochs: 1
+  log_every_n_steps: 1
+  callbacks: {spy: tests.cli_tasks.Spy}
+  enable_progress_bar: false
+  enable_model_summary: false
+"""
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in os.environ:
+        if name.startswith("LUMEN_"):
+            monkeypatch.delenv(name)
+    Path("line.yaml").write_text(CONFIG)
+    Spy.trainer = Spy.task = None
+
+
+def fit(*words):
+    assert main(["fit", "--config", "line.yaml", *words]) == 0
+    return Spy.task.hparams
+
+
+@pytest.fixture
+def printed(capsys):
+    def run(*words):
+        assert main(["fit", "--config", "line.yaml", *words, "--print_config"]) == 0
+        return yaml.safe_load(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    def run(*words):
+        assert main(["fit", "--config", "line.yaml", *words]) == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_a_setting_takes_the_value_of_another_as_it_is_in_the_end():
+    Path("more.yaml").write_text("model:\n  width: ${data.width}\n")
+    assert fit("--config", "more.yaml").width == 4
+    assert fit("--config", "more.yaml", "--data.width", "5").width == 5
+    assert fit("--config", "more.yaml", "--model.width", "4", "--model.label", "${data.width} wide").label == "4 wide"
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["${data.width}", "${data.init_args.width}", "${..data.width}", "${oc.env:WIDTH}", "${model.widths[0]}"],
+)
+def test_every_way_to_name_a_setting(way, monkeypatch):
+    monkeypatch.setenv("WIDTH", "4")
+    Path("more.yaml").write_text("model: {widths: [4, 2]}\n")
+    assert fit("--config", "more.yaml", "--model.width", way).width == 4
+
+
+def test_a_list_and_a_class_can_be_taken_over_too(printed):
+    Path("more.yaml").write_text(
+        "model: {widths: '${trainer.limit_val_batches}'}\n"
+        "trainer:\n"
+        "  limit_val_batches: [1, 2]\n"
+        "  callbacks: {first: {class_path: Spy, name: of two}, second: '${trainer.callbacks.first}', spy: null}\n"
+    )
+    config = printed("--config", "more.yaml", "--trainer.limit_val_batches=3", "--model.widths=[1, '${data.width}']")
+    assert config["model"]["init_args"]["widths"] == [1, 4]
+    assert config["trainer"]["callbacks"]["second"]["init_args"] == {"name": "of two"}
+
+
+def test_the_saved_config_has_the_values_and_repeats_the_run(monkeypatch):
+    monkeypatch.setenv("SOMEWHERE", "here")
+    label = "${oc.env:SOMEWHERE}/${trainer.name} \\${x} \\\\\\${y}"
+    first = fit("--model.width", "${data.width}", "--model.label", label)
+    assert first.label == "here/line ${x} \\${y}"
+    monkeypatch.delenv("SOMEWHERE")
+    assert "${data" not in Path("runs/line/config.yaml").read_text()
+    assert main(["fit", "--config", "runs/line/config.yaml", "--trainer.name", "again"]) == 0
+    assert Spy.task.hparams == first
+    assert Path("runs/again/metrics.csv").read_bytes() == Path("runs/line/metrics.csv").read_bytes()
+    assert main(["fit", "--config", "runs/again/config.yaml", "--trainer.resume", "auto"]) == 0
+    assert not Path("runs/again/config-1.yaml").exists()
+
+
+def test_what_must_be_given_is_named_with_its_place_until_it_is(refused):
+    Path("more.yaml").write_text("model:\n  width: ???\n  lr: ???\ntrainer:\n  max_epochs: ???\n")
+    lines = refused("--config", "more.yaml", "--model.lr", "0.1").splitlines()
+    said = "(more.yaml): ???: it must be given. Set it."
+    assert lines == [f"error: trainer.max_epochs {said}", f"model.width {said}"]
+    assert fit("--config", "more.yaml", "--model.width=4", "--model.lr=0.5", "--trainer.max_epochs=1").lr == 0.5
+
+
+UNKNOWN = "model.lr (the command line): ${data.widht}: data.widht is not set. Did you mean data.width?"
+CIRCLE = "model.lr (the command line): ${model.width}: it leads back to itself."
+NOT_READ = "model.lr (the command line): ${model.width: this cannot be read. Another setting is ${key.path};"
+WRONG_TYPE = "model.lr (the command line): expected float, found 'many'."
+IN_BRACES = "(line 1, column 17). Between braces and brackets write '${...}' and '???' in quotes."
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model.lr=${data.widht}"], UNKNOWN),
+        (["--model.lr=${data.batch_size}"], "data.batch_size is not set. Set it: what a class has by default"),
+        (["--model.lr=${model.width}", "--model.width=${model.lr}"], CIRCLE),
+        (["--model.lr=${model.width"], NOT_READ),
+        (["--model.lr=${oc.env:NOWHERE}"], "Environment variable 'NOWHERE' not found"),
+        (["--model.lr=${data.label}", "--data.label=many"], WRONG_TYPE),
+        (["--config=flow.yaml"], IN_BRACES),
+    ],
+)
+def test_what_refers_to_nothing_is_named_with_its_place(refused, words, said):
+    Path("flow.yaml").write_text("model: {width: ${data.width}}")
+    assert said in refused(*words)
