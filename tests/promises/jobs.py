@@ -17,7 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers import ROOT
+
 LIMIT_S = 90  # of a job
 PATIENCE_S = 30  # with those that have lost another one: the agents of torch and SLURM have less
 IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")

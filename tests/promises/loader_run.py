@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, Weigh
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lumen
-from tests.tasks import FEATURES, Drawing, loader, regression_data
+from tests.helpers.tasks import FEATURES, Drawing, loader, regression_data
 
 SAMPLES = 41
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanAbsoluteError
 
 import lumen
+from tests.helpers.tasks import FEATURES, Drawing, loader
 from tests.promises.strikes import Strike, Striker
-from tests.tasks import FEATURES, Drawing, loader
 
 SAMPLES = 50
 EPOCHS = 3

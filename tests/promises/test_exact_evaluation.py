@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from torchmetrics.functional.classification import multiclass_auroc
 
 import lumen
-from tests.tasks import FEATURES, bare_trainer
+from tests.helpers.tasks import FEATURES, bare_trainer
 
 CLASSES, BATCH = 3, 2
 COUNTS = (1, 3, 10, 101)

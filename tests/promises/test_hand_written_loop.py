@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.data.permutation import epoch_order
-from tests.tasks import Regression, network, quiet_trainer, regression_data
+from tests.helpers.tasks import Regression, network, quiet_trainer, regression_data
 
 SEED = 3
 

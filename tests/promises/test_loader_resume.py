@@ -4,14 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.helpers import ROOT
 from tests.promises.lives import final_state
 from tests.promises.loader_run import KINDS
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(directory, *kinds, strike=None):

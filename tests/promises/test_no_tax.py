@@ -28,7 +28,7 @@ from lumen.run.records import Records
 from lumen.run.step_context import StepContext
 from lumen.run.task_calls import TaskCalls
 from lumen.run.validation_schedule import validation_due
-from tests.tasks import Regression, bare_trainer, quiet_trainer
+from tests.helpers.tasks import Regression, bare_trainer, quiet_trainer
 
 #: What a test counts belongs to the package, wherever it lies: a clone is called lumen too, with all of its .venv.
 PACKAGE = Path(lumen.__file__).parent

@@ -4,11 +4,11 @@ import csv
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers import ROOT
+
 TWO = ["--trainer.devices", "2"]
 LUMEN = [sys.executable, "-m", "lumen"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lumen"]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import lumen
 from lumen.data.permutation import epoch_order
 from lumen.random import Domain, make_key, seed_generators
-from tests.tasks import FEATURES, quiet_trainer, regression_data
+from tests.helpers.tasks import FEATURES, quiet_trainer, regression_data
 
 SEED, SAMPLES, BATCH, STEP = 3, 75, 4, 16
 TOLERANCE = 1e-10

@@ -1,0 +1,479 @@
+"""What any strategy has written any other one reads, bit by bit, on any number of processes: each only its part."""
+
+import hashlib
+import re
+import warnings
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+import lumen
+from lumen.checkpoint import Checkpoint, load_model_and_data
+from lumen.distributed.processes import Processes
+from lumen.errors import LumenError
+from tests.helpers.checkpoints import bytes_read, memory_mib, same
+from tests.helpers.tasks import FEATURES, Saving, bare_trainer, loader, quiet_trainer
+
+STRATEGIES = {
+    "single": (1, lambda: "single"),
+    "ddp-2": (2, lumen.DDP),
+    "fsdp-2": (2, lumen.FSDP),
+    "ddp-4": (4, lumen.DDP),
+    "fsdp-4": (4, lumen.FSDP),
+    "hybrid-4": (4, lambda: lumen.FSDP(sharding_strategy="hybrid_shard", shard_size=2)),
+}
+SHARDED = ("fsdp-2", "fsdp-4", "hybrid-4")
+OF_PROCESSES = ("ranks", "loggers", "sharded", "settings")  # in state.json: what depends on who writes
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)  # neither 2 nor 4 processes share that evenly
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Everything(lumen.TaskModule):
+    """Whatever a model may hold: tied, frozen, uneven; buffers of 16 bits, without dimensions, without elements."""
+
+    def __init__(self, width=5):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(FEATURES, width), nn.ModuleList([Block(), Block()])
+        self.again, self.last = nn.Linear(5, 7), nn.Linear(7, 1)
+        self.again.weight = self.blocks[0].up.weight
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("quarters", torch.randn(3, 5).bfloat16())
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("empty", torch.zeros(0, 4))
+        self.register_buffer("columns", torch.randn(4, 3).t())
+        self.register_buffer("wide", torch.randn(2, 2, dtype=torch.complex128))
+
+    def get_extra_state(self):
+        return {"note": (1, 2), "kept": torch.arange(3)}
+
+    def set_extra_state(self, state):
+        assert same(state, self.get_extra_state())
+
+    def training_step(self, batch):
+        x = self.first(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        loss = nn.functional.mse_loss(self.last(self.again(x) + self.frozen.sum()), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.quarters.mul_(0.75)
+        self.steps += 1
+        return loss
+
+    def configure_optimizers(self):
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [each for each in trained if each.ndim == 2], "weight_decay": 0.1},
+            {"params": [each for each in trained if each.ndim < 2], "weight_decay": 0.0, "lr": 3e-3},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+
+class Averages(lumen.Callback):
+    """An average of the parameters by their names, their newest values as a list, and one of them gathered."""
+
+    def __init__(self):
+        of_a_layer = [torch.zeros(1, 7), torch.zeros(1)]  # they have the shapes of `last` by chance
+        self.state = {"average": {}, "newest": [], "gathered": {}, "chance": of_a_layer}
+
+    def on_step_end(self, trainer, task):
+        named = {name: parameter.detach() for name, parameter in task.named_parameters()}
+        for name, parameter in named.items():
+            self.state["average"].setdefault(name, parameter.clone()).lerp_(parameter, 0.25)
+        self.state["newest"] = [parameter.clone() for parameter in named.values()]
+        weight = named["first.weight"]
+        self.state["gathered"] = {"first.weight": weight.full_tensor() if isinstance(weight, DTensor) else weight}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class SaveAtOnce(lumen.Callback):
+    """Saves what was loaded, and looks at how it lies."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_fit_start(self, trainer, task):
+        trainer.save_checkpoint(self.path)
+        self.kinds = {name: kinds_of(part) for name, part in trainer.callbacks[0].state.items()}
+        self.parts = [
+            (parameter, entry)
+            for parameter, entries in trainer.run.optim.optimizer.state.items()
+            for key, entry in entries.items()
+            if key != "step"
+        ]
+
+
+def kinds_of(tensors):
+    """Whether tensors are cut up; all of them must be, or none."""
+    values = tensors.values() if isinstance(tensors, dict) else tensors
+    (kind,) = {isinstance(each, DTensor) for each in values}
+    return kind
+
+
+def train(folder, strategy, callbacks, **options):
+    """Two savers of their own beside the callbacks; micro-batches overflow in fp16 now and then, so its scale moves."""
+    savers = [
+        lumen.ModelCheckpoint(every_n_train_steps=2, at_end=False, keep_last=1),
+        lumen.ModelCheckpoint(monitor="loss_epoch", dirpath=folder / "best", at_end=False),
+    ]
+    trainer = quiet_trainer(
+        folder, strategy=STRATEGIES[strategy][1](), precision="fp16", global_batch_size=8, logger=False,
+        callbacks=[Averages(), *callbacks, *savers], **options,
+    )  # fmt: skip
+    trainer.fit(Everything(), loader(40))
+    return trainer
+
+
+def write(root, name):
+    """Save in the second epoch, when both savers have done something."""
+    train(root / f"run-{name}", name, [Saving(5, root / name)], max_steps=5)
+
+
+def read(root, written, name):
+    """Load a checkpoint, save what was loaded, and go on for a step. How it lay here is told."""
+    copied = SaveAtOnce(root / f"{written}-as-{name}")
+    trainer = train(root / f"{written}-as-{name}-run", name, [copied], resume=root / written, max_steps=6)
+    assert trainer.global_step == 6
+    for parameter, entry in copied.parts:
+        assert isinstance(parameter, DTensor) == isinstance(entry, DTensor) == (name in SHARDED)
+        if name in SHARDED:
+            assert (entry.placements, entry.device_mesh) == (parameter.placements, parameter.device_mesh)
+            assert entry.to_local().shape == parameter.to_local().shape
+    return copied.kinds
+
+
+def write_all(root, names):
+    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")  # a first step that fp16 has skipped
+    for name in names:
+        write(root, name)
+
+
+def read_all(root, pairs):
+    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+    return [read(root, *pair) for pair in pairs]
+
+
+def on_all(group, function, root, jobs, world_of):
+    """Run jobs, each in a group of its number of processes. What rank 0 answers to each."""
+    answers = {}
+    for world in (1, 2, 4):
+        mine = [job for job in jobs if world_of(job) == world]
+        if not mine:
+            continue
+        told = function(root, mine) if world == 1 else group(world).run(function, root, mine)[0]
+        answers |= dict(zip(mine, told or mine, strict=True))
+    return answers
+
+
+def contents(path):
+    """Every tensor, and every part of the state that does not depend on who writes."""
+    checkpoint = Checkpoint.open(path)
+    tensors = {
+        (section, name): checkpoint.tensor(section, name)
+        for section in ("model", "optimizer", "extra")
+        for name in checkpoint.names(section)
+        if not name.startswith("ranks")
+    }
+    state = {name: part for name, part in checkpoint.state.items() if name not in OF_PROCESSES}
+    state["callbacks"] = {key: part for key, part in state["callbacks"].items() if part}
+    return tensors, state, checkpoint.aliases
+
+
+def assert_same(one, other):
+    for ours, theirs in zip(contents(one), contents(other), strict=True):
+        assert ours.keys() == theirs.keys()
+        assert [name for name in ours if not same(ours[name], theirs[name])] == []
+
+
+def check(group, root, written, pairs):
+    on_all(group, write_all, root, written, lambda name: STRATEGIES[name][0])
+    kinds = on_all(group, read_all, root, pairs, lambda pair: STRATEGIES[pair[1]][0])
+    for source, reader in pairs:
+        assert_same(root / source, root / f"{source}-as-{reader}")
+        cut_up, kept = reader in SHARDED, reader in SHARDED and source in SHARDED
+        expected = {"average": cut_up, "newest": cut_up, "gathered": cut_up and not kept, "chance": False}
+        assert kinds[source, reader] == expected
+
+
+def test_what_is_tied_frozen_uneven_or_empty_is_read_elsewhere(group, tmp_path):
+    pairs = [("single", "fsdp-2"), ("ddp-2", "fsdp-2"), ("fsdp-2", "fsdp-2"), ("fsdp-2", "single")]
+    check(group, tmp_path, ["single", "ddp-2", "fsdp-2"], pairs)
+    tensors, state, aliases = contents(tmp_path / "fsdp-2")
+    assert aliases == {"again.weight": "blocks.0.up.weight"}
+    assert sum(section == "optimizer" for section, _ in tensors) == 3 * 13
+    assert "frozen" not in state["optimizer"]["state"]
+    assert {"scale", "_growth_tracker"} < state["precision"].keys()
+    scores = [part["scores"] for key, part in state["callbacks"].items() if key.startswith("ModelCheckpoint")]
+    assert [len(each) for each in scores] == [1]
+    assert (state["progress"]["step"], state["progress"]["epoch"], state["progress"]["batches"]) == (5, 1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(400)
+def test_any_strategy_reads_any(group, tmp_path):
+    check(group, tmp_path, [*STRATEGIES], [(source, reader) for source in STRATEGIES for reader in STRATEGIES])
+
+
+class Averaging(lumen.Callback):
+    """Torch's own average of a module, which is of tensors that are cut up where the module is."""
+
+    averaged, saved = None, None
+
+    def on_fit_start(self, trainer, task):
+        self.averaged = AveragedModel(task.first)
+        if self.saved is not None:
+            self.averaged.load_state_dict(self.saved)
+        self.begun_with = [whole(each).tolist() for each in self.averaged.state_dict().values()]
+
+    def on_step_end(self, trainer, task):
+        self.averaged.update_parameters(task.first)
+
+    def state_dict(self):
+        return {} if self.averaged is None else dict(self.averaged.state_dict())
+
+    def load_state_dict(self, state):
+        self.saved = state
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def average(folder, strategy, resume, max_steps, save):
+    """What an average begins and ends with."""
+    averaging = Averaging()
+    options = {"strategy": strategy, "resume": resume, "max_steps": max_steps}
+    bare_trainer(folder, callbacks=[averaging, Saving(max_steps, save)], **options).fit(Everything(), loader())
+    return averaging.begun_with, [whole(each).tolist() for each in averaging.averaged.state_dict().values()]
+
+
+def test_an_averaged_model_goes_on_where_it_was(group, tmp_path):
+    _, ended = group(2).run(average, tmp_path, "fsdp", None, 3, tmp_path / "step-3")[0]
+    begun, ended_by_two = group(2).run(average, tmp_path, "fsdp", tmp_path / "step-3", 4, tmp_path / "step-4")[0]
+    assert begun == ended != ended_by_two
+    assert ended[0] == 3  # how many were averaged
+    begun, _ = average(tmp_path, "single", tmp_path / "step-4", 5, tmp_path / "step-5")
+    assert begun == ended_by_two
+
+
+# ---------------------------------------------------------------------- how much is read and held
+
+
+class Large(lumen.TaskModule):
+    """One parameter of 32 MiB, and small ones; no buffers."""
+
+    def __init__(self, rows=4096):
+        super().__init__()
+        self.table, self.head = nn.Parameter(torch.zeros(rows, 2048)), nn.Linear(FEATURES, 2)
+
+    def training_step(self, batch):
+        return self.head(batch[0]).mean() + self.table[0].mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+MIB, TABLE_MIB = 2**20, 32
+
+
+class Newest(lumen.Callback):
+    """The trained parameters in their order, as averages are kept that know no names."""
+
+    def __init__(self):
+        self.values = []
+
+    def on_step_end(self, trainer, task):
+        self.values = [parameter.detach().clone() for parameter in task.parameters()]
+
+    def state_dict(self):
+        return {"values": self.values}
+
+    def load_state_dict(self, state):
+        self.values = state["values"]
+
+
+class Watch(lumen.Callback):
+    """What loading takes beyond the parameters, which are there before."""
+
+    def begin(self, *args):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+        self.held, self.read = memory_mib("VmRSS"), bytes_read()
+        load_model_and_data(*args)
+
+    def on_fit_start(self, trainer, task):
+        self.held, self.read = memory_mib("VmHWM") - self.held, bytes_read() - self.read
+
+
+def save_large(folder, strategy, rows=4096):
+    path = folder / f"large-{strategy}"
+    callbacks = [Newest(), Saving(1, path)]
+    bare_trainer(folder, strategy=strategy, max_steps=1, callbacks=callbacks).fit(Large(rows), loader(8))
+    return path
+
+
+def load_large(folder, path):
+    watch = Watch()
+    with mock.patch("lumen.trainer.start_from.load_model_and_data", watch.begin):
+        options = {"strategy": "fsdp", "max_steps": 2, "resume": path, "callbacks": [Newest(), watch]}
+        bare_trainer(folder, **options).fit(Large(), loader(8))
+    return watch.held, watch.read
+
+
+@pytest.mark.parametrize("written_by", ["single", "fsdp"])
+def test_a_process_reads_its_share_and_never_holds_more(group, tmp_path, written_by):
+    save = partial(save_large, tmp_path, written_by)
+    path = save() if written_by == "single" else group(2).run(save_large, tmp_path, written_by)[0]
+    group(2).run(load_large, tmp_path, path)  # whatever is imported or allocated once
+    for held, read in group(2).run(load_large, tmp_path, path):
+        print(f"{held:.1f} MiB held, {read / MIB:.1f} MiB read")
+        assert 2 * TABLE_MIB < read / MIB < 2 * TABLE_MIB + 1  # one half of the parameter, its copy and each moment
+        assert held < 1.5 * TABLE_MIB + 6  # all but the parameter; nothing for the reading itself
+
+
+# ---------------------------------------------------------------------- all ranks alike
+
+
+def open_together(path):
+    """The files that this rank has hashed to verify a checkpoint."""
+    processes = Processes.found()
+    processes.connect(torch.device("cpu"))
+    with mock.patch("hashlib.file_digest", wraps=hashlib.file_digest) as hashing:
+        Checkpoint.open(path, processes=processes)
+    return [Path(call.args[0].name).relative_to(path).as_posix() for call in hashing.call_args_list]
+
+
+def test_every_byte_is_hashed_once_by_all_together(group, tmp_path):
+    group(2).run(write_all, tmp_path, ["fsdp-2"])
+    hashed = group(2).run(open_together, tmp_path / "fsdp-2")
+    files = [path.relative_to(tmp_path / "fsdp-2").as_posix() for path in (tmp_path / "fsdp-2").rglob("*.*")]
+    assert sorted(chain(*hashed)) == sorted(set(files) - {"manifest.json"})
+    assert all(len(each) >= 3 for each in hashed)
+
+
+class Changing(lumen.Callback):
+    """Does something on rank 1 after the checkpoint was verified and before it is read."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def setup(self, trainer, task, stage):
+        trainer.strategy.barrier()
+        if trainer.global_rank == 1:
+            self.change()
+        trainer.strategy.barrier()
+
+
+class Stumbling(lumen.Callback):
+    """Cannot take its state on rank 1."""
+
+    def state_dict(self):
+        return {"saved": True}
+
+    def load_state_dict(self, state):
+        if torch.distributed.get_rank() == 1:
+            raise Mine("not on this rank")
+
+
+class Mine(ValueError):
+    pass
+
+
+def refused(folder, path, task, callbacks=(), kind=LumenError, **options):
+    trainer = bare_trainer(folder, max_steps=9, resume=path, callbacks=[*callbacks], **options)
+    with pytest.raises(kind) as caught:
+        trainer.fit(task, loader())
+    return type(caught.value).__name__, str(caught.value)
+
+
+def removed_between(folder, path, file, strategy):
+    return refused(folder, path, Large(4), [Changing((path / file).unlink)], strategy=strategy)
+
+
+@pytest.mark.parametrize("section", ["model", "optimizer"])
+def test_a_file_removed_before_it_is_read_is_one_error_on_all_ranks(group, tmp_path, section):
+    path = group(2).run(save_large, tmp_path, "fsdp", 4)[0]
+    file = f"{section}/00001-00000.safetensors"  # that of the model is read by rank 1 alone
+    first, second = group(2).run(removed_between, tmp_path, path, file, "fsdp")
+    assert first == second
+    assert (first[0], file in first[1]) == ("CheckpointDamaged", True)
+
+
+def stumble(folder, path):
+    return refused(folder, path, Everything(), [Stumbling()], Exception, strategy="ddp")
+
+
+def test_an_error_in_loading_on_one_rank_ends_the_others_too(group, tmp_path):
+    path = tmp_path / "step-1"
+    bare_trainer(tmp_path, max_steps=1, callbacks=[Stumbling(), Saving(1, path)]).fit(Everything(), loader())
+    first, second = group(2).run(stumble, tmp_path, path)
+    assert second == ("Mine", "not on this rank")
+    assert first == ("ProcessLost", "rank 1 failed: Mine: not on this rank")
+
+
+class Renamed(Everything):
+    def __init__(self):
+        super().__init__()
+        self.other = self.last
+        del self.last
+
+    def training_step(self, batch):
+        raise AssertionError("it never begins")
+
+
+class Frozen(Everything):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+
+MISMATCHES = [
+    (lambda: Everything(width=6), {}, r"first\.bias: \(5,\) torch\.float32 saved, \(6,\) torch\.float32"),
+    (Everything, {"precision": "fp64"}, r"Set the same precision"),
+    (
+        Renamed,
+        {},
+        r"not in the checkpoint: other\.weight, other\.bias; only in .*: last\.bias, last\.weight",
+    ),
+    (Frozen, {}, r"over \[4, 5\]; only there: blocks\.1\.down\.bias, blocks\.1\.down\."),
+    (
+        Everything,
+        {"precision": "bf16-true", "resume_parts": ["optimizer"]},
+        r"first\.weight: .*32 saved, .*bfloat16",
+    ),
+    (lambda: Everything(width=6), {"resume_parts": ["optimizer"]}, r"first\.weight: \(5, 6\) .*saved, \(6, 6\)"),
+]
+
+
+def refuse_mismatches(folder, path, strategy):
+    messages = []
+    for task, options, message in MISMATCHES:
+        kind, found = refused(folder, path, task(), strategy=strategy, **options)
+        assert (kind, re.search(message, found) is not None) == ("CheckpointMismatch", True), found
+        messages.append(found)
+    return messages
+
+
+def test_whatever_does_not_fit_is_named_alike_on_all_ranks_and_never_cast(group, tmp_path):
+    group(2).run(write_all, tmp_path, ["fsdp-2"])
+    first, second = group(2).run(refuse_mismatches, tmp_path, tmp_path / "fsdp-2", "fsdp")
+    assert first == second == refuse_mismatches(tmp_path, tmp_path / "fsdp-2", "single")

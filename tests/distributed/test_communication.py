@@ -1,0 +1,263 @@
+"""What processes say to each other in a run, most often under DDP, counted in torch's own record of its collectives."""
+
+import functools
+import time
+from collections import Counter
+
+import pytest
+import torch
+from torchmetrics import MeanSquaredError
+
+import lumen
+from tests.helpers.tasks import Regression, bare_trainer, loader
+
+PARAMETERS = sum(parameter.numel() for parameter in Regression().parameters())
+CPU = [torch.profiler.ProfilerActivity.CPU]
+SMALL = 16
+VOTE = 3  # numbers: a clock, how many ranks are asked to stop, how many announce something
+GATHER = 2  # collectives: each rank tells first how long its value is
+
+
+class Saying(Regression):
+    """Returns its loss as it is asked to."""
+
+    def __init__(self, say="loss"):
+        super().__init__()
+        self.say = say
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch)
+        if self.say == "weights":
+            return loss, float(batch_idx + 1)
+        return None if self.say == "None" and batch_idx == 5 else loss
+
+
+class Weighing(Regression):
+    def batch_weight(self, batch):
+        return float(len(batch[0]))
+
+
+class Slow(Regression):
+    """Knows how long its steps take together."""
+
+    def on_train_start(self):
+        self.begun_s = time.monotonic()
+
+    def training_step(self, batch):
+        time.sleep(0.02)
+        self.took_s = time.monotonic() - self.begun_s
+        return super().training_step(batch)
+
+
+@functools.cache
+def meet(folder):
+    """The first run of a process opens its groups, which the others find."""
+    bare_trainer(folder, max_steps=1, strategy=lumen.DDP()).fit(Regression(), loader(8, 4))
+
+
+def collectives(folder, task, steps, options=None, val_dataloaders=None, **trainer):
+    """How often each kind of collective ran in a fit, and a sum of how many numbers: {"all_gather": 8, 5: 20}."""
+    meet(folder)
+    trainer = bare_trainer(folder, max_steps=steps, **{"strategy": lumen.DDP(**options or {})} | trainer)
+    with torch.profiler.profile(activities=CPU, record_shapes=True, acc_events=True) as record:
+        trainer.fit(task, loader(2400, 4), val_dataloaders=val_dataloaders)
+    assert trainer.global_step == steps
+    events = [event for event in record.events() if event.name.startswith("gloo:")]
+    return Counter(
+        event.input_shapes[0][0] if event.name == "gloo:all_reduce" else event.name.removeprefix("gloo:")
+        for event in events
+    )
+
+
+def added(folder, make, *args, **options):
+    """Sums that 10 more steps need, and how many numbers are summed: {5: 10}."""
+    few, many = (collectives(folder, make(*args), steps, **options) for steps in (2, 12))
+    assert many.pop("broadcast") <= few.pop("broadcast")
+    assert many.pop("all_gather") <= few.pop("all_gather")
+    assert many.pop(VOTE) <= few.pop(VOTE, 0) + 8  # more where the machine stalls
+    return dict(many - few)
+
+
+WINDOWS = [{}, {"accumulate_grad_batches": 4}, {"global_batch_size": 12}]
+NOBODY_LISTENS = {"log_every_n_steps": 1}
+
+
+@pytest.mark.parametrize("options", [*WINDOWS, NOBODY_LISTENS, {"options": {"gradient_as_bucket_view": True}}], ids=str)
+def test_a_step_communicates_its_gradients_and_one_number_beside_them(group, tmp_path, options):
+    for sums in group(2).run(add_plain_steps, tmp_path, options):
+        assert sums == {PARAMETERS + 1: 10}
+
+
+def add_plain_steps(folder, options):
+    return added(folder, Saying, **options)
+
+
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+def test_returned_weights_cost_one_small_sum_a_step(group, tmp_path, options):
+    for sums in group(2).run(add_weighted_steps, tmp_path, options):
+        assert sums.pop(PARAMETERS + 1) == 10
+        assert list(sums.values()) == [10]
+        assert max(sums) <= SMALL
+
+
+def add_weighted_steps(folder, options):
+    return added(folder, Saying, "weights", **options)
+
+
+def test_batch_weight_costs_one_small_sum_a_step(group, tmp_path):
+    for sums in group(2).run(add_weighed_steps, tmp_path):
+        assert sums == {PARAMETERS + 1: 10, 1: 10}
+
+
+def add_weighed_steps(folder):
+    return added(folder, Weighing)
+
+
+def test_an_fsdp_step_gathers_each_unit_twice_and_sums_its_gradients_the_norms_and_five_numbers(group, tmp_path):
+    units, parameters = 2, 4
+    for sums in group(2).run(add_fsdp_steps, tmp_path):
+        assert sums.pop("all_gather") == 10 * units * 2
+        assert sums.pop(parameters) == sums.pop(5) == 10
+        assert list(sums.values()) == [10] * units
+
+
+def add_fsdp_steps(folder):
+    options = {"strategy": lumen.FSDP(), "gradient_clip_val": 1.0}
+    few, many = (collectives(folder, Saying(), steps, **options) for steps in (2, 12))
+    assert many.pop(VOTE) <= few.pop(VOTE, 0) + 8
+    return many - few
+
+
+def test_a_micro_batch_that_one_rank_leaves_out_is_talked_about_in_its_step_and_the_next(group, tmp_path):
+    for plain, leaving_out in group(2).run(leave_one_out, tmp_path):
+        talk = {size: times for size, times in (leaving_out - plain).items() if size not in ("all_gather", "broadcast")}
+        assert list(talk.values()) == [2]
+        assert max(talk) <= SMALL
+
+
+def leave_one_out(folder):
+    return [collectives(folder, Saying(say), 8) for say in ("loss", "None")]
+
+
+def between(fewer, more):
+    """What differs, beside looks at clocks and signals: {"all_gather": 4, 5: 1}."""
+    return {kind: more[kind] - fewer[kind] for kind in fewer | more if kind != VOTE and more[kind] != fewer[kind]}
+
+
+def test_with_a_logger_a_step_that_logs_gathers_its_values_and_every_other_costs_what_it_does_without(group, tmp_path):
+    for few, many, logging in group(2).run(log_steps, tmp_path):
+        assert between(few, many) == {PARAMETERS + 1: 10}
+        assert between(many, logging) == {"all_gather": 2 * GATHER}  # three rows, not only that of the last step
+
+
+def log_steps(folder):
+    return [
+        collectives(folder, Saying(), steps, logger=lumen.CSVLogger(), log_every_n_steps=every)
+        for steps, every in ((2, 1000), (12, 1000), (12, 4))
+    ]
+
+
+class Ending(Saying):
+    def on_train_epoch_end(self):
+        pass
+
+
+class Quiet(Regression):
+    def training_step(self, batch):
+        return torch.nn.functional.mse_loss(self(batch[0]), batch[1])
+
+
+class QuietEnding(Quiet):
+    def on_train_epoch_end(self):
+        pass
+
+
+class Measuring(Saying):
+    """Leaves a metric to torchmetrics, which it asks for its value of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch, batch_idx):
+        self.error(self(batch[0]), batch[1])
+        self.log("error", self.error, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class MeasuringEnding(Measuring):
+    def on_train_epoch_end(self):
+        self.log("more", 1.0)
+
+
+@pytest.mark.parametrize("logger", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("make", "gathers", "sums"),
+    [(Quiet, 0, 1), (Saying, 1, 1), (Ending, 2, 2), (QuietEnding, 1, 2), (MeasuringEnding, 3, 2)],
+)
+def test_an_epoch_costs_a_small_sum_a_gather_of_what_was_logged_and_another_of_both_for_hooks_but_one_of_metric_objects(
+    group, tmp_path, make, gathers, sums, logger
+):
+    for few, many in group(2).run(make_epochs, tmp_path, make, logger):
+        more = many - few
+        assert more["all_gather"] == 20 * gathers * GATHER
+        assert more[VOTE + 2] == 20
+        assert more[VOTE + 1] == 20 * (sums - 1)
+
+
+def make_epochs(folder, make, logger):
+    options = {"logger": lumen.CSVLogger(), "log_every_n_steps": 1000} if logger else {}
+    return [collectives(folder, make(), steps, limit_train_batches=2, **options) for steps in (2, 22)]  # of one step
+
+
+class Rows(Saying):
+    """Logs values of single batches."""
+
+    def validation_step(self, batch):
+        self.log("val_loss", torch.nn.functional.mse_loss(self(batch[0]), batch[1]), on_step=True)
+
+
+class MeasuringRows(Saying):
+    """The same, of a metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def validation_step(self, batch):
+        self.error(self(batch[0]), batch[1])
+        self.log("val_error", self.error, on_step=True, on_epoch=True)
+
+
+@pytest.mark.parametrize(("make", "gathers"), [(Rows, 2), (MeasuringRows, 4)])
+@pytest.mark.parametrize("logger", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_validation_gathers_norms_values_rows_for_loggers_and_two_things_of_metric_objects_however_long_it_is(
+    group, tmp_path, make, gathers, logger
+):
+    for one, three, long, three_long in group(2).run(validate, tmp_path, make, logger):
+        costs = {"all_gather": 2 * (gathers + logger) * GATHER, VOTE + 1: 2}
+        assert between(one, three) == between(long, three_long) == costs
+        assert between(one, long) == {}
+        assert three_long[VOTE] - three[VOTE] <= 3 * 15  # of 3 x 50 batches
+
+
+def validate(folder, make, logger):
+    """One validation and three in six steps, each of one batch a rank; then of 51."""
+    return [
+        collectives(
+            folder, make(), 6, logger=lumen.CSVLogger() if logger else False, val_dataloaders=loader(2400, 4),
+            val_check_interval=every, limit_val_batches=batches, num_sanity_val_steps=0, log_every_n_steps=1000,
+        )
+        for batches in (2, 102) for every in (6, 2)
+    ]  # fmt: skip
+
+
+def test_clocks_and_signals_are_compared_about_twice_a_second(group, tmp_path):
+    for took_s, times in group(2).run(look_at_clocks, tmp_path):
+        assert 1 <= times <= 3 * took_s + 8  # more often at first, until it is known how long a step takes
+
+
+def look_at_clocks(folder):
+    task = Slow()
+    few, many = collectives(folder, Slow(), 1), collectives(folder, task, 80, log_every_n_steps=1000)
+    return task.took_s, many[VOTE] - few[VOTE]

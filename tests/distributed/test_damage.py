@@ -1,0 +1,397 @@
+"""Whatever happened to a checkpoint of one or several processes: it is noticed and named, nothing of it is executed,
+nothing outside of it is read, and a run goes on from the one before."""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torchmetrics import MeanMetric
+
+import lumen
+from lumen.checkpoint import Checkpoint, find_checkpoints, newest_valid
+from lumen.errors import CheckpointDamaged, CheckpointError
+from tests.helpers.checkpoints import tamper
+from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
+
+STRATEGIES = ["single", "ddp", "fsdp"]
+OLD, NEW = "step-00000001", "step-00000002"
+
+
+class Full(Regression):
+    """With tensors in every section: buffers, the optimizer's state, a metric of each process."""
+
+    def __init__(self, dropout=0.2, **options):
+        super().__init__(dropout=dropout, **options)
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.mean = MeanMetric()
+
+    def forward(self, inputs):
+        return self.net(self.norm(inputs))
+
+    def training_step(self, batch):
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+
+def train(folder, strategy, steps):
+    """Go on to a step; returns the name of the checkpoint that it went on from."""
+    trainer = quiet_trainer(
+        folder, strategy=strategy, max_steps=steps, resume="auto", log_level="WARNING",
+        callbacks=lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=-1),
+    )  # fmt: skip
+    trainer.fit(Full(), loader())
+    return trainer.run.checkpoint and trainer.run.checkpoint.path.name
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def written(request, group, tmp_path_factory):
+    """A folder with a run of two steps that this strategy has written, and the strategy."""
+    folder = tmp_path_factory.mktemp(request.param)
+    run = train if request.param == "single" else partial(group(2).run, train)
+    run(folder, request.param, 2)
+    return folder, request.param
+
+
+@pytest.fixture
+def two(written, tmp_path):
+    """A copy of it that a test may damage: the folder of its checkpoints."""
+    return copied(written[0], tmp_path / "copy")
+
+
+def copied(folder, target):
+    shutil.copytree(folder, target)
+    return target / "runs" / "run" / "checkpoints"
+
+
+def files_of(checkpoint):
+    return sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
+
+
+# ---------------------------------------------------------------------- damage
+
+
+def flipped(position):
+    def damage(file):
+        data = bytearray(file.read_bytes())
+        header = 8 + int.from_bytes(data[:8], "little") if file.suffix == ".safetensors" else len(data) // 2
+        data[{"first": 0, "header": 8, "data": header, "last": -1}[position]] ^= 1
+        file.write_bytes(data)
+
+    return damage
+
+
+def moved_out(file):
+    shutil.move(file, out := file.parents[3] / f"elsewhere-{file.name}")
+    return out
+
+
+def into_a_directory(file):
+    file.unlink()
+    file.mkdir()
+
+
+def into_a_link(file):
+    file.symlink_to(moved_out(file))
+
+
+def appended(file):
+    with file.open("ab") as opened:
+        opened.write(b"\0")
+
+
+DAMAGES = {
+    "first byte flipped": flipped("first"),
+    "header byte flipped": flipped("header"),
+    "data byte flipped": flipped("data"),
+    "last byte flipped": flipped("last"),
+    "a byte short": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "empty": lambda file: os.truncate(file, 0),
+    "a byte long": appended,
+    "missing": Path.unlink,
+    "a directory": into_a_directory,
+    "a link that leaves": into_a_link,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_of_any_file_is_noticed_and_named_and_the_one_before_is_used(written, tmp_path, damage):
+    for number, name in enumerate(files := files_of(written[0] / "runs/run/checkpoints" / NEW)):
+        folder = copied(written[0], tmp_path / str(number))
+        DAMAGES[damage](folder / NEW / name)
+        complaints = []
+        assert newest_valid(folder, complaints.append).path == folder / OLD
+        (complaint,) = complaints
+        assert complaint.startswith(f"{NEW} is damaged and is not used: ")
+        assert name in complaint
+        assert complaint.endswith(f"Trying {OLD} instead.")
+    assert len(files) >= 5
+
+
+def test_files_that_have_changed_places_are_noticed(written, two):
+    swapped = 0
+    for section in ("model", "optimizer", "extra"):
+        names = [name for name in files_of(two / NEW) if name.startswith(section)]
+        for name, other in zip(names, [*names[1:], "optimizer/00000-00000.safetensors"], strict=True):
+            if name == other:
+                continue
+            exchange(two / NEW / name, two / NEW / other)
+            complaints = []
+            assert newest_valid(two, complaints.append).path == two / OLD
+            assert name in complaints[0] or other in complaints[0]
+            exchange(two / NEW / name, two / NEW / other)
+            swapped += 1
+    assert swapped >= 2
+    assert newest_valid(two, pytest.fail).path == two / NEW
+
+
+def exchange(one, other):
+    os.rename(one, aside := one.with_name("aside"))
+    os.rename(other, one)
+    os.rename(aside, other)
+
+
+def test_a_file_more_harms_nobody(two):
+    for name in ("notes.txt", "model/00009-00000.safetensors", "model/notes.txt", "more/x.safetensors"):
+        (two / NEW / name).parent.mkdir(exist_ok=True)
+        (two / NEW / name).write_bytes(b"anything")
+    assert newest_valid(two, pytest.fail).path == two / NEW
+
+
+def damaged_copies(written, tmp_path):
+    """A copy of the run for each file of its newest checkpoint, each damaged in another way; and the file."""
+    cases = {}
+    for number, name in enumerate(files_of(written[0] / "runs/run/checkpoints" / NEW)):
+        for shift in (0, 4):
+            damage = DAMAGES[list(DAMAGES)[(number + shift) % len(DAMAGES)]]
+            case = tmp_path / f"{number}-{shift}"
+            damage(copied(written[0], case) / NEW / name)
+            cases[case] = name
+    return cases
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_goes_on_from_the_one_before_on_all_ranks(written, group, tmp_path, world):
+    cases = damaged_copies(written, tmp_path)
+    strategy = {"single": "ddp"}.get(written[1], written[1]) if world == 2 else "single"
+    answers = group(2).run(train_each, list(cases), strategy) if world == 2 else [train_each(cases, strategy)]
+    for answer in answers:
+        assert answer == dict.fromkeys(map(str, cases), OLD)
+    for case, name in cases.items():
+        said = (case / "runs/run/run.log").read_text()
+        assert name in said
+        assert said.count(f"{NEW} is damaged and is not used") == 1
+        folder = case / "runs/run/checkpoints"
+        assert [path.name for path in find_checkpoints(folder)] == [OLD, NEW, "step-00000003"]
+        assert newest_valid(folder, pytest.fail).path.name == "step-00000003"
+        assert (folder / f"{NEW}.damaged-1").is_dir()  # nothing is thrown away
+
+
+def train_each(cases, strategy):
+    return {str(case): train(case, strategy, 3) for case in cases}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_where_all_are_damaged_nothing_is_begun_and_nothing_changed(two, group, world):
+    for checkpoint in (OLD, NEW):
+        flipped("last")(two / checkpoint / "model/00000-00000.safetensors")
+    before = {path: path.stat().st_mtime_ns for path in two.rglob("*")}
+    run = group(2).run if world == 2 else lambda function, *args: [function(*args)]
+    messages = run(refused, two.parents[2], "ddp" if world == 2 else "single")
+    assert len(set(messages)) == 1
+    assert "every checkpoint in" in messages[0]
+    assert {path: path.stat().st_mtime_ns for path in two.rglob("*")} == before
+
+
+def refused(folder, strategy):
+    with pytest.raises(CheckpointError) as caught:
+        train(folder, strategy, 3)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------- attacks
+
+
+class Bomb:
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+def bombs_for(marker):
+    """What would be executed by who unpickles it, as pickle and as torch writes it."""
+    archive = io.BytesIO()
+    torch.save(Bomb(marker), archive)
+    return [pickle.dumps(Bomb(marker)), archive.getvalue()]
+
+
+def fit_from(path, folder, **options):
+    trainer = quiet_trainer(folder, max_steps=3, enable_checkpointing=False, logger=False, **options)
+    trainer.fit(Full(), loader())
+    return trainer
+
+
+def evaluate(stage, path, folder):
+    trainer = quiet_trainer(folder, enable_checkpointing=False, logger=False)
+    getattr(trainer, stage)(Full(), loader(), ckpt_path=path)
+
+
+#: Every public way to read the checkpoint at a path.
+WAYS = {
+    "Checkpoint.open": lambda path, folder: Checkpoint.open(path),
+    "load_from_checkpoint": lambda path, folder: Full.load_from_checkpoint(path),
+    "resume": lambda path, folder: fit_from(path, folder, resume=path),
+    "init_from": lambda path, folder: fit_from(path, folder, init_from=path),
+    "init_from a URL": lambda path, folder: fit_from(path, folder, init_from=f"file://{path}"),
+    "validate": partial(evaluate, "validate"),
+    "test": partial(evaluate, "test"),
+    "predict": partial(evaluate, "predict"),
+}
+
+
+of_fsdp = pytest.mark.parametrize("written", ["fsdp"], indirect=True)
+
+
+@of_fsdp
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pickle_beside_or_inside_what_is_read_is_never_executed(two, tmp_path, way):
+    for number, bomb in enumerate(bombs_for(marker := tmp_path / "executed")):
+        for name in ("model.pt", "model/x.pkl", ".metadata", "optimizer/state.bin", "extra/x.npy", "__init__.py"):
+            (two / NEW / f"{number}{name}" if name.startswith(".") else two / NEW / name).write_bytes(bomb)
+        with_metadata(two / NEW, bomb.decode("latin-1"))
+        WAYS[way](two / NEW, tmp_path)
+        assert not marker.exists()
+
+
+def with_metadata(checkpoint, text):
+    """Put a text into the metadata of each safetensors file, and make the manifest right again."""
+    for name in files_of(checkpoint):
+        file = checkpoint / name
+        if file.suffix == ".safetensors" and file.read_bytes()[8:9] == b"{":
+            data = file.read_bytes()
+            size = int.from_bytes(data[:8], "little")
+            header = json.loads(data[8 : 8 + size]) | {"__metadata__": {"format": "pt", "pickle": text}}
+            encoded = json.dumps(header).encode()
+            encoded += b" " * (-len(encoded) % 8)
+            file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data[8 + size :])
+            tamper(checkpoint, partial(make_right, file, name))
+
+
+def make_right(file, name, manifest):
+    data = file.read_bytes()
+    manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+@of_fsdp
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pickle_in_place_of_a_file_is_refused_and_never_executed(two, tmp_path, way):
+    for bomb in bombs_for(marker := tmp_path / "executed"):
+        for name in files_of(two / NEW):
+            data = (two / NEW / name).read_bytes()
+            (two / NEW / name).write_bytes(bomb)
+            if name.startswith("model/") or name == "manifest.json":
+                with pytest.raises(CheckpointError, match=name):
+                    WAYS[way](two / NEW, tmp_path)
+            elif "init_from" not in way:  # which reads nothing else
+                with pytest.raises(CheckpointDamaged, match=name):
+                    WAYS[way](two / NEW, tmp_path)
+            assert not marker.exists()
+            (two / NEW / name).write_bytes(data)
+
+
+def test_bombs_explode_where_they_are_unpickled(tmp_path):
+    plain, archive = bombs_for(tmp_path / "executed")
+    pickle.loads(plain)
+    (tmp_path / "executed").rmdir()
+    torch.load(io.BytesIO(archive), weights_only=False)
+    assert (tmp_path / "executed").is_dir()
+
+
+@of_fsdp
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_processes_execute_none_either(group, two, tmp_path, strategy):
+    bomb, _ = bombs_for(marker := tmp_path / "executed")
+    for name in ("model.pt", "extra/x.npy", ".metadata"):
+        (two / OLD / name).write_bytes(bomb)
+    for name in files_of(two / NEW):
+        (two / NEW / name).write_bytes(bomb)
+    assert group(2).run(train, two.parents[2], strategy, 3) == [OLD, OLD]
+    assert not marker.exists()
+
+
+def renamed(old, new, manifest):
+    """An attacker's manifest: a file of the checkpoint is said to be somewhere else."""
+    manifest["files"][new] = manifest["files"].pop(old)
+    for tensors in manifest["sections"].values():
+        for tensor in tensors.values():
+            for chunk in tensor["chunks"]:
+                chunk[0] = new if chunk[0] == old else chunk[0]
+
+
+OUTSIDE = {
+    "parent": "../outside/{}",
+    "absolute": "{root}/outside/{}",
+    "down and up": "model/../../outside/{}",
+    "a file as directory": "state.json/../../outside/{}",
+    "itself by detour": "../step-00000002/{}",
+}
+
+
+@of_fsdp
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", OUTSIDE)
+def test_a_manifest_that_leads_out_of_its_checkpoint_is_refused(two, tmp_path, place, way):
+    shutil.copytree(two / NEW, two / "outside")  # all is there, and intact
+    for name in ("model/00000-00000.safetensors", "state.json"):
+        shutil.copy(two / "outside/manifest.json", two / NEW / "manifest.json")
+        tamper(two / NEW, partial(renamed, name, OUTSIDE[place].format(name, root=two)))
+        with pytest.raises(CheckpointDamaged, match=r"manifest\.json is malformed: .*is not allowed"):
+            WAYS[way](two / NEW, tmp_path)
+
+
+@of_fsdp
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("linked", ["model", "model/00000-00000.safetensors", "manifest.json"])
+def test_a_link_that_leads_out_of_its_checkpoint_is_refused(two, tmp_path, linked, way):
+    shutil.move(two / NEW / linked, two / "outside")
+    (two / NEW / linked).symlink_to(two / "outside")
+    with pytest.raises(CheckpointDamaged, match="is a link that leaves the checkpoint"):
+        WAYS[way](two / NEW, tmp_path)
+
+
+@of_fsdp
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_it_is_refused_by_all_ranks_alike_and_the_one_before_is_used(group, two, tmp_path, strategy):
+    shutil.copytree(two / NEW, two / "outside")
+    name = "model/00000-00000.safetensors"
+    tamper(two / NEW, partial(renamed, name, f"../outside/{name}"))
+    assert group(2).run(train, two.parents[2], strategy, 3) == [OLD, OLD]
+    assert "could lie outside the checkpoint" in (two.parent / "run.log").read_text()
+
+
+@pytest.mark.parametrize("way", ["init_from", "init_from a URL", "validate", "test", "predict"])
+@pytest.mark.parametrize(
+    "file", ["../outside.safetensors", "/{root}/outside.safetensors", "a/../../outside.safetensors"]
+)
+def test_an_index_of_a_hub_that_leads_out_is_refused(tmp_path, file, way):
+    hub = tmp_path / "hub"
+    (hub / "a").mkdir(parents=True)
+    save_file(Full().state_dict(), tmp_path / "outside.safetensors")
+    names = dict.fromkeys(
+        load_file(tmp_path / "outside.safetensors"), file.format("outside.safetensors", root=tmp_path)
+    )
+    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointDamaged, match="no file name of its directory"):
+        WAYS[way](hub, tmp_path)

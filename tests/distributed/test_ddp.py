@@ -1,0 +1,675 @@
+"""DDP: what one process trains, several train, and what cannot work is one clear error on every rank."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from lumen.checkpoint import Checkpoint, find_checkpoints
+from lumen.errors import ConfigError, LumenError, TrainingError
+from tests.helpers.group import assert_equal, on_ranks
+from tests.helpers.tasks import Regression, bare_trainer, loader, numbers, quiet_trainer, regression_data
+
+
+def state_of(task):
+    return {name: value.detach().numpy() for name, value in task.state_dict().items()}
+
+
+def fit(folder, task, data=None, **options):
+    """Train a task; the trainer and where its parameters end."""
+    trainer = bare_trainer(folder, **{"max_epochs": 2} | options)
+    trainer.fit(task, loader(dtype=torch.float64) if data is None else data)
+    return trainer, state_of(task)
+
+
+# ---------------------------------------------------------------------- options
+
+
+def train(folder, options, **trainer):
+    task = Regression(dtype=torch.float64)
+    strategy = None if options is None else lumen.DDP(**options)
+    return fit(folder, task, **trainer, **({} if strategy is None else {"strategy": strategy}))[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 0.0001},
+        {"broadcast_buffers": False},
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},
+    ],
+    ids=str,
+)
+def test_every_option_trains_what_one_process_trains(group, tmp_path, options):
+    alone = train(tmp_path, None, accumulate_grad_batches=4)
+    assert_equal(on_ranks(group, 2, train_in_twos, tmp_path, options), alone)
+
+
+def train_in_twos(folder, options):
+    return train(folder, options, accumulate_grad_batches=2)
+
+
+def test_a_static_graph_trains_what_one_process_trains(group, tmp_path):
+    alone = train(tmp_path, None, accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, train, tmp_path, {"static_graph": True}), alone)
+
+
+def test_a_static_graph_with_accumulation_is_refused(group, tmp_path):
+    assert group(2).run(accumulate_with_static_graph, tmp_path) == [True, True]
+
+
+def accumulate_with_static_graph(folder):
+    with pytest.raises(ConfigError, match="static_graph"):
+        train(folder, {"static_graph": True}, accumulate_grad_batches=2)
+    return True
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_compressed_gradients_are_rounded_and_nothing_else(group, tmp_path, kind):
+    alone = take_a_step(tmp_path, accumulate_grad_batches=2)
+    compressed = on_ranks(group, 2, train_compressed, tmp_path, kind)
+    assert_equal(compressed, alone, 1e-2)
+    assert any(abs(value - alone[name]).max() > 0 for name, value in compressed.items())
+
+
+def take_a_step(folder, **options):
+    return fit(folder, Regression(optimizer="SGD", lr=0.1, dtype=torch.float64), max_steps=1, **options)[1]
+
+
+def train_compressed(folder, kind):
+    return take_a_step(folder, strategy=lumen.DDP(gradient_compression=kind))
+
+
+def test_an_unknown_compression_is_refused():
+    with pytest.raises(ConfigError, match="gradient_compression"):
+        lumen.DDP(gradient_compression="int8")
+
+
+# ---------------------------------------------------------------------- parameters without gradients
+
+
+class Branching(Regression):
+    """Has a branch that only some ranks use."""
+
+    def __init__(self, users):
+        super().__init__(dtype=torch.float64)
+        self.branch = nn.Linear(6, 1).double()
+        self.users = users
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        return loss + self.branch(batch[0]).square().mean() if self.global_rank_of() in self.users else loss
+
+    def global_rank_of(self):
+        return self.trainer.global_rank
+
+
+def test_a_parameter_without_gradient_is_named_before_anything_hangs(group, tmp_path):
+    for message in group(2).run(leave_out, tmp_path):
+        assert "branch.weight, branch.bias" in message
+        assert "find_unused_parameters" in message
+
+
+def leave_out(folder):
+    with pytest.raises(TrainingError) as caught:
+        fit(folder, Branching(()), strategy="ddp")
+    return str(caught.value)
+
+
+def test_a_parameter_without_gradient_on_one_rank_ends_the_job(tmp_path):
+    """The other rank waits for its gradient, so both need processes of their own."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\nfrom tests.distributed.test_ddp import Branching, fit\n"
+        f"fit(Path({str(tmp_path)!r}), Branching((0,)), strategy='ddp')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"PYTHONPATH": "."})
+    assert done.returncode != 0
+    assert "took no part in the loss of rank 1: branch.weight, branch.bias" in done.stderr
+
+
+def test_ranks_may_use_different_parameters_where_that_is_asked_for(group, tmp_path):
+    gradients = group(2).run(leave_out_knowingly, tmp_path)
+    assert gradients[0] == gradients[1]
+    assert any(gradients[0])
+
+
+def leave_out_knowingly(folder):
+    task = Branching((0,))
+    fit(folder, task, max_steps=3, strategy=lumen.DDP(find_unused_parameters=True))
+    return task.branch.weight.flatten().tolist()
+
+
+class Unfreezing(Regression):
+    """Trains its last layer only, and after some steps all of them."""
+
+    def on_train_start(self):
+        self.net[0].requires_grad_(False)
+
+    def on_step_end(self):
+        self.net[0].requires_grad_(self.global_step >= 2)
+
+
+def test_layers_can_be_unfrozen_at_any_step(group, tmp_path):
+    alone = fit(tmp_path, Unfreezing(dtype=torch.float64), accumulate_grad_batches=2)[1]
+    assert_equal(on_ranks(group, 2, unfreeze, tmp_path), alone)
+
+
+def unfreeze(folder):
+    return fit(folder, Unfreezing(dtype=torch.float64), strategy="ddp")[1]
+
+
+# ---------------------------------------------------------------------- what only some ranks do
+
+
+class Choosy(Regression):
+    """Leaves out some micro-batches, by their number."""
+
+    def __init__(self, left_out, weigh):
+        super().__init__(dtype=torch.float64)
+        self.left_out, self.weigh = left_out, weigh
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch)
+        if batch_idx in self.left_out:
+            return None
+        return (loss, float(batch_idx + 1)) if self.weigh else loss
+
+
+@pytest.mark.parametrize("weigh", [False, True], ids=["samples", "weights"])
+@pytest.mark.parametrize("left_out", [(0,), (1, 3), (2, 3)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_none_from_one_rank_leaves_out_its_micro_batch_alone(group, tmp_path, weigh, left_out, options):
+    alone = fit(tmp_path, Choosy(left_out, weigh), accumulate_grad_batches=4)[1]
+    assert_equal(on_ranks(group, 2, choose, tmp_path, left_out, weigh, options), alone)
+
+
+def choose(folder, left_out, weigh, options):
+    task = Choosy(left_out, weigh)
+    return fit(folder, task, strategy=lumen.DDP(**options), accumulate_grad_batches=2)[1]
+
+
+class Constantly(Choosy):
+    def training_step(self, batch, batch_idx):
+        found = super().training_step(batch, batch_idx)
+        return (torch.zeros((), dtype=torch.float64), 0) if found is None else found
+
+
+@pytest.mark.parametrize("left_out", [(0,), (1, 3), (2, 3)], ids=str)
+def test_a_constant_of_weight_0_leaves_out_a_micro_batch_as_none_does(group, tmp_path, left_out):
+    alone = fit(tmp_path, Choosy(left_out, weigh=True), accumulate_grad_batches=4)[1]
+    assert_equal(fit(tmp_path, Constantly(left_out, weigh=True), accumulate_grad_batches=4)[1], alone)
+    assert_equal(on_ranks(group, 2, leave_out_by_constants, tmp_path, left_out), alone)
+
+
+def leave_out_by_constants(folder, left_out):
+    return fit(folder, Constantly(left_out, weigh=True), strategy="ddp", accumulate_grad_batches=2)[1]
+
+
+class Wrong(Regression):
+    """Does one of the things that are refused, on every rank."""
+
+    def __init__(self, what):
+        super().__init__(dtype=torch.float64)
+        self.what = what
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        if self.what == "steps":
+            self.optimizers().step()
+        elif self.what == "goes backward":
+            loss.backward(retain_graph=True)
+        elif self.what == "root":
+            return (loss * 0).sqrt()
+        return {"returns None": None, "detaches": loss.detach(), "logarithm": (loss * -1).log()}.get(self.what, loss)
+
+
+WRONG = {
+    "returns None": "epoch 0 made no optimizer step: training_step returned None",
+    "detaches": "a loss without a gradient",
+    "steps": "step was called in a training step",
+    "goes backward": "called a backward itself",
+    "logarithm": "The first NaN of its forward was made by aten.log.default here:\n",
+    "root": "Its forward was called here:\n",
+    "has no data": "there is no batch to train on: TensorDataset has 3 samples, fewer than the batch_size 4",
+}
+
+
+def test_what_is_refused_on_one_process_is_refused_on_each_of_several(group, tmp_path):
+    for each in group(2).run(refused, tmp_path):
+        assert each.keys() == WRONG.keys()
+        for what, message in each.items():
+            assert WRONG[what] in message
+
+
+def refused(folder):
+    said = {}
+    for what in WRONG:
+        data = DataLoader(numbers(3), 4, drop_last=True) if what == "has no data" else loader(dtype=torch.float64)
+        trainer = bare_trainer(folder, max_epochs=1, strategy="ddp", detect_anomaly=what in ("logarithm", "root"))
+        with pytest.raises(LumenError) as caught:
+            trainer.fit(Wrong(what), data)
+        said[what] = str(caught.value)
+    return said
+
+
+class Buffered(Choosy):
+    """Has buffers, one of which is in no checkpoint."""
+
+    def __init__(self, left_out):
+        super().__init__(left_out, weigh=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mask", torch.ones(6, dtype=torch.float64), persistent=False)
+
+    def forward(self, inputs):
+        self.seen += 1
+        return super().forward(inputs * self.mask)
+
+
+@pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}], ids=str)
+def test_none_from_one_rank_waits_for_no_buffers(group, tmp_path, options):
+    alone = fit(tmp_path, Buffered((1, 3)), accumulate_grad_batches=2)[1]
+    for rank, state in enumerate(group(2).run(choose_buffered, tmp_path, options)):
+        seen, expected = state.pop("seen"), alone.get("seen")
+        assert_equal(state, {name: value for name, value in alone.items() if name != "seen"})
+        assert seen < expected
+        assert rank == 0 or options or seen > 0
+
+
+def choose_buffered(folder, options):
+    return fit(folder, Buffered((1, 3)), strategy=lumen.DDP(**options))[1]
+
+
+class Alternating(Regression):
+    """Uses another one of two branches in every epoch, the other has no gradient and is left alone."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float64)
+        self.branches = nn.ModuleList(nn.Linear(6, 1).double() for _ in range(2))
+
+    def training_step(self, batch):
+        return nn.functional.mse_loss(self.branches[self.current_epoch % 2](self.net[2](batch[0])), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.5)
+
+
+def test_parameters_that_no_rank_uses_are_left_alone_where_a_rank_is_idle(group, tmp_path):
+    data = loader(20, 4, dtype=torch.float64)
+    alone = fit(tmp_path, alternating(), data, accumulate_grad_batches=3, max_epochs=3)[1]
+    assert_equal(on_ranks(group, 2, alternate, tmp_path), alone)
+
+
+def alternating():
+    torch.manual_seed(1)
+    return Alternating()
+
+
+def alternate(folder):
+    data, strategy = loader(20, 4, dtype=torch.float64), lumen.DDP(find_unused_parameters=True)
+    return fit(folder, alternating(), data, global_batch_size=12, max_epochs=3, strategy=strategy)[1]
+
+
+class Overflowing(Regression):
+    """The last micro-batch of an epoch has a gradient that only just fits into float32 when it is scaled."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 6:
+            return sum(parameter.sum() for parameter in self.net.parameters()) * (2.5e38 / 65536)
+        return super().training_step(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-42)
+
+
+def test_what_overflows_does_not_depend_on_the_number_of_ranks(group, tmp_path):
+    steps = count_updates(tmp_path, "single", 2)
+    assert group(2).run(count_updates, tmp_path, "ddp", 1) == [steps, steps]
+
+
+def count_updates(folder, strategy, accumulate):
+    trainer = bare_trainer(
+        folder, max_epochs=1, strategy=strategy, accumulate_grad_batches=accumulate, precision="fp16"
+    )
+    trainer.fit(Overflowing(), loader())
+    return trainer.global_step, trainer.run.precision.state_dict()["scale"]
+
+
+def test_a_step_that_every_rank_leaves_out_is_skipped(group, tmp_path):
+    trainer, alone = fit(tmp_path, Choosy((0, 1), False), accumulate_grad_batches=2)
+    steps = group(2).run(skip_step, tmp_path)
+    assert_equal(steps[0][1], alone)
+    assert [step for step, _ in steps] == [trainer.global_step] * 2
+
+
+def skip_step(folder):
+    trainer, state = fit(folder, Choosy((0, 1), False), strategy="ddp")
+    return trainer.global_step, state
+
+
+def test_weights_from_one_rank_only_are_an_error_on_all(group, tmp_path):
+    assert group(2).run(weigh_on_one_rank, tmp_path) == [True, True]
+
+
+def weigh_on_one_rank(folder):
+    task = Choosy((), torch.distributed.get_rank() == 1)
+    with pytest.raises(TrainingError, match="always or never"):
+        fit(folder, task, strategy="ddp")
+    return True
+
+
+@pytest.mark.parametrize("samples", [1, 3, 7, 50])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_with_nothing_to_do_takes_part(group, tmp_path, world, samples):
+    alone = fit(tmp_path, Regression(dtype=torch.float64), few(samples), accumulate_grad_batches=world)[1]
+    assert_equal(on_ranks(group, world, train_few, tmp_path, samples), alone)
+
+
+def few(samples):
+    return loader(samples, 2, dtype=torch.float64)
+
+
+def train_few(folder, samples):
+    return fit(folder, Regression(dtype=torch.float64), few(samples), strategy="ddp")[1]
+
+
+class Clamping(Regression):
+    """Writes its weights, in a hook that a rank without a batch does not call or in one that every rank does."""
+
+    def __init__(self, hook):
+        super().__init__(dtype=torch.float64)
+        setattr(self, hook, self.clamp)
+
+    def clamp(self, *args):
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-0.2, 0.2)
+
+
+def test_weights_that_only_some_ranks_have_written_are_an_error_at_the_next_evaluation(group, tmp_path):
+    assert group(2).run(clamp_on_some_ranks, tmp_path) == [True, True]
+
+
+def clamp_on_some_ranks(folder):
+    trainer = bare_trainer(folder, max_epochs=1, strategy="ddp")
+    data = [loader(samples, dtype=torch.float64) for samples in (50, 8)]
+    with pytest.raises(TrainingError, match=r"net\.0\.weight is not the same on rank 0 and on rank 1"):
+        trainer.fit(Clamping("on_train_batch_end"), data[0], val_dataloaders=data[1])
+    return True
+
+
+def test_weights_can_be_written_once_a_step_on_every_rank(group, tmp_path):
+    alone = fit(tmp_path, Clamping("on_before_zero_grad"), accumulate_grad_batches=2)[1]
+    assert_equal(on_ranks(group, 2, clamp_on_all_ranks, tmp_path), alone)
+
+
+def clamp_on_all_ranks(folder):
+    return fit(folder, Clamping("on_before_zero_grad"), strategy="ddp")[1]
+
+
+class Leaving(Regression):
+    """Ends the first epochs from a hook when it meets a certain micro-batch."""
+
+    def __init__(self, at):
+        super().__init__(dropout=0.5, dtype=torch.float64)
+        self.at = at
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == self.at and self.current_epoch < 2 else None
+
+
+@pytest.mark.parametrize(("accumulate", "at"), [(1, 2), (1, 3), (2, 0), (2, 5)])
+def test_a_hook_of_one_rank_ends_the_epoch_on_all_and_dropout_goes_on_alike(group, tmp_path, accumulate, at):
+    trainer, alone = fit(tmp_path, Leaving(at), max_epochs=3, accumulate_grad_batches=2 * accumulate)
+    steps = group(2).run(leave_epoch, tmp_path, at, accumulate)
+    assert [step for step, _ in steps] == [trainer.global_step] * 2
+    assert_equal(steps[0][1], alone)
+
+
+def leave_epoch(folder, at, accumulate):
+    trainer, state = fit(folder, Leaving(at), max_epochs=3, accumulate_grad_batches=accumulate, strategy="ddp")
+    return trainer.global_step, state
+
+
+class StoppingAlone(Regression):
+    """Asks to stop on one rank only."""
+
+    def __init__(self, hook, at):
+        super().__init__(dtype=torch.float64)
+        self.at = at
+        setattr(self, hook, self.stop)
+
+    def stop(self, *args):
+        if self.trainer.global_rank == 1 and self.global_step == self.at:
+            self.trainer.should_stop = True
+
+
+class StoppingSilently(StoppingAlone):
+    def validation_step(self, batch):
+        """Logs nothing."""
+
+
+@pytest.mark.parametrize("task", [StoppingAlone, StoppingSilently])
+@pytest.mark.parametrize(
+    ("hook", "steps", "interval"),
+    [
+        ("on_train_start", 0, 1.0),
+        ("on_validation_end", 4, 1.0),
+        ("on_validation_end", 2, 2),
+        ("on_train_epoch_end", 4, 2),
+    ],
+)
+def test_one_rank_can_stop_the_run_where_all_listen(group, tmp_path, task, hook, steps, interval):
+    assert group(2).run(stop_in_hook, tmp_path, task, hook, steps, interval) == [steps, steps]
+
+
+def stop_in_hook(folder, task, hook, steps, interval):
+    trainer = bare_trainer(folder, max_epochs=5, strategy="ddp", val_check_interval=interval)
+    data = [loader(samples, dtype=torch.float64) for samples in (64, 8)]
+    trainer.fit(task(hook, steps), data[0], val_dataloaders=data[1])
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_step_end"])
+@pytest.mark.parametrize("who", ["task", "callback"])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_one_rank_that_stops_between_two_steps_is_an_error_on_all(group, tmp_path, hook, who, options):
+    assert group(2).run(stop_anywhere, tmp_path, hook, who, options) == [True, True]
+    assert not find_checkpoints(tmp_path / "runs/run/checkpoints")
+
+
+def stop_anywhere(folder, hook, who, options):
+    task = StoppingAlone(hook if who == "task" else "stop", at=2)
+    callbacks = [lumen.ModelCheckpoint(every_n_train_steps=4)]  # and at the end
+    if who == "callback":
+        callbacks.append(lumen.LambdaCallback(**{hook: task.stop}))
+    trainer = quiet_trainer(folder, max_epochs=5, strategy=lumen.DDP(**options), callbacks=callbacks, logger=False)
+    with pytest.raises(TrainingError, match="1 processes end the run here, but others go on"):
+        trainer.fit(task, loader(64, dtype=torch.float64))
+    return True
+
+
+@pytest.mark.parametrize("who", ["task", "callback"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_step_end"])
+def test_one_rank_is_enough_to_stop_the_run_where_it_is_saved(group, tmp_path, hook, who):
+    assert group(2).run(stop_where_saved, tmp_path, hook, who) == [2, 2]
+    (path,) = find_checkpoints(tmp_path / "runs/run/checkpoints")
+    assert Checkpoint.open(path).state["progress"]["should_stop"]
+
+
+def stop_where_saved(folder, hook, who):
+    task = StoppingAlone(hook if who == "task" else "stop", at=2)
+    callbacks = [lumen.ModelCheckpoint(every_n_train_steps=2)]
+    if who == "callback":
+        callbacks.append(lumen.LambdaCallback(**{hook: task.stop}))
+    trainer = quiet_trainer(folder, max_epochs=5, strategy="ddp", callbacks=callbacks, logger=False)
+    trainer.fit(task, loader(64, dtype=torch.float64))
+    return trainer.global_step
+
+
+class Stopping(Regression):
+    """Asks to stop after three steps, on every rank."""
+
+    def __init__(self, hook, weigh):
+        super().__init__(dtype=torch.float64)
+        self.register_buffer("constant", torch.ones((), dtype=torch.float64))
+        self.weigh = weigh
+        setattr(self, hook, self.stop)
+
+    def stop(self, *args):
+        self.trainer.should_stop = self.global_step == 3
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        return (loss, len(batch[0])) if self.weigh else loss
+
+
+@pytest.mark.parametrize("weigh", [False, True], ids=["samples", "weights"])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_step_end"])
+def test_all_ranks_can_stop_between_two_steps_as_one_process_does(group, tmp_path, weigh, options, hook):
+    alone = stop_together(tmp_path, weigh, None, hook)
+    assert_equal(on_ranks(group, 2, stop_together, tmp_path, weigh, options, hook), alone)
+
+
+def stop_together(folder, weigh, options, hook):
+    task = Stopping(hook, weigh)
+    strategy = {"accumulate_grad_batches": 2} if options is None else {"strategy": lumen.DDP(**options)}
+    trainer, state = fit(folder, task, loader(64, dtype=torch.float64), **strategy)
+    gradients = {f"gradient of {name}": each.grad.numpy() for name, each in task.named_parameters()}
+    return state | gradients | {"step": trainer.global_step}
+
+
+# ---------------------------------------------------------------------- optimizers, names, process lifetimes
+
+
+def test_an_optimizer_with_a_closure_sees_the_loss_of_all_ranks(group, tmp_path):
+    alone = train_with_closure(tmp_path, "single", 2)
+    assert_equal(on_ranks(group, 2, train_with_closure, tmp_path, "ddp", 1), alone, 1e-10)
+
+
+def train_with_closure(folder, strategy, accumulate):
+    task = Regression(optimizer="LBFGS", lr=0.5, dtype=torch.float64)
+    return fit(folder, task, max_steps=4, strategy=strategy, accumulate_grad_batches=accumulate)[1]
+
+
+def test_names_are_the_task_s_own_and_its_forward_too(group, tmp_path):
+    assert group(2).run(look_at_names, tmp_path) == [True, True]
+
+
+def look_at_names(folder):
+    task = Regression()
+    before = list(task.state_dict()), type(task), task.forward.__func__
+    bare_trainer(folder, max_steps=1, strategy="ddp").fit(task, loader())
+    return before == (list(task.state_dict()), type(task), task.forward.__func__)
+
+
+class Wide(lumen.TaskModule):
+    """Several buckets of gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 1))
+
+    def training_step(self, batch):
+        return self.net(batch[0].repeat(1, 16)[:, :64]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Restarting(lumen.Callback):
+    """Wraps the task anew at one step, as a process that begins there does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer, task):
+        if trainer.global_step == self.step:
+            trainer.strategy.setup(task)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_gradients_are_summed_in_the_same_order_in_every_process_lifetime(group, tmp_path, options):
+    """Three ranks, several buckets: there the order of summation shows in the last bits."""
+    undisturbed = on_ranks(group, 3, train_wide, tmp_path, None, options)
+    assert_equal(on_ranks(group, 3, train_wide, tmp_path, 3, options), undisturbed, 0.0)
+
+
+def train_wide(folder, restarts_at, options):
+    strategy = lumen.DDP(bucket_cap_mb=0.02, **options)
+    callbacks = [] if restarts_at is None else [Restarting(restarts_at)]
+    return fit(folder, Wide(), loader(60, 4), max_steps=6, strategy=strategy, callbacks=callbacks)[1]
+
+
+class Teaching(Regression):
+    """Its step changes parameters that are not trained, as a teacher's moving average does."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float64)
+        self.teacher = nn.Parameter(torch.zeros((), dtype=torch.float64), requires_grad=False)
+
+    def training_step(self, batch):
+        with torch.no_grad():
+            self.teacher += 1
+        return super().training_step(batch)
+
+
+def test_a_step_of_the_task_runs_once_for_each_batch(group, tmp_path):
+    assert group(2).run(teach, tmp_path) == [3.0, 3.0]
+
+
+def teach(folder):
+    task = Teaching()
+    fit(folder, task, max_steps=3, strategy="ddp")
+    return task.teacher.item()
+
+
+def test_every_rank_draws_its_own_samples_and_all_of_them(group, tmp_path):
+    seen = group(2).run(see_samples, tmp_path)
+    assert sorted(seen[0] + seen[1]) == list(range(20))
+
+
+class SeeingSamples(lumen.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.samples = []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.samples += batch[0].tolist()
+
+    def training_step(self, batch):
+        return (self.weight - batch[0].float()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def see_samples(folder):
+    task = SeeingSamples()
+    fit(folder, task, DataLoader(numbers(20), 3, shuffle=True), max_epochs=1, strategy="ddp")
+    return task.samples
+
+
+def test_the_string_and_the_object_are_the_same(group, tmp_path):
+    assert_equal(on_ranks(group, 2, train, tmp_path, {}), on_ranks(group, 2, by_name, tmp_path), 0.0)
+
+
+def by_name(folder):
+    return fit(folder, Regression(dtype=torch.float64), strategy="ddp")[1]
+
+
+def test_one_process_can_use_ddp_too(tmp_path):
+    data = DataLoader(TensorDataset(*regression_data(20)), 4)
+    plain = fit(tmp_path, Regression(), data)[1]
+    assert_equal(fit(tmp_path, Regression(), data, strategy="ddp")[1], plain, 0.0)

@@ -1,0 +1,1078 @@
+"""FSDP: what one process trains, several train that each hold a part; what cannot work is one clear error."""
+
+import gc
+import warnings
+from copy import deepcopy
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from lumen.errors import ConfigError, TrainingError
+from lumen.optim import Lookahead
+from lumen.strategies.fsdp_units import find_units
+from tests.helpers.group import assert_equal, on_ranks
+from tests.helpers.tasks import FEATURES, Regression, bare_trainer, loader, regression_data
+
+WIDTH = 7  # no multiple of a number of processes
+
+
+class Block(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.first = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Deep(lumen.TaskModule):
+    """Least squares with a deep net, in float64."""
+
+    def __init__(self, dropout=0.0, seed=0, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = Net(dropout).to(dtype)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch):
+        loss = (self(batch[0]) - batch[1]).square().mean()  # mse_loss of torch 2.11 takes one dtype
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch):
+        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def data(samples=50, batch_size=8, dtype=torch.float64, **options):
+    return loader(samples, batch_size, dtype=dtype, **options)
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def state_of(task):
+    return {name: whole(value).double().numpy() for name, value in task.state_dict().items()}
+
+
+def fit(folder, task, given=None, **options):
+    """Train a task; where its parameters end."""
+    bare_trainer(folder, **{"max_epochs": 2} | options).fit(task, data() if given is None else given)
+    return state_of(task)
+
+
+def units_of(task):
+    return [name for name, module in task.named_modules() if isinstance(module, FSDPModule)]
+
+
+BLOCKS = ["net.blocks.0", "net.blocks.1", "net.blocks.2"]
+
+
+# ---------------------------------------------------------------------- options
+
+
+def train(folder, options, world=1, *, dropout=0.0, **trainer):
+    strategy = {} if options is None else {"strategy": lumen.FSDP(**options)}
+    return fit(folder, Deep(dropout), accumulate_grad_batches=4 // world, **strategy, **trainer)
+
+
+def is_linear(name, module):
+    return isinstance(module, nn.Linear) and "up" in name
+
+
+OPTIONS = [
+    {},
+    {"wrap": "Linear"},
+    {"wrap": ["Net", "Block"], "reduce_every_backward": True},
+    {"wrap_if": is_linear},
+    {"wrap_min_parameters": 100_000},
+    {"sharding_strategy": "shard_grad_op"},
+    {"sharding_strategy": "no_shard"},
+    {"sharding_strategy": "hybrid_shard", "shard_size": 1},
+    {"reshard_after_forward": False, "reduce_every_backward": True},
+    {"cpu_offload": True},
+    {"activation_checkpointing": "Block"},
+    {"find_unused_parameters": True, "broadcast_buffers": False, "unshard_in_evaluation": False},
+    {"param_dtype": None, "reduce_dtype": None, "output_dtype": None},
+]
+
+
+def test_every_option_trains_what_one_process_trains(group, tmp_path):
+    assert_equal(on_ranks(group, 2, train_all, tmp_path, OPTIONS, 2), train(tmp_path, None, dropout=0.2))
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_so_do_one_and_four_processes(group, tmp_path, world):
+    many = (
+        [{}] if world == 1 else [{"sharding_strategy": "hybrid_shard", "shard_size": 2}, {"reshard_after_forward": 2}]
+    )
+    assert_equal(on_ranks(group, world, train_all, tmp_path, many, world), train(tmp_path, None, dropout=0.2))
+
+
+def train_all(folder, many, world):
+    results = [train(folder, options, world, dropout=0.2) for options in many]
+    for options, each in zip(many, results, strict=True):
+        for name, value in each.items():
+            assert np.abs(value - results[0][name]).max() <= 1e-13, (options, name)
+    return results[0]
+
+
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_algorithm": "value"}], ids=["norm", "value"])
+def test_clipping_is_that_of_one_process(group, tmp_path, clip):
+    clip = {"gradient_clip_val": 0.003} | clip
+    alone = train(tmp_path, None, **clip)
+    assert any(np.abs(value - train(tmp_path, None)[name]).max() > 1e-4 for name, value in alone.items())
+    assert_equal(on_ranks(group, 2, train_clipped, tmp_path, clip), alone)
+
+
+def train_clipped(folder, clip):
+    return train(folder, {}, 2, **clip)
+
+
+class Counting(Deep):
+    """Counts the forwards of its blocks in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.forwards = 0
+        for block in self.net.blocks:
+            block.up.register_forward_hook(self.count)
+
+    def count(self, module, args, output):
+        self.forwards += self.training
+
+
+def test_checkpointed_blocks_run_again_in_the_backward(group, tmp_path):
+    once, twice = (group(1).run(count_forwards, tmp_path, options)[0] for options in ({}, CHECKPOINTED))
+    assert twice == 2 * once == 2 * 3 * 4
+
+
+CHECKPOINTED = {"activation_checkpointing": "Block"}
+
+
+def count_forwards(folder, options):
+    task = Counting()
+    fit(folder, task, strategy=lumen.FSDP(**options), max_steps=4)
+    return task.forwards
+
+
+@pytest.mark.parametrize("options", [{}, CHECKPOINTED], ids=str)
+def test_compiled_blocks_train_the_same(group, tmp_path, options):
+    alone = train(tmp_path, None, dropout=0.0)
+    assert_equal(on_ranks(group, 2, train_compiled, tmp_path, options), alone)
+
+
+def train_compiled(folder, options):
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's compiler looks where it need not
+    return train(folder, options, 2, compile={"backend": "aot_eager", "blocks": ["Block"]})
+
+
+# ---------------------------------------------------------------------- what is wrapped
+
+
+class Choosing(Deep):
+    def modules_to_shard(self):
+        yield self.net.blocks[1]
+
+
+class Several(lumen.TaskModule):
+    """Two towers of repeated blocks, one in an `nn.Sequential` with layers of its own inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
+        self.layers = nn.ModuleDict({"a": Block(), "b": Block(), "scale": nn.PReLU()})
+
+    def training_step(self, batch):
+        pass
+
+
+class Tied(Deep):
+    def __init__(self):
+        super().__init__()
+        self.net.blocks[2].down.weight = self.net.blocks[0].down.weight
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "expected"),
+    [
+        (Deep, {}, BLOCKS),
+        (Deep, {"wrap": "Block"}, BLOCKS),
+        (Deep, {"wrap": ["Net", "Block"]}, ["net", *BLOCKS]),
+        (Deep, {"wrap_if": is_linear}, [f"{block}.up" for block in BLOCKS]),
+        (Deep, {"wrap_if": lambda name, module: True}, None),
+        (Deep, {"wrap_min_parameters": 2 * 3 * WIDTH * WIDTH}, BLOCKS),
+        (Deep, {"wrap_min_parameters": 3 * WIDTH * WIDTH}, [f"{b}.{part}" for b in BLOCKS for part in ("up", "down")]),
+        (Deep, {"wrap_min_parameters": 700}, ["net"]),
+        (Deep, {"wrap_min_parameters": 10**6}, []),
+        (Choosing, {}, ["net.blocks.1"]),
+        (Choosing, {"wrap": "Block"}, BLOCKS),
+        (Several, {}, ["tower.1", "tower.2", "layers.a", "layers.b"]),
+        (Tied, {}, ["net.blocks.1"]),
+    ],
+)
+def test_units_are_what_is_asked_for(task, options, expected):
+    task, strategy = task(), lumen.FSDP(**options)
+    units = find_units(task, *strategy._wrap)
+    names = {module: name for name, module in task.named_modules()}
+    found = [names[unit] for unit in units]
+    if expected is None:
+        expected = ["net", *BLOCKS, *(f"{b}.{part}" for b in BLOCKS for part in ("up", "down", "dropout"))]
+        expected = [name for name in names.values() if name in expected or name in ("net.first", "net.last")]
+        expected = [name for name in expected if "dropout" not in name]
+    assert sorted(found) == sorted(expected)
+    for place, name in enumerate(found):  # inner ones first
+        assert not any(later.startswith(f"{name}.") for later in found[place:])
+
+
+def test_tied_weights_in_two_blocks_train_what_one_process_trains(group, tmp_path):
+    alone = fit(tmp_path, Tied(), accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, train_tied, tmp_path), alone)
+
+
+def train_tied(folder):
+    task = Tied()
+    state = fit(folder, task, strategy=lumen.FSDP())
+    assert units_of(task) == ["net.blocks.1"]
+    assert task.net.blocks[2].down.weight is task.net.blocks[0].down.weight
+    return state
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wrap": "Block", "wrap_min_parameters": 3}, "Set one"),
+        ({"sharding_strategy": "zero3"}, "expected one of full_shard"),
+        ({"shard_size": 2}, "hybrid_shard"),
+        ({"sharding_strategy": "no_shard", "reshard_after_forward": True}, "no_shard keeps parameters whole"),
+        ({"reshard_after_forward": 1}, "at least 2"),
+        ({"param_dtype": "float8"}, "param_dtype: expected bf16"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        lumen.FSDP(**options)
+
+
+class Scalar(Deep):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Lazy(Deep):
+    def __init__(self):
+        super().__init__()
+        self.more = nn.LazyLinear(3)
+
+
+class Mixed(Deep):
+    def __init__(self):
+        super().__init__()
+        self.net.blocks[0].up.float()
+
+
+class Quadratic(Deep):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+REFUSED = [
+    (Deep, {"wrap": ["Block", "Bloc"]}, "no module of Deep is a Bloc; its classes are Block, Deep"),
+    (Deep, {"wrap": "ModuleList"}, "ModuleList has no forward"),
+    (Deep, {"activation_checkpointing": "Attention"}, "activation_checkpointing: no module"),
+    (Deep, {"sharding_strategy": "hybrid_shard", "shard_size": 3}, "shard_size = 3"),
+    (Deep, {"reshard_after_forward": 3}, "reshard_after_forward = 3 is no divisor of the 2 processes"),
+    (Scalar, {}, "scale has no dimension.*shape \\(1,\\)"),
+    (Lazy, {}, "more.weight has no shape"),
+    (Mixed, {}, "several dtypes: net.blocks.0.up.weight in float32, net.blocks.0.down.weight in float64"),
+    (Quadratic, {}, "LBFGS works on all parameters as one vector"),
+]
+
+
+def test_what_cannot_be_cut_up_is_one_clear_error(group, tmp_path):
+    group(2).run(refuse_all, tmp_path)
+
+
+def refuse_all(folder):
+    for task, options, message in REFUSED:
+        with pytest.raises(ConfigError, match=message):
+            fit(folder, task(), strategy=lumen.FSDP(**options))
+
+
+# ---------------------------------------------------------------------- where a model begins
+
+
+def test_models_that_ranks_built_differently_become_that_of_rank_0(group, tmp_path):
+    alone = fit(tmp_path, WithBuffers(), accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, train_differently_built, tmp_path), alone)
+
+
+class WithBuffers(Deep):
+    """Buffers of several kinds that the loss depends on."""
+
+    def __init__(self, rank=0):
+        super().__init__(seed=rank)
+        self.register_buffer("shift", torch.randn(WIDTH, dtype=torch.float64))
+        self.register_buffer("mask", torch.arange(FEATURES) != rank, persistent=False)
+        self.register_buffer("count", torch.tensor(rank))
+
+    def forward(self, x):
+        return self.net(x * self.mask + self.count)
+
+
+def train_differently_built(folder):
+    return fit(folder, WithBuffers(int(torch.distributed.get_rank())), strategy=lumen.FSDP())
+
+
+class Columns(Deep):
+    """Parameters whose memory lies otherwise, and one with an attribute by which the user knows it."""
+
+    def __init__(self):
+        super().__init__()
+        up = self.net.blocks[0].up
+        up.weight = nn.Parameter(up.weight.detach().t().contiguous().t())
+        self.net.last.bias.slow = True
+        self.net.blocks[1].up.bias.slow = True
+
+    def configure_optimizers(self):
+        slow = [parameter for parameter in self.parameters() if hasattr(parameter, "slow")]
+        assert len(slow) == 2
+        rest = [parameter for parameter in self.parameters() if not hasattr(parameter, "slow")]
+        return torch.optim.AdamW([{"params": slow, "lr": 1e-3}, {"params": rest}], lr=1e-2)
+
+
+def test_parameters_keep_their_attributes_whatever_their_layout_was(group, tmp_path):
+    assert not Columns().net.blocks[0].up.weight.is_contiguous()
+    alone = fit(tmp_path, Columns(), accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, train_columns, tmp_path), alone)
+
+
+def train_columns(folder):
+    return fit(folder, Columns(), strategy=lumen.FSDP())
+
+
+class Thawing(Deep):
+    """A unit of which a part is frozen, one that is frozen until a callback thaws it, and one the other way round."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.blocks[0].up.requires_grad_(False)
+        self.net.blocks[1].requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        self.net.blocks[1].requires_grad_(self.current_epoch == 1)
+        self.net.blocks[2].requires_grad_(self.current_epoch == 0)
+
+
+def test_frozen_and_trainable_parameters_mix_and_change(group, tmp_path):
+    alone = fit(tmp_path, Thawing(), accumulate_grad_batches=2)
+    before = state_of(Thawing())
+    frozen = {name for name, value in alone.items() if np.array_equal(value, before[name])}
+    assert frozen == {"net.blocks.0.up.weight", "net.blocks.0.up.bias"}
+    assert_equal(on_ranks(group, 2, train_thawing, tmp_path), alone)
+
+
+def train_thawing(folder):
+    return fit(folder, Thawing(), strategy=lumen.FSDP())
+
+
+class ThawingInBfloat16(Thawing):
+    def on_before_optimizer_step(self, optimizer):
+        assert {each.grad.dtype for each in self.parameters() if each.grad is not None} == {torch.float64}
+
+
+def test_a_unit_that_thaws_keeps_its_gradients_in_its_own_dtype(group, tmp_path):
+    group(2).run(thaw_in_bfloat16, tmp_path)
+
+
+def thaw_in_bfloat16(folder):
+    strategy = lumen.FSDP(param_dtype="bf16", output_dtype="fp32")
+    fit(folder, ThawingInBfloat16(), data(), strategy=strategy)
+
+
+class Optimized(Deep):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self):
+        return {
+            "Lookahead": lambda: Lookahead(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9), k=2),
+            "fused": lambda: torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True),
+            "foreach": lambda: torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=True),
+            "one by one": lambda: torch.optim.RMSprop(self.parameters(), lr=1e-2, foreach=False),
+            "Adagrad": lambda: torch.optim.Adagrad(self.parameters(), lr=1e-2),
+        }[self.kind]()
+
+
+@pytest.mark.parametrize("kind", ["Lookahead", "fused", "foreach", "one by one", "Adagrad"])
+def test_optimizers_of_every_kind_train_parts(group, tmp_path, kind):
+    alone = fit(tmp_path, Optimized(kind), accumulate_grad_batches=2, max_epochs=3)
+    assert_equal(on_ranks(group, 2, train_optimized, tmp_path, kind), alone)
+
+
+def train_optimized(folder, kind):
+    return fit(folder, Optimized(kind), strategy=lumen.FSDP(), max_epochs=3)
+
+
+# ---------------------------------------------------------------------- ranks that have nothing to do
+
+
+class Choosy(Deep):
+    """Leaves out some batches, before or after their forward; but not the first that a process gets."""
+
+    def __init__(self, leaves_out, late):
+        super().__init__()
+        self.leaves_out, self.late = leaves_out, late
+
+    def training_step(self, batch):
+        number = int(batch[2][0]) // 8
+        out = number >= 4 and number % 4 in self.leaves_out
+        if out and not self.late:
+            return None
+        loss = super().training_step(batch)
+        return None if out else loss
+
+
+def train_choosy(folder, cases, per_rank, options):
+    strategy = {} if options is None else {"strategy": lumen.FSDP(**options)}
+    numbered = DataLoader(TensorDataset(*regression_data(64, torch.float64), torch.arange(64)), 8)
+    states = {
+        case: fit(folder, Choosy(*case), numbered, accumulate_grad_batches=per_rank, **strategy) for case in cases
+    }
+    return {f"{case} {name}": value for case, state in states.items() for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"wrap_min_parameters": 10**6}, {"sharding_strategy": "shard_grad_op"}], ids=str
+)
+def test_a_rank_may_leave_out_its_micro_batches(group, tmp_path, options):
+    cases = [(out, late) for out in ((1,), (2, 3), (0, 1, 2), (0, 1, 2, 3)) for late in (False, True)]
+    alone = train_choosy(tmp_path, cases, 4, None)
+    assert_equal(on_ranks(group, 2, train_choosy, tmp_path, cases, 2, options), alone)
+
+
+class Skipping(Deep):
+    """Ends its first epoch in the middle of a step."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if (self.current_epoch, batch_idx) == (0, 5) else None
+
+
+@pytest.mark.parametrize("strategy", [lumen.FSDP, lumen.DDP])
+def test_an_epoch_that_ends_in_the_middle_of_a_step_leaves_nothing_of_it_behind(group, tmp_path, strategy):
+    assert_equal(on_ranks(group, 1, skip_alone, tmp_path, strategy), skip_alone(tmp_path, None))
+
+
+def skip_alone(folder, strategy):
+    return fit(folder, Skipping(), strategy=strategy() if strategy else "single", accumulate_grad_batches=4)
+
+
+def test_a_forward_without_a_backward_keeps_no_parameters_beyond_the_update(group, tmp_path):
+    cases = [((3,), True), ((2, 3), True)]
+    alone = train_choosy(tmp_path, cases, 4, None)
+    for options in ({}, {"sharding_strategy": "shard_grad_op"}):
+        assert_equal(group(1).run(train_choosy, tmp_path, cases, 4, options)[0], alone)
+
+
+@pytest.mark.parametrize("samples", [1, 9, 17, 33])
+def test_ranks_that_run_out_of_batches_take_part(group, tmp_path, samples):
+    alone = fit(tmp_path, Deep(), data(samples), accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, train_on, tmp_path, samples), alone)
+
+
+def train_on(folder, samples):
+    return fit(folder, Deep(), data(samples), strategy=lumen.FSDP())
+
+
+class Counted(Deep):
+    """Counts its forwards in buffers that it does not write in place; one of them is not there at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("forwards", torch.tensor(0.0))
+        self.register_buffer("later", None)
+
+    def forward(self, x):
+        self.forwards = self.forwards + 1
+        self.later = self.forwards * 2 if self.batches else self.later
+        return super().forward(x)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.batches += 1
+
+    batches = 0
+
+
+def test_buffers_that_are_assigned_are_put_back_after_a_forward_that_stands_in(group, tmp_path):
+    assert group(2).run(count_by_assignment, tmp_path, 40) == [(3, 6), (2, 4)]
+    assert group(2).run(count_by_assignment, tmp_path, 8) == [(1, None), (0, None)]
+
+
+def count_by_assignment(folder, samples):
+    task = Counted()
+    bare_trainer(folder, strategy=lumen.FSDP(broadcast_buffers=False), max_epochs=1).fit(task, data(samples))
+    return int(task.forwards), task.later if task.later is None else int(task.later)
+
+
+class Branching(Deep):
+    """Has a branch that some ranks use, one that nobody uses, and one that all use."""
+
+    def __init__(self, users):
+        super().__init__()
+        self.branch, self.never = nn.Linear(FEATURES, 1).double(), nn.Linear(FEATURES, 1).double()
+        self.users = users
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch)
+        return loss + self.branch(batch[0]).square().mean() if batch_idx % 2 in self.users else loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+@pytest.mark.parametrize("users", [[], [0], [0, 1]], ids=str)
+def test_steps_may_leave_out_parameters_if_that_is_asked_for(group, tmp_path, users):
+    alone = fit(tmp_path, Branching(users), accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, train_branching, tmp_path, users), alone)
+
+
+def train_branching(folder, users):
+    return fit(folder, Branching(users), strategy=lumen.FSDP(find_unused_parameters=True))
+
+
+def test_parameters_without_gradients_are_named(group, tmp_path):
+    group(2).run(name_unused, tmp_path)
+
+
+def name_unused(folder):
+    with pytest.raises(
+        TrainingError, match=r"of rank \d: (branch.weight, branch.bias, )?never.weight, never.bias. Set"
+    ):
+        fit(folder, Branching([0]), strategy=lumen.FSDP())
+    return 0
+
+
+# ---------------------------------------------------------------------- number formats
+
+
+class Looking(Deep):
+    """Keeps the dtypes it meets."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float32)
+        self.register_buffer("scale", torch.ones(1))
+        self.seen = set()
+
+    def training_step(self, batch):
+        block = self.net.blocks[0]
+        inputs, targets = batch
+        handles = (
+            block.register_forward_pre_hook(lambda module, args: self.see(block=args[0], weight=module.up.weight)),
+            block.up.register_forward_hook(lambda module, args, output: self.see(up=output)),
+        )
+        outputs = self(inputs * self.scale)
+        for handle in handles:
+            handle.remove()
+        self.see(targets=targets, outputs=outputs, buffer=self.scale)
+        return nn.functional.mse_loss(outputs, targets)
+
+    def see(self, **tensors):
+        self.seen |= {(name, str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
+
+
+def look(folder, options, precision):
+    task = Looking()
+    state = fit(
+        folder, task, data(dtype=torch.float32), strategy=lumen.FSDP(**options), precision=precision, max_steps=3
+    )
+    assert {parameter.dtype for parameter in task.parameters()} == {torch.float32}
+    return state, dict(task.seen)
+
+
+def test_precision_means_autocast_as_everywhere(group, tmp_path):
+    task = Looking()
+    alone = fit(tmp_path, task, data(dtype=torch.float32), accumulate_grad_batches=2, precision="bf16", max_steps=3)
+    state, seen = group(2).run(look, tmp_path, {}, "bf16")[0]
+    assert seen == dict(task.seen)
+    assert (seen["weight"], seen["up"], seen["targets"]) == ("float32", "bfloat16", "float32")
+    assert_equal(state, alone, 2e-3)
+
+
+def test_dtypes_of_ones_own_are_used_where_they_are_meant(group, tmp_path):
+    exact = group(2).run(look, tmp_path, {}, "fp32")[0][0]
+    options = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32", "buffer_dtype": "bf16"}
+    state, seen = group(2).run(look, tmp_path, options, "fp32")[0]
+    assert seen == {
+        "block": "bfloat16", "weight": "bfloat16", "up": "bfloat16", "buffer": "bfloat16",
+        "targets": "float32", "outputs": "float32",
+    }  # fmt: skip
+    assert_equal(state, exact | {"scale": state["scale"]}, 3e-2)
+    assert max(np.abs(state[name] - exact[name]).max() for name in exact) > 1e-5
+
+
+class Overflowing(Deep):
+    """One micro-batch has a gradient that is infinite in float16."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch)
+        return loss * (1e306 if batch_idx == 3 and not self.current_epoch else 1.0)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp64"])
+def test_the_gradient_scaler_skips_on_all_ranks(group, tmp_path, precision):
+    task = Overflowing if precision == "fp16" else Deep
+    alone = fit(tmp_path, task(), accumulate_grad_batches=2, precision=precision)
+    assert_equal(on_ranks(group, 2, train_scaled, tmp_path, task, precision), alone, 1e-4)
+
+
+def train_scaled(folder, task, precision):
+    return fit(folder, task(), strategy=lumen.FSDP(), precision=precision)
+
+
+def test_parameters_may_be_bfloat16_themselves(group, tmp_path):
+    alone = fit(tmp_path, Deep(), accumulate_grad_batches=2, precision="bf16-true", max_steps=2)
+    assert_equal(on_ranks(group, 2, train_bfloat16, tmp_path), alone, 3e-2)
+
+
+def train_bfloat16(folder):
+    task = Deep()
+    state = fit(folder, task, strategy=lumen.FSDP(), precision="bf16-true", max_steps=2)
+    assert {parameter.dtype for parameter in task.parameters()} == {torch.bfloat16}
+    return state
+
+
+# ---------------------------------------------------------------------- evaluation, stages, names
+
+
+class Evaluating(Deep):
+    """Looks at how its parameters lie."""
+
+    def __init__(self):
+        super().__init__()
+        self.gathered = []
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch)
+        self.gathered.append(not isinstance(self.net.blocks[0].up.weight, DTensor))
+
+    def test_step(self, batch):
+        self.log("test_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch):
+        return self(batch[0]).flatten().tolist()
+
+    def on_step_end(self):
+        assert all(isinstance(parameter, DTensor) for parameter in self.parameters())
+
+
+def run_stages(folder, options, samples):
+    strategy = "single" if options is None else lumen.FSDP(**options)
+    task, evaluated = Evaluating(), data(samples, 2, shuffle=False)
+    per_rank = 2 if options is None else 1
+    trainer = bare_trainer(folder, max_epochs=2, strategy=strategy, accumulate_grad_batches=per_rank)
+    if options is None:
+        task.on_step_end = lambda: None
+    trainer.fit(task, data(), val_dataloaders=evaluated)
+    values = {"fitted": float(trainer.callback_metrics["val_loss"]), "gathered": all(task.gathered)}
+    values["validated"] = trainer.validate(task, evaluated)[0]["val_loss"]
+    other = bare_trainer(folder, strategy="single" if options is None else lumen.FSDP(**options))
+    values["tested"] = other.test(task, evaluated)[0]["test_loss"]
+    values["predicted"] = np.concatenate(other.predict(task, evaluated))
+    trainer.plan.max_epochs = 3
+    trainer.fit(task, data())
+    return values | state_of(task)
+
+
+@pytest.mark.parametrize("samples", [1, 5, pytest.param(8, marks=pytest.mark.slow)])
+def test_evaluations_are_those_of_one_process_gathered_or_not(group, tmp_path, samples):
+    alone = run_stages(tmp_path, None, samples)
+    gathered = [{}, {"cpu_offload": True}, {"sharding_strategy": "shard_grad_op"}, {"sharding_strategy": "no_shard"}]
+    for options in (
+        *gathered[: None if samples == 5 else 1],
+        {"unshard_in_evaluation": False},
+        {"reshard_after_forward": 2},
+    ):
+        for ours in group(2).run(run_stages, tmp_path, options, samples):
+            assert ours.pop("gathered") is (options in gathered)
+            assert_equal(ours, {name: value for name, value in alone.items() if name != "gathered"})
+
+
+def test_all_gather_for_an_evaluation_or_none(group, tmp_path):
+    for gathered, stands_in in group(2).run(evaluate_with_little_memory, tmp_path):
+        assert (gathered, stands_in) == (False, True)
+
+
+def evaluate_with_little_memory(folder):
+    task, strategy = Evaluating(), lumen.FSDP()
+    free_pages = 0 if torch.distributed.get_rank() else 10**9
+    with mock.patch("os.sysconf", lambda name: free_pages if "PAGES" in name else 4096):
+        bare_trainer(folder, strategy=strategy).validate(task, data(8, 2))
+    return any(task.gathered), strategy.evaluation_stands_in
+
+
+def test_another_strategy_of_other_options_does_not_take_a_task_that_is_cut_up(group, tmp_path):
+    group(2).run(train_twice, tmp_path)
+
+
+def train_twice(folder):
+    task = Deep()
+    fit(folder, task, strategy=lumen.FSDP())
+    with pytest.raises(ConfigError, match="cut up already"):
+        fit(folder, task, strategy=lumen.FSDP(wrap="Linear"))
+
+
+class Breaking(Deep):
+    """One of its backwards is interrupted when the first of two blocks has its gradients."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+        self.net.blocks[1].register_forward_hook(self.watch)
+
+    def watch(self, module, inputs, output):
+        output.register_hook(self.break_off)
+
+    def on_train_start(self):
+        for ours, fresh in zip(self.parameters(), Deep().parameters(), strict=True):
+            values = distribute_tensor(fresh.detach(), ours.device_mesh, ours.placements)
+            ours.detach().to_local().copy_(values.to_local())
+
+    def break_off(self, gradient):
+        self.left -= 1
+        if self.left == 0:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"param_dtype": "fp32", "reduce_dtype": "fp32"}], ids=["", "other dtype"])
+def test_a_run_after_one_that_was_interrupted_trains_the_same(group, tmp_path, number, options):
+    undisturbed = on_ranks(group, 2, train_again, tmp_path, 0, options)
+    assert_equal(on_ranks(group, 2, train_again, tmp_path, number, options), undisturbed, 0.0)
+
+
+def train_again(folder, number, options):
+    """Train with two micro-batches a step and rank, after a run of which the n-th backward was interrupted."""
+    task = Breaking(number)
+    if number:
+        with pytest.raises(InterruptedError):
+            fit(folder, task, strategy=lumen.FSDP(**options), accumulate_grad_batches=2)
+    return fit(folder, task, strategy=lumen.FSDP(**options), accumulate_grad_batches=2)
+
+
+def test_the_grid_of_processes_is_there_when_the_model_is_built(group, tmp_path):
+    assert group(2).run(see_mesh, tmp_path, {}) == [(("shard",), (2,))] * 2
+    hybrid = {"sharding_strategy": "hybrid_shard", "shard_size": 1}
+    assert group(2).run(see_mesh, tmp_path, hybrid) == [(("replicate", "shard"), (2, 1))] * 2
+    assert Deep().device_mesh is None
+
+
+def see_mesh(folder, options):
+    class Seeing(Deep):
+        def configure_model(self):
+            self.mesh = self.device_mesh
+
+    task = Seeing()
+    fit(folder, task, strategy=lumen.FSDP(**options))
+    return task.mesh.mesh_dim_names, tuple(task.mesh.shape)
+
+
+def test_names_and_the_users_class_stay_what_they_are(group, tmp_path):
+    names, kind, own_forward = group(2).run(see_names, tmp_path)[0]
+    assert names == [*Deep().state_dict()]
+    assert (kind, own_forward) == ("Deep", True)
+
+
+def see_names(folder):
+    task = Deep()
+    strategy = lumen.FSDP(activation_checkpointing="Block", param_dtype="bf16")
+    fit(folder, task, strategy=strategy)
+    return [*task.state_dict()], type(task).__name__, "forward" not in vars(task)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Large(lumen.TaskModule):
+    """Sees how many bytes of tensors this process holds when a step is done."""
+
+    BLOCKS, WIDTH = 12, 64
+
+    def __init__(self):
+        super().__init__()
+        gc.collect()
+        self.before = held_bytes()
+        self.net = nn.Sequential(*(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.BLOCKS)))
+
+    def training_step(self, batch):
+        return self.net(batch[0].repeat(1, 11)[:, : self.WIDTH]).square().mean()
+
+    def validation_step(self, batch):
+        self.training_step(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def on_step_end(self):
+        gc.collect()
+        assert all(parameter.grad is not None for parameter in self.parameters())
+        self.held = held_bytes() - self.before
+
+
+def held_bytes():
+    """Bytes of all tensors that this process holds, however many share them."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    tensors = [each for each in found if not each.is_meta and each.layout is torch.strided]  # sparse ones have several
+    storages = [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_process_holds_its_share_of_parameters_gradients_and_optimizer_state(group, tmp_path, world):
+    unit = 4 * (Large.WIDTH**2 + Large.WIDTH)
+    total = 4 * Large.BLOCKS * unit  # parameter, gradient, two moments
+    for options in ({}, {"sharding_strategy": "shard_grad_op"}):
+        for held in group(world).run(hold, tmp_path, options):
+            print(f"{world} processes {options}: {held / total:.4f} of the whole, one unit is {unit / total:.4f}")
+            assert 0.95 * total / world <= held <= 1.05 * total / world + unit
+
+
+def hold(folder, options):
+    task = Large()
+    given = loader(samples=16)
+    bare_trainer(folder, max_epochs=1, strategy=lumen.FSDP(**options), num_sanity_val_steps=1).fit(
+        task, given, val_dataloaders=given
+    )
+    return task.held
+
+
+# ---------------------------------------------------------------------- what only an accelerator shows
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [({}, "bf16"), ({}, "fp16"), ({"cpu_offload": True}, "fp32"), ({"param_dtype": "bf16"}, "fp32")],
+)
+def test_on_a_gpu_it_trains_what_one_gpu_trains(group, tmp_path, options, precision):
+    given = {"accelerator": "cuda", "precision": precision}
+    alone = fit(tmp_path, Deep(dtype=torch.float32), data(dtype=torch.float32), **given)
+    (ours,) = group(1).run(train_on_gpu, tmp_path, options, given)
+    assert_equal(ours, alone, 1e-6 if not options.get("param_dtype") else 3e-2)
+
+
+def train_on_gpu(folder, options, given):
+    task = Deep(dtype=torch.float32)
+    state = fit(folder, task, data(dtype=torch.float32), strategy=lumen.FSDP(**options), **given)
+    where = "cpu" if options.get("cpu_offload") else "cuda"
+    assert {parameter.to_local().device.type for parameter in task.parameters()} == {where}
+    return state
+
+
+# ---------------------------------------------------------------------- what only gathered parameters show
+
+
+class Writing(Regression):
+    """Writes a parameter in a hook or in its step."""
+
+    def __init__(self, where):
+        super().__init__(dtype=torch.float64)
+        self.where = where
+
+    def write(self, *args):
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.5)
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        if self.where == "training_step":
+            self.write()
+        return loss
+
+
+def write_in(folder, where, strategy="fsdp", **options):
+    task = Writing(where)
+    if where != "training_step":
+        setattr(task, where, task.write)
+    data = [loader(samples, dtype=torch.float64) for samples in (48, 8)]
+    bare_trainer(folder, max_epochs=2, num_sanity_val_steps=0, strategy=strategy, **options).fit(
+        task, data[0], val_dataloaders=data[1]
+    )
+    weight = task.net[0].weight.detach()
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).tolist()
+
+
+def refuse_to_write_in(folder, where):
+    with pytest.raises(TrainingError, match=r"net\.0\.weight was written"):
+        write_in(folder, where, lumen.FSDP(wrap_min_parameters=10**6))  # all in one unit: gathered for a whole step
+    return True
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_validation_epoch_start", "on_validation_epoch_end"])
+def test_a_write_that_would_be_lost_is_an_error(group, tmp_path, where):
+    assert group(2).run(refuse_to_write_in, tmp_path, where) == [True, True]
+
+
+@pytest.mark.parametrize("where", ["on_validation_start", "on_validation_end"])
+def test_a_write_between_forwards_is_kept(group, tmp_path, where):
+    alone = torch.tensor(write_in(tmp_path, where, "single", accumulate_grad_batches=2))
+    assert (torch.tensor(group(2).run(write_in, tmp_path, where)[0]) - alone).abs().max() < 1e-12
+
+
+# ---------------------------------------------------------------------- references and hooks
+
+
+class Held(Deep):
+    """Keeps references to its parameters, and has hooks on them, before and after they are cut up."""
+
+    def __init__(self, *, clips=False):
+        super().__init__()
+        self.clips = clips
+        self.held = {"weights": [self.net.first.weight], "all": list(self.parameters())}
+        self.shapes, self.view = [], None
+        self.net.blocks[1].up.weight.register_hook(self.halve)
+        self.net.first.bias.register_post_accumulate_grad_hook(self.mask)
+
+    def halve(self, gradient):
+        self.shapes.append(tuple(gradient.shape))
+        return gradient.clamp(-1e-3, 1e-3) if self.clips else gradient * torch.linspace(0, 1, gradient.shape[1])
+
+    def mask(self, parameter):
+        parameter.grad[::2] = 0
+        if self.clips:
+            parameter.grad.clamp_(-0.01, 0.01)
+
+    def on_fit_start(self):
+        self.net.last.weight.register_hook(self.halve)
+        self.undone = self.net.last.bias.register_hook(self.halve)
+
+    def training_step(self, batch):
+        self.undone.remove()
+        reads = 0.0 if self.view is None else self.view.sum()
+        return super().training_step(batch) + 0.1 * sum(each.square().sum() for each in self.held["weights"]) + reads
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.held["all"][2:], lr=1e-2, momentum=0.9)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": self.held["all"][:2]})
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_references_and_hooks_of_parameters_mean_what_they_do_on_one_device(group, tmp_path, world):
+    expected = fit(tmp_path, Held(), max_steps=6, max_epochs=None, accumulate_grad_batches=2)
+    for ours in group(world).run(train_held, tmp_path, 2 // world):
+        assert_equal(ours, expected)
+
+
+def train_held(folder, accumulate):
+    options = {"max_steps": 6, "max_epochs": None, "accumulate_grad_batches": accumulate}
+    local = [fit(folder, Held(clips=True), strategy=strategy, **options) for strategy in ("ddp", "fsdp")]
+    assert_equal(*local)  # what is not linear sees the process's own gradient
+    task = Held()
+    ours = fit(folder, task, strategy="fsdp", **options)
+    assert set(task.shapes) == {(3 * WIDTH, WIDTH), (1, WIDTH)}
+    assert [each.shape for each in task.held["all"]] == [each.shape for each in task.parameters()]
+    assert deepcopy(task.held["weights"][0]).shape == (WIDTH, FEATURES)
+    return ours
+
+
+class Early(Deep):
+    """Has built its optimizer before there were parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+def test_an_optimizer_that_was_built_too_early_trains_the_parts(group, tmp_path):
+    expected = fit(tmp_path, Deep(), max_steps=4, accumulate_grad_batches=2)
+    for ours in group(2).run(fit_early, tmp_path):
+        assert_equal(ours, expected)
+
+
+def fit_early(folder):
+    return fit(folder, Early(), max_steps=4, strategy="fsdp")
+
+
+def test_references_to_what_is_not_whole_are_one_clear_error(group, tmp_path):
+    group(2).run(refuse_references, tmp_path)
+
+
+def refuse_references(folder):
+    task = Held()
+    task.held["weights"].append(task.net.blocks[0].up.weight)
+    with pytest.raises(ConfigError, match=r"uses net.blocks.0.up.weight, by a reference .* Units are net.blocks.0"):
+        fit(folder, task, strategy="fsdp")
+    task = Held()
+    task.view = task.net.first.weight.t()
+    with pytest.raises(TrainingError, match=r"a gradient has come to net.first.weight through a view"):
+        fit(folder, task, strategy="fsdp")
+
+
+class Empty(Deep):
+    def __init__(self, requires_grad=True):
+        super().__init__()
+        self.net.first.more = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64), requires_grad)
+
+    def training_step(self, batch):
+        return super().training_step(batch) + self.net.first.more.sum()
+
+
+def test_a_parameter_without_elements_is_one_clear_error_if_it_is_to_be_trained(group, tmp_path):
+    expected = fit(tmp_path, Empty(), accumulate_grad_batches=2)
+    for ours in group(2).run(train_empty, tmp_path):
+        assert_equal(ours, expected)
+
+
+def train_empty(folder):
+    with pytest.raises(ConfigError, match=r"net.first.more has no elements to train. Set requires_grad"):
+        fit(folder, Empty(), strategy="fsdp")
+    return fit(folder, Empty(requires_grad=False), strategy="fsdp")
+
+
+class LoggingNorms(Regression):
+    def on_train_epoch_end(self):
+        self.log("norm", self.net[0].weight.detach().norm())
+
+
+def log_norm(folder):
+    with pytest.raises(ConfigError, match="a part of this number lies on every process"):
+        bare_trainer(folder, max_epochs=1, strategy="fsdp").fit(LoggingNorms(), loader())
+    return True
+
+
+def test_a_number_of_which_every_process_has_a_part_is_not_logged(group, tmp_path):
+    assert group(2).run(log_norm, tmp_path) == [True, True]

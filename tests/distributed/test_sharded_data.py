@@ -1,0 +1,749 @@
+"""Several ranks read the data of one: each sample once, in the same steps, whatever the loader."""
+
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import lumen
+from lumen.data.adapter import Position
+from lumen.data.loaders import adapt_loader
+from lumen.data.windows import RankSlice
+from lumen.errors import DataError
+from tests.fit.test_loaders import snippets
+from tests.helpers.ranks import Ranks, content, plain, read, together
+from tests.helpers.tasks import Saving, bare_trainer, numbers
+
+SEED = 3
+
+
+class Augmented(Dataset):
+    """Draws from three libraries in each sample, and counts what it loads."""
+
+    def __init__(self, samples):
+        self.samples, self.loaded = samples, []
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        self.loaded.append(int(index))
+        return float(torch.rand(()) + np.random.rand() + random.random()), index
+
+
+class Sizes(Sampler):
+    """Batches of one, two, three, one, ... samples in random order."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        order = torch.randperm(self.samples).tolist()
+        while order:
+            size = 1 + random.randrange(3)
+            yield order[:size]
+            del order[:size]
+
+
+class Stream(IterableDataset):
+    """Samples that workers share, with noise."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, self.samples, step):
+            yield index + float(torch.rand(()))
+
+
+class Resumable(Stream):
+    """Goes on where it stood, through a buffer that shuffles."""
+
+    def __init__(self, samples):
+        super().__init__(samples)
+        self.read, self.buffer = 0, []
+
+    def __iter__(self):
+        while self.read < self.samples or self.buffer:
+            while self.read < self.samples and len(self.buffer) < 4:
+                self.buffer.append(self.read)
+                self.read += 1
+            yield self.buffer.pop(int(torch.randint(len(self.buffer), ())))
+        self.read = 0
+
+    def state_dict(self):
+        return {"read": self.read, "buffer": self.buffer}
+
+    def load_state_dict(self, state):
+        self.read, self.buffer = state["read"], state["buffer"]
+
+
+def sampled(samples, **options):
+    return DataLoader(Augmented(samples), 2, sampler=SubsetRandomSampler(range(samples)), **options)
+
+
+def parts(samples):
+    """Three loaders of different kinds and lengths."""
+    return {"few": sampled(samples), "many": DataLoader(Augmented(2 * samples), 2, shuffle=samples > 0),
+            "stream": DataLoader(Resumable(samples + 3), 3)}  # fmt: skip
+
+
+def combined(mode):
+    return lambda samples: lumen.CombinedLoader(parts(samples), mode)
+
+
+INDEXED = {
+    "in order": lambda samples: DataLoader(Augmented(samples), 2),
+    "shuffled": lambda samples: DataLoader(Augmented(samples), 2, shuffle=True),
+    "drop_last": lambda samples: DataLoader(Augmented(samples), 2, shuffle=True, drop_last=True),
+    "a sampler": sampled,
+    "weighted": lambda samples: DataLoader(
+        Augmented(samples), 2, sampler=WeightedRandomSampler([1.0] * (samples or 1), samples + 1)
+    ),
+    "a batch sampler": lambda samples: DataLoader(Augmented(samples), batch_sampler=Sizes(samples)),
+    "no batching": lambda samples: DataLoader(Augmented(samples), batch_size=None, shuffle=True),
+    "a distributed sampler": lambda samples: DataLoader(
+        Augmented(samples), 2, sampler=DistributedSampler(range(samples), num_replicas=3, rank=1)
+    ),
+    "workers": lambda samples: DataLoader(Augmented(samples), 2, shuffle=True, num_workers=2),
+    "a sampler and workers": lambda samples: sampled(
+        samples, num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+    ),
+    "no batching, workers": lambda samples: DataLoader(Augmented(samples), batch_size=None, num_workers=2),
+}
+STREAMS = {
+    "a stream": lambda samples: DataLoader(Stream(samples), 2),
+    "a stream and workers": lambda samples: DataLoader(Stream(samples), 2, num_workers=2),
+    "a stream with a state": lambda samples: DataLoader(Resumable(samples), 2),
+    "a list of batches": lambda samples: list(torch.arange(samples).split(2)) if samples else [],
+}
+COMBINED = {mode: combined(mode) for mode in ("max_size", "min_size", "sequential")} | {
+    "max_size_cycle": combined("max_size_cycle"),
+}
+LOADERS = INDEXED | STREAMS | COMBINED
+
+
+def lengths(kind):
+    if "workers" in kind:
+        return [11]  # they take their time to start
+    refuses_nothing = ("shuffled", "drop_last", "no batching", "max_size_cycle")
+    return [1, 3, 11] if kind in refuses_nothing else [0, 1, 3, 11]
+
+
+def read_by(world, kind, samples, rounds=2, stands_in=False, epochs=(0, 1), **options):
+    """What each of several ranks is given: a list of epochs for each."""
+
+    def rank(ours):
+        adapter = adapt_loader(LOADERS[kind](samples), SEED, rounds * world, rank_slice=ours)
+        given, position = [], Position()
+        for epoch in epochs:
+            steps, after = read(adapter, epoch, position, **options)
+            given.append(steps)
+            position = Position(state=after.state)
+        return given, adapter.length, adapter.steps(options.get("limit"))
+
+    given = Ranks(world, stands_in=stands_in).run(rank)
+    for each in given:
+        if isinstance(each, Exception):
+            raise each
+    return given
+
+
+CASES = [(kind, samples) for kind in LOADERS for samples in lengths(kind)]
+
+
+# ---------------------------------------------------------------------- each sample once, in the same steps
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("kind", "samples"), CASES)
+def test_the_ranks_together_read_what_one_process_reads_in_the_same_steps(kind, samples, world):
+    """The same samples, augmented alike, under the same numbers; two epochs."""
+    given = read_by(world, kind, samples)
+    expected = read_by(1, kind, samples, rounds=2 * world)
+    for epoch in range(2):
+        whole = together([rank[0][epoch] for rank in given])
+        assert plain(whole) == plain(step.micros for step in expected[0][0][epoch])
+    assert {rank[1:] for rank in given} == {expected[0][1:]}
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "a batch sampler", "no batching", "a stream", *COMBINED])
+@pytest.mark.parametrize("samples", [1, 3, 11])
+def test_a_rank_that_stands_in_is_given_a_real_batch_that_counts_nothing(kind, samples):
+    given = read_by(4, kind, samples, rounds=1, stands_in=True)
+    idle = 0
+    for epoch in range(2):
+        for step in zip(*(rank[0][epoch] for rank in given), strict=True):
+            real = [micro.content for each in step for micro in each.micros if not micro.idle]
+            stands_in = [micro for each in step for micro in each.micros if micro.idle]
+            idle += len(stands_in)
+            if kind not in COMBINED:
+                assert all(micro.content in real for micro in stands_in)
+            assert all(micro.content is not None and micro.weight == 0 for micro in stands_in)
+        together([rank[0][epoch] for rank in given], stands_in=True)
+    assert idle or (kind, samples) == ("sequential", 1)
+    assert plain(together([rank[0][0] for rank in given], stands_in=True)) == plain(
+        together([rank[0][0] for rank in read_by(4, kind, samples, rounds=1)])
+    )
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_a_limit_counts_the_batches_of_all_ranks(kind, limit):
+    given = read_by(2, kind, 11, rounds=1, limit=limit, epochs=(0,))
+    expected = read_by(1, kind, 11, rounds=2, limit=limit, epochs=(0,))
+    whole = together([rank[0][0] for rank in given])
+    assert plain(whole) == plain(step.micros for step in expected[0][0][0])
+    assert sum(map(len, whole)) == limit
+
+
+def test_a_global_batch_is_the_same_whatever_the_number_of_ranks(caplog):
+    def rank(ours):
+        return read(adapt_loader(LOADERS["shuffled"](11), SEED, global_batch_size=5, rank_slice=ours))[0]
+
+    expected = plain(step.micros for step in rank(RankSlice()))
+    assert "nothing to do" not in caplog.text
+    for world in (2, 3, 4):
+        whole = together(Ranks(world).run(rank))
+        assert plain(whole) == expected
+        assert [[micro.samples for micro in step] for step in whole] == [[2, 2, 1], [2, 2, 1], [1]]
+        assert (f"5 samples are 3 micro-batches for {world} processes" in caplog.text) == (world != 3)
+
+
+# ---------------------------------------------------------------------- what each rank loads
+
+
+@pytest.mark.parametrize("kind", [kind for kind in INDEXED if "workers" not in kind])
+def test_a_rank_loads_its_own_samples_only(kind):
+    def rank(ours):
+        loader = LOADERS[kind](11)
+        steps, _ = read(adapt_loader(loader, SEED, 3, rank_slice=ours))
+        return sum(micro.samples for step in steps for micro in step.micros), len(loader.dataset.loaded)
+
+    for own, loaded in Ranks(3).run(rank):
+        assert own == loaded
+
+
+@pytest.mark.parametrize("mode", COMBINED)
+def test_a_rank_loads_only_what_its_own_combined_batches_consist_of(mode):
+    def loaded(ours):
+        loader = LOADERS[mode](11)
+        read(adapt_loader(loader, SEED, 2 * ours.world, rank_slice=ours))
+        return [len(loader.loaders[name].dataset.loaded) for name in ("few", "many")]
+
+    few, many = loaded(RankSlice())
+    ranks = Ranks(3).run(loaded)
+    assert [sum(counts) for counts in zip(*ranks, strict=True)] == [few, many]
+    assert max(counts[1] for counts in ranks) <= many / 3 + 2
+
+
+# ---------------------------------------------------------------------- going on with another number of ranks
+
+
+def going_on(kind, samples, worlds, limit=None):
+    """All batches of two epochs, each of whose steps is read by another number of ranks, and the rest by the last."""
+    position, given = Position(), []
+    for epoch in range(2):
+        position = Position(state=position.state)
+        for number, world in enumerate(worlds, 1):
+            steps = None if number == len(worlds) else 1
+
+            def rank(ours, world=world, epoch=epoch, position=position, steps=steps):
+                adapter = adapt_loader(LOADERS[kind](samples), SEED, world, rank_slice=ours)
+                return read(adapter, epoch, position, limit, steps)
+
+            ranks = Ranks(world).run(rank)
+            whole = together([steps for steps, _ in ranks])
+            given += [(epoch, micro.index, micro.content) for step in whole for micro in step]
+            positions = [after for _, after in ranks]
+            assert all(each == positions[0] for each in positions)
+            position = positions[0]
+    return given
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("samples", "limit"), [(11, None), (23, None), (23, 9)])
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" not in kind])
+def test_another_number_of_ranks_goes_on_with_what_is_left(kind, samples, limit):
+    expected = going_on(kind, samples, [1], limit)
+    for worlds in ([2, 4], [3, 1, 2]):
+        assert going_on(kind, samples, worlds, limit) == expected
+
+
+# ---------------------------------------------------------------------- ranks that differ
+
+
+class Ranked(DistributedSampler):
+    """A sampler of the user's own that gives each rank a part."""
+
+    def __iter__(self):
+        return iter(list(super().__iter__())[::-1])
+
+
+def rank_seeded(rank):
+    return torch.Generator().manual_seed(rank)
+
+
+DIFFERENT = {
+    "more samples": lambda rank: DataLoader(numbers(20 + rank), 4),
+    "another order": lambda rank: DataLoader(numbers(20), 4, shuffle=True, generator=rank_seeded(rank)),
+    "a sampler that deals": lambda rank: DataLoader(
+        numbers(20), 4, sampler=Ranked(range(20), num_replicas=2, rank=rank)
+    ),
+    "a batch sampler that deals": lambda rank: DataLoader(
+        numbers(20), batch_sampler=list(BatchSampler(range(20), 4, drop_last=False))[rank::2]
+    ),
+    "no batching": lambda rank: DataLoader(numbers(20), batch_size=None, sampler=range(rank, 20, 2)),
+    "nothing on one rank": lambda rank: DataLoader(numbers(20 * rank), 4),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_ranks_with_other_data_or_another_order_are_one_clear_error_on_all(kind):
+    results = Ranks(2).run(lambda ours: read(adapt_loader(DIFFERENT[kind](ours.rank), SEED, 2, rank_slice=ours)))
+    for error in results:
+        assert isinstance(error, DataError)
+        assert "rank 1 has another data set or order than rank 0: {" in str(error)
+        assert "a sampler that does not look at the rank" in str(error)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rank: DataLoader(Part([8, 8], rank, declared=False), 2),
+        lambda rank: [torch.arange(2) + rank],
+        lambda rank: [torch.arange(2)] * rank,
+        lambda rank: [{"text": ["a", "b"], "label": np.arange(2) + rank}],
+        lambda rank: lumen.CombinedLoader([DataLoader(numbers(4), 2), [torch.arange(2) + rank]]),
+    ],
+)
+def test_streams_that_differ_without_saying_so_are_one_clear_error_on_all_ranks(make):
+    results = Ranks(3).run(lambda ours: read(adapt_loader(make(ours.rank), SEED, 3, rank_slice=ours)))
+    for error in results:
+        assert isinstance(error, DataError)
+        assert "rank 1 has another stream than rank 0" in str(error)
+        assert "say so by shards_itself = True" in str(error)
+
+
+def test_a_sampler_that_draws_is_the_same_on_all_ranks_whatever_they_drew_before():
+    def rank(ours):
+        torch.manual_seed(ours.rank)
+        return read(
+            adapt_loader(DataLoader(numbers(20), 4, sampler=RandomSampler(range(20))), SEED, 2, rank_slice=ours)
+        )[0]
+
+    samples = [each for step in together(Ranks(2).run(rank)) for micro in step for each in micro.content[0]]
+    assert sorted(samples) == list(range(20))
+
+
+# ---------------------------------------------------------------------- streams that shard themselves
+
+
+class Part(IterableDataset):
+    """A stream of which rank r has `counts[r]` samples of its own, 100 * r, 100 * r + 1, ...; with noise."""
+
+    def __init__(self, counts, rank, *, declared=True, noise=False):
+        self.samples = counts[rank] if rank < len(counts) else 0
+        self.first, self.noise, self.loaded = 100 * rank, noise, 0
+        if declared:
+            self.shards_itself = True
+
+    def __iter__(self):
+        for index in range(self.samples):
+            self.loaded += 1
+            yield self.first + index + float(torch.rand(())) * self.noise
+
+
+class ResumablePart(Part):
+    """The same, which goes on where it stood, and knows how often it began."""
+
+    def __init__(self, counts, rank, **options):
+        super().__init__(counts, rank, **options)
+        self.place, self.passes = 0, 0
+
+    def __iter__(self):
+        self.passes += self.place == 0
+        while self.place < self.samples:
+            self.place += 1
+            self.loaded += 1
+            yield self.first + self.place - 1 + 1000 * self.passes + float(torch.rand(())) * self.noise
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": torch.tensor(self.place), "passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.place, self.passes = int(state["place"]), state["passes"]
+
+
+class PlacedPart(ResumablePart):
+    """The same, which stays at its end until it begins again."""
+
+    goes_on = False
+
+    def __iter__(self):
+        self.place *= self.goes_on
+        self.goes_on = False
+        while self.place < self.samples:
+            self.place += 1
+            yield self.first + self.place - 1 + float(torch.rand(())) * self.noise
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.goes_on = True
+
+
+class Split(Part):
+    """As Hugging Face's `split_dataset_by_node` leaves it."""
+
+    def __init__(self, counts, rank):
+        super().__init__(counts, rank, declared=False)
+        self._distributed = type("DistributedConfig", (), {"rank": rank, "world_size": 2})()
+
+
+def expected_samples(counts):
+    return sorted(100 * rank + index for rank, count in enumerate(counts) for index in range(count))
+
+
+def flat(steps):
+    return [sample for step in steps for micro in step for sample in micro.content]
+
+
+COUNTS = [[7, 7], [12, 1], [0, 9], [0, 0], [1, 0, 14], [3, 0, 0, 0], [2, 9, 4, 5]]
+
+
+@pytest.mark.parametrize("stands_in", [False, True])
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_streams_that_shard_themselves_are_read_to_their_ends(counts, rounds, stands_in):
+    """Each sample once; steps are full until the last one; ranks that ended earlier take part."""
+    world = len(counts)
+
+    def rank(ours):
+        adapter = adapt_loader(DataLoader(Part(counts, ours.rank), 1), SEED, rounds * world, rank_slice=ours)
+        first, _ = read(adapter, 0)
+        return first, read(adapter, 1)[0]
+
+    given = Ranks(world, stands_in=stands_in).run(rank)
+    for epoch in range(2):
+        whole = together([each[epoch] for each in given], stands_in=stands_in)
+        assert sorted(flat(whole)) == expected_samples(counts)
+        assert [len(step) for step in whole[:-1]] == [rounds * world] * (len(whole) - 1)
+        assert [micro.index for step in whole for micro in step] == list(range(sum(counts)))
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_batches_of_a_part_count_their_own_samples(batch_size):
+    counts = [7, 2]
+    given = Ranks(2).run(
+        lambda ours: read(adapt_loader(DataLoader(Part(counts, ours.rank), batch_size), SEED, 2, rank_slice=ours))
+    )
+    whole = together([steps for steps, _ in given])
+    assert sorted(flat(whole)) == expected_samples(counts)
+    assert {position.samples for _, position in given} == {9}
+
+
+@pytest.mark.parametrize("kind", [Part, ResumablePart])
+@pytest.mark.parametrize("limit", [1, 2, 5, 100])
+def test_a_limit_counts_the_batches_of_all_parts_and_loads_no_more(kind, limit):
+    counts = [2, 9]
+    sets = [kind(counts, rank) for rank in range(2)]
+    given = Ranks(2).run(
+        lambda ours: read(adapt_loader(DataLoader(sets[ours.rank], 1), SEED, 2, rank_slice=ours), limit=limit)[0]
+    )
+    assert len(flat(together(given))) == min(limit, 11) == sum(part.loaded for part in sets)
+
+
+def parts_fit(kind, counts, world, *, steps=None, position=None, epoch=0, limit=None, accumulate=None, sets=None):
+    """What the ranks are given of one epoch, and where they stand then, as rank 0 would save it."""
+
+    def rank(ours):
+        data = kind(counts, ours.rank, noise=True) if sets is None else sets[ours.rank]
+        adapter = adapt_loader(DataLoader(data, 1), SEED, accumulate or world, rank_slice=ours)
+        return read(adapter, epoch, position, limit, steps)
+
+    given = Ranks(world).run(rank)
+    for each in given:
+        if isinstance(each, Exception):
+            raise each
+    return plain(together([steps for steps, _ in given])), given[0][1]
+
+
+@pytest.mark.parametrize(("limit", "accumulate"), [(None, None), (3, None), (None, 1), (None, 5)])
+@pytest.mark.parametrize("counts", [[4, 4], [6, 1], [0, 5], [2, 5, 1]])
+@pytest.mark.parametrize("kind", [Part, ResumablePart, PlacedPart])
+def test_each_rank_goes_on_from_its_own_state_at_every_step(kind, counts, limit, accumulate):
+    def fit(epoch, position, steps=None, sets=None):
+        return parts_fit(
+            kind, counts, len(counts), steps=steps, position=position, epoch=epoch, limit=limit, sets=sets,
+            accumulate=accumulate,
+        )  # fmt: skip
+
+    sets = [kind(counts, rank, noise=True) for rank in range(len(counts))]
+    whole, befores = [], [None]
+    for epoch in range(3):
+        steps, position = fit(epoch, befores[-1], sets=sets)
+        whole.append(steps)
+        befores.append(Position(state=position.state))
+    if limit is None:
+        assert [sum(map(len, steps)) for steps in whole] == [sum(counts)] * 3
+    for epoch in range(3):
+        for step in range(len(whole[epoch]) + 1):
+            begun, position = fit(epoch, befores[epoch], steps=step)
+            rest, position = fit(epoch, position)
+            assert begun + rest == whole[epoch], (epoch, step)
+            if epoch < 2 and step:
+                assert fit(epoch + 1, Position(state=position.state))[0] == whole[epoch + 1], (epoch, step)
+
+
+def test_a_part_without_a_state_reads_again_what_its_own_rank_had_read(caplog):
+    sets = [Part([6, 1], rank, noise=True) for rank in range(2)]
+    _, position = parts_fit(Part, [6, 1], 2, steps=2)
+    parts_fit(Part, [6, 1], 2, position=position, sets=sets)
+    assert [part.loaded for part in sets] == [6, 0]
+    assert "3 batches of this epoch are read once more" in caplog.text
+
+
+def test_another_number_of_ranks_cannot_go_on_within_parts():
+    _, inside = parts_fit(Part, [4, 4], 2, steps=2)
+    for world in (1, 3):
+        with pytest.raises(DataError, match="read in parts by 2 processes; now there are"):
+            parts_fit(Part, [4, 4, 4], world, position=inside)
+    _, ended = parts_fit(Part, [4, 4], 2)
+    steps, _ = parts_fit(Part, [4, 4, 4], 3, position=Position(state=ended.state), epoch=1)
+    assert sum(map(len, steps)) == 12
+    _, cut = parts_fit(ResumablePart, [4, 4], 2, limit=4)
+    with pytest.raises(DataError, match="Resume with 2 processes, or at a checkpoint of the end of an epoch"):
+        parts_fit(ResumablePart, [4, 4, 4], 3, position=Position(state=cut.state), epoch=1)
+
+
+def test_every_evaluation_of_parts_begins_where_the_first_did():
+    def rank(ours):
+        data = ResumablePart([5, 2], ours.rank)
+        adapter = adapt_loader(DataLoader(data, 1), SEED, 2, rank_slice=ours, rewinds=True)
+        return [read(adapter, 0, limit=limit)[0] for limit in (3, None, None)]
+
+    given = Ranks(2).run(rank)
+    passes = [flat(together([each[number] for each in given])) for number in range(3)]
+    assert sorted(passes[1]) == sorted(passes[2]) == [1000, 1001, 1002, 1003, 1004, 1100, 1101]
+    assert passes[0] == passes[1][:3]
+
+
+def test_ranks_draw_differently_but_lay_out_their_parts_alike():
+    class Laid(IterableDataset):
+        shards_itself = True
+
+        def __init__(self, rank):
+            self.rank = rank
+
+        def __iter__(self):
+            files = list(range(8))
+            random.shuffle(files)
+            for file in files[self.rank :: 2]:
+                yield torch.tensor([file, float(torch.rand(()))])
+
+    given = Ranks(2).run(lambda ours: read(adapt_loader(DataLoader(Laid(ours.rank), 1), SEED, 2, rank_slice=ours))[0])
+    drawn = [sample for step in together(given) for micro in step for sample in micro.content]
+    assert sorted(file for file, _ in drawn) == list(range(8))
+    assert len({noise for _, noise in drawn[2:]}) == 6
+
+
+def test_workers_of_different_parts_draw_differently():
+    class Noise(IterableDataset):
+        shards_itself = True
+
+        def __iter__(self):
+            yield float(torch.rand(()))
+
+    given = Ranks(2).run(
+        lambda ours: read(adapt_loader(DataLoader(Noise(), 1, num_workers=1), SEED, 2, rank_slice=ours))[0]
+    )
+    assert len(set(flat(together(given)))) == 2
+
+
+def test_a_stream_that_was_split_by_node_is_read_in_parts():
+    given = Ranks(2).run(
+        lambda ours: read(adapt_loader(DataLoader(Split([5, 3], ours.rank), 1), SEED, 2, rank_slice=ours))
+    )
+    assert sorted(flat(together([steps for steps, _ in given]))) == expected_samples([5, 3])
+
+
+def test_a_loader_of_the_users_own_may_shard_itself_and_know_its_length():
+    class Loader:
+        shards_itself = True
+
+        def __init__(self, rank):
+            self.batches = [torch.tensor([100 * rank + number]) for number in range(3 + rank)]
+
+        def __iter__(self):
+            return iter(self.batches)
+
+        def __len__(self):
+            return len(self.batches)
+
+    def rank(ours):
+        adapter = adapt_loader(Loader(ours.rank), SEED, 2, rank_slice=ours)
+        return read(adapter)[0], adapter.length, adapter.steps(None), adapter.steps(5)
+
+    given = Ranks(2).run(rank)
+    assert sorted(flat(together([each[0] for each in given]))) == [0, 1, 2, 100, 101, 102, 103]
+    assert {each[1:] for each in given} == {(7, 4, 3)}
+
+
+def test_the_documented_part_of_a_stream_is_read_once():
+    files = [range(10 * number, 10 * number + number) for number in range(5)]
+
+    def rank(ours):
+        given = {"torch": torch}
+        exec(snippets()[1], given)
+        return read(
+            adapt_loader(DataLoader(given["Shards"](files, ours.rank, ours.world), 2), SEED, 3, rank_slice=ours)
+        )[0]
+
+    assert sorted(flat(together(Ranks(3).run(rank)))) == [number for file in files for number in file]
+
+
+def test_parts_that_look_like_the_whole_are_one_warning(caplog):
+    Ranks(2).run(
+        lambda ours: [
+            read(adapter) for adapter in [adapt_loader(DataLoader(Part([4, 4], 0), 1), SEED, 2, rank_slice=ours)] * 2
+        ]
+    )
+    assert caplog.text.count("every rank reads the same first batch") == 2  # one a rank
+    caplog.clear()
+    Ranks(2).run(lambda ours: read(adapt_loader(DataLoader(Part([4, 4], ours.rank), 1), SEED, 2, rank_slice=ours)))
+    assert "same first batch" not in caplog.text
+
+
+def test_parts_among_several_training_loaders_are_an_error():
+    def rank(ours):
+        return adapt_loader(
+            [DataLoader(numbers(8), 2), DataLoader(Part([4, 4], ours.rank), 2)], SEED, 2, rank_slice=ours
+        )
+
+    for error in Ranks(2).run(rank):
+        assert isinstance(error, DataError)
+        assert "Part, one of several training loaders, gives every process a part of its own" in str(error)
+
+
+# ---------------------------------------------------------------------- real processes
+
+
+class Kept(lumen.TaskModule):
+    """Keeps what it is given, under the numbers it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.trained, self.validated = [], []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.trained.append((self.current_epoch, batch_idx, content(batch)))
+
+    def training_step(self, batch):
+        return (self.weight - 1).square()
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append((self.current_epoch, batch_idx, content(batch)))
+        self.log("mean", batch.double().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def part(rank, world):
+    return DataLoader(ResumablePart([5, 2, 7][:world], rank, noise=True), 1)
+
+
+def fit(folder, kind, options=None, samples=11):
+    """Train; what this process was given, and what came out."""
+    task, trainer = Kept(), bare_trainer(folder, **{"max_epochs": 2, "num_sanity_val_steps": 0} | (options or {}))
+    rank, world = trainer.global_rank, trainer.world_size
+    if kind == "parts":
+        trainer.fit(task, part(rank, world), val_dataloaders=part(rank, world))
+    else:
+        trainer.fit(task, LOADERS[kind](samples))
+    return task.trained, task.validated, trainer.global_step, trainer.callback_metrics.get("mean", 0.0) + 0.0
+
+
+def begin(folder, kind, steps, samples=11):
+    """Train a few steps and save."""
+    return fit(folder, kind, {"max_steps": steps, "callbacks": [Saving(steps, folder / "step")]}, samples)
+
+
+def go_on(folder, kind, samples=11):
+    """Train the rest."""
+    return fit(folder, kind, {"resume": folder / "step"}, samples)
+
+
+def all_of(results, place=0):
+    return sorted((each for result in results for each in result[place]), key=lambda each: each[:2])
+
+
+@pytest.mark.parametrize(
+    "kind", ["shuffled", "a sampler and workers", "a stream with a state", "no batching", "max_size"]
+)
+def test_real_processes_train_on_each_batch_once(group, tmp_path, kind):
+    results = group(2).run(fit, tmp_path, kind)
+    alone = fit(tmp_path, kind, {"accumulate_grad_batches": 2})
+    assert all_of(results) == alone[0]
+    assert {result[2] for result in results} == {alone[2]}
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "a batch sampler", "a stream with a state", "max_size_cycle"])
+def test_real_processes_of_another_number_go_on_in_the_middle_of_an_epoch(group, tmp_path, kind):
+    begun = group(2).run(begin, tmp_path, kind, 2)
+    assert {index for _, index, _ in all_of(begun)} == {0, 1, 2, 3}
+    rest = group(3).run(go_on, tmp_path, kind)
+    assert all_of([*begun, *rest]) == fit(tmp_path, kind)[0]
+
+
+def test_real_processes_read_parts_of_their_own_train_validate_and_resume(group, tmp_path):
+    whole = group(2).run(fit, tmp_path, "parts")
+    trained, validated = all_of(whole), all_of(whole, 1)
+    for given in (trained, validated):
+        for epoch in range(2):
+            indices, samples = zip(*((index, sample) for of, index, [sample] in given if of == epoch), strict=True)
+            assert indices == tuple(range(7))
+            assert sorted(int(sample) % 1000 for sample in samples) == [0, 1, 2, 3, 4, 100, 101]
+    mean = sum(sample for _, _, [sample] in validated[7:]) / 7
+    assert [result[3] for result in whole] == pytest.approx([mean, mean])
+    begun = group(2).run(begin, tmp_path, "parts", 6)
+    rest = group(2).run(go_on, tmp_path, "parts")
+    assert all_of([*begun, *rest]) == trained
+    assert group(3).run(refused, tmp_path, "parts") == ["read in parts by 2 processes; now there are 3"] * 3
+
+
+def refused(folder, kind):
+    with pytest.raises(DataError) as caught:
+        go_on(folder, kind)
+    return re.search("read in parts by 2 processes; now there are 3", str(caught.value))[0]
+
+
+def fit_different(folder, kind):
+    trainer = bare_trainer(folder, max_epochs=1)
+    with pytest.raises(DataError, match="rank 1 has another") as caught:
+        trainer.fit(Kept(), DIFFERENT[kind](trainer.global_rank))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["more samples", "a batch sampler that deals"])
+def test_real_processes_with_other_data_are_told_so_together(group, tmp_path, kind):
+    first, second = group(2).run(fit_different, tmp_path, kind)
+    assert first == second

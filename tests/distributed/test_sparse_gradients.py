@@ -1,0 +1,144 @@
+"""`nn.Embedding(sparse=True)` trains as its dense twin does, on one device and on several, in every kind of step."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, SparseAdam
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from lumen.errors import ConfigError
+from lumen.optim import MultiOptimizer
+from tests.helpers.group import assert_equal, on_ranks
+from tests.helpers.tasks import bare_trainer, quiet_trainer
+
+WORDS = 12
+
+
+class Words(lumen.TaskModule):
+    """Bags of words. The loss is a weighted mean, and some micro-batches are left out."""
+
+    def __init__(self, sparse, *, weighted=False, left_out=(), kind="sgd"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, 4, sparse=sparse, dtype=torch.float64)
+        self.bags = nn.EmbeddingBag(WORDS, 4, mode="sum", sparse=sparse, dtype=torch.float64)
+        self.head = nn.Linear(4, 1, dtype=torch.float64)
+        self.weighted, self.left_out, self.kind = weighted, left_out, kind
+
+    def training_step(self, batch, batch_idx):
+        words, targets = batch
+        features = self.words(words).mean(1) + self.bags(words)
+        loss = 5 * nn.functional.mse_loss(self.head(features), targets)
+        if batch_idx in self.left_out:
+            return None
+        return (loss, words.double().sum()) if self.weighted else loss
+
+    def configure_optimizers(self):
+        embeddings = [self.words.weight, self.bags.weight]
+        if self.kind == "sgd":
+            return SGD(self.parameters(), lr=0.002, momentum=0.9)
+        return MultiOptimizer([SparseAdam(embeddings, lr=0.02), SGD(self.head.parameters(), lr=0.01)])
+
+
+def data(samples=45):
+    """Words that repeat within a sample and a batch; many of them are in no batch."""
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(0, 5, (samples, 3), generator=generator) * 2
+    return DataLoader(TensorDataset(words, words.sum(1, keepdim=True).double().sin()), 4, shuffle=True)
+
+
+def state_of(task):
+    return {name: value.detach().numpy() for name, value in task.state_dict().items()}
+
+
+STEPS = {
+    "plain": ({}, {}),
+    "by weights": ({"weighted": True}, {}),
+    "clipped by norm": ({"weighted": True}, {"gradient_clip_val": 0.3}),
+    "clipped by value": ({}, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+    "some left out": ({"left_out": (0, 3), "weighted": True}, {"gradient_clip_val": 0.3}),
+}
+
+
+def fit(folder, sparse, task, options, accumulate=4, strategy="auto"):
+    task = Words(sparse, **task)
+    bare_trainer(folder, max_epochs=3, accumulate_grad_batches=accumulate, strategy=strategy, **options).fit(
+        task, data()
+    )
+    return state_of(task)
+
+
+@pytest.mark.parametrize(("task", "options"), STEPS.values(), ids=STEPS)
+def test_sparse_gradients_train_what_dense_ones_train(tmp_path, task, options):
+    assert_equal(fit(tmp_path, True, task, options), fit(tmp_path, False, task, options))
+
+
+@pytest.mark.parametrize("strategy", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize(("task", "options"), STEPS.values(), ids=STEPS)
+def test_ddp_sums_them(group, tmp_path, task, options, strategy):
+    alone = fit(tmp_path, False, task, options)
+    assert_equal(on_ranks(group, 2, fit_in_twos, tmp_path, task, options, strategy), alone)
+
+
+def fit_in_twos(folder, task, options, strategy):
+    return fit(folder, True, task, options, 2, lumen.DDP(**strategy))
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_sparse_adam_is_that_of_the_loop_by_hand_and_moves_no_row_that_no_process_has_seen(group, tmp_path, clip):
+    task = {"weighted": True, "kind": "sparse adam", "left_out": (0, 3)}
+    options = {} if clip is None else {"gradient_clip_val": clip}
+    alone = fit(tmp_path, True, task, options)
+    assert_equal(alone, by_hand(tmp_path, task, clip))
+    assert_equal(on_ranks(group, 2, fit_in_twos, tmp_path, task, options, {}), alone)
+    unseen = torch.arange(1, WORDS, 2)
+    assert (alone["words.weight"][unseen] == Words(True).words.weight.detach().numpy()[unseen]).all()
+
+
+def by_hand(folder, options, clip):
+    seen = []
+
+    class Looking(Words):
+        def training_step(self, batch, batch_idx):
+            seen.append((batch, batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    bare_trainer(folder, max_epochs=3, accumulate_grad_batches=4).fit(Looking(True, **options), data())
+    task = Words(True, **options)
+    optimizer = task.configure_optimizers()
+    for start in (0, 4, 8, 12, 16, 20, 24, 28, 32):
+        outputs = [task.training_step(*each) for each in seen[start : start + 4]]
+        given = [output for output in outputs if output is not None]
+        optimizer.zero_grad()
+        (sum(loss * weight for loss, weight in given) / sum(weight for _, weight in given)).backward()
+        if clip is not None:
+            squares = sum(each.grad.to_dense().square().sum() for each in task.parameters())
+            for each in task.parameters():
+                each.grad = each.grad * min(1.0, clip / (squares.sqrt().item() + 1e-6))
+        optimizer.step()
+    return state_of(task)
+
+
+def test_a_sparse_run_goes_on_exactly(tmp_path):
+    ends = []
+    for name, cuts in (("whole", (9,)), ("parts", (4, 9))):
+        for max_steps in cuts:
+            task = Words(True, weighted=True, kind="sparse adam")
+            options = {"max_steps": max_steps, "resume": "auto", "gradient_clip_val": 0.3}
+            quiet_trainer(tmp_path / name, **options).fit(task, data())
+        ends.append(state_of(task))
+    assert_equal(*ends, tolerance=0.0)
+
+
+def test_what_cannot_sum_them_says_so_at_once(group, tmp_path):
+    group(2).run(refuse, tmp_path)
+
+
+def refuse(folder):
+    for strategy, message in (
+        (lumen.DDP(gradient_compression="bf16"), "sparse=True.* cannot be communicated in 16 bits"),
+        (lumen.FSDP(), "sparse=True.* cannot be summed in parts"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            bare_trainer(folder, max_epochs=1, strategy=strategy).fit(Words(True), data())

@@ -1,0 +1,379 @@
+"""What callbacks and the task add to a checkpoint by `on_save_checkpoint` comes back by `on_load_checkpoint`."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import lumen
+from lumen.checkpoint.user_state import INSTEAD
+from lumen.errors import CheckpointError, ConfigError
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
+
+
+class Average(lumen.Callback):
+    """An average of the parameters as users of Lightning write it: it exists from `on_train_start` on."""
+
+    average = None
+
+    def on_train_start(self, trainer, task):
+        if self.average is None:
+            self.average = {name: tensor.detach().clone() for name, tensor in task.named_parameters()}
+
+    def on_step_end(self, trainer, task):
+        for name, parameter in task.named_parameters():
+            self.average[name].lerp_(parameter.detach(), 0.25)
+
+    def on_save_checkpoint(self, trainer, task, checkpoint):
+        checkpoint["average"] = self.average
+        checkpoint["about"] = {"decay": 0.75, "steps": (trainer.global_step,)}
+
+    def on_load_checkpoint(self, trainer, task, checkpoint):
+        assert checkpoint["about"]["decay"] == 0.75
+        self.loaded_steps = checkpoint["about"]["steps"]
+        self.average = checkpoint["average"]
+
+
+class Remembering(Regression):
+    memory = None
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["average"] = "the task's own"
+
+    def on_load_checkpoint(self, checkpoint):
+        self.memory = dict(checkpoint)
+
+
+def fit(tmp_path, *callbacks, task=None, **options):
+    trainer = quiet_trainer(tmp_path, **{"max_steps": 3, "callbacks": list(callbacks)} | options)
+    trainer.fit(Remembering() if task is None else task, loader())
+    return trainer
+
+
+def whole(average):
+    return {name: (each.full_tensor() if isinstance(each, DTensor) else each) for name, each in average.items()}
+
+
+def test_an_average_that_a_callback_adds_goes_on_as_if_never_stopped(tmp_path):
+    straight, again, task = Average(), Average(), Remembering()
+    fit(tmp_path / "straight", straight, max_steps=6)
+    fit(tmp_path, Average())
+    fit(tmp_path, again, task=task, max_steps=6, resume="auto")
+    assert again.loaded_steps == (3,)
+    assert task.memory == {"average": "the task's own"}
+    assert all(torch.equal(again.average[name], each) for name, each in straight.average.items())
+
+
+def fit_on_ranks(path, strategy, steps, resume):
+    saver = lumen.ModelCheckpoint(dirpath=path / strategy, at_end=True)
+    average = Average()
+    options = {"max_steps": steps, "callbacks": [saver, average], "resume": resume, "devices": 1}
+    if strategy != "single":
+        options |= {"devices": 2, "strategy": {"ddp": lumen.DDP, "fsdp": lumen.FSDP}[strategy]()}
+    options["accumulate_grad_batches"] = 2 if strategy == "single" else 1
+    data = loader(96, dtype=torch.float64)
+    quiet_trainer(path / f"{strategy}-{steps}", logger=False, **options).fit(Regression(dtype=torch.float64), data)
+    return {name: each.tolist() for name, each in whole(average.average).items()}, saver.last_model_path
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("single", "fsdp"), ("fsdp", "single"), ("fsdp", "ddp"), ("ddp", "fsdp")]
+)
+def test_an_average_comes_back_under_every_strategy(group, tmp_path, before, after):
+    def run(strategy, *arguments):
+        if strategy == "single":
+            return fit_on_ranks(tmp_path, strategy, *arguments)
+        return group(2).run(fit_on_ranks, tmp_path, strategy, *arguments)[0]
+
+    straight, _ = run(before, 4, None)
+    shutil.rmtree(tmp_path)
+    _, path = run(before, 2, None)
+    resumed, _ = run(after, 4, path)
+    for name, each in straight.items():
+        torch.testing.assert_close(torch.tensor(resumed[name]), torch.tensor(each), rtol=1e-10, atol=1e-10)
+
+
+class Keeping(lumen.Callback):
+    def __init__(self, value, name="one"):
+        self.value, self.name = value, name
+
+    def on_save_checkpoint(self, trainer, task, checkpoint):
+        assert dict(checkpoint) == {}
+        checkpoint["value"] = self.value
+
+    def on_load_checkpoint(self, trainer, task, checkpoint):
+        self.value = checkpoint["value"]
+
+
+class Named(Keeping):
+    @property
+    def state_key(self):
+        return f"Named {self.name}"
+
+
+def test_callbacks_that_add_the_same_key_do_not_trip_over_each_other(tmp_path):
+    fit(tmp_path, Keeping(1), Named(torch.tensor(2), "a"), Named([3], "b"))
+    callbacks = [Named(0, "b"), Keeping(0), Named(0, "a")]
+    fit(tmp_path, *callbacks, max_steps=4, resume="auto")
+    assert [each.value for each in callbacks] == [[3], 1, torch.tensor(2)]
+
+
+def test_additions_of_one_state_key_are_an_error_when_saved_and_when_loaded(tmp_path):
+    with pytest.raises(ConfigError, match="the same state_key: Keeping"):
+        fit(tmp_path / "saved", Keeping(1), Keeping(2))
+    fit(tmp_path, Keeping(1))
+    with pytest.raises(ConfigError, match="the same state_key: Keeping"):
+        fit(tmp_path, Keeping(1), Keeping(2), max_steps=4, resume="auto")
+
+
+def test_additions_come_at_the_moments_of_lightning(tmp_path):
+    events = []
+
+    class Noting(lumen.Callback):
+        def setup(self, trainer, task, stage):
+            events.append("setup")
+
+        def state_dict(self):
+            events.append("state_dict")
+            return {"state": 1}
+
+        def load_state_dict(self, state):
+            events.append("load_state_dict")
+
+        def on_save_checkpoint(self, trainer, task, checkpoint):
+            events.append("callback saves")
+            checkpoint["weight"] = task.net[0].weight
+
+        def on_load_checkpoint(self, trainer, task, checkpoint):
+            assert torch.equal(checkpoint["weight"], task.net[0].weight)
+            events.append("callback loads")
+
+    class Task(Regression):
+        def on_save_checkpoint(self, checkpoint):
+            events.append("task saves")
+
+        def on_load_checkpoint(self, checkpoint):
+            events.append("task loads")
+
+        def configure_optimizers(self):
+            events.append("configure_optimizers")
+            return super().configure_optimizers()
+
+    saver = lumen.ModelCheckpoint(every_n_train_steps=3)
+    fit(tmp_path, Noting(), saver, task=Task())
+    assert events[-3:] == ["state_dict", "callback saves", "task saves"]
+    events.clear()
+    fit(tmp_path, Noting(), task=Task(), max_steps=4, resume="auto")
+    assert events[:5] == ["setup", "task loads", "callback loads", "configure_optimizers", "load_state_dict"]
+
+
+def test_additions_go_with_the_part_that_they_belong_to(tmp_path):
+    path = fit(tmp_path, Average()).checkpoint_callback.last_model_path
+    for parts, loaded in ((["model"], False), (["model", "progress"], True)):
+        average = Average()
+        fit(tmp_path, average, resume=path, resume_parts=parts, max_steps=4)
+        assert hasattr(average, "loaded_steps") == loaded
+    average = Average()
+    bare_trainer(tmp_path, callbacks=[average]).validate(Remembering(), loader(), ckpt_path=path)
+    assert not hasattr(average, "loaded_steps")
+
+
+def test_what_a_callback_of_lightning_1_returns_is_added(tmp_path):
+    class Returning(lumen.Callback):
+        def on_save_checkpoint(self, trainer, task, checkpoint):
+            return {"best": 3.5}
+
+        def on_load_checkpoint(self, trainer, task, callback_state):
+            self.best = callback_state["best"]
+
+    returning = Returning()
+    fit(tmp_path, Returning())
+    fit(tmp_path, returning, max_steps=4, resume="auto")
+    assert returning.best == 3.5
+
+
+def test_a_callback_that_is_gone_is_said_and_one_that_is_new_finds_an_empty_dictionary(tmp_path, caplog):
+    class New(lumen.Callback):
+        def on_load_checkpoint(self, trainer, task, checkpoint):
+            self.found = dict(checkpoint), checkpoint.get("x", 7), "x" in checkpoint
+            checkpoint["x"]
+
+    fit(tmp_path, Average())
+    with pytest.raises(KeyError, match=re.escape("New added no 'x' to this checkpoint; it added []")):
+        fit(tmp_path, new := New(), max_steps=4, resume="auto", log_level="WARNING")
+    assert new.found == ({}, 7, False)
+    fit(tmp_path, max_steps=4, resume="auto", log_level="WARNING")
+    assert "holds what Average added, which this run does not have" in caplog.text
+
+
+# ---------------------------------------------------------------------- what cannot be
+
+
+class Trained(Regression):
+    steps = 0
+
+    def training_step(self, batch):
+        self.steps += 1
+        return super().training_step(batch)
+
+
+class Adding(lumen.Callback):
+    def __init__(self, adding):
+        self.adding = adding
+
+    def on_save_checkpoint(self, trainer, task, checkpoint):
+        self.adding(checkpoint)
+
+
+class AddingTask(Trained):
+    def on_save_checkpoint(self, checkpoint):
+        self.adding(checkpoint)
+
+
+def refused(tmp_path, adding, *, by):
+    """The error of a run in which a callback or the task adds something; nothing has been trained."""
+    task = AddingTask() if by == "task" else Trained()
+    task.adding = adding
+    with pytest.raises(CheckpointError) as caught:
+        fit(tmp_path, *([Adding(adding)] if by == "callback" else []), task=task)
+    assert task.steps == 0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("by", "where"), [("callback", "on_save_checkpoint.Adding.it.deep"), ("task", "task.it.deep")])
+def test_what_cannot_be_saved_names_the_owner_and_the_key_before_anything_is_trained(tmp_path, by, where):
+    message = refused(tmp_path, lambda checkpoint: checkpoint.update(it={"deep": nn.Linear(1, 1)}), by=by)
+    assert f"{where}: an object of type Linear cannot be saved" in message
+
+
+ASKING = {
+    "[]": lambda checkpoint, key: checkpoint[key],
+    "get": lambda checkpoint, key: checkpoint.get(key, {}),
+    "pop": lambda checkpoint, key: checkpoint.pop(key, None),
+    "del": lambda checkpoint, key: checkpoint.__delitem__(key),
+    "=": lambda checkpoint, key: checkpoint.update({key: {}}),
+}
+
+
+@pytest.mark.parametrize("ask", ASKING)
+@pytest.mark.parametrize(("by", "owner"), [("callback", "Adding"), ("task", "AddingTask")])
+def test_what_only_lightning_keeps_there_is_an_error_that_says_where_it_is(tmp_path, ask, by, owner):
+    message = refused(tmp_path, lambda checkpoint: ASKING[ask](checkpoint, "state_dict"), by=by)
+    assert message == f"{owner}: checkpoint['state_dict'] is not there. {INSTEAD['state_dict']}"
+
+
+def test_every_key_of_lightnings_checkpoints_has_its_answer(tmp_path):
+    of_lightning = {"state_dict", "optimizer_states", "lr_schedulers", "callbacks", "epoch", "global_step", "loops"}
+    of_lightning |= {"hyper_parameters", "hparams_name", "pytorch-lightning_version", "datamodule_hyper_parameters"}
+    assert of_lightning < INSTEAD.keys()
+
+    class Asking(lumen.Callback):
+        def on_load_checkpoint(self, trainer, task, checkpoint):
+            for key, answer in INSTEAD.items():
+                with pytest.raises(CheckpointError, match=re.escape(answer)):
+                    checkpoint[key]
+            self.asked = True
+
+    asking = Asking()
+    fit(tmp_path)
+    fit(tmp_path, asking, max_steps=4, resume="auto")
+    assert asking.asked
+
+
+# ---------------------------------------------------------------------- states that come late
+
+
+class Late(lumen.Callback):
+    """Makes its state in one of its hooks."""
+
+    def __init__(self, hook, ask="state_dict"):
+        setattr(self, hook, self.make)
+        self.hook = hook
+        if ask == "state_dict":
+            self.state_dict = lambda: {"weight": self.weight, "mean": self.total / self.steps}
+            self.load_state_dict = self.take
+        else:
+            self.on_save_checkpoint = lambda trainer, task, checkpoint: checkpoint.update(
+                weight=self.weight, mean=self.total / self.steps
+            )
+            self.on_load_checkpoint = lambda trainer, task, checkpoint: self.take(checkpoint)
+        self.total = self.steps = 0
+        self.taken = None
+
+    def make(self, trainer, task, *_):
+        self.weight = task.net[0].weight.detach().clone()
+
+    def on_train_batch_end(self, *_):
+        self.steps += 1
+        self.total += 2
+
+    def take(self, state):
+        self.taken = state["mean"]
+
+
+LATE = ("setup", "on_fit_start", "on_train_start", "on_train_batch_start")
+
+
+@pytest.mark.parametrize("ask", ["state_dict", "on_save_checkpoint"])
+@pytest.mark.parametrize("hook", LATE)
+def test_a_state_may_be_made_in_any_hook_before_the_save(tmp_path, hook, ask):
+    fit(tmp_path, late := Late(hook, ask))
+    assert late.taken is None
+    fit(tmp_path, late := Late(hook, ask), max_steps=4, resume="auto")
+    assert late.taken == 2
+
+
+@pytest.mark.parametrize("hook", LATE)
+def test_who_makes_a_state_late_may_come_late_too(tmp_path, hook, caplog):
+    fit(tmp_path)
+    fit(tmp_path, late := Late(hook), max_steps=4, resume="auto", log_level="INFO")
+    assert late.taken is None
+    assert "holds no state of all: Late begins anew" in caplog.text
+
+
+def test_a_data_modules_state_may_come_with_training(tmp_path):
+    class Data(lumen.DataModule):
+        def train_dataloader(self):
+            return loader()
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            self.batches = getattr(self, "batches", 0) + 1
+            return batch
+
+        def state_dict(self):
+            return {"batches": self.batches}
+
+        def load_state_dict(self, state):
+            self.batches = state["batches"]
+
+    for steps in (3, 5):
+        trainer = quiet_trainer(tmp_path, max_steps=steps, resume="auto")
+        trainer.fit(Regression(), data := Data())
+    assert data.batches == 5
+
+
+def test_a_state_that_cannot_be_asked_for_is_a_warning_before_training_and_an_error_at_the_save(tmp_path, caplog):
+    class Broken(lumen.Callback):
+        def state_dict(self):
+            return {"x": self.never_made}
+
+    task = Trained()
+    with pytest.raises(AttributeError, match="never_made"):
+        fit(tmp_path, Broken(), task=task, log_level="WARNING")
+    assert task.steps == 3
+    assert "what is to be saved cannot be tried before training" in caplog.text
+    assert "test_additions.py line" in caplog.text
+
+
+def test_a_state_that_cannot_be_saved_is_an_error_before_anything_is_trained(tmp_path):
+    class Module(lumen.Callback):
+        def state_dict(self):
+            return {"x": nn.Linear(1, 1)}
+
+    task = Trained()
+    with pytest.raises(CheckpointError, match=r"^callbacks\..*Module\.x: an object of type Linear"):
+        fit(tmp_path, Module(), task=task)
+    assert task.steps == 0

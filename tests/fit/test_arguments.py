@@ -1,0 +1,231 @@
+"""What fit and the other calls take, under Lightning's names too; what a constructor does not take is told in words."""
+
+import re
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lumen
+from lumen.errors import ConfigError, DataError
+from lumen.errors.lightning_names import ATTRIBUTES, INSTEAD
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+
+class Data(lumen.DataModule):
+    def train_dataloader(self):
+        return loader(16, 8)
+
+    def val_dataloader(self):
+        return loader(16, 8, shuffle=False)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class Task(Regression):
+    def test_step(self, batch):
+        return self.validation_step(batch)
+
+    def predict_step(self, batch):
+        return self(batch[0])
+
+
+def weights(task):
+    return torch.cat([parameter.detach().ravel() for parameter in task.parameters()])
+
+
+CALLS = {
+    "positions": lambda trainer, task: trainer.fit(task, loader(16, 8), loader(16, 8, shuffle=False)),
+    "names of loaders": lambda trainer, task: trainer.fit(
+        model=task, train_dataloaders=loader(16, 8), val_dataloaders=[loader(16, 8, shuffle=False)]
+    ),
+    "a data module": lambda trainer, task: trainer.fit(task, Data()),
+    "its name": lambda trainer, task: trainer.fit(task, datamodule=Data()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_fit_takes_what_lightnings_takes(tmp_path, call):
+    whole, task = Task(), Task()
+    quiet_trainer(tmp_path / "whole", max_epochs=2).fit(whole, Data())
+    trainer = quiet_trainer(tmp_path, max_epochs=2)
+    call(trainer, task)
+    assert torch.equal(weights(task), weights(whole))
+    assert "val_loss" in trainer.callback_metrics
+
+
+def test_fit_goes_on_from_a_checkpoint_that_the_call_names(tmp_path):
+    whole, task = Task(), Task()
+    quiet_trainer(tmp_path / "whole", max_epochs=4).fit(whole, Data())
+    quiet_trainer(tmp_path, max_epochs=2).fit(Task(), Data())
+    trainer = quiet_trainer(tmp_path, max_epochs=4)
+    trainer.fit(task, Data(), ckpt_path="last")
+    assert torch.equal(weights(task), weights(whole))
+    assert trainer.run_directory.name == "run"
+    task = Task()
+    path = tmp_path / "runs/run/checkpoints/step-00000006"
+    again = quiet_trainer(tmp_path / "again", max_epochs=4)
+    again.fit(task, Data(), ckpt_path=path)
+    assert torch.equal(weights(task), weights(whole))
+    with pytest.raises(ConfigError, match=r"ckpt_path=last, but the trainer resume=auto\. Give one"):
+        quiet_trainer(tmp_path, max_epochs=4, resume="auto").fit(Task(), Data(), ckpt_path="last")
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_takes_what_lightnings_takes(tmp_path, stage):
+    task = Task()
+    trainer = quiet_trainer(tmp_path, max_epochs=2)
+    trainer.fit(task, Data())
+    call = getattr(trainer, stage)
+    results = [
+        call(task, Data()), call(task, datamodule=Data()), call(model=task, dataloaders=loader(16, 8, shuffle=False)),
+        call(task, None, None, datamodule=Data()), call(task, Data(), "last"), call(datamodule=Data()), call(),
+    ]  # fmt: skip
+    if stage == "predict":
+        results = [torch.cat(result) for result in results]
+        assert all(torch.equal(result, results[0]) for result in results)
+    else:
+        assert results[0][0]
+        assert all(result == results[0] for result in results)
+
+
+def test_without_a_model_the_best_parameters_of_the_run_before_are_evaluated(tmp_path):
+    class Worse(Task):
+        def on_validation_epoch_end(self):
+            self.log("rising", float(self.current_epoch))
+
+    task = Worse()
+    trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=[lumen.ModelCheckpoint(monitor="rising", keep_last=1)])
+    trainer.fit(task, Data())
+    trained = weights(task).clone()
+    trainer.validate()
+    assert not torch.equal(weights(task), trained)
+    best = Worse.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+    assert torch.equal(weights(task), weights(best))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda trainer: trainer.fit(Task(), loader(), datamodule=Data()), "loaders were given beside a datamodule"),
+        (lambda trainer: trainer.fit(Task(), datamodule=loader()), "expected a lumen.DataModule, found DataLoader"),
+        (lambda trainer: trainer.fit(Task(), Data(), loader()), "val_dataloaders was given beside a DataModule"),
+        (lambda trainer: trainer.validate(), "there is no model, and no run before this one"),
+    ],
+)
+def test_what_contradicts_itself_is_one_error(tmp_path, call, message):
+    with pytest.raises(ConfigError, match=message):
+        call(quiet_trainer(tmp_path, max_epochs=1))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_an_argument_that_only_lightnings_trainer_has_says_what_to_write(name):
+    with pytest.raises(ConfigError, match=re.escape(f"Trainer has no argument {name}. {INSTEAD[name]}")):
+        lumen.Trainer(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_epoch": 3}, r"Trainer has no argument max_epoch. Did you mean max_epochs"),
+        ({"qwertz": 3}, r"Trainer has no argument qwertz. See help\(lumen.Trainer\)"),
+        ({"max_steps": "10"}, r"Trainer: max_steps: expected an int or None, found '10'"),
+        ({"max_epochs": 1.5}, r"max_epochs: expected an int or None, found 1.5"),
+        ({"max_epochs": True}, r"max_epochs: expected an int or None, found True"),
+        ({"check_val_every_n_epoch": 1.2}, r"check_val_every_n_epoch: expected an int, found 1.2"),
+        ({"gradient_clip_val": "1.0"}, r"gradient_clip_val: expected a number or None, found '1.0'"),
+        ({"accumulate_grad_batches": {0: 1}}, r"accumulate_grad_batches: expected an int, found {0: 1}"),
+        ({"seed": "abc"}, r"seed: expected an int or None, found 'abc'"),
+        ({"resume": True}, r"resume: expected a string, a path or None, found True"),
+        ({"logger": "wandb"}, r"logger: expected True or False, a Logger or a list of a Logger, found 'wandb'"),
+        ({"callbacks": [lumen.ModelSummary]}, r"callbacks: .*found \[<class"),
+        ({"callbacks": lumen.ModelSummary}, r"found the class ModelSummary. Make one: ModelSummary\(...\)"),
+        ({"strategy": lumen.DDP}, r"found the class DDP. Make one: DDP\(...\)"),
+        ({"profiler": "fast"}, r"profiler: expected 'simple', 'torch', 'pytorch', a Profiler or None, found 'fast'"),
+        ({"fast_dev_run": -1}, r"fast_dev_run: must be at least 0, found -1"),
+        ({"num_sanity_val_steps": -5}, r"num_sanity_val_steps: must be at least -1, found -5"),
+        ({"min_epochs": -1}, r"min_epochs: must be at least 0, found -1"),
+    ],
+)
+def test_a_wrong_argument_is_one_error_before_anything_starts(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        lumen.Trainer(**arguments)
+
+
+def test_an_argument_without_its_name_is_one_error():
+    with pytest.raises(ConfigError, match=r"Trainer: takes 1 positional argument|Trainer: too many positional"):
+        lumen.Trainer(10)
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    trainer = lumen.Trainer(max_epochs=numpy.int64(3), gradient_clip_val=numpy.float32(0.5), limit_val_batches=1)
+    assert (trainer.max_epochs, trainer.plan.clip_norm) == (3, 0.5)
+
+
+# ---------------------------------------------------------------------- attributes
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_only_lightnings_trainer_has_says_what_to_read(name):
+    trainer = lumen.Trainer(max_epochs=1)
+    assert not hasattr(trainer, name)
+    with pytest.raises(AttributeError, match=re.escape(f"Trainer has no attribute {name}. {ATTRIBUTES[name]}")):
+        getattr(trainer, name)
+
+
+def test_what_to_read_instead_is_there(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_epochs=1)
+    trainer.fit(Task(), Data())
+    words = set(re.findall(r"\btrainer((?:\.[a-z_]+)+)", " ".join(ATTRIBUTES.values())))
+    for word in words:
+        eval(f"trainer{word}")
+
+
+def test_a_misspelt_attribute_is_told_and_one_that_fails_keeps_its_error():
+    trainer = lumen.Trainer(max_epochs=1)
+    with pytest.raises(AttributeError, match=r"Trainer has no attribute curent_epoch. Did you mean current_epoch"):
+        trainer.curent_epoch  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^Trainer has no attribute qwertz\.$"):
+        trainer.qwertz = trainer.qwertz
+    trainer.strategy = object()
+    with pytest.raises(AttributeError, match="'object' object has no attribute 'world_size'"):
+        trainer.world_size  # noqa: B018
+
+
+def test_a_task_knows_its_process_and_its_loggers(tmp_path):
+    class Asking(Regression):
+        def training_step(self, batch):
+            self.found = self.global_rank, self.local_rank, self.loggers, self.optimizers(use_pl_optimizer=False)
+            return super().training_step(batch)
+
+    trainer, task = quiet_trainer(tmp_path, max_steps=1), Asking()
+    assert (task.global_rank, task.local_rank, task.loggers) == (0, 0, [])
+    trainer.fit(task, loader())
+    assert task.found == (0, 0, trainer.loggers, trainer.optimizers[0])
+    assert (trainer.local_rank, trainer.node_rank, trainer.num_nodes) == (0, 0, 1)
+
+
+# ---------------------------------------------------------------------- loaders that torch refuses
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataLoader(range(3), 0), "got batch_size=0. Set batch_size to at least 1"),
+        (lambda: DataLoader([], 4, shuffle=True), "got num_samples=0. Shuffling needs a data set that has samples"),
+    ],
+)
+def test_a_loader_that_torch_refuses_is_told_with_its_owner(tmp_path, make, message):
+    class Empty(lumen.DataModule):
+        def train_dataloader(self):
+            return make()
+
+    class Bringing(Regression):
+        train_dataloader = Empty.train_dataloader
+
+    for arguments in ((Regression(), Empty()), (Bringing(),)):
+        owner = type(arguments[-1]).__name__
+        with pytest.raises(DataError, match=f"train_dataloader of {owner} cannot make its loader: .*{message}"):
+            quiet_trainer(tmp_path, max_steps=1).fit(*arguments)

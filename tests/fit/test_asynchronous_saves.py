@@ -1,0 +1,913 @@
+"""Saves that go on while training does: the same bytes, the same errors, and nothing lost at the end."""
+
+import contextlib
+import copy
+import errno
+import gc
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lumen
+from lumen.checkpoint import Checkpoint, find_checkpoints
+from lumen.checkpoint.folder import read_info
+from lumen.checkpoint.snapshot import Snapshot
+from lumen.errors import CheckpointError, NonFiniteLoss, ProcessLost
+from tests.fit.test_callbacks import fit as fit_scripted
+from tests.helpers import ROOT
+from tests.helpers.checkpoints import DTYPES, SHAPES, same, tensor_of
+from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
+
+
+class Moving(Regression):
+    """Everything that it saves changes in the next step: parameters, Adam's state, buffers, a list, a metric."""
+
+    def __init__(self, **options):
+        super().__init__(dropout=0.2, **options)
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.register_buffer("inputs_seen", torch.zeros(FEATURES, 300).T)
+        self.history = {"losses": [], "sums": torch.zeros(2)}
+
+    def forward(self, inputs):
+        self.inputs_seen += inputs.sum(0)
+        return super().forward(self.norm(inputs))
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.history["losses"].append(loss.item())
+        self.history["sums"] += loss.item()
+        self.log("mean_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["history"] = self.history
+
+
+class SlowDisk:
+    """The first fsync of a thread other than the main one lasts until it is told to go on."""
+
+    def __init__(self, monkeypatch):
+        self.reached, self.goes_on = threading.Event(), threading.Event()
+        self.threads = set()
+        real = os.fsync
+
+        def fsync(descriptor):
+            self.threads.add(threading.current_thread())
+            if threading.current_thread() is not threading.main_thread():
+                self.reached.set()
+                assert self.goes_on.wait(15)
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    @property
+    def is_left_to_a_thread(self):
+        return self.threads - {threading.main_thread()} != set()
+
+
+class At(lumen.Callback):
+    """Does something at the boundaries of given steps, before the checkpoint is made."""
+
+    def __init__(self, **actions):
+        self.actions = {int(step[4:]): action for step, action in actions.items()}
+
+    def on_step_end(self, trainer, task):
+        if action := self.actions.get(trainer.global_step):
+            action(trainer)
+
+
+def saving(**options):
+    return lumen.ModelCheckpoint(
+        **({"every_n_epochs": 0, "every_n_train_steps": 4, "at_end": False, "asynchronous": True} | options)
+    )
+
+
+def fit(tmp_path, callbacks, task=None, **options):
+    trainer = quiet_trainer(tmp_path, **({"max_epochs": 3, "callbacks": callbacks, "log_every_n_steps": 1} | options))
+    trainer.fit(task or Moving(), loader(40), val_dataloaders=loader(20, shuffle=False))
+    return trainer
+
+
+def folder(tmp_path):
+    return tmp_path / "runs/run/checkpoints"
+
+
+def names(tmp_path):
+    return sorted(path.name for path in folder(tmp_path).iterdir())
+
+
+def files(checkpoint):
+    return {path.relative_to(checkpoint): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+
+
+# ---------------------------------------------------------------------- what is saved
+
+
+def test_its_bytes_are_those_of_a_save_at_once_although_training_goes_on(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    under_way = []
+
+    def save_at_once(trainer):
+        trainer.save_checkpoint(tmp_path / "at-once", info={"best": None, "monitor": None, "finished": None})
+
+    def go_on(trainer):
+        assert disk.reached.wait(60)
+        under_way.append(names(tmp_path))
+        disk.goes_on.set()
+
+    fit(tmp_path, [At(step4=save_at_once, step7=go_on), saving()], max_steps=7, logger=False)
+    assert len(under_way[0]) == 1
+    assert under_way[0][0].startswith("step-00000004.tmp-")
+    assert names(tmp_path) == ["step-00000004"]
+    expected, found = files(tmp_path / "at-once"), files(folder(tmp_path) / "step-00000004")
+    assert {str(name) for name in found} >= {"model/00000-00000.safetensors", "optimizer/00000-00000.safetensors"}
+    assert found == expected
+
+
+def test_a_run_is_the_same_whether_its_saves_are_asynchronous_or_not(tmp_path):
+    """Every step is saved, so each save but the first waits for the one before."""
+    for name, asynchronous in (("a", True), ("b", False)):
+        saver = saving(every_n_train_steps=1, keep_last=-1, at_end=True, asynchronous=asynchronous)
+        fit(tmp_path / name, saver, log_every_n_steps=3)
+    found, expected = (find_checkpoints(folder(tmp_path / name)) for name in "ab")
+    assert [path.name for path in found] == [path.name for path in expected] == names(tmp_path / "a")
+    assert len(found) == 15
+    for one, other in zip(map(Checkpoint.open, found), map(Checkpoint.open, expected), strict=True):
+        for section in ("model", "optimizer", "extra"):
+            assert same(dict(one.tensors(section)), dict(other.tensors(section)))
+        for checkpoint in (one, other):
+            checkpoint.state["progress"].pop("elapsed_s")
+        assert one.state == other.state
+        assert one.info == other.info
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_snapshot_has_the_bits_of_tensors_of_every_kind(dtype):
+    tensors = {str(shape): tensor_of(dtype, shape) for shape in SHAPES}
+    if dtype.itemsize > 1 and not str(dtype).startswith("torch.float4"):
+        tensors |= {"transposed": tensor_of(dtype, (5, 7)).T, "expanded": tensor_of(dtype, (1, 3)).expand(4, 3)}
+    if dtype.is_complex:
+        tensors["conjugate"] = tensor_of(dtype, (4,)).conj()
+    snapshot = Snapshot()
+    for _ in range(2):  # the second time into the same memory
+        copies = snapshot.take({"model": tensors})["model"]
+        snapshot.wait()
+        assert same(copies, tensors)
+    addresses = {tensor.data_ptr() for tensor in tensors.values() if tensor.numel()}
+    assert not addresses & {copy.data_ptr() for copy in copies.values()}
+
+
+def test_reserved_memory_is_not_touched_for_the_first_time_by_a_save():
+    tensors = {"model": {str(number): torch.ones(1 << 20) for number in range(16)}}
+
+    def faults(snapshot):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        copies = snapshot.take(tensors)
+        count = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        assert same(copies, tensors)
+        return count
+
+    reserved = Snapshot()
+    thread = threading.Thread(target=reserved.reserve, args=(tensors,))
+    thread.start()
+    thread.join()
+    assert faults(reserved) < 1000
+    assert faults(Snapshot()) > 16 * (4 << 20) // (2 * os.sysconf("SC_PAGESIZE"))
+
+
+@pytest.mark.cuda
+def test_a_snapshot_of_cuda_tensors_is_that_of_its_moment():
+    tensor, layers = torch.zeros(1 << 24, device="cuda"), torch.randn(1024, 1024, device="cuda")
+    for _ in range(50):
+        layers = layers @ layers  # the copy has to wait for these
+    tensor += 1
+    snapshot = Snapshot()
+    copies = snapshot.take({"model": {"tensor": tensor, "transposed": tensor.view(4096, 4096).T}})["model"]
+    tensor += 1
+    snapshot.wait()
+    assert all(copy.is_pinned() and (copy == 1).all() for copy in copies.values())
+
+
+# ---------------------------------------------------------------------- when
+
+
+class Large(Regression):
+    """18 MiB with Adam's state."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(1536, 1024))
+
+    def forward(self, inputs):
+        return super().forward(inputs) + 0.0 * self.table[0, 0]
+
+
+class Numerous(Regression):
+    """1,200 tensors with Adam's state, of some bytes each."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(300))
+
+    def forward(self, inputs):
+        return super().forward(inputs) + 0.0 * torch.stack(tuple(self.more)).sum()
+
+
+@pytest.mark.parametrize(
+    ("task", "asynchronous", "is_left_to_a_thread"),
+    [
+        (Regression, None, False), (Regression, True, True), (Large, None, True), (Large, False, False),
+        (Numerous, None, True), (Numerous, False, False),
+    ],
+)  # fmt: skip
+def test_only_large_checkpoints_are_written_beside_the_run_unless_it_is_said(
+    tmp_path, monkeypatch, task, asynchronous, is_left_to_a_thread
+):
+    disk = SlowDisk(monkeypatch)
+    disk.goes_on.set()
+    fit(tmp_path, saving(asynchronous=asynchronous), task(), max_steps=6)
+    assert names(tmp_path) == ["step-00000004"]
+    assert disk.is_left_to_a_thread == is_left_to_a_thread
+
+
+def test_what_does_not_fit_into_the_memory_twice_is_written_at_once(tmp_path, monkeypatch):
+    read_text = Path.read_text
+    meminfo = "MemTotal:       99999999 kB\nMemAvailable:      30000 kB\n"  # 29 MiB for 18 and more
+
+    def read(path, *args, **options):
+        return meminfo if str(path) == "/proc/meminfo" else read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    disk = SlowDisk(monkeypatch)
+    fit(tmp_path, saving(asynchronous=None), Large(), max_steps=6)
+    assert names(tmp_path) == ["step-00000004"]
+    assert not disk.is_left_to_a_thread
+
+
+def test_the_checkpoint_at_the_end_is_written_at_once(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    fit(tmp_path, saving(every_n_train_steps=0, at_end=True), max_steps=3)
+    assert names(tmp_path) == ["step-00000003"]
+    assert not disk.is_left_to_a_thread
+
+
+# ---------------------------------------------------------------------- which
+
+
+class Improving(Moving):
+    def validation_step(self, batch):
+        self.log("score", -float(self.global_step))
+
+
+def test_nothing_is_removed_before_the_commit_and_every_path_given_out_exists(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    disk.goes_on.set()
+    saver = saving(monitor="score", on_best=False, keep_last=1)
+    seen = {}
+
+    def look(trainer):
+        given = [saver.best_model_path, saver.kth_best_model_path, saver.last_model_path, *saver.best_k_models]
+        for path in filter(None, given):
+            Checkpoint.open(Path(path))
+        assert saver.best_model_score == (-float(given[0][-2:]) if given[0] else None)
+        seen[trainer.global_step] = given[0][-2:], given[2][-2:]
+
+    def hold(trainer):
+        look(trainer)
+        disk.goes_on.clear()
+        disk.reached.clear()
+
+    def look_at_a_held_one(trainer):
+        assert disk.reached.wait(60)
+        assert trainer.run.saves.path.name == "step-00000008"
+        look(trainer)
+
+    def go_on(trainer):
+        disk.goes_on.set()
+        wait_until_announced(trainer)
+        look(trainer)
+
+    early = {"step5": wait_until_announced, "step6": look, "step7": hold}
+    at = At(**early, step9=look_at_a_held_one, step10=go_on, step11=look, step12=look)
+    fit(tmp_path, [at, saver], Improving(), val_check_interval=4, max_steps=12)
+    # each is accounted for one boundary after its end is known; what it replaces is there until then
+    assert seen == {
+        6: ("", "04"), 7: ("04", "04"), 9: ("04", "04"), 10: ("04", "08"), 11: ("04", "08"), 12: ("08", "08")
+    }  # fmt: skip
+    assert names(tmp_path) == ["step-00000012"]
+
+
+def wait_until_announced(trainer):
+    """Until the save is over, as the next boundary will find."""
+    deadline_s = time.monotonic() + 60
+    while not trainer.run.ending.vote.save_ended_here:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def test_a_moment_that_two_callbacks_save_is_written_once_and_waited_for_by_none(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+
+    def go_on(trainer):
+        assert disk.reached.wait(60)
+        assert names(tmp_path)[0].startswith("step-00000004.tmp-")
+        disk.goes_on.set()
+
+    savers = [saving(keep_last=1), saving(monitor="val_loss", keep_last=0)]
+    fit(tmp_path, [At(step5=go_on), *savers], val_check_interval=4, max_steps=5)
+    assert names(tmp_path) == ["step-00000004"]
+    assert savers[1].best_model_path == savers[0].last_model_path == str(folder(tmp_path) / "step-00000004")
+
+
+def test_several_callbacks_keep_what_each_of_them_says(tmp_path):
+    savers = [
+        saving(monitor="score", every_n_train_steps=0, keep_last=0),
+        saving(monitor="score", mode="max", every_n_train_steps=0, keep_last=0),
+        saving(every_n_train_steps=5, keep_last=1),
+    ]
+    fit_scripted(tmp_path, [9, 5, 1, 2, 8, 7], savers)
+    assert names(tmp_path) == ["step-00000002", "step-00000006", "step-00000010"]
+
+
+# ---------------------------------------------------------------------- errors
+
+
+class Watched(lumen.Callback):
+    """Lets each save end before the next boundary."""
+
+    last_step = 0
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        self.last_step = trainer.global_step
+        if trainer.run.saves.path is not None:
+            wait_until_announced(trainer)
+
+
+def put_a_file_in_the_way(tmp_path, trainer):
+    folder(tmp_path).rename(tmp_path / "moved")
+    folder(tmp_path).write_text("in the way")
+
+
+def limit_the_size_of_files(tmp_path, trainer):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (put_a_file_in_the_way, r"checkpoints.*A file is in the way"),
+        (limit_the_size_of_files, r"step-00000008.*: File too large. No file may grow that large there"),
+    ],
+)
+def test_an_error_of_the_thread_ends_the_run_at_the_next_boundary(tmp_path, harm, message):
+    watched = Watched()
+    callbacks = [watched, At(step8=lambda trainer: harm(tmp_path, trainer)), saving()]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(CheckpointError, match=message):
+            fit(tmp_path, callbacks, logger=False)
+    finally:  # not in a fixture: pytest writes its dot before it tears down, into what may be a long file
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert watched.last_step == 9
+    (older,) = find_checkpoints(tmp_path / "moved" if (tmp_path / "moved").exists() else folder(tmp_path))
+    assert Checkpoint.open(older).info["step"] == 4
+    assert not list(tmp_path.rglob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends there"])
+def test_a_directory_that_is_removed_during_a_save_is_an_error_that_names_it(tmp_path, monkeypatch, ends):
+    callbacks = [At(step5=remover(tmp_path, SlowDisk(monkeypatch))), saving()]
+    with pytest.raises(CheckpointError, match=r"step-00000004.*removed while it was in use"):
+        fit(tmp_path, callbacks, max_steps=5 if ends else 9)
+
+
+def test_an_error_that_a_failing_run_cannot_raise_any_more_is_logged(tmp_path, monkeypatch, caplog):
+    disk = SlowDisk(monkeypatch)
+
+    def fail(trainer):
+        remover(tmp_path, disk)(trainer)
+        raise RuntimeError("on purpose")
+
+    with caplog.at_level(logging.ERROR, "lumen"), pytest.raises(RuntimeError, match="on purpose"):
+        fit(tmp_path, [At(step5=fail), saving()], log_level="ERROR")
+    assert "the save under way failed: cannot write" in caplog.text
+    assert "step-00000004" in caplog.text
+
+
+def remover(tmp_path, disk):
+    def remove(trainer):
+        assert disk.reached.wait(60)
+        shutil.rmtree(folder(tmp_path))
+        disk.goes_on.set()
+
+    return remove
+
+
+def test_parameters_that_are_not_finite_are_never_committed(tmp_path):
+    class Breaks(Moving):
+        def __init__(self):
+            super().__init__()
+            self.spare = nn.Parameter(torch.zeros(3))  # no loss depends on it
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.global_step == 8:
+                self.spare.data[1] = torch.nan
+
+    with pytest.raises(NonFiniteLoss, match=r"after step 8 1 parameters are not finite.*: spare"):
+        fit(tmp_path, saving(), Breaks())
+    assert names(tmp_path) == ["step-00000004"]
+
+
+# ---------------------------------------------------------------------- leaving
+
+
+class Leaves(Moving):
+    """Fails in the step after a save has begun."""
+
+    error = RuntimeError
+
+    def training_step(self, batch):
+        if self.global_step == 4 and self.error is not None:
+            raise self.error
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt, SystemExit])
+def test_leaving_the_run_waits_for_the_save_under_way(tmp_path, monkeypatch, error):
+    disk = SlowDisk(monkeypatch)
+    timer = threading.Timer(0.5, disk.goes_on.set)
+    timer.start()
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        task = Leaves()
+        task.error = error
+        fit(tmp_path, saving(), task, max_steps=5)
+    timer.join()
+    assert names(tmp_path) == ["step-00000004"]
+    Checkpoint.open(folder(tmp_path) / "step-00000004")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lumen-save")]
+
+
+def test_a_failing_run_finds_the_boundary_that_is_being_saved(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    timer = threading.Timer(0.5, disk.goes_on.set)
+    timer.start()
+    with pytest.raises(RuntimeError):
+        fit(tmp_path, [lumen.OnExceptionCheckpoint(), saving()], Leaves())
+    timer.join()
+    assert names(tmp_path) == ["step-00000004"]
+
+
+IMPATIENT = """
+import os, sys, threading, time
+from tests.fit.test_asynchronous_saves import Moving, fit, saving
+from pathlib import Path
+
+fsync = os.fsync
+def slow(descriptor):
+    if threading.current_thread() is not threading.main_thread():
+        print("saving", flush=True)
+        time.sleep(0.2)
+    fsync(descriptor)
+os.fsync = slow
+
+class Slow(Moving):
+    def training_step(self, batch):
+        time.sleep(0.05)
+        return super().training_step(batch)
+
+fit(Path(sys.argv[1]), saving(every_n_train_steps=2), Slow(), max_epochs=1000, log_level="WARNING")
+"""
+
+
+def test_python_waits_for_the_save_even_if_it_is_interrupted_again_and_again(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        while child.stdout.readline().strip() != "saving":
+            assert child.poll() is None
+        for _ in range(3):  # finish this step; leave at once; do not wait; and now Python ends
+            child.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        errors = child.communicate(timeout=60)[1]
+    assert child.returncode in (130, -signal.SIGINT), errors
+    assert names(tmp_path) == ["step-00000002"], errors
+    assert errors.count("SIGINT: leaving when the checkpoint under way is written") == 1, errors
+    Checkpoint.open(folder(tmp_path) / "step-00000002")
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+
+
+@STRATEGIES
+def test_every_rank_writes_its_share_as_it_was_when_the_save_began(group, tmp_path, strategy):
+    copied = group(2).run(save_at_once_and_beside, tmp_path, strategy)
+    assert names(tmp_path) == ["step-00000004"]
+    expected, found = files(tmp_path / "at-once"), files(folder(tmp_path) / "step-00000004")
+    assert {name.name[:5] for name in found if name.parent.name == "model"} == {"00000", "00001"}
+    assert found == expected
+    checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
+    sections = ("model", "optimizer", "extra")
+    specs = [checkpoint.spec(section, name) for section in sections for name in checkpoint.names(section)]
+    assert sum(copied) == sum(shape.numel() * dtype.itemsize for dtype, shape in specs)
+
+
+def save_at_once_and_beside(tmp_path, strategy):
+    """Bytes of the copies that this process has made."""
+    copied = []
+    with pytest.MonkeyPatch.context() as patch:
+        disk, take = SlowDisk(patch), Snapshot.take
+
+        def counted(self, sections):
+            copied.extend(tensor.nbytes for tensors in sections.values() for tensor in tensors.values())
+            return take(self, sections)
+
+        def save_at_once(trainer):
+            trainer.save_checkpoint(tmp_path / "at-once", info={"best": None, "monitor": None, "finished": None})
+
+        def go_on(trainer):
+            assert disk.reached.wait(30)
+            assert names(tmp_path)[0].startswith("step-00000004.tmp-")
+            trainer.strategy.barrier()
+            disk.goes_on.set()
+
+        patch.setattr(Snapshot, "take", counted)
+        callbacks = [At(step4=save_at_once, step7=go_on), saving()]
+        fit(tmp_path, callbacks, strategy=strategy, max_steps=7, logger=False, accumulate_grad_batches=1)
+    return sum(copied)
+
+
+def test_all_ranks_write_at_once_where_one_has_no_memory_for_its_copy(group, tmp_path):
+    for how in ("known before", "found out"):
+        assert group(2).run(save_without_memory_on_one_rank, tmp_path / how, how) == [False, False]
+        assert names(tmp_path / how) == ["step-00000004"]
+
+
+def save_without_memory_on_one_rank(tmp_path, how):
+    """Whether the save was left to a thread."""
+    read_text = Path.read_text
+
+    def read(path, *args, **options):
+        return "MemAvailable:      30000 kB\n" if str(path) == "/proc/meminfo" else read_text(path, *args, **options)
+
+    def take(self, sections):
+        raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patch:
+        disk = SlowDisk(patch)
+        disk.goes_on.set()
+        if os.environ["RANK"] == "1":
+            patch.setattr(*((Path, "read_text", read) if how == "known before" else (Snapshot, "take", take)))
+        if how == "known before":
+            fit(tmp_path, saving(asynchronous=None), Large(), strategy="ddp", max_steps=6)
+        else:
+            patch.setattr("lumen.checkpoint.storage.Storage.quick_bytes", 0)
+            fit(tmp_path, saving(asynchronous=None), strategy="ddp", max_steps=6)
+    return disk.is_left_to_a_thread
+
+
+@STRATEGIES
+def test_an_error_in_the_thread_of_one_rank_ends_the_run_on_all(group, tmp_path, strategy):
+    messages = group(2).run(train_until_a_disk_is_full, tmp_path, strategy)
+    assert messages[0] == messages[1]
+    assert re.search("step-00000008.*/00001-00000.safetensors: No space left on device", messages[0])
+    assert names(tmp_path) == ["step-00000004"]
+    Checkpoint.open(folder(tmp_path) / "step-00000004")
+
+
+def train_until_a_disk_is_full(tmp_path, strategy):
+    """In the thread of rank 1 only."""
+    fsync = os.fsync
+
+    def full(descriptor):
+        in_thread = threading.current_thread() is not threading.main_thread()
+        if in_thread and "step-00000008" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError) as caught:
+            fit(tmp_path, saving(at_end=True), max_epochs=100_000, strategy=strategy, logger=False)
+    return str(caught.value)
+
+
+def test_a_slow_disk_of_one_rank_is_waited_for_longer_than_a_rank_in_training(group, tmp_path):
+    group(2).run(train_beside_a_slow_disk, tmp_path)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def train_beside_a_slow_disk(tmp_path):
+    """It needs twice the time after which a process that does not come to a collective counts as stuck."""
+    fsync, slept = os.fsync, []
+
+    def slow(descriptor):
+        if threading.current_thread() is not threading.main_thread() and not slept:
+            slept.append(time.sleep(2.0))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(os, "fsync", slow)
+        for part in ("before", "."):  # the group of the threads stays open from one run to the next
+            slept.clear()
+            fit(tmp_path / part, saving(), max_steps=6, strategy=lumen.DDP(timeout_s=1.0), logger=False)
+    assert bool(slept) == (os.environ["RANK"] == "1")
+
+
+def test_a_part_that_is_not_finite_is_an_error_on_all_ranks(group, tmp_path):
+    messages = group(2).run(train_until_a_part_breaks, tmp_path)
+    assert messages[0] == messages[1]
+    assert re.search("after step 8 1 parameters are not finite.*: net.0.weight", messages[0])
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def train_until_a_part_breaks(tmp_path):
+    """The last row of a parameter, which one process holds."""
+
+    def harm(trainer):
+        if trainer.global_rank == 1:
+            trainer.run.task.net[0].weight.detach().to_local()[-1] = torch.nan
+
+    with pytest.raises(NonFiniteLoss) as caught:
+        fit(tmp_path, [At(step8=harm), saving()], max_epochs=3, max_steps=8, strategy="fsdp", logger=False)
+    return str(caught.value)
+
+
+KILLED = """
+import os, sys, threading, time
+from pathlib import Path
+import torch
+from tests.fit.test_asynchronous_saves import Moving, fit, saving
+
+torch.set_num_threads(1)
+directory, strategy, held, step_s = Path(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
+fsync = os.fsync
+def slow(descriptor):
+    if threading.current_thread() is not threading.main_thread() and os.environ["RANK"] == held:
+        print("saving", flush=True)
+        time.sleep(600)
+    fsync(descriptor)
+os.fsync = slow
+
+class Slow(Moving):
+    def training_step(self, batch):
+        time.sleep(step_s)
+        return super().training_step(batch)
+
+options = {"max_epochs": 100_000} if held != "none" else {"max_steps": 9}
+fit(directory, saving(), Slow(), strategy=strategy, resume="auto", log_every_n_steps=10_000, **options)
+"""
+
+
+@pytest.mark.parametrize(("strategy", "victim"), [pytest.param("ddp", 1, marks=pytest.mark.slow), ("fsdp", 0)])
+def test_ranks_whose_threads_wait_for_one_that_is_killed_end_at_once(tmp_path, strategy, victim):
+    job = start_ranks(tmp_path, strategy, str(victim))
+    assert job[victim].stdout.readline().strip() == "saving"
+    time.sleep(0.5)  # the other one waits for it now
+    assert names(tmp_path)[0].startswith("step-00000004.tmp-")
+    job[victim].kill()
+    killed_s = time.monotonic()
+    _, errors = job[1 - victim].communicate(timeout=60)
+    assert time.monotonic() - killed_s < 20
+    assert job[1 - victim].returncode == 1, errors
+    assert "ProcessLost" in errors
+    job[victim].communicate()
+    assert find_checkpoints(folder(tmp_path)) == []
+    for process in start_ranks(tmp_path, strategy, "none"):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert names(tmp_path) == ["step-00000004", "step-00000008"]
+
+
+def test_a_save_that_lost_a_process_while_the_run_did_says_so_in_a_sentence(tmp_path):
+    job = start_ranks(tmp_path, "ddp", "1", step_s="0.4")
+    assert job[1].stdout.readline().strip() == "saving"
+    time.sleep(0.5)  # rank 0 trains, and does not wait for its thread
+    job[1].kill()
+    errors = job[0].communicate(timeout=60)[1]
+    job[1].communicate()
+    (said,) = [line for line in errors.splitlines() if "the save under way failed" in line]
+    assert said.endswith(": rank 0 lost another process of the run: see why that one ended."), errors
+
+
+def start_ranks(tmp_path, strategy, held, step_s="0.02"):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED, tmp_path, strategy, held, step_s], cwd=ROOT, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+            env=os.environ | {
+                "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+
+
+def test_a_failing_thread_ends_the_run_on_every_rank(group, tmp_path):
+    messages = group(2).run(train_until_the_save_fails, tmp_path)
+    assert messages[0] == messages[1]
+    assert "A file is in the way" in messages[0]
+    (older,) = find_checkpoints(tmp_path / "moved")
+    assert Checkpoint.open(older).info["step"] == 4
+
+
+def train_until_the_save_fails(tmp_path):
+    def harm(trainer):
+        if trainer.is_global_zero:
+            put_a_file_in_the_way(tmp_path, trainer)
+
+    callbacks = [Watched(), At(step8=harm), saving(at_end=True)]
+    with pytest.raises(CheckpointError) as caught:
+        fit(tmp_path, callbacks, max_epochs=100_000, strategy="ddp", logger=False)
+    return str(caught.value)
+
+
+def test_ranks_agree_on_what_is_saved_and_kept(group, tmp_path):
+    found = [
+        group(2).run(train_on_ranks, tmp_path / name, asynchronous)
+        for name, asynchronous in (("a", True), ("b", False))
+    ]
+    assert found[0][0] == found[0][1] == found[1][0] == found[1][1]
+
+
+def train_on_ranks(tmp_path, asynchronous):
+    saver = saving(monitor="val_loss", every_n_train_steps=2, keep_last=2, save_top_k=2, asynchronous=asynchronous)
+    fit(tmp_path, saver, strategy="ddp", val_check_interval=2)
+    return saver.scores, [Path(path).name for path in saver.best_k_models], names(tmp_path)
+
+
+# ---------------------------------------------------------------------- what went wrong once
+
+
+def test_moments_of_one_step_come_and_go_in_their_order(tmp_path):
+    class Skipping(Regression):
+        def training_step(self, batch):
+            return None if self.global_step >= 3 else super().training_step(batch)
+
+    newest = []
+    watching = lumen.LambdaCallback(on_step_end=lambda trainer, task: newest.append(_newest(tmp_path)))
+    saver = saving(every_n_train_steps=1, keep_last=1)
+    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[watching, saver])
+    trainer.fit(Skipping(), loader(320))
+    assert len(newest) == 40
+    micro_batches = [info["micro_batches"] for info in newest if info is not None]
+    assert micro_batches == sorted(micro_batches)
+    assert _newest(tmp_path)["micro_batches"] == 40
+
+
+def _newest(tmp_path):
+    found = find_checkpoints(folder(tmp_path)) if folder(tmp_path).is_dir() else []
+    return read_info(found[-1]) if found else None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_two_savers_of_one_folder_share_a_checkpoint_however_they_spell_it(tmp_path, monkeypatch, asynchronous):
+    monkeypatch.chdir(tmp_path)
+    savers = [
+        saving(dirpath=path, asynchronous=asynchronous) for path in ("ck", tmp_path / "ck", tmp_path / "ck/../ck")
+    ]
+    fit(tmp_path, savers, max_steps=9)
+    assert sorted(path.name for path in (tmp_path / "ck").iterdir()) == ["step-00000004", "step-00000008"]
+
+
+def test_a_callback_that_outlives_its_run_does_not_keep_it(tmp_path):
+    saver, task = saving(), Moving()
+    fit(tmp_path, saver, task)
+    gone = weakref.ref(task)
+    del task
+    gc.collect()
+    assert gone() is None
+    assert copy.deepcopy(saver).last_model_path == saver.last_model_path != ""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_state_that_cannot_be_collected_leaves_no_score(tmp_path, asynchronous):
+    class Refusing(Moving):
+        def on_save_checkpoint(self, checkpoint):
+            if self.global_step == 8:
+                raise ValueError("not now")
+
+    saver = saving(monitor="val_loss", asynchronous=asynchronous, every_n_train_steps=4)
+    with pytest.raises(ValueError, match="not now"):
+        fit(tmp_path, saver, Refusing(), val_check_interval=4)
+    assert Path(saver.best_model_path).is_dir()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_single_element_of_any_stride_is_saved(tmp_path, asynchronous):
+    class Strided(Moving):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["x"] = torch.full((1, 5), 3.0)[:, 0]
+
+    fit(tmp_path, saving(asynchronous=asynchronous), Strided(), max_steps=4)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def test_what_a_failed_save_leaves_is_the_checkpoint_before_it(tmp_path, monkeypatch):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if "b/step-00000008" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    savers = [saving(dirpath=tmp_path / name, keep_last=0) for name in ("a", "b", "c")]
+    with pytest.raises(CheckpointError, match="step-00000008"):
+        fit(tmp_path, [*savers, lumen.OnExceptionCheckpoint()])
+    assert "step-00000004" in [path.name for path in find_checkpoints(tmp_path / "b")]
+
+
+CRAMPED = """
+import re, resource, sys
+from pathlib import Path
+import torch
+from tests.fit.test_asynchronous_saves import At, Moving, fit, saving
+
+class Growing(Moving):
+    grown = None
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["grown"] = self.grown
+
+def cramp(trainer):
+    task.grown = torch.ones(24 << 20)
+    taken = int(re.search(r"VmSize:\\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) << 10
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), -1))
+
+task = Growing()
+saver = saving(asynchronous=True if sys.argv[2] == "True" else None)
+fit(Path(sys.argv[1]), [At(step4=cramp), saver], task, max_steps=5, log_level="WARNING")
+"""
+
+
+@pytest.mark.parametrize("asynchronous", [None, True])
+def test_without_memory_for_a_copy_training_waits_for_the_save_unless_it_was_told_not_to(tmp_path, asynchronous):
+    done = subprocess.run(
+        [sys.executable, "-c", CRAMPED, tmp_path, str(asynchronous)], cwd=ROOT, capture_output=True, text=True
+    )
+    if asynchronous:
+        assert done.returncode == 1
+        assert "CheckpointError: step-00000004: there is no memory for the copy" in done.stderr
+        assert "can't allocate memory" in done.stderr
+        assert "Set asynchronous=False in ModelCheckpoint." in done.stderr
+        assert names(tmp_path) == []
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "step-00000004: there is no memory for a copy, so training waits" in done.stderr
+        checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
+        assert (checkpoint.tensor("extra", "task.grown") == 1).all()
+
+
+def free_the_parameters(trainer):
+    for parameter in trainer.run.task.parameters():
+        parameter.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("asynchronous", [None, True])
+def test_what_else_fails_while_copying_is_not_taken_for_want_of_memory(tmp_path, asynchronous):
+    callbacks = [At(step4=free_the_parameters), saving(asynchronous=asynchronous)]
+    with pytest.raises(RuntimeError, match="out of bounds for storage of size 0") as caught:
+        fit(tmp_path, callbacks, Large())
+    assert "_copied" in [entry.name for entry in caught.traceback]
+    assert names(tmp_path) == []
+    assert "memory" not in (tmp_path / "runs/run/run.log").read_text()
+
+
+def test_what_fails_while_one_rank_copies_is_known_to_all(group, tmp_path):
+    first, second = group(2).run(copy_freed_memory, tmp_path)
+    assert second.startswith("RuntimeError: setStorage")
+    assert first == f"ProcessLost: rank 1 failed: {second}"
+    assert names(tmp_path) == []
+
+
+def copy_freed_memory(tmp_path):
+    def harm(trainer):
+        if trainer.global_rank == 1:
+            free_the_parameters(trainer)
+
+    with pytest.raises((RuntimeError, ProcessLost)) as caught:
+        fit(tmp_path, [At(step4=harm), saving()], strategy="ddp", logger=False)
+    return f"{caught.type.__name__}: {caught.value}"

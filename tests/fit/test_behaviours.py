@@ -1,0 +1,684 @@
+"""What users of a training library rely on, and the tests that hold it; those that no other file holds are here.
+
+A step is a completed update, also with accumulation, and max_steps ends exactly there
+    fit/test_loop.py::test_max_steps_with_accumulation_ends_exactly
+    fit/test_loop.py::test_an_epoch_is_cut_into_whole_steps_and_a_short_last_one
+Epochs, steps and batches are counted exactly in a fit, in a resumed one, and in a second one, which begins at zero
+    fit/test_behaviours.py::test_counts_are_exact_after_a_fit_a_resumed_one_and_a_second_one
+    fit/test_loop.py::test_a_second_fit_counts_from_zero_and_trains_on
+Of several limits the first one reached ends the run; -1 is none, 0 trains nothing, less is refused
+    fit/test_loop.py::test_the_first_limit_reached_ends_the_run
+    fit/test_loop.py::test_a_wrong_setting_is_named_when_the_trainer_is_built
+A minimum of steps or epochs delays a stop, which adds no validation and drops none that is due
+    fit/test_loop.py::test_a_minimum_delays_a_stop
+    fit/test_validation.py::test_an_early_stop_does_not_add_a_validation
+    fit/test_behaviours.py::test_a_stop_asked_for_in_training_adds_no_validation_and_drops_none
+A stop asked for inside an epoch leaves after the step in progress
+    fit/test_loop.py::test_a_stop_leaves_after_the_step_in_progress
+-1 from on_train_batch_start skips the rest of the epoch, and schedules move all the same
+    fit/test_loop.py::test_minus_one_skips_the_rest_of_the_epoch_and_schedules_move
+    fit/test_loop.py::test_a_callback_may_skip_the_rest_of_the_epoch_too
+Hooks come in one order, in training, with accumulation, resumed, and in each evaluation
+    fit/test_hooks.py::test_fit_calls_every_hook_in_the_order_drawn
+    fit/test_hooks.py::test_a_resumed_fit_goes_on_inside_the_epoch_it_left
+    fit/test_hooks.py::test_an_evaluation_calls_its_own_hooks
+Each submodule is in its own mode again after an evaluation
+    fit/test_validation.py::test_each_submodule_gets_its_own_mode_back
+    fit/test_validation.py::test_modes_come_back_after_an_error_too
+A validation never falls inside a step, and disturbs neither gradients nor generators
+    fit/test_behaviours.py::test_a_validation_never_falls_inside_a_step_and_leaves_its_gradients_alone
+    fit/test_validation.py::test_validation_disturbs_neither_gradients_nor_generators
+The sanity check leaves no value, no row and no draw behind
+    fit/test_validation.py::test_the_sanity_check_leaves_no_trace
+    fit/test_behaviours.py::test_what_is_drawn_after_the_sanity_check_does_not_depend_on_it
+
+An empty loader is an error in training, and a warning in an evaluation
+    fit/test_data.py::test_an_empty_training_loader_is_an_error_that_says_what_is_empty
+    fit/test_data.py::test_an_empty_evaluation_loader_is_one_warning
+    fit/test_validation.py::test_an_empty_evaluation_gives_nothing
+    fit/test_behaviours.py::test_an_empty_validation_loader_gives_no_value_and_disturbs_nothing
+A stream needs no length, may give a wrong one, and may have nothing in an epoch
+    fit/test_data.py::test_a_loader_of_another_kind_repeats_and_resumes
+    fit/test_loaders.py::test_a_stream_whose_length_is_wrong_is_read_to_its_end
+    fit/test_behaviours.py::test_a_stream_that_has_nothing_in_one_epoch_skips_it_with_a_warning
+A limit is a count or a fraction, 0 too; an endless loader needs a count; a fraction of less than a batch is an error
+    fit/test_loop.py::test_a_limit_is_a_count_or_a_fraction_of_the_batches
+    fit/test_loop.py::test_a_fraction_of_less_than_one_batch_is_an_error
+    fit/test_validation.py::test_limits_hold_for_every_evaluation
+    fit/test_data.py::test_an_endless_stream_needs_only_a_limit
+    fit/test_behaviours.py::test_endless_evaluation_loaders_need_only_a_count
+Several training loaders combine in every mode; several validation loaders are told apart
+    fit/test_loaders.py::test_several_loaders_are_read_together
+    fit/test_loaders.py::test_several_loaders_can_be_read_one_after_the_other
+    fit/test_hooks.py::test_hooks_get_what_they_are_promised
+    fit/test_validation.py::test_several_loaders_have_a_value_each
+Loaders are made once, only where they are needed, and anew every so many epochs
+    fit/test_behaviours.py::test_a_data_module_is_asked_for_each_loader_once_and_only_for_its_stage
+    fit/test_loop.py::test_loaders_may_live_on_the_task
+    fit/test_loaders.py::test_loaders_are_asked_for_anew_every_so_many_epochs
+Workers end with the run and with the evaluation, also when it fails, persistent or not
+    fit/test_data.py::test_no_worker_outlives_its_run
+    fit/test_behaviours.py::test_no_worker_of_an_evaluation_outlives_it
+No two workers, samples or epochs draw the same
+    fit/test_data.py::test_workers_get_seeds_of_their_own_that_repeat
+    fit/test_data.py::test_augmentation_belongs_to_the_sample
+A sampler of the user's is kept and told the epoch; one for several processes leaves no sample out
+    fit/test_loaders.py::test_whatever_wants_to_know_the_epoch_is_told
+    fit/test_loaders.py::test_a_distributed_sampler_is_replaced_because_lumen_deals_the_samples
+    fit/test_behaviours.py::test_an_evaluation_reads_each_sample_once_and_in_the_same_order_every_time
+overfit_batches repeats the same batches in every epoch
+    fit/test_loaders.py::test_overfitting_repeats_the_same_batches_in_every_epoch
+A prediction has each sample once, in order, and each batch its number
+    fit/test_validation.py::test_predict_returns_each_sample_once_in_order
+    fit/test_behaviours.py::test_each_prediction_comes_with_the_numbers_of_its_batch_and_loader
+
+Backward runs once for each micro-batch and each evaluation of a closure
+    fit/test_closures.py::test_backward_runs_as_often_as_there_are_micro_batches_and_evaluations
+Gradients are clipped by norm and by value as torch does it, in every precision
+    fit/test_optim_adamw.py::test_clipping_under_every_precision_is_that_of_torch_on_unscaled_gradients
+    fit/test_precision.py::test_one_dtype_equals_the_loop_by_hand
+Schedules move by step and epoch, at their frequency, by their monitor, and are saved as they are after the update
+    fit/test_schedulers.py::test_rates_are_those_of_the_hand_written_loop
+    fit/test_schedulers.py::test_a_plateau_follows_its_monitor
+    fit/test_schedulers.py::test_a_missing_monitor_is_an_error_that_names_what_was_logged
+    fit/test_schedulers.py::test_a_missing_monitor_that_is_not_strict_leaves_the_rate_alone
+    fit/test_schedulers.py::test_a_checkpoint_holds_the_schedule_after_the_update
+Under fp16 gradients are unscaled before they are clipped, fused or not, and an overflow moves nothing
+    fit/test_optim_adamw.py::test_fused_and_scaled_updates_are_those_of_the_loop_written_by_hand
+    promises/test_hand_written_loop.py::test_autocast_equals_autocast_by_hand
+    promises/test_hand_written_loop.py::test_an_overflowing_fp16_update_moves_nothing
+A loss or a monitor that is not finite ends the run, and the operation behind it is found on demand
+    fit/test_weights.py::test_a_loss_that_is_not_finite_is_an_error_that_names_the_step
+    fit/test_callbacks.py::test_early_stopping_stops_at_the_right_epoch
+    fit/test_behaviours.py::test_the_operation_whose_backward_made_a_nan_is_found_on_demand
+Manual optimization and several optimizers, which there are not, are refused before training
+    fit/test_errors.py::test_a_task_that_cannot_be_trained_is_refused
+
+A run that was stopped or killed anywhere and resumed ends like one that was not, with validation and without
+    fit/test_behaviours.py::test_a_run_stopped_at_any_step_and_resumed_ends_like_one_that_was_not
+    promises/test_exact_resume.py::test_three_kills_leave_no_trace
+A loader's own state is saved, and gone on from
+    fit/test_loaders.py::test_a_stream_with_a_state_goes_on_from_it
+    fit/test_behaviours.py::test_a_stateful_loader_is_not_read_again
+An exception in any hook, step or save leaves a run that goes on exactly
+    fit/test_behaviours.py::test_an_exception_anywhere_leaves_a_run_that_goes_on_exactly
+States of callbacks survive; one whose callback is missing is named
+    fit/test_resume.py::test_states_of_callbacks_task_and_data_survive
+    fit/test_model_checkpoint.py::test_a_callback_that_is_missing_on_resume_is_named
+Each rule writes and keeps exactly its checkpoints, on an exception too
+    fit/test_model_checkpoint.py::test_exactly_the_expected_checkpoints_are_kept
+    fit/test_model_checkpoint.py::test_the_interval_counts_from_the_last_save
+    fit/test_on_exception_checkpoint.py::test_a_failure_before_the_update_saves_the_parameters_of_the_last_one
+The end of training is saved if nothing else was, and no step twice
+    fit/test_model_checkpoint.py::test_exactly_the_expected_checkpoints_are_kept
+    fit/test_model_checkpoint.py::test_a_step_with_several_reasons_is_saved_once
+NaN as the first score does not block a later best
+    fit/test_model_checkpoint.py::test_a_nan_first_score_does_not_block_a_later_best
+Going on never removes the checkpoints of the run it goes on from
+    fit/test_model_checkpoint.py::test_a_new_run_from_a_checkpoint_leaves_those_of_the_old_one
+    fit/test_model_checkpoint.py::test_what_is_resumed_from_stays_until_a_newer_one_is_committed
+Parameters load strictly, with more and with fewer names, or leniently
+    fit/test_load.py::test_strict_loading_names_what_differs_and_lenient_loading_leaves_it_alone
+"""
+
+import ast
+import csv
+import multiprocessing
+import os
+import random
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data.distributed import DistributedSampler
+
+import lumen
+from lumen.errors import ConfigError, NonFiniteLoss
+from lumen.task.hooks import HOOKS
+from tests.helpers import ROOT
+from tests.helpers.tasks import (
+    FEATURES,
+    Regression,
+    Saving,
+    Seeing,
+    bare_trainer,
+    loader,
+    numbers,
+    plain,
+    quiet_trainer,
+)
+
+# ---------------------------------------------------------------------- the table above
+
+
+def test_every_test_that_the_table_names_exists_and_every_test_here_is_named():
+    held, behaviour = {}, ""
+    for line in __doc__.splitlines()[2:]:
+        if line.startswith(" "):
+            held[behaviour].append(line.strip().split("::"))
+        elif line:
+            behaviour, held[line] = line, []
+    named = {(file, test) for tests in held.values() for file, test in tests}
+    assert [behaviour for behaviour, tests in held.items() if not tests] == []
+    there = {
+        (file, item.name)
+        for file in {file for file, _ in named}
+        for item in ast.parse((ROOT / "tests" / file).read_text()).body
+        if isinstance(item, ast.FunctionDef) and item.name.startswith("test_")
+    }
+    assert named - there == set()
+    this_file = Path(__file__).relative_to(ROOT / "tests").as_posix()
+    assert {test for file, test in there - named if file == this_file} == {
+        "test_every_test_that_the_table_names_exists_and_every_test_here_is_named"
+    }
+
+
+# ---------------------------------------------------------------------- steps, epochs, counts
+
+
+class Counts(Regression):
+    """Notes (epoch, step, batch_idx) of every micro-batch and the rate and mode it was trained with."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.current_epoch, self.global_step, batch_idx))
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize(("first", "epoch"), [({"max_epochs": 1}, 1), ({"max_steps": 5}, 1), ({"max_steps": 2}, 0)])
+def test_counts_are_exact_after_a_fit_a_resumed_one_and_a_second_one(tmp_path, first, epoch):
+    """Nine micro-batches in steps of three: epochs of three steps."""
+
+    def fit(task, **options):
+        trainer = quiet_trainer(tmp_path, accumulate_grad_batches=3, **options)
+        trainer.fit(task, loader(72, 8))
+        return trainer
+
+    def counts(trainer):
+        return trainer.global_step, trainer.current_epoch, trainer.run.progress.micro_batches
+
+    whole = [(number // 9, number // 3, number % 9) for number in range(27)]
+    begun, resumed = Counts(), Counts()
+    trainer = fit(begun, **first)
+    steps = len(begun.seen) // 3
+    assert counts(trainer) == (steps, epoch, 3 * steps)
+    trainer = fit(resumed, max_epochs=3, resume="auto")
+    assert counts(trainer) == (9, 3, 27)
+    assert begun.seen + resumed.seen == whole
+    again = Counts()
+    trainer = fit(again, max_epochs=3)
+    trainer.fit(again, loader(72, 8))
+    assert counts(trainer) == (9, 3, 27)
+    assert again.seen == whole + whole
+
+
+class When(lumen.Callback):
+    """Notes the step of every validation; may ask for the end in a training step."""
+
+    def __init__(self, stop_in=None):
+        self.stop_in, self.validated = stop_in, []
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        if trainer.global_step == self.stop_in:
+            trainer.should_stop = True
+
+    def on_validation_start(self, trainer, task):
+        self.validated.append(trainer.global_step)
+
+
+@pytest.mark.parametrize(
+    ("stop_in", "options", "steps", "validated"),
+    [
+        (3, {}, 3, []),
+        (5, {}, 5, [5]),
+        (3, {"min_epochs": 1}, 5, [5]),
+        (3, {"min_steps": 7}, 7, [5]),
+        (3, {"val_check_interval": 3}, 3, [3]),
+        (3, {"val_check_interval": 2, "min_steps": 6}, 6, [2, 4, 6]),
+    ],
+)
+def test_a_stop_asked_for_in_training_adds_no_validation_and_drops_none(tmp_path, stop_in, options, steps, validated):
+    when = When(stop_in)
+    trainer = bare_trainer(tmp_path, max_epochs=4, num_sanity_val_steps=0, callbacks=[when], **options)
+    trainer.fit(Regression(), loader(40, 8), val_dataloaders=loader(8, 8))
+    assert (trainer.global_step, when.validated) == (steps, validated)
+
+
+# ---------------------------------------------------------------------- validation leaves training alone
+
+
+@pytest.mark.parametrize("interval", [0.1, 0.5, 1.0, 1])
+def test_a_validation_never_falls_inside_a_step_and_leaves_its_gradients_alone(tmp_path, interval):
+    """Ten micro-batches in steps of four: every tenth of an epoch ends inside one."""
+
+    class Watched(Regression):
+        def __init__(self):
+            super().__init__(dropout=0.3)
+            self.gradients, self.pending = [], 0
+
+        def on_after_backward(self):
+            self.pending += 1
+
+        def on_before_optimizer_step(self, optimizer):
+            self.gradients.append([parameter.grad.clone() for parameter in self.parameters()])
+            self.pending = 0
+
+        def on_validation_start(self):
+            assert self.pending == 0
+
+    tasks = [Watched(), Watched()]
+    for task, options in zip(tasks, ({"limit_val_batches": 0}, {"val_check_interval": interval}), strict=True):
+        trainer = bare_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=4, **options)
+        trainer.fit(task, loader(80, 8), val_dataloaders=loader(24, 8))
+    assert len(tasks[0].gradients) == 6
+    for alone, validated in zip(*[task.gradients for task in tasks], strict=True):
+        for expected, found in zip(alone, validated, strict=True):
+            assert torch.equal(expected, found)
+
+
+def test_what_is_drawn_after_the_sanity_check_does_not_depend_on_it(tmp_path):
+    class Draws(Regression):
+        def draw(self):
+            return torch.rand(()).item(), np.random.rand(), random.random()
+
+        def validation_step(self, batch):
+            self.draw()
+
+        def on_sanity_check_end(self):
+            self.draw()
+
+        def on_validation_end(self):
+            self.draw()
+
+        def on_train_start(self):
+            self.drawn = self.draw()
+
+    drawn = []
+    for steps in (0, 1, -1):
+        task = Draws()
+        bare_trainer(tmp_path, max_steps=1, num_sanity_val_steps=steps).fit(task, loader(), val_dataloaders=loader())
+        drawn.append(task.drawn)
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+# ---------------------------------------------------------------------- loaders
+
+
+class Validated(Seeing):
+    """Keeps the batches of each evaluation too."""
+
+    def __init__(self):
+        super().__init__()
+        self.evaluated = []
+
+    def on_validation_start(self):
+        self.evaluated.append([])
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.log("value", batch[0].float().mean())
+        self.evaluated[-1].append(batch[0].tolist())
+
+    def test_step(self, batch):
+        self.validation_step(batch, 0, 0)
+
+    def predict_step(self, batch):
+        self.evaluated[-1].append(batch[0].tolist())
+
+
+def test_an_empty_validation_loader_gives_no_value_and_disturbs_nothing(tmp_path):
+    data, empty = DataLoader(numbers(8), 4), DataLoader(numbers(0), 4)
+    for loaders in (empty, [data, empty], [empty, data]):
+        task, trainer = Validated(), bare_trainer(tmp_path, max_epochs=2)
+        trainer.fit(task, data, val_dataloaders=loaders)
+        assert trainer.global_step == 4
+        values = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        full = isinstance(loaders, list) and loaders.index(data)
+        assert values == ({} if loaders is empty else {f"value/dataloader_idx_{full}": 3.5})
+        assert task.evaluated == [[] if loaders is empty else [[0, 1, 2, 3], [4, 5, 6, 7]]] * 3
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_has_nothing_in_one_epoch_skips_it_with_a_warning(tmp_path, caplog, has_length, workers):
+    class Stream(IterableDataset):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter([] if self.epoch == 1 else range(4))
+
+    if has_length:
+        Stream.__len__ = lambda self: 4
+    task, trainer = Seeing(), bare_trainer(tmp_path, max_epochs=3, log_level="WARNING")
+    trainer.fit(task, DataLoader(Stream(), 2, num_workers=workers))
+    assert {epoch: plain(batches) for epoch, batches in task.epochs.items()} == {
+        0: [[0, 1], [2, 3]], 2: [[0, 1], [2, 3]]
+    }  # fmt: skip
+    assert (trainer.global_step, trainer.current_epoch) == (4, 3)
+    assert "epoch 1 made no optimizer step" in caplog.text
+
+
+class Endless(IterableDataset):
+    """Fails where more than a few samples too many are asked of it."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def __iter__(self):
+        for number in range(self.most + 1):
+            assert number < self.most
+            yield (number,)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_endless_evaluation_loaders_need_only_a_count(tmp_path, stage):
+    name = "val" if stage in ("fit", "validate") else stage
+    task, data = Validated(), [DataLoader(Endless(6), 2), DataLoader(Endless(6), 2)]
+
+    def run(limit):
+        trainer = bare_trainer(tmp_path, max_epochs=2, **{f"limit_{name}_batches": limit})
+        if stage == "fit":
+            trainer.fit(task, DataLoader(numbers(4), 4), val_dataloaders=data)
+        else:
+            getattr(trainer, stage)(task, data[:1])
+
+    run(3)
+    batches = [[0, 1], [2, 3], [4, 5]]
+    assert task.evaluated == ([batches[:2] * 2, batches * 2, batches * 2] if stage == "fit" else [batches])
+    with pytest.raises(ConfigError, match=f"limit_{name}_batches: 0.5 is a fraction, but the loader has no length"):
+        run(0.5)
+
+
+class Counting(lumen.DataModule):
+    """Notes which loaders it is asked for."""
+
+    def __init__(self):
+        self.made = []
+
+    def train_dataloader(self):
+        self.made.append("train")
+        return DataLoader(numbers(8), 4)
+
+    def val_dataloader(self):
+        self.made.append("val")
+        return DataLoader(numbers(8), 4)
+
+    def test_dataloader(self):
+        self.made.append("test")
+        return DataLoader(numbers(8), 4)
+
+    def predict_dataloader(self):
+        self.made.append("predict")
+        return DataLoader(numbers(8), 4)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "made"),
+    [
+        ("fit", {}, ["train", "val"]),
+        ("fit", {"num_sanity_val_steps": 0, "val_check_interval": 1}, ["train", "val"]),
+        ("fit", {"limit_val_batches": 0}, ["train"]),
+        ("fit", {"fast_dev_run": True}, ["train", "val"]),
+        ("fit", {"reload_dataloaders_every_n_epochs": 2}, ["train", "val"] * 2),
+        ("validate", {}, ["val"]),
+        ("test", {}, ["test"]),
+        ("predict", {}, ["predict"]),
+    ],
+)
+def test_a_data_module_is_asked_for_each_loader_once_and_only_for_its_stage(tmp_path, stage, options, made):
+    data = Counting()
+    getattr(bare_trainer(tmp_path, max_epochs=3, **options), stage)(Validated(), data)
+    assert data.made == made
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("fails", [None, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("stage", ["sanity", "fit", "validate", "test", "predict"])
+def test_no_worker_of_an_evaluation_outlives_it(tmp_path, stage, fails, persistent):
+    before = set(multiprocessing.active_children())  # other tests' processes
+
+    class Failing(Validated):
+        running = 0
+
+        def look(self):
+            self.running = max(self.running, len(set(multiprocessing.active_children()) - before))
+            if fails is not None and self.running and (stage != "fit" or self.global_step == 2):
+                raise fails("on purpose")
+
+        def validation_step(self, batch):
+            self.look()
+
+        test_step = predict_step = validation_step
+
+    data = DataLoader(numbers(8), 4, num_workers=1, persistent_workers=persistent)
+    task, trainer = Failing(), bare_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=2 * (stage == "sanity"))
+
+    def run():
+        if stage in ("sanity", "fit"):
+            trainer.fit(task, DataLoader(numbers(8), 4), val_dataloaders=data)
+        else:
+            getattr(trainer, stage)(task, data)
+
+    if fails is None:
+        run()
+    else:
+        with pytest.raises(fails):
+            run()
+    assert task.running == 1
+    assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stateful_loader_is_not_read_again(tmp_path, caplog, workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    class Numbers(IterableDataset):
+        place = 0
+
+        def __iter__(self):
+            while self.place < 12:
+                self.place += 1
+                with (tmp_path / "read").open("a") as file:
+                    file.write(f"{self.place} ")
+                yield torch.tensor([self.place])
+            self.place = 0
+
+        def state_dict(self):
+            return {"place": self.place}
+
+        def load_state_dict(self, state):
+            self.place = state["place"]
+
+    for parts in ({"max_steps": 4, "callbacks": [Saving(4, tmp_path / "step")]}, {"resume": tmp_path / "step"}):
+        (tmp_path / "read").write_text("")
+        trainer = bare_trainer(tmp_path, **{"max_epochs": 1, "log_level": "WARNING"} | parts)
+        trainer.fit(task := Seeing(), StatefulDataLoader(Numbers(), 2, num_workers=workers))
+    assert torch.cat(task.epochs[0]).flatten().tolist() == [9, 10, 11, 12]
+    assert (tmp_path / "read").read_text() == "9 10 11 12 "
+    assert "read once more" not in caplog.text
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_an_evaluation_reads_each_sample_once_and_in_the_same_order_every_time(tmp_path, stage):
+    """Also where a sampler for several processes was given, which would leave half of them out."""
+    data = numbers(10)
+    for sampler in ({"sampler": DistributedSampler(data, num_replicas=2, rank=1)}, {"shuffle": True}):
+        task, batches = Validated(), DataLoader(data, 4, **sampler)
+        trainer = bare_trainer(tmp_path, max_epochs=3, num_sanity_val_steps=0)
+        for _ in range(1 if stage == "fit" else 3):
+            if stage == "fit":
+                trainer.fit(task, DataLoader(numbers(4), 4), val_dataloaders=batches)
+            else:
+                getattr(trainer, stage)(task, batches)
+        assert len(task.evaluated) == 3
+        assert task.evaluated[0] == task.evaluated[1] == task.evaluated[2]
+        order = [number for batch in task.evaluated[0] for number in batch]
+        assert sorted(order) == list(range(10)) != order
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_prediction_comes_with_the_numbers_of_its_batch_and_loader(tmp_path, workers):
+    class Writer(lumen.Callback):
+        def __init__(self):
+            self.written = []
+
+        def on_predict_batch_end(self, trainer, task, outputs, batch, batch_idx, dataloader_idx=0):
+            self.written.append((dataloader_idx, batch_idx, batch[0].tolist(), outputs.tolist()))
+
+    class Doubling(lumen.TaskModule):
+        def predict_step(self, batch):
+            return 2 * batch[0]
+
+    writer = Writer()
+    loaders = [DataLoader(numbers(5), 2, num_workers=workers), DataLoader(numbers(3), batch_sampler=[[2], [0, 1]])]
+    predictions = bare_trainer(tmp_path, callbacks=[writer]).predict(Doubling(), loaders)
+    assert writer.written == [
+        (0, 0, [0, 1], [0, 2]), (0, 1, [2, 3], [4, 6]), (0, 2, [4], [8]), (1, 0, [2], [4]), (1, 1, [0, 1], [0, 2])
+    ]  # fmt: skip
+    assert [[batch.tolist() for batch in each] for each in predictions] == [[[0, 2], [4, 6], [8]], [[4], [0, 2]]]
+
+
+# ---------------------------------------------------------------------- interruptions
+
+
+class Failure(Exception):
+    pass
+
+
+class Rich(Regression):
+    """Has all that a checkpoint must bring back: dropout, statistics, momentum, schedules, values of the epoch."""
+
+    def __init__(self):
+        super().__init__(dropout=0.2)
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.updates = 0
+
+    def forward(self, inputs):
+        return self.net(self.norm(inputs))
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.log("epoch_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def collate(self, samples):
+        return default_collate(samples)
+
+    def before_update(self):
+        pass
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer.register_step_pre_hook(lambda *_: self.before_update())
+        optimizer.register_step_post_hook(lambda *_: setattr(self, "updates", self.updates + 1))
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"},
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)},
+        ]
+
+
+def saving_trainer(folder, *callbacks):
+    """Two epochs, and a checkpoint at each boundary."""
+    saving = lumen.ModelCheckpoint(every_n_train_steps=1, every_n_epochs=1)
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2, "val_check_interval": 2, "log_every_n_steps": 1}
+    return quiet_trainer(folder, resume="auto", callbacks=[*callbacks, saving], **options)
+
+
+def fit(trainer, task, validate=True):
+    """Epochs of three steps, of which the last is short. Returns all that the run ends with, in comparable form."""
+    training = loader(38, 8, collate_fn=task.collate)
+    trainer.fit(task, training, val_dataloaders=loader(12, 6, shuffle=False) if validate else None)
+    tensors = {name: tensor.tolist() for name, tensor in task.state_dict().items()}
+    optimizer = trainer.optimizers[0].state_dict()
+    moments = [[value.tolist() for value in entry.values()] for entry in optimizer["state"].values()]
+    with (trainer.run_directory / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return tensors, moments, optimizer["param_groups"], rows, trainer.global_step, trainer.current_epoch
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What runs without and with validation end with."""
+    return [fit(saving_trainer(tmp_path_factory.mktemp("whole")), Rich(), validate) for validate in (False, True)]
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+@pytest.mark.parametrize("validate", [False, True])
+def test_a_run_stopped_at_any_step_and_resumed_ends_like_one_that_was_not(tmp_path, undisturbed, validate, step):
+    class Stop(lumen.Callback):
+        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+            if trainer.global_step == step and trainer.run.ending.vote.requested is None:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = saving_trainer(tmp_path, Stop())
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer, Rich(), validate)
+    assert trainer.global_step == step
+    assert fit(saving_trainer(tmp_path), Rich(), validate) == undisturbed[validate]
+
+
+BEFORE_TRAINING = (
+    "prepare_data", "setup", "configure_model", "configure_optimizers", "on_fit_start", "on_sanity_check_start",
+    "on_sanity_check_end", "on_train_start", "teardown",
+)  # fmt: skip
+PLACES = {
+    lumen.Callback: [name for name in HOOKS if not re.search("test|predict|exception|load", name)],
+    Rich: [
+        "prepare_data", "configure_model", "configure_optimizers", "collate", "on_before_batch_transfer",
+        "transfer_batch_to_device", "on_after_batch_transfer", "training_step", "before_update", "validation_step",
+        "on_save_checkpoint",
+    ],
+}  # fmt: skip
+
+
+def failing(base, name):
+    """An object of which one method fails: in the second epoch, or at once if it is called before training only."""
+    since = 0 if name in BEFORE_TRAINING else 3 if name == "on_train_epoch_start" else 4
+
+    def method(self, *args, **options):
+        trainer = self.trainer if base is Rich else args[0]
+        if trainer.global_step >= since:
+            raise Failure(name)
+        return getattr(base, name)(self, *args, **options)
+
+    def step(self, batch):  # a step is called with what its signature has
+        return method(self, batch)
+
+    return type("Failing", (base,), {name: step if name in ("training_step", "validation_step") else method})()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in PLACES.items() for name in names])
+def test_an_exception_anywhere_leaves_a_run_that_goes_on_exactly(tmp_path, undisturbed, owner, name):
+    broken = failing(owner, name)
+    trainer = saving_trainer(tmp_path, *([broken] if owner is lumen.Callback else []))
+    task = Rich() if owner is lumen.Callback else broken
+    with pytest.raises(Failure, match=name):
+        fit(trainer, task)
+    assert trainer.global_step == task.updates
+    assert all(module.training for module in task.modules())
+    again = saving_trainer(tmp_path) if owner is lumen.Callback else trainer
+    assert fit(again, Rich()) == undisturbed[True]
+
+
+@pytest.mark.parametrize(("detect", "message"), [(True, "step 1.*MulBackward0"), (False, "step 2.* is nan")])
+def test_the_operation_whose_backward_made_a_nan_is_found_on_demand(tmp_path, detect, message):
+    class Root(Regression):
+        def training_step(self, batch):
+            return (self(batch[0]) * 0.0).sqrt().mean()
+
+    with pytest.raises(NonFiniteLoss, match=message):
+        bare_trainer(tmp_path, max_steps=3, detect_anomaly=detect).fit(Root(), loader())
+    assert not torch.is_anomaly_enabled()

@@ -1,0 +1,854 @@
+"""The command line: `main([...])` in process, with real runs of a tiny task."""
+
+import csv
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import lumen
+from lumen.cli import main
+from lumen.profilers import SimpleProfiler, TorchProfiler
+from tests.helpers import ROOT
+from tests.helpers.cli_tasks import Grid, Line, Noise, Points, Slope, Spy
+
+CONFIG = {
+    "seed_everything": 7,
+    "model": {"class_path": "tests.helpers.cli_tasks.Line", "init_args": {"lr": 0.05}},
+    "data": {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 12}},
+    "trainer": {
+        "max_epochs": 2,
+        "log_every_n_steps": 1,
+        "callbacks": {"spy": "tests.helpers.cli_tasks.Spy"},
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    """A working directory of its own, with a config file, and no environment from outside."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in os.environ:
+        if name.startswith("LUMEN_"):
+            monkeypatch.delenv(name)
+    write("line.yaml", CONFIG)
+    Spy.trainer = Spy.task = None
+
+
+def write(path, config):
+    Path(path).write_text(config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False))
+    return str(path)
+
+
+def fit(*words, config="line.yaml"):
+    assert main(["fit", "--config", config, *words]) == 0
+    return Spy.trainer, Spy.task
+
+
+def group(trainer):
+    return trainer.optimizers[0].param_groups[0]
+
+
+def saved(path="runs/line"):
+    return yaml.safe_load((Path(path) / "config.yaml").read_text())
+
+
+def metrics(path):
+    return list(csv.DictReader((Path(path) / "metrics.csv").read_text().splitlines()))
+
+
+# ---------------------------------------------------------------------- starting
+
+
+def python(*words, cwd=None):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], []])
+def test_lumen_answers_without_torch(words):
+    code = (
+        f"import sys; from lumen.cli import main; code = main({words}); "
+        "sys.exit(code or 'torch' in sys.modules or 'jsonargparse' in sys.modules)"
+    )
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "lumen" in done.stdout
+    assert ("validate" in done.stdout) == (words != ["--version"])
+
+
+def test_a_users_class_is_found_in_the_working_directory_of_python_m_lumen(tmp_path):
+    write("my_task.py", "from tests.helpers.cli_tasks import Line\n\nclass Mine(Line):\n    pass\n")
+    write("mine.yaml", {**CONFIG, "model": "my_task.Mine"})
+    # -P: Python itself does not look here
+    done = python("-P", "-m", "lumen", "fit", "--config", "mine.yaml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert saved("runs/mine")["model"]["class_path"] == "my_task.Mine"
+    assert "finished: max_epochs=2 reached at step 6" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (
+            ["fit", "--help"],
+            [
+                "--trainer.max_epochs",
+                "Epochs to train.",
+                "--config",
+                "--lr_schedule.interval",
+                "LUMEN_FIT__TRAINER__MAX_STEPS",
+            ],
+        ),
+        (["validate", "--help"], ["--ckpt_path", "--output"]),
+        (
+            ["fit", "--model.help", "tests.helpers.cli_tasks.Line"],
+            ["--model.lr", "Learning rate.", "(required, type: int)"],
+        ),
+    ],
+)
+def test_help_shows_options_with_what_they_are_for(words, shown, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert [text for text in shown if text not in out] == []
+
+
+def test_arguments_that_a_callback_only_takes_to_refuse_them_are_no_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.callbacks.help", "lumen.ProgressBar"])
+    assert "unknown" not in (shown := capsys.readouterr().out)
+    assert "--trainer.callbacks.plain_every_s" in shown
+    callbacks = "{bar: lumen.ProgressBar, saver: ModelCheckpoint, summary: ModelSummary}"
+    assert main(["fit", "--config", "line.yaml", "--trainer.callbacks", callbacks, "--print_config"]) == 0
+    bar = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]["bar"]
+    assert bar == {"class_path": "lumen.ProgressBar", "init_args": {"refresh_per_second": 10.0, "plain_every_s": 10.0}}
+
+
+# ---------------------------------------------------------------------- layers
+
+
+def test_the_command_line_beats_files_in_order_beats_the_environment_beats_defaults(monkeypatch):
+    for number, key in enumerate(("MAX_STEPS", "LOG_EVERY_N_STEPS", "MIN_STEPS", "NUM_SANITY_VAL_STEPS"), start=10):
+        monkeypatch.setenv(f"LUMEN_FIT__TRAINER__{key}", str(number))
+    monkeypatch.setenv("LUMEN_FIT__MODEL__LR", "0.5")
+    monkeypatch.setenv("LUMEN_VALIDATE__TRAINER__MAX_STEPS", "abc")
+    write("first.yaml", {"trainer": {"max_steps": 20, "log_every_n_steps": 21, "min_steps": 22}, "model": {"lr": 0.06}})
+    write("second.yaml", {"trainer": {"max_steps": 30, "log_every_n_steps": 31}})
+    words = ["--config", "first.yaml", "--config", "second.yaml", "--trainer.max_steps=4", "--trainer.min_epochs", "1"]
+    trainer, task = fit(*words)
+    plan = trainer.plan
+    assert (plan.max_steps, plan.log_every_n_steps, plan.min_steps, plan.sanity_batches) == (4, 31, 22, 13)
+    assert plan.val_every_n_epochs == 1
+    assert task.hparams.lr == 0.06
+
+
+def test_values_are_read_by_the_type_of_their_parameter():
+    trainer, task = fit(
+        "--model.lr=1e-3", "--model.label", "12", "--model.widths", "[3, 4]", "--trainer.name", "2024",
+        "--trainer.deterministic", "--trainer.max_time", "00:00:01:00", "--trainer.val_check_interval", "1.0",
+    )  # fmt: skip
+    assert (task.hparams.lr, task.hparams.label, task.hparams.widths) == (0.001, "12", (3, 4))
+    assert (trainer.run_directory.name, trainer.deterministic) == ("2024", True)
+    assert (trainer.plan.max_time_s, trainer.plan.val_every_epoch_fraction) == (60.0, 1.0)
+
+
+def test_print_config_is_a_config_that_means_the_same(capsys):
+    assert main(["fit", "--config", "line.yaml", "--model.lr", "0.3", "--optimizer", "SGD", "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    assert not Path("runs").exists()
+    assert main(["fit", "--config", write("printed.yaml", printed), "--print_config"]) == 0
+    assert capsys.readouterr().out == printed
+    config = yaml.safe_load(printed)
+    assert config["model"]["init_args"]["lr"] == 0.3
+    assert config["trainer"]["name"] == "line"
+    assert config["optimizer"]["class_path"] == "torch.optim.SGD"
+
+
+@pytest.mark.parametrize("flags", ["", "skip_default", "skip_unset", "skip_null", "skip_default,skip_unset"])
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_print_config_leaves_out_what_it_is_told_to(capsys, command, flags):
+    words = ["--model.lr", "0.3", "--optimizer", "SGD", "--trainer.callbacks.bar", "ProgressBar"]
+    assert main([command, "--config", "line.yaml", *words, "--print_config"]) == 0
+    everything = capsys.readouterr().out
+    assert main([command, "--config", "line.yaml", *words, f"--print_config={flags}"]) == 0
+    printed = capsys.readouterr().out
+    config = yaml.safe_load(printed)
+    assert ("max_steps" in config["trainer"]) == (flags == "")
+    assert ("precision" in config["trainer"]) == ("skip_default" not in flags)
+    assert config["model"]["init_args"]["lr"] == 0.3
+    assert config["optimizer"]["class_path"] == "torch.optim.SGD"
+    assert main([command, "--config", write("printed.yaml", printed), "--print_config"]) == 0
+    assert capsys.readouterr().out == everything
+    assert not Path("runs").exists()
+
+
+def test_the_help_names_every_flag_of_print_config_and_no_other_is_taken(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    (described,) = re.findall(r"--print_config\S* (.*?) --seed_everything", text)
+    assert re.findall("=(\\w+)", described) == ["flags", "skip_default", "skip_unset"]
+    assert "comments" not in described
+    for word in ("comments", "skip_defaults"):
+        assert main(["fit", "--config", "line.yaml", f"--print_config={word}"]) == 2
+        said = f"--print_config={word}: expected one of skip_default, skip_unset, skip_null.\n"
+        assert capsys.readouterr().err == f"error: {said}"
+
+
+def test_the_help_promises_no_config_file_but_those_of_config(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--help"])
+    text = capsys.readouterr().out
+    assert re.findall(r"  --(\S+) .*\bCONFIG\b", text) == ["config"]
+    assert "configuration file" not in text
+    assert "--trainer {NAME: VALUE, ...}" in text
+    assert main(["fit", "--config", "line.yaml", "--trainer", "{max_steps: 7}", "--print_config"]) == 0
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert (trainer["max_steps"], trainer["max_epochs"]) == (7, 2)
+
+
+def test_help_beside_a_config_that_cannot_be_read_says_why(capsys):
+    for content, said in ((b"\xff", "Save it as UTF-8."), (b"[" * 10_000, "nested more than 100 levels deep (line 1,")):
+        Path("bad.yaml").write_bytes(content)
+        for words in (["--config", "bad.yaml"], ["--config=bad.yaml"]):
+            assert main(["fit", *words, "--help"]) == 2
+            shown = capsys.readouterr()
+            assert (shown.out, shown.err.count("\n")) == ("", 1)
+            assert "error: cannot read the config file bad.yaml: " in shown.err
+            assert said in shown.err
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--config", "line.yaml", "--help"])
+
+
+# ---------------------------------------------------------------------- lists that grow
+
+
+def test_every_option_to_which_the_help_adds_a_plus_takes_one(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--help"])
+    options = re.findall(r", --(\S+)\+ ", capsys.readouterr().out)
+    added = {
+        "trainer.callbacks": "ModelSummary",
+        "trainer.logger": "TensorBoardLogger",
+        "trainer.resume_parts": "model",
+    }
+    words = [f"--{option}+={added.get(option, 'some')}" for option in options]
+    assert {"trainer.callbacks", "trainer.logger", "trainer.resume_parts", "trainer.compile"} < set(options)
+    one = listed(capsys, *words)
+    two = listed(capsys, *words, *words)
+    for option in options:
+        group, name = option.split(".")
+        assert len(two[group][name]) == len(one[group][name]) + 1
+        assert isinstance(two[group][name], dict if name == "callbacks" else list)
+
+
+def listed(capsys, *words, config="line.yaml"):
+    capsys.readouterr()
+    words = [*words, "--optimizer=SGD", "--print_config=skip_default"]
+    assert main(["fit", "--config", config, *words]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def listed_callbacks(capsys, *words, config="line.yaml"):
+    return listed(capsys, *words, config=config)["trainer"]["callbacks"]
+
+
+EARLY = {"class_path": "lumen.EarlyStopping", "init_args": {"monitor": "val_loss", "patience": 7}}
+EARLY_WORDS = [
+    "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.patience=7", "--trainer.callbacks.monitor", "val_loss"
+]  # fmt: skip
+
+
+def test_a_plus_adds_to_a_list_and_what_follows_is_for_what_was_added(capsys):
+    write(
+        "listed.yaml",
+        {"trainer": {"callbacks": [{"class_path": "tests.helpers.cli_tasks.Loud", "init_args": {"volume": 5}}]}},
+    )
+    files = ["--config", "listed.yaml"]
+    write(
+        "bare.yaml",
+        CONFIG | {"trainer": {key: CONFIG["trainer"][key] for key in CONFIG["trainer"] if key != "callbacks"}},
+    )
+    loud = {"class_path": "tests.helpers.cli_tasks.Loud", "init_args": {"volume": 5}}
+    bar = {"class_path": "lumen.LearningRateMonitor"}
+    more = [*EARLY_WORDS, "--trainer.callbacks+", "LearningRateMonitor"]
+    assert listed_callbacks(capsys, *files, *EARLY_WORDS, config="bare.yaml") == [loud, EARLY]
+    assert listed_callbacks(capsys, *files, *more, config="bare.yaml") == [loud, EARLY, bar]
+    assert listed_callbacks(capsys, *EARLY_WORDS, config="bare.yaml") == [EARLY]
+    in_one = ["--trainer.callbacks+", "{class_path: EarlyStopping, patience: 7, monitor: val_loss}"]
+    assert listed_callbacks(capsys, *files, *in_one, config="bare.yaml") == [loud, EARLY]
+    several = [
+        "--trainer.callbacks+",
+        "[{class_path: EarlyStopping, patience: 7, monitor: val_loss}, LearningRateMonitor]",
+    ]
+    assert listed_callbacks(capsys, *files, *several, config="bare.yaml") == [loud, EARLY, bar]
+    of_words = ["--trainer.callbacks=[LearningRateMonitor]", *EARLY_WORDS]
+    assert listed_callbacks(capsys, *files, *of_words, config="bare.yaml") == [bar, EARLY]
+    single = ["--trainer.callbacks=LearningRateMonitor", *EARLY_WORDS]
+    assert listed_callbacks(capsys, *single, config="bare.yaml") == [bar, EARLY]
+
+
+def test_a_plus_adds_to_callbacks_that_have_names(capsys):
+    found = listed_callbacks(
+        capsys, *EARLY_WORDS, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=x"
+    )
+    assert list(found) == ["spy", "earlystopping", "earlystopping2"]
+    assert found["earlystopping"] == EARLY
+    trainer, _ = fit(*EARLY_WORDS)
+    assert sum(type(each).__name__ == "EarlyStopping" for each in trainer.callbacks) == 1
+
+
+def test_a_plus_adds_to_any_list_of_any_class():
+    write("many.yaml", {"model": {"init_args": {"widths": [3]}}})
+    _, task = fit("--model.widths+=4", "--config", "many.yaml", "--model.widths+", "[5, 6]")
+    assert tuple(task.hparams.widths) == (3, 4, 5, 6)
+    _, task = fit("--model.widths+=4")  # to the default
+    assert tuple(task.hparams.widths) == (1, 2, 4)
+
+
+def test_what_is_wrong_with_what_was_added_is_said(capsys):
+    words = ["fit", "--config", "line.yaml", "--trainer.callbacks=[LearningRateMonitor]"]
+    assert main([*words, "--trainer.callbacks+=EarlyStoping"]) == 2
+    said = "trainer.callbacks.1 (the command line): lumen has no class EarlyStoping. Did you mean EarlyStopping"
+    assert said in capsys.readouterr().err
+    assert main([*words, *EARLY_WORDS, "--trainer.callbacks.patince=3"]) == 2
+    said = "trainer.callbacks.1.patince (the command line): EarlyStopping has no option patince. Did you mean patience?"
+    assert said in capsys.readouterr().err
+    assert main(["fit", "--config", "line.yaml", "--trainer.callbacks+=EarlyStopping"]) == 2
+    said = "trainer.callbacks.earlystopping (the command line): EarlyStopping needs monitor. Set it."
+    assert said in capsys.readouterr().err
+    assert main(["fit", "--config", "line.yaml", "--model.widths+=wide"]) == 2
+    assert "model.widths (the command line): expected a list of int, found [1, 2, 'wide']." in capsys.readouterr().err
+
+
+def test_a_nested_class_and_a_dataclass_are_built():
+    write("nested.yaml", {"model": {"init_args": {"noise": {"scale": 0.5}, "encoder": {"class_path": "ReLU"}}}})
+    _, task = fit("--config", "nested.yaml", "--model.noise.kind", "uniform", "--model.encoder.inplace", "true")
+    assert isinstance(task.encoder, torch.nn.ReLU)
+    assert task.encoder.inplace
+    assert task.noise == Noise(0.5, "uniform")
+    assert main(["fit", "--config", "runs/line/config.yaml"]) == 0
+    assert Spy.task.noise == Noise(0.5, "uniform")
+
+
+def test_arguments_behind_keywords_are_options():
+    write(
+        "keyword_task.py",
+        "from tests.helpers.cli_tasks import Line\n\n"
+        "class Keyword(Line):\n"
+        "    def __init__(self, depth: int, **keywords):\n"
+        "        super().__init__(**keywords)\n"
+        "        self.depth = depth\n",
+    )
+    _, task = fit("--model", "keyword_task.Keyword", "--model.depth", "4", "--model.lr", "0.3")
+    assert (task.depth, task.hparams.lr, task.hparams.width) == (4, 0.3, 3)
+
+
+# ---------------------------------------------------------------------- classes that are switched
+
+ADAMW = {"class_path": "AdamW", "init_args": {"lr": 0.3, "weight_decay": 0.7}}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--optimizer", "SGD"],
+        ["--optimizer=torch.optim.SGD"],
+        ["--optimizer.class_path", "SGD"],
+        ["--optimizer", "{class_path: SGD}"],
+        ["--config", "sgd.yaml"],
+        ["--config", "short.yaml"],
+    ],
+)
+def test_another_optimizer_starts_without_the_arguments_of_the_old_one(words):
+    write("adamw.yaml", {"optimizer": ADAMW})
+    write("sgd.yaml", {"optimizer": {"class_path": "torch.optim.SGD"}})
+    write("short.yaml", {"optimizer": "SGD"})
+    trainer, _ = fit("--config", "adamw.yaml", *words)
+    assert type(trainer.optimizers[0]) is torch.optim.SGD
+    assert (group(trainer)["weight_decay"], group(trainer)["lr"]) == (0.0, 1e-3)
+    assert saved()["optimizer"]["init_args"]["weight_decay"] == 0.0
+
+
+def test_a_run_whose_saved_config_has_an_optimizer_can_switch_to_another():
+    fit("--optimizer", "AdamW")
+    assert saved()["optimizer"]["init_args"]["weight_decay"] == 0.01
+    trainer, _ = fit("--optimizer", "SGD", config="runs/line/config.yaml")
+    assert group(trainer)["weight_decay"] == 0.0
+
+
+def test_arguments_given_with_the_new_class_are_used_whatever_their_order():
+    write("adamw.yaml", {"optimizer": ADAMW})
+    for words in (["--optimizer.lr", "0.2", "--optimizer", "SGD"], ["--optimizer", "SGD", "--optimizer.lr", "0.2"]):
+        trainer, _ = fit("--config", "adamw.yaml", *words)
+        assert (group(trainer)["lr"], group(trainer)["weight_decay"]) == (0.2, 0.0)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "torch.optim.AdamW"])
+def test_naming_the_same_class_again_keeps_its_arguments(name):
+    write("adamw.yaml", {"optimizer": ADAMW})
+    trainer, _ = fit("--config", "adamw.yaml", "--optimizer", name, "--optimizer.lr=0.1")
+    assert (group(trainer)["lr"], group(trainer)["weight_decay"]) == (0.1, 0.7)
+
+
+def test_an_environments_optimizer_leaves_nothing_behind_either(monkeypatch):
+    monkeypatch.setenv("LUMEN_FIT__OPTIMIZER", "AdamW")
+    monkeypatch.setenv("LUMEN_FIT__OPTIMIZER__WEIGHT_DECAY", "0.7")
+    assert group(fit()[0])["weight_decay"] == 0.7
+    assert group(fit("--optimizer", "SGD")[0])["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_switching_model_data_scheduler_or_callback_drops_the_old_arguments(by_file):
+    before = {
+        "model": {"class_path": "tests.helpers.cli_tasks.Line", "init_args": {"lr": 0.9}},
+        "data": {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 40, "width": 5}},
+        "optimizer": "SGD",
+        "lr_scheduler": {"class_path": "StepLR", "init_args": {"step_size": 1, "gamma": 0.5, "last_epoch": 3}},
+        "trainer": {
+            "callbacks": {"other": {"class_path": "tests.helpers.cli_tasks.Spy", "init_args": {"name": "old"}}}
+        },
+    }
+    after = {
+        "model": "tests.helpers.cli_tasks.Slope",
+        "data": "tests.helpers.cli_tasks.Grid",
+        "lr_scheduler": {"class_path": "ExponentialLR", "init_args": {"gamma": 0.9}},
+        "trainer": {"callbacks": {"other": {"class_path": "tests.helpers.cli_tasks.Loud"}}},
+    }
+    words = ["--config", write("before.yaml", before)]
+    if by_file:
+        words += ["--config", write("after.yaml", after)]
+    else:
+        words += ["--model", after["model"], "--data", after["data"]]
+        words += ["--lr_scheduler.gamma=0.9", "--lr_scheduler=ExponentialLR"]
+        words += ["--trainer.callbacks.other.class_path", "tests.helpers.cli_tasks.Loud"]
+    trainer, task = fit(*words)
+    assert (type(task), task.hparams.lr) == (Slope, 0.02)
+    assert type(trainer.datamodule) is Grid
+    assert (trainer.datamodule.samples, trainer.datamodule.width) == (6, 2)
+    assert trainer.lr_scheduler_configs[0].scheduler.gamma == 0.9
+    assert [callback.name for callback in trainer.callbacks if type(callback).__name__ == "Loud"] == ["loud"]
+
+
+def test_switching_a_nested_class_drops_its_arguments_too():
+    write("nested.yaml", {"model": {"init_args": {"encoder": {"class_path": "CELU", "init_args": {"alpha": 0.3}}}}})
+    write("other.yaml", {"model": {"init_args": {"encoder": {"class_path": "torch.nn.ELU"}}}})
+    assert fit("--config", "nested.yaml", "--model.encoder.alpha=0.5")[1].encoder.alpha == 0.5
+    assert fit("--config", "nested.yaml", "--config", "other.yaml")[1].encoder.alpha == 1.0
+    assert fit("--config", "nested.yaml", "--model.encoder", "torch.nn.ELU")[1].encoder.alpha == 1.0
+
+
+def test_a_schedule_without_a_scheduler_is_said_to_be_unused(capsys):
+    fit("--optimizer=SGD", "--lr_schedule.warmup_steps=5")
+    assert "lr_schedule says how lr_scheduler moves, but there is none" in capsys.readouterr().err
+    fit("--optimizer=SGD")
+    assert "lr_schedule" not in capsys.readouterr().err
+
+
+def test_callbacks_may_be_listed_on_the_command_line():
+    trainer, _ = fit("--trainer.callbacks", "[{class_path: tests.helpers.cli_tasks.Spy, init_args: {name: listed}}]")
+    assert [callback.name for callback in trainer.callbacks if type(callback) is Spy] == ["listed"]
+
+
+def test_a_word_replaces_an_object_where_both_are_accepted():
+    write("traced.yaml", {"trainer": {"profiler": {"class_path": "lumen.TorchProfiler", "init_args": {"wait": 1}}}})
+    assert type(fit("--config", "traced.yaml")[0].profiler) is TorchProfiler
+    assert type(fit("--config", "traced.yaml", "--trainer.profiler", "simple")[0].profiler) is SimpleProfiler
+    assert fit("--config", "traced.yaml", "--trainer.profiler", "null")[0].profiler is None
+
+
+# ---------------------------------------------------------------------- optimizer, scheduler, callbacks
+
+
+def test_a_configured_optimizer_replaces_configure_optimizers_and_says_so_once(capsys):
+    trainer, task = fit("--optimizer", "Adagrad", "--optimizer.lr", "0.25")
+    assert type(trainer.optimizers[0]) is torch.optim.Adagrad
+    assert {id(p) for p in group(trainer)["params"]} == {id(p) for p in task.parameters()}
+    said = "optimizer: torch.optim.Adagrad, instead of the task's configure_optimizers"
+    assert capsys.readouterr().err.count(said) == 1
+    trainer, _ = fit("--optimizer", "null")
+    assert type(trainer.optimizers[0]) is torch.optim.SGD
+    assert "instead of" not in capsys.readouterr().err
+
+
+def test_lr_schedule_says_when_the_scheduler_steps():
+    config = {
+        "optimizer": {"class_path": "SGD", "init_args": {"lr": 1.0}},
+        "lr_scheduler": {"class_path": "StepLR", "init_args": {"step_size": 2, "gamma": 0.5}},
+        "lr_schedule": {"interval": "step"},
+    }
+    words = ["--config", write("scheduled.yaml", config)]
+    assert group(fit(*words)[0])["lr"] == 0.125  # 6 steps
+    assert group(fit(*words, "--lr_schedule.interval=epoch")[0])["lr"] == 0.5
+    assert group(fit(*words, "--lr_schedule.frequency", "3")[0])["lr"] == 0.5
+    plateau = ["--lr_scheduler", "ReduceLROnPlateau", "--lr_schedule.monitor", "val_loss", "--lr_scheduler.patience=5"]
+    scheduler = fit(*words, *plateau, "--lr_schedule.interval=epoch")[0].lr_scheduler_configs[0]
+    assert (scheduler.monitor, scheduler.scheduler.patience) == ("val_loss", 5)
+    assert saved("runs/line-4")["lr_schedule"]["monitor"] == "val_loss"
+
+
+def stoppers(trainer):
+    return [callback for callback in trainer.callbacks if type(callback).__name__ == "EarlyStopping"]
+
+
+def test_named_callbacks_are_merged_over_configs_and_removed_by_null():
+    early = {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss", "patience": 8}}
+    config = write("early.yaml", {"trainer": {"callbacks": {"early": early}}})
+    assert [callback.patience for callback in stoppers(fit("--config", config)[0])] == [8]
+    changes = ["--trainer.callbacks.early.patience", "9", "--trainer.callbacks.lr=LearningRateMonitor"]
+    trainer, _ = fit("--config", config, *changes)
+    assert [(callback.patience, callback.monitor) for callback in stoppers(trainer)] == [(9, "val_loss")]
+    assert any(type(callback).__name__ == "LearningRateMonitor" for callback in trainer.callbacks)
+    assert set(saved("runs/line-2")["trainer"]["callbacks"]) == {"spy", "early", "lr"}
+    assert main(["fit", "--config", "runs/line-2/config.yaml"]) == 0
+    assert [callback.patience for callback in stoppers(Spy.trainer)] == [9]
+    assert stoppers(fit("--config", config, "--trainer.callbacks.early=null")[0]) == []
+    off = write("off.yaml", {"trainer": {"callbacks": {"early": None}}})
+    assert stoppers(fit("--config", config, "--config", off)[0]) == []
+
+
+def test_callbacks_may_be_a_list_or_a_single_one():
+    early = {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss"}}
+    listed = write("list.yaml", {"trainer": {"callbacks": ["tests.helpers.cli_tasks.Spy", early]}})
+    assert [callback.monitor for callback in stoppers(fit("--config", listed)[0])] == ["val_loss"]
+    trainer, _ = fit(
+        "--config", listed, "--trainer.callbacks", "tests.helpers.cli_tasks.Spy", "--trainer.logger", "CSVLogger"
+    )
+    assert stoppers(trainer) == []
+    assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger"]
+
+
+# ---------------------------------------------------------------------- links
+
+
+def test_what_the_model_requires_comes_from_the_data_and_is_recorded(capsys):
+    _, task = fit("--data.width", "5", "--data.label", "five")
+    assert (task.hparams.width, task.hparams.label) == (5, None)  # label has a default
+    assert capsys.readouterr().err.count("model.width is 5, from data.width") == 1
+    assert saved()["model"]["init_args"]["width"] == 5
+    _, task = fit(config="runs/line/config.yaml")
+    assert task.hparams.width == 5
+    assert "from data.width" not in capsys.readouterr().err
+
+
+def test_a_required_argument_without_a_type_comes_from_the_data_too():
+    code = (
+        "from tests.helpers.cli_tasks import Line\n\n"
+        "class Bare(Line):\n"
+        "    def __init__(self, width, label):\n"
+        "        super().__init__(width, label=label)\n"
+    )
+    write("bare.py", code)
+    _, task = fit("--model", "bare.Bare", "--data.label", "five")
+    assert (task.hparams.width, task.hparams.label) == (3, "five")
+
+
+def test_what_comes_from_the_data_is_said_in_few_words_and_recorded_whole(capsys):
+    write("long.py", "from tests.helpers.cli_tasks import Line\n\nclass Long(Line):\n    def __init__(self, names):\n"
+          "        super().__init__(3)\n")  # fmt: skip
+    write("many.py", "from tests.helpers.cli_tasks import Points\n\nclass Many(Points):\n"
+          "    names = [f'name {n}' for n in range(999)]\n")  # fmt: skip
+    fit("--model", "long.Long", "--data", "many.Many")
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "from data.names" in line]
+    assert said.startswith("model.names is ['name 0', 'name 1', ")
+    assert len(said) < 120
+    assert saved()["model"]["init_args"]["names"] == [f"name {n}" for n in range(999)]
+
+
+def test_what_is_set_is_not_taken_from_the_data(capsys):
+    assert fit("--data.width", "4", "--model.width", "4")[1].hparams.width == 4
+    assert "from data" not in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- the run's name, seed and config
+
+
+def test_a_run_is_named_by_its_config_file_its_name_or_its_task():
+    assert fit()[0].run_directory == Path("runs/line")
+    assert fit("--trainer.name", "chosen")[0].run_directory == Path("runs/chosen")
+    words = ["--model=tests.helpers.cli_tasks.Line", "--data=tests.helpers.cli_tasks.Points", "--trainer.max_steps=1"]
+    assert main(["fit", *words, "--trainer.callbacks.spy=tests.helpers.cli_tasks.Spy"]) == 0
+    assert Spy.trainer.run_directory == Path("runs/line-2")
+
+
+def test_the_saved_config_repeats_the_run_bit_for_bit_in_a_new_directory():
+    _, first = fit("--optimizer=AdamW", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1")
+    _, second = fit(config="runs/line/config.yaml")
+    assert Spy.trainer.run_directory == Path("runs/line-2")
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, second.get_parameter(name))
+    assert metrics("runs/line") == metrics("runs/line-2")
+    assert len(metrics("runs/line")) >= 6
+    renamed, original = saved("runs/line-2"), saved("runs/line")
+    assert (renamed["trainer"].pop("name"), original["trainer"].pop("name")) == ("line-2", "line")
+    assert renamed == original
+
+
+def test_a_drawn_seed_is_recorded_and_repeats_the_run():
+    _, first = fit("--seed_everything", "null")
+    seed = saved()["seed_everything"]
+    assert Spy.trainer.seed == seed
+    _, second = fit(config="runs/line/config.yaml")
+    assert torch.equal(first.layer.weight, second.layer.weight)
+    fit("--seed_everything", "null")
+    assert saved("runs/line-3")["seed_everything"] != seed
+
+
+def test_resuming_goes_on_in_place_with_the_checkpoints_seed_and_the_same_numbers():
+    fit("--trainer.max_epochs", "4", "--trainer.name", "whole", "--seed_everything", "null")
+    seed = saved("runs/whole")["seed_everything"]
+    fit("--trainer.max_epochs", "2", "--seed_everything", str(seed))
+    trainer, _ = fit("--trainer.max_epochs", "4", "--seed_everything", "null", "--trainer.resume", "auto")
+    assert trainer.run_directory == Path("runs/line")
+    assert (trainer.seed, trainer.global_step) == (seed, 12)
+    assert metrics("runs/whole") == metrics("runs/line")
+    assert saved()["seed_everything"] == seed
+
+
+@pytest.mark.parametrize(
+    ("words", "seed"),
+    [
+        (["fit", "--trainer.resume=auto"], 5),
+        (["fit", "--trainer.resume=last"], 5),
+        (["fit", "--trainer.resume=kept/step-00000003", "--trainer.callbacks.saver.dirpath=new"], 5),
+        (["fit", "--trainer.resume=kept", "--trainer.callbacks.saver.dirpath=new"], 11),  # a run's folder, as it looks
+        (["validate", "--ckpt_path=last"], 5),
+        (["test", "--ckpt_path=best"], 5),
+    ],
+)
+def test_the_seed_is_that_of_the_checkpoint_that_is_read_and_not_of_another_run(words, seed):
+    saver = ["--trainer.callbacks.saver=ModelCheckpoint", "--trainer.callbacks.saver.dirpath=kept"]
+    saver.append("--trainer.callbacks.saver.monitor=val_loss")
+    fit(*saver, "--trainer.callbacks.saver.dirpath=kept/checkpoints", "--trainer.name=other", "--seed_everything=11")
+    fit(*saver, "--trainer.max_epochs=1", "--seed_everything=5")
+    command, *words = words
+    words += ["--seed_everything=null", "--trainer.max_epochs=3"]
+    assert main([command, "--config=line.yaml", *saver, *words]) == 0
+    assert Spy.trainer.seed == seed
+    if command == "fit":
+        assert (Spy.trainer.run.seed, Spy.trainer.global_step) == (seed, 9)
+        assert saved(Spy.trainer.run_directory)["seed_everything"] == seed
+
+
+def test_a_resume_with_changed_options_keeps_the_old_config():
+    fit()
+    first = saved()
+    fit("--trainer.resume", "auto", config="runs/line/config.yaml")  # finished: nothing to do
+    assert not Path("runs/line/config-1.yaml").exists()
+    fit("--trainer.resume", "auto", "--trainer.max_epochs", "3", config="runs/line/config.yaml")
+    second = Path("runs/line/config.yaml").read_text()
+    fit("--trainer.resume", "last", "--trainer.max_epochs", "4", config="runs/line/config.yaml")
+    assert yaml.safe_load(Path("runs/line/config-1.yaml").read_text()) == first
+    assert Path("runs/line/config-2.yaml").read_text() == second
+    assert saved()["trainer"]["max_epochs"] == 4
+    assert saved()["trainer"]["resume"] is None
+    assert not list(Path("runs/line").glob(".*.tmp"))
+
+
+def test_the_command_that_an_interrupted_run_prints_resumes_it(tmp_path):
+    words = [sys.executable, "-m", "lumen", "fit", "--config", "line.yaml", "--trainer.max_epochs", "100000000"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    while not list(Path("runs/line/checkpoints").glob("step-*")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate()
+    assert process.returncode == 143
+    command = shlex.split(said.splitlines()[-1])
+    assert command[0] == "lumen"
+    before = int(max(Path("runs/line/checkpoints").glob("step-*")).name[5:13])
+    assert main([*command[1:], "--trainer.max_epochs", "null", "--trainer.max_steps", str(before + 5)]) == 0
+    assert Spy.trainer.run_directory == Path("runs/line")
+    assert Spy.trainer.global_step == before + 5
+
+
+def test_a_strategy_is_built_once_and_one_that_cannot_run_before_anything_else(monkeypatch, capsys):
+    built, begin = [], lumen.DDP.__init__
+
+    def note(self, *args, **kwargs):
+        built.append(self)
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(lumen.DDP, "__init__", note)
+    trainer, _ = fit("--trainer.strategy=ddp", "--trainer.accelerator=cpu")
+    assert built == [trainer.strategy]
+    capsys.readouterr()
+    alone = ["--trainer.strategy=single", "--trainer.devices=2", "--trainer.accelerator=cpu"]
+    assert main(["fit", "--config", "line.yaml", *alone, "--model=tests.helpers.cli_tasks.Interrupted"]) == 2
+    assert "strategy: SingleDevice runs one process, but devices asks for 2." in capsys.readouterr().err
+
+
+def test_fast_dev_run_writes_nothing():
+    fit("--trainer.fast_dev_run", "true")
+    assert not Path("runs").exists()
+
+
+# ---------------------------------------------------------------------- validate, test, predict
+
+
+def values(*words):
+    assert main([*words, "--output", "values.json"]) == 0
+    return json.loads(Path("values.json").read_text())
+
+
+def test_evaluation_prints_a_table_and_writes_json(capsys):
+    fit()
+    capsys.readouterr()
+    by_name = values("validate", "--config", "line.yaml", "--ckpt_path", "last")
+    table = capsys.readouterr().out
+    assert by_name == [{"val_loss": float(metrics("runs/line")[-1]["val_loss"])}]
+    assert "val_loss" in table
+    assert f"{by_name[0]['val_loss']:.6g}" in table
+    assert values("validate", "--config", "runs/line/config.yaml", "--ckpt_path=last") == by_name
+    assert values("validate", "--ckpt_path", "runs/line") == by_name
+    assert values("validate", "--ckpt_path", "runs/line/checkpoints/step-00000006") == by_name
+    assert values("test", "--ckpt_path", "runs/line") == [{"test_loss": by_name[0]["val_loss"]}]
+    assert values("validate", "--config", "line.yaml") != by_name
+
+
+@pytest.mark.parametrize(
+    ("words", "heads"),
+    [
+        ([], ["loader 0", "loader 1"]),
+        (["--data.names", "[near, far]"], ["near", "far"]),
+    ],
+)
+def test_the_table_of_an_evaluation_has_a_column_for_each_loader_with_its_name(capsys, words, heads):
+    by_loader = values(
+        "validate", "--config", "line.yaml", "--model.width=3", "--data=tests.helpers.cli_tasks.Pairs", *words
+    )
+    head, row = [line for line in capsys.readouterr().out.splitlines() if "metric" in line or "val_loss" in line]
+    assert [cell.strip() for cell in head.split("┃")[2:-1]] == heads
+    numbers = [value for column in by_loader for value in column.values()]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["val_loss", *(f"{value:.6g}" for value in numbers)]
+
+
+def test_the_table_of_an_evaluation_of_one_loader_has_a_column_of_values(capsys):
+    by_name = values("validate", "--config", "line.yaml")
+    head, row = [line for line in capsys.readouterr().out.splitlines() if "metric" in line or "val_loss" in line]
+    assert [cell.strip() for cell in head.split("┃")[1:-1]] == ["metric", "value"]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["val_loss", f"{by_name[0]['val_loss']:.6g}"]
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_parameters_that_nobody_has_trained_are_said_to_be_so(capsys, command):
+    warning = f"warning: {command} uses the parameters that Line was built with. For those of {{}} set ckpt_path, "
+    words = [command, "--config", "line.yaml"]
+    assert main(words) == 0
+    assert capsys.readouterr().err.count(warning.format("a run") + "as in --ckpt_path best") == 1
+    fit()
+    capsys.readouterr()
+    assert main(words) == 0
+    assert capsys.readouterr().err.count(warning.format("runs/line")) == 1
+    assert main([*words, "--ckpt_path", "last"]) == 0
+    assert "was built with" not in capsys.readouterr().err
+
+
+def test_best_is_the_checkpoint_that_the_monitor_names():
+    saver = ["--trainer.callbacks.saver=ModelCheckpoint", "--trainer.callbacks.saver.monitor=val_loss"]
+    fit(*saver, "--trainer.callbacks.saver.mode=max")  # the best is the worst: not the last one
+    best = values("validate", "--config", "runs/line/config.yaml", "--ckpt_path", "best")[0]["val_loss"]
+    assert best == max(float(row["val_loss"]) for row in metrics("runs/line") if row["val_loss"])
+    assert best != values("validate", "--ckpt_path", "runs/line")[0]["val_loss"]
+
+
+def test_predicted_text_is_printed_and_written_line_by_line(capsys):
+    words = ["--model", "tests.helpers.cli_tasks.Slope"]
+    fit(*words)
+    capsys.readouterr()
+    assert main(["predict", "--config", "line.yaml", *words, "--ckpt_path", "last", "--output", "text.jsonl"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 12
+    assert all(line.startswith("y = ") for line in printed)
+    assert [json.loads(line) for line in Path("text.jsonl").read_text().splitlines()] == printed
+
+
+HOW_TO_KEEP = "To keep them: --output FILE.jsonl, or FILE.safetensors for tensors"
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [("Line", r"\[(-?[\d.]+)\]"), ("Columns", r"x \[[-\d., ]+\], y (-?[\d.]+)")],
+)
+def test_predicted_tensors_are_shown_one_sample_a_line_with_how_to_keep_them(capsys, model, line):
+    predict = ["predict", "--config", "line.yaml", f"--model=tests.helpers.cli_tasks.{model}"]
+    assert main(predict) == 0
+    shown = capsys.readouterr()
+    assert f"these are all predictions. {HOW_TO_KEEP}" in shown.err
+    assert main([*predict, "--output", "kept.safetensors"]) == 0
+    kept = load_file("kept.safetensors")["y" if model == "Columns" else "predictions"].flatten().tolist()
+    outputs = [re.fullmatch(line, text).group(1) for text in shown.out.splitlines()]
+    assert outputs == [f"{value:.4g}" for value in kept]
+    assert capsys.readouterr().out == ""
+
+
+def test_of_many_or_large_predictions_the_first_and_their_shapes_are_shown(capsys):
+    write(
+        "large.py",
+        "import torch\nfrom tests.helpers.cli_tasks import Line\n\n"
+        "class Large(Line):\n    def predict_step(self, batch):\n        return torch.zeros(len(batch[0]), 5, 9)\n\n"
+        "class Silent(Line):\n    def predict_step(self, batch):\n        print('mine')\n",
+    )
+    predict = ["predict", "--config", "line.yaml", "--data.samples=24"]
+    assert main([*predict, "--model=large.Large"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == ["(5, 9) float32"] * 20
+    assert f"these are the first 20 predictions. {HOW_TO_KEEP}" in shown.err
+    assert main([*predict, "--model=large.Silent"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == ["mine"] * 6
+    assert "To keep" not in shown.err
+
+
+def test_predicted_tensors_are_written_line_by_line_or_joined(capsys):
+    fit()
+    capsys.readouterr()
+    predict = ["predict", "--ckpt_path", "runs/line", "--output"]
+    assert main([*predict, "lines.jsonl"]) == 0
+    assert main([*predict, "tensors.safetensors"]) == 0
+    assert main([*predict, "tensors.safetensors"]) == 0  # again: replaced
+    joined = load_file("tensors.safetensors")["predictions"]
+    assert joined.shape == (12, 1)
+    assert [json.loads(line) for line in Path("lines.jsonl").read_text().splitlines()] == joined.tolist()
+    assert main([*predict, "named.safetensors", "--model", "tests.helpers.cli_tasks.Columns"]) == 0
+    named = load_file("named.safetensors")
+    assert (named["x"].shape, named["y"].shape) == ((12, 3), (12,))
+    assert capsys.readouterr().out == ""
+
+
+def test_a_reader_that_has_seen_enough_costs_no_result(tmp_path):
+    words = [sys.executable, "-m", "lumen", "predict", "--config", "line.yaml", "--model=tests.helpers.cli_tasks.Slope"]
+    words += ["--data.samples=20000", "--data.batch_size=5000", "--output=text.jsonl"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as process:
+        assert process.stdout.readline().startswith("y = ")
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0, said
+    assert "Error" not in said
+    assert len(Path("text.jsonl").read_text().splitlines()) == 20000
+
+
+def test_every_subcommand_takes_the_saved_config():
+    fit("--optimizer=SGD", "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.9", "--trainer.resume", "auto")
+    for command in ("validate", "test", "predict"):
+        assert main([command, "--config", "runs/line/config.yaml", "--ckpt_path", "last"]) == 0
+    assert isinstance(Spy.task, Line)
+    assert isinstance(Spy.trainer.datamodule, Points)

@@ -1,0 +1,259 @@
+"""What users of LightningCLI type works, or gets an answer that says what to type."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lumen.cli import main
+from tests.helpers.cli_tasks import Slope, Spy
+
+CONFIG = """\
+seed_everything: 7
+model: {class_path: tests.helpers.cli_tasks.Line, init_args: {lr: 0.05}}
+data: {class_path: tests.helpers.cli_tasks.Points}
+trainer:
+  max_steps: 2
+  callbacks: {spy: tests.helpers.cli_tasks.Spy}
+  enable_progress_bar: false
+  enable_model_summary: false
+"""
+EARLY = ["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.patience=4", "--trainer.callbacks.monitor=val_loss"]
+STOPPER = {"class_path": "lumen.EarlyStopping", "init_args": {"monitor": "val_loss", "patience": 4}}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in os.environ:
+        if name.startswith("LUMEN_"):
+            monkeypatch.delenv(name)
+    Path("line.yaml").write_text(CONFIG)
+    Spy.trainer = Spy.task = None
+
+
+@pytest.fixture
+def printed(capsys):
+    """The settings that words mean, without defaults."""
+
+    def run(*words, config="line.yaml"):
+        capsys.readouterr()
+        assert main(["fit", "--config", config, *words, "--print_config=skip_default"]) == 0
+        return yaml.safe_load(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    def run(*words):
+        capsys.readouterr()
+        assert main(["fit", "--config", "line.yaml", *words]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ")
+        assert not Path("runs").exists()
+        return message.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+@pytest.fixture
+def helped(capsys):
+    """What is shown instead of a run."""
+
+    def run(*words):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main(["fit", *words])
+        assert caught.value.code == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    return run
+
+
+# ---------------------------------------------------------------------- callbacks
+
+
+def test_one_callback_takes_the_place_of_all_that_a_config_names(printed):
+    """With `=`; with `+=` it is added, which test_cli.py shows."""
+    assert printed(*EARLY)["trainer"]["callbacks"] == [STOPPER]
+    Path("one.yaml").write_text("trainer: {callbacks: {class_path: EarlyStopping, init_args: {monitor: val_loss}}}")
+    assert printed("--config", "one.yaml", "--trainer.callbacks.patience=4")["trainer"]["callbacks"] == [STOPPER]
+    Path("list.yaml").write_text(CONFIG.replace("{spy: tests.helpers.cli_tasks.Spy}", "[tests.helpers.cli_tasks.Spy]"))
+    assert printed(*EARLY, config="list.yaml")["trainer"]["callbacks"] == [STOPPER]
+
+
+def test_a_key_with_a_plus_in_a_config_file_adds_to_the_files_before_it(printed):
+    added = "[{class_path: EarlyStopping, init_args: {monitor: val_loss, patience: 4}}]"
+    Path("more.yaml").write_text(f"trainer:\n  callbacks+: {added}\nmodel: {{init_args: {{widths+: [5]}}}}\n")
+    found = printed("--config", "more.yaml")
+    assert found["trainer"]["callbacks"] == {
+        "spy": {"class_path": "tests.helpers.cli_tasks.Spy"},
+        "earlystopping": STOPPER,
+    }
+    assert found["model"]["init_args"]["widths"] == [1, 2, 5]
+    Path("monitor.yaml").write_text("trainer: {callbacks+: LearningRateMonitor}")
+    found = printed("--config", "more.yaml", "--config", "monitor.yaml", "--trainer.callbacks+=ProgressBar")
+    assert list(found["trainer"]["callbacks"]) == ["spy", "earlystopping", "learningratemonitor", "progressbar"]
+    Path("both.yaml").write_text("trainer: {callbacks: [LearningRateMonitor], callbacks+: [ProgressBar]}")
+    found = printed("--config", "both.yaml")["trainer"]["callbacks"]
+    assert [each["class_path"] for each in found] == ["lumen.LearningRateMonitor", "lumen.ProgressBar"]
+
+
+def test_what_is_wrong_with_what_a_file_adds_names_the_file(refused):
+    Path("more.yaml").write_text("trainer: {callbacks+: EarlyStoping}")
+    said = "trainer.callbacks.earlystoping (more.yaml): lumen has no class EarlyStoping. Did you mean EarlyStopping"
+    assert said in refused("--config", "more.yaml")
+
+
+@pytest.mark.parametrize(("option", "value"), [("patience", "3"), ("monitor", "val_loss"), ("mode", "max")])
+def test_an_option_of_no_callback_says_how_to_name_the_callback(refused, option, value):
+    said = refused(f"--trainer.callbacks.{option}={value}")
+    assert said.startswith(f"trainer.callbacks.{option} (the command line): lumen has no class {value}. ")
+    assert f"write which one, --trainer.callbacks.NAME.{option}={value}, or add the callback first: " in said
+    assert said.endswith(f"--trainer.callbacks+=CLASS --trainer.callbacks.{option}={value}.")
+
+
+def test_a_misspelt_callback_is_not_taken_for_an_option(refused):
+    assert "--trainer.callbacks+" not in refused("--trainer.callbacks.early=EarlyStoping")
+    assert "--trainer.callbacks+" not in refused("--trainer.callbacks.early=nowhere.EarlyStopping")
+
+
+def test_an_option_for_a_list_says_how_to_add_to_it(refused):
+    Path("list.yaml").write_text("trainer: {callbacks: [LearningRateMonitor]}")
+    said = refused("--config", "list.yaml", "--trainer.callbacks.patience=3")
+    assert "add to it by --trainer.callbacks+, or give its entries names" in said
+
+
+# ---------------------------------------------------------------------- help
+
+
+def test_help_for_a_class_is_that_of_the_class_that_is_named_or_configured(helped):
+    shown = helped("--config", "line.yaml", "--model.help")
+    assert "--model.lr" in shown
+    assert "Fits a line" in shown
+    assert "--model.steepness" in helped("--config", "line.yaml", "--model.help", "tests.helpers.cli_tasks.Slope")
+    assert "--model.steepness" in helped(
+        "--config", "line.yaml", "--model", "tests.helpers.cli_tasks.Slope", "--model.help"
+    )
+    shown = helped("--optimizer.help=AdamW")
+    assert "--optimizer.weight_decay" in shown
+    assert "--optimizer.params" not in shown
+    assert "--trainer.callbacks.patience" in helped("--trainer.callbacks.help", "EarlyStopping")
+    assert "--trainer.profiler.help" in helped("-h")
+
+
+def test_help_for_a_class_inside_another_class(helped):
+    encoder = ["--model.encoder", "{class_path: torch.nn.CELU}"]
+    assert "--model.encoder.alpha" in helped(
+        "--model.help=tests.helpers.cli_tasks.Line", "--model.encoder.help=torch.nn.CELU"
+    )
+    assert "--model.encoder.alpha" in helped("--config=line.yaml", *encoder, "--model.help", "--model.encoder.help")
+
+
+# ---------------------------------------------------------------------- files and classes
+
+
+def test_c_is_config_and_later_files_cover_earlier_ones(printed):
+    Path("second.yaml").write_text("trainer: {max_steps: 5}\nmodel: {init_args: {lr: 0.3}}\n")
+    for option in ("-c", "--config"):
+        found = printed(option, "second.yaml")
+        assert (found["trainer"]["max_steps"], found["model"]["init_args"]) == (5, {"lr": 0.3})
+        assert found["seed_everything"] == 7
+
+
+@pytest.mark.parametrize("key", ["model", "data", "trainer", "optimizer", "lr_scheduler"])
+def test_a_file_for_one_group_says_how_config_files_are_given(refused, key):
+    said = f"--{key} {key}.yaml: write --config {key}.yaml, and in that file `{key}:` above these lines."
+    assert refused(f"--{key}", f"{key}.yaml") == said
+
+
+def test_short_class_names_and_both_ways_to_write_arguments(printed):
+    words = ["--model=Slope", "--model.init_args.steepness=2", "--model.lr=0.5", "--optimizer=SGD"]
+    words += ["--optimizer.init_args.momentum=0.9", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=2"]
+    found = printed(*words, "--trainer.logger=CSVLogger", "--trainer.profiler=SimpleProfiler")
+    assert found["model"] == {"class_path": "tests.helpers.cli_tasks.Slope", "init_args": {"lr": 0.5, "steepness": 2.0}}
+    assert found["optimizer"] == {"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.9}}
+    assert found["lr_scheduler"]["init_args"]["step_size"] == 2
+    assert found["trainer"]["logger"] == {"class_path": "lumen.CSVLogger"}
+    assert found["trainer"]["profiler"] == {"class_path": "lumen.SimpleProfiler"}
+    assert main(["fit", "--config", "line.yaml", *words]) == 0
+    assert isinstance(Spy.task, Slope)
+    assert Spy.task.hparams.lr == 0.5
+
+
+def test_an_optimizer_that_the_model_builds_needs_no_parameters_in_the_config():
+    """A parameter of type `Callable[[Iterable], Optimizer]`, as `OptimizerCallable` there."""
+    Path("injected.py").write_text(
+        "from collections.abc import Callable, Iterable\n\n"
+        "from torch import nn\n"
+        "from torch.optim import Optimizer\n\n"
+        "import lumen\n\n\n"
+        "class Injected(lumen.TaskModule):\n"
+        "    def __init__(self, build: Callable[[Iterable], Optimizer]):\n"
+        "        super().__init__()\n"
+        "        self.layer, self.build = nn.Linear(3, 1), build\n\n"
+        "    def training_step(self, batch):\n"
+        "        return (self.layer(batch[0]) - batch[1]).square().mean()\n\n"
+        "    def configure_optimizers(self):\n"
+        "        return self.build(self.parameters())\n"
+    )
+    words = ["--model=injected.Injected", "--model.build=torch.optim.AdamW", "--model.build.lr=0.25"]
+    assert main(["fit", "--config", "line.yaml", *words]) == 0
+    (optimizer,) = Spy.trainer.optimizers
+    assert (type(optimizer), optimizer.param_groups[0]["lr"]) == (torch.optim.AdamW, 0.25)
+    assert main(["fit", "--config", "runs/line/config.yaml"]) == 0
+    assert type(Spy.trainer.optimizers[0]) is torch.optim.AdamW
+
+
+def test_what_the_command_line_of_fit_calls_otherwise_is_said(refused):
+    assert refused("--ckpt_path=last") == (
+        "ckpt_path (the command line): lumen has no option ckpt_path. For fit use trainer.resume."
+    )
+    Path("own.yaml").write_text("config: line.yaml")
+    assert refused("--config", "own.yaml").endswith("Config files are named by --config FILE alone.")
+
+
+# ---------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("text", ["x:", "3", "a: b", "[1", "15:00"])
+def test_text_stays_text(printed, text):
+    assert printed("--model.label", text)["model"]["init_args"]["label"] == text
+
+
+@pytest.mark.parametrize("key", ["val_check_interval", "max_steps"])
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_duration_is_never_read_as_a_number(refused, key, by_file):
+    """YAML 1.1 reads 15:00 as 900, which would be optimizer steps."""
+    Path("often.yaml").write_text(f"trainer: {{{key}: 15:00}}")
+    words = ["--config", "often.yaml"] if by_file else [f"--trainer.{key}", "15:00"]
+    source = "often.yaml" if by_file else "the command line"
+    said = f"trainer.{key} ({source}): 15:00 would mean 900. For a duration write 015:00."
+    assert refused(*words) == said
+
+
+def test_a_duration_with_a_nought_before_it_is_one():
+    assert main(["fit", "--config", "line.yaml", "--trainer.val_check_interval", "015:00"]) == 0
+    assert Spy.trainer.plan.val_every_s == 900.0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--trainer.logger=CSVLoger"], "found 'CSVLoger'. Did you mean CSVLogger or"),
+        (["--trainer.logger.class_path=EarlyStopping"], "trainer.logger (the command line): lumen has no class Early"),
+        (["--trainer.logger.class_path=lumen.EarlyStopping"], "lumen.EarlyStopping is no Logger."),
+        (["--model.noise.class_path=torch.nn.ReLU"], "torch.nn.ReLU is no Noise."),
+        (["--model.noise.scale=loud"], "model.noise.scale (the command line): expected float, found 'loud'."),
+        (["--model.encoder=torch.nn.ReLUU"], "torch.nn has no class ReLUU. Did you mean ReLU"),
+        (["--trainer.max_steps={class_path: torch.nn.ReLU}"], "trainer.max_steps (the command line): expected int"),
+        (["--trainer.init_from.pth=x"], "trainer.init_from.pth (the command line): Weights has no option pth."),
+    ],
+)
+def test_what_is_wrong_inside_is_named_by_its_whole_key(refused, words, said):
+    assert said in refused(*words)

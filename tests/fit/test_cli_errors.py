@@ -1,0 +1,394 @@
+# ruff: noqa: E501 - a message stands on one line with what causes it
+"""What the command line says when something is wrong: where it was written, what was found, what to do."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lumen.cli import main
+from tests.helpers import cli_tasks
+
+CONFIG = """\
+seed_everything: 7
+model:
+  class_path: tests.helpers.cli_tasks.Line
+  init_args:
+    lr: 0.05
+data:
+  class_path: tests.helpers.cli_tasks.Points
+trainer: {max_steps: 2, enable_progress_bar: false, enable_model_summary: false}
+"""
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in os.environ:
+        if name.startswith("LUMEN_"):
+            monkeypatch.delenv(name)
+    Path("line.yaml").write_text(CONFIG)
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command that must fail before anything is written, and return its message."""
+
+    def run(*words, code=2):
+        capsys.readouterr()
+        assert main(list(words)) == code
+        out, message = capsys.readouterr()
+        assert out == ""
+        assert message.count("error: ") == 1
+        for noise in ("Traceback", "Union", "NoneType", "<class", "Namespace", "ArgumentError", "Parser key", "usage"):
+            assert noise not in message
+        assert not Path("runs").exists()
+        return message.partition("error: ")[2]
+
+    return run
+
+
+def fit(refused, *words, config=None):
+    """What `fit` says about line.yaml with a second file and options."""
+    files = ["--config", "line.yaml"]
+    if config is not None:
+        Path("second.yaml").write_text(config)
+        files += ["--config", "second.yaml"]
+    return refused("fit", *files, *words)
+
+
+# ---------------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("modle: {}", "modle (second.yaml): lumen has no option modle. Did you mean model?"),
+        ("max_steps: 3", "max_steps (second.yaml): lumen has no option max_steps. Did you mean trainer.max_steps?"),
+        (
+            "trainer: {max_step: 3}",
+            "trainer.max_step (second.yaml): Trainer has no option max_step. Did you mean max_steps",
+        ),
+        ("trainer: {seed: 3}", "trainer.seed (second.yaml): Trainer has no option seed. Use seed_everything."),
+        ("1: 2", "1 (second.yaml): lumen has no option 1."),
+        ("null: 2", "None (second.yaml): lumen has no option None."),
+        ("model: {1: 2}", "model.1 (second.yaml): Line has no option 1."),
+        ("trainer: {2: 3}", "trainer.2 (second.yaml): Trainer has no option 2."),
+        ("trainer: {callbacks: {1: EarlyStopping}}", "trainer.callbacks.1 (second.yaml): EarlyStopping needs monitor."),
+        ("ckpt_path: best", "ckpt_path (second.yaml): lumen has no option ckpt_path."),
+        (
+            "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {save_last: true}}]}",
+            "ModelCheckpoint has no option save_last. The newest are always kept: keep_last says how many.",
+        ),
+        (
+            "trainer: {callbacks: {bar: {class_path: ProgressBar, init_args: {plain_every: 3}}}}",
+            "trainer.callbacks.bar.plain_every (second.yaml): ProgressBar has no option plain_every. Did you mean plain_every_s?",
+        ),
+        (
+            "trainer: {callbacks: {bar: {class_path: ProgressBar, init_args: {unknown: 3}}}}",
+            "trainer.callbacks.bar.unknown (second.yaml): ProgressBar has no option unknown.",
+        ),
+        (
+            "trainer: {callbacks: [{class_path: ProgressBar, dict_kwargs: {plain_every: 3}}]}",
+            "ProgressBar has no argument plain_every. Did you mean plain_every_s?",
+        ),
+        ("model: {init_args: {widht: 3}}", "model.widht (second.yaml): Line has no option widht. Did you mean width"),
+        ("model: {lrr: 3}", "model.lrr (second.yaml): Line has no option lrr. Did you mean lr?"),
+        ("data: {init_args: {bach_size: 3}}", "Points has no option bach_size. Did you mean batch_size?"),
+        (
+            "optimizer: {class_path: SGD, init_args: {momentun: 1}}",
+            "SGD has no option momentun. Did you mean momentum?",
+        ),
+        ("optimizer: {class_path: SGD, params: 1}", "optimizer.params (second.yaml): SGD has no option params."),
+        (
+            "lr_schedule: {intervall: step}",
+            "lr_schedule.intervall (second.yaml): Schedule has no option intervall. Did you mean interval?",
+        ),
+        (
+            "trainer: {callbacks: {early: {class_path: EarlyStopping, init_args: {monitor: x, patince: 3}}}}",
+            "trainer.callbacks.early.patince (second.yaml): EarlyStopping has no option patince. Did you mean patience?",
+        ),
+        (
+            "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: x, patince: 3}}]}",
+            "trainer.callbacks.0.patince (second.yaml): EarlyStopping has no option patince. Did you mean patience?",
+        ),
+        (
+            "model: {init_args: {encoder: {class_path: torch.nn.Linear, init_args: {in_featurs: 1, out_features: 1}}}}",
+            "model.encoder.in_featurs (second.yaml): Linear has no option in_featurs. Did you mean in_features",
+        ),
+        (
+            "model: {init_args: {noise: {sclae: 1}}}",
+            "model.noise.sclae (second.yaml): Noise has no option sclae. Did you mean scale?",
+        ),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_file_and_the_nearest_one(refused, config, message):
+    assert message in fit(refused, config=config)
+
+
+def test_an_unknown_key_of_the_command_line_or_the_environment_is_named_so(refused, monkeypatch):
+    assert "model.lrr (the command line): Line has no option lrr. Did you mean lr?" in fit(refused, "--model.lrr", "3")
+    assert "Did you mean config?" in fit(refused, "--confg", "x")
+    monkeypatch.setenv("LUMEN_FIT__TRAINER__MAX_STEP", "3")
+    assert "trainer.max_step (the environment variable LUMEN_FIT__TRAINER__MAX_STEP): Trainer has no" in fit(refused)
+
+
+def test_all_that_is_wrong_is_said_at_once(refused):
+    said = fit(refused, "--model.lrr", "3", "--trainer.max_steps", "many", "--data", "tests.helpers.cli_tasks.Pints")
+    assert sorted(line.split(" ")[0] for line in said.splitlines()) == ["data", "model.lrr", "trainer.max_steps"]
+
+
+def test_the_last_one_to_set_a_wrong_value_is_named(refused):
+    Path("third.yaml").write_text("trainer: {max_epochs: 1}")
+    said = fit(refused, "--config", "third.yaml", "--model.lr=1", config="trainer: {max_steps: many}")
+    assert said == "trainer.max_steps (second.yaml): expected int, found 'many'.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["fit", "line.yaml"],
+            "'line.yaml' stands alone. Settings are written --key value, config files --config FILE.",
+        ),
+        (["fit", "--config", "line.yaml", "--model.widths", "1", "2"], "'2' stands alone"),
+        (["fit"], "no model is configured. Give --config FILE, or --model module.Class."),
+        (["fti"], "lumen has no command fti. Did you mean fit?"),
+        (["dance"], "lumen has no command dance. Did you mean fit or validate or test or predict or export or runs?"),
+        (
+            ["fit", "--trainer.callbacks.help"],
+            "expected one argument. For the options of a class write --model.help module.Class.",
+        ),
+        (["fit", "--config", "--trainer.max_steps", "3"], "--config: no file is named. Write --config FILE."),
+        (["fit", "--config", "lin.yaml"], "cannot read the config file lin.yaml: "),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_says_how_it_is_written(refused, words, message):
+    assert message in refused(*words)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("a: b: c", "cannot read the config file second.yaml: mapping values are not allowed"),
+        ("model:\n\tlr: 3", "cannot read the config file second.yaml: while scanning"),
+        ("- a\n- b", "the config file second.yaml: expected `key: value` lines, found ['a', 'b']."),
+        ("a: !!python/object/apply:os.system ['true']", "cannot read the config file second.yaml: could not determine"),
+        ("model: [1]", "model"),
+        ("model: {init_args: 3}", "init_args of None: expected `name: value` lines, found"),
+        ("trainer: []", "trainer (second.yaml): expected `name: value` lines, found []."),
+        ("trainer: 3", "trainer (second.yaml): expected `name: value` lines, found 3."),
+        ("optimizer: {lr: 3}", "optimizer: no class is named. Write class_path: module.Class."),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(refused, config, message):
+    assert message in fit(refused, config=config)
+
+
+# ---------------------------------------------------------------------- classes
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--optimizer", "AdmW"], "optimizer (the command line): lumen has no class AdmW. Did you mean AdamW"),
+        (["--optimizer", "adamw"], "Did you mean AdamW"),
+        (["--optimizer", "torch.optim.AdmW"], "optimizer (the command line): torch.optim has no class AdmW. Did you mean AdamW"),
+        (["--model", "tests.helpers.cli_tasks.Lime"], "model (the command line): tests.helpers.cli_tasks has no class Lime. Did you mean Line"),
+        (["--model", "tests.helpers.cli_task.Line"], "there is no module tests.helpers.cli_task. Did you mean cli_tasks"),
+        (["--model", "nowhere.Line"], "model (the command line): cannot import nowhere.Line: there is no module nowhere."),
+        (["--model", "Qqqqqq"], "model (the command line): lumen has no class Qqqqqq. Write class_path: module.Class."),
+        (["--model", "tests.helpers.cli_tasks.Points"], "model (the command line): tests.helpers.cli_tasks.Points is no TaskModule."),
+        (["--data", "tests.helpers.cli_tasks.Line"], "data (the command line): tests.helpers.cli_tasks.Line is no DataModule."),
+        (["--trainer.callbacks.early", "EarlyStoping"], "trainer.callbacks.early (the command line): lumen has no class EarlyStoping. Did you mean EarlyStopping"),
+        (["--model.encoder", "{class_path: Rely}"], "model.encoder (the command line): lumen has no class Rely. Did you mean ReLU"),
+        (["--model.encoder", "{class_path: ELU}"], "model.encoder (the command line): several classes are called ELU: torch."),
+    ],
+)  # fmt: skip
+def test_a_class_that_is_not_there_is_named_with_the_nearest_one(refused, words, message):
+    assert message in fit(refused, *words)
+
+
+def test_a_module_that_is_not_found_is_said_with_where_it_was_looked_for(refused, monkeypatch, tmp_path):
+    for folder in ("project/configs", "project/package", "elsewhere", "added"):
+        Path(folder).mkdir(parents=True)
+    Path("project/my_tasks_of_c11.py").write_text("from tests.helpers.cli_tasks import Line\n")
+    config = CONFIG.replace("tests.helpers.cli_tasks.Line", "my_tasks_of_c11.Line")
+    Path("project/configs/mine.yaml").write_text(config)
+    monkeypatch.chdir("elsewhere")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "added"))
+    fit_words = ["fit", "--config", "../project/configs/mine.yaml"]
+    looked = f"It was looked for in {tmp_path}/elsewhere (where lumen was started), {tmp_path}/added and among what is"
+    advice = f"It is in {tmp_path}/project: start lumen there, or add that to PYTHONPATH."
+    begin = (
+        "model (../project/configs/mine.yaml): cannot import my_tasks_of_c11.Line: there is no module my_tasks_of_c11."
+    )
+    assert refused(*fit_words) == f"{begin} {looked} installed. {advice}\n"
+    said = refused(*fit_words, "--model", "package.Line")
+    assert f"there is no module package. {looked} installed. It is in {tmp_path}/project: start" in said
+    said = refused(*fit_words, "--model", "nowhere_at_all.Line")
+    assert "Start lumen in the directory that it is in, or add that to PYTHONPATH." in said
+    said = refused(*fit_words, "--model", "tests.helpers.cli_task.Line")
+    assert f"Did you mean cli_tasks or tasks? It was looked for in {Path(cli_tasks.__file__).parent}." in said
+    monkeypatch.chdir(tmp_path / "project")
+    assert main(["fit", "--config", "configs/mine.yaml", "--print_config"]) == 0
+
+
+def test_an_import_error_inside_a_users_module_is_the_users_own():
+    Path("needy.py").write_text("import not_installed_anywhere\n")
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        main(["fit", "--config", "line.yaml", "--model", "needy.Model"])
+
+
+# ---------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--trainer.max_steps", "many"], "trainer.max_steps (the command line): expected int, found 'many'."),
+        (["--trainer.max_steps", "1.5"], "trainer.max_steps (the command line): expected int, found '1.5'."),
+        (["--trainer.gradient_clip_algorithm", "noorm"], "expected one of norm, value, found 'noorm'."),
+        (["--trainer.deterministic", "maybe"], "trainer.deterministic (the command line): expected bool, found 'maybe'."),
+        (["--trainer.callbacks", "[1]"], "trainer.callbacks"),
+        (["--model.lr", "fast"], "model.lr (the command line): expected float, found 'fast'."),
+        (["--model.widths", "[a]"], "model.widths (the command line): expected a list of int, found '[a]'."),
+        (["--model.widths", "3"], "model.widths (the command line): expected a list of int, found '3'."),
+        (["--trainer.profiler", "fast"], "expected one of simple, torch, pytorch or Profiler, found 'fast'."),
+        (["--trainer.resume_parts", "model"], "expected a list of one of model, optimizer, schedulers, progress, data, found 'model'."),
+        (["--trainer.init_from.rename", "x"], "trainer.init_from"),
+        (["--model.encoder", "torch.nn.Linear", "--model.encoder.in_features=a", "--model.encoder.out_features=1"], "model.encoder.in_features (the command line): expected int, found 'a'."),
+        (["--seed_everything", "lucky"], "seed_everything (the command line): expected int, found 'lucky'."),
+        (["--optimizer", "SGD", "--optimizer.lr", "x"], "optimizer.lr (the command line): expected float, found 'x'."),
+        (["--lr_schedule.interval=week"], "lr_schedule.interval (the command line): expected one of step, epoch, token, found 'week'."),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_is_shown_with_the_type_that_is_expected(refused, words, message):
+    assert message in fit(refused, *words)
+
+
+def test_what_a_class_needs_and_does_not_get_is_named(refused):
+    assert "lr_scheduler (the command line): StepLR needs step_size." in fit(
+        refused, "--optimizer=SGD", "--lr_scheduler=StepLR"
+    )
+    orphan = fit(refused, "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5")
+    assert "lr_scheduler: it needs the optimizer that it schedules. Set optimizer too." in orphan
+    linear = fit(refused, "--model.encoder", "{class_path: torch.nn.Linear}", "--model.encoder.in_features=3")
+    assert "model.encoder (the command line): Linear needs out_features." in linear
+    early = "trainer.callbacks.early (the command line): EarlyStopping needs monitor."
+    assert early in fit(refused, "--trainer.callbacks.early=EarlyStopping")
+
+
+def test_a_value_that_the_optimizer_itself_refuses_is_a_config_error(capsys):
+    assert main(["fit", "--config", "line.yaml", "--optimizer=SGD", "--optimizer.lr=-1"]) == 2
+    said = "error: torch.optim.SGD does not take these arguments: Invalid learning rate: -1.0"
+    assert said in capsys.readouterr().err
+
+
+def test_a_list_of_callbacks_is_not_lost_by_naming_one(refused):
+    config = "trainer: {callbacks: [LearningRateMonitor]}"
+    said = fit(refused, "--trainer.callbacks.early.patience=3", config=config)
+    assert (
+        "trainer.callbacks is a list: write all of it anew, add to it by --trainer.callbacks+, or give its entries names."
+        in said
+    )
+
+
+# ---------------------------------------------------------------------- links
+
+
+def test_a_value_that_neither_config_nor_data_has_is_named_with_both_ways_to_set_it(refused):
+    Path("blank.py").write_text("import lumen\n\nclass Blank(lumen.DataModule):\n    pass\n")
+    said = fit(refused, "--data", "blank.Blank")
+    assert (
+        "model.width is required and not set. Set it in the config or as --model.width, or give Blank an attribute width"
+        in said
+    )
+    assert "model (line.yaml): Line needs width. Set it." in fit(refused, "--data", "null")
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["validate", "--output", "values.csv"], "--output values.csv: validate writes .json files."),
+        (["predict", "--output", "text.txt"], "--output text.txt: predict writes .jsonl or .safetensors files."),
+        (["predict", "--output", "no/text.jsonl"], "--output no/text.jsonl: there is no directory no."),
+        (["fit", "--output", "values.json"], "output (the command line): lumen has no option output."),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_found_before_the_work(refused, words, message):
+    assert message in refused(words[0], "--config", "line.yaml", *words[1:])
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error_of_the_checkpoint(refused):
+    words = ["validate", "--config", "line.yaml", "--ckpt_path"]
+    assert "no valid checkpoint found in runs/line/checkpoints" in refused(*words, "last", code=1)
+    assert "no valid checkpoint found" in refused(*words, "elsewhere", code=1)
+    assert "no model is configured" in refused("validate", "--ckpt_path", "elsewhere")
+
+
+def test_predictions_that_do_not_fit_the_file_say_which_other_one_does(capsys):
+    words = [
+        "predict",
+        "--config",
+        "line.yaml",
+        "--model",
+        "tests.helpers.cli_tasks.Slope",
+        "--output",
+        "text.safetensors",
+    ]
+    assert main(words) == 1
+    assert "Write a .jsonl file." in capsys.readouterr().err
+    assert not Path("text.safetensors").exists()
+
+
+# ---------------------------------------------------------------------- how a command ends
+
+
+def test_an_error_of_lumen_is_one_paragraph_and_its_kind_the_exit_code(refused, capsys):
+    assert "Stepless has no training_step" in fit(refused, "--model", "tests.helpers.cli_tasks.Stepless")
+    assert "how long to train is not set" in fit(refused, "--trainer.max_steps", "null")
+    assert "accumulate_grad_batches: must be at least 1" in fit(refused, "--trainer.accumulate_grad_batches=0")
+    assert main(["fit", "--config", "line.yaml", "--trainer.resume=nowhere"]) == 1
+    assert "no valid checkpoint" in capsys.readouterr().err
+
+
+def test_a_users_own_exception_keeps_its_traceback():
+    with pytest.raises(KeyError, match="nothing") as caught:
+        main(["fit", "--config", "line.yaml", "--model", "tests.helpers.cli_tasks.Broken"])
+    assert caught.traceback[-1].path == Path(cli_tasks.__file__)
+    assert caught.value.__cause__ is None
+
+
+def test_an_exception_of_a_users_constructor_is_raised_as_it_is():
+    code = "from tests.helpers.cli_tasks import Line\n\nclass Torn(Line):\n    def __init__(self, width: int):\n        raise KeyError('torn')\n"
+    Path("torn.py").write_text(code)
+    with pytest.raises(KeyError, match="torn") as caught:
+        main(["fit", "--config", "line.yaml", "--model", "torn.Torn"])
+    assert caught.traceback[-1].path == Path("torn.py").absolute()
+
+
+def test_ctrl_c_is_130_without_a_traceback_and_exit_codes_pass(capsys):
+    words = ["fit", "--config", "line.yaml", "--model", "tests.helpers.cli_tasks.Interrupted", "--model.width=1"]
+    assert main(words) == 130
+    assert "Traceback" not in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main([*words, "--model.signal", "term"])
+    assert caught.value.code == 143
+
+
+def test_debugging_shows_the_traceback_of_an_error(monkeypatch, capsys):
+    monkeypatch.setenv("LUMEN_DEBUG", "1")
+    assert main(["fit", "--config", "line.yaml", "--model", "tests.helpers.cli_tasks.Stepless"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_wrong_settings_of_another_command_do_not_matter(monkeypatch):
+    monkeypatch.setenv("LUMEN_FIT__NONSENSE", "1")
+    assert main(["validate", "--config", "line.yaml"]) == 0
+    assert not Path("runs").exists()

@@ -1,0 +1,489 @@
+"""What can be shown of CUDA without a device: in which order, where, and how often it is asked for something.
+
+What a device does with it is in `test_cuda.py`.
+"""
+
+import multiprocessing
+import os
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+import lumen
+from lumen.checkpoint.snapshot import Snapshot, pinned_like
+from lumen.data.nested import CopyStream, _copy_stream, move
+from lumen.distributed import process_groups
+from lumen.distributed.processes import Processes
+from lumen.errors import ConfigError, NonFiniteLoss, TrainingError
+from lumen.precision import check_precision
+from lumen.run.nonfinite import NonFiniteCheck
+from lumen.strategies import SingleDevice
+from lumen.strategies.factory import device_of, make_strategy
+from lumen.task.compile import Compilation
+from tests.helpers.tasks import Regression, bare_trainer, loader
+
+CUDA = torch.device("cuda")
+PACKED = pack_sequence([torch.ones(3)])
+
+
+# ---------------------------------------------------------------------- batches
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How tensors were asked to move: (device, whether the host goes on at once)."""
+    asked, to = [], torch.Tensor.to
+
+    def noted(tensor, *given, non_blocking=False, **options):
+        device, *rest = given or [options.pop("device")]
+        asked.append((torch.device(device).type, non_blocking))
+        return to(tensor, "cpu", *rest, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", noted)
+    return asked
+
+
+@pytest.mark.parametrize(("device", "beside"), [("cpu", False), ("mps", False), ("cuda", True)])
+def test_the_host_waits_for_copies_to_anywhere_but_cuda(asked, device, beside):
+    move({"a": torch.ones(2), "b": [PACKED]}, torch.device(device))
+    assert set(asked) == {(device, beside)}
+    assert len(asked) >= 2
+
+
+class Device:
+    """Streams and events that note what they are asked for, in order."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.events = [], 0
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(self, "copies"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(self, f"current of {device}"))
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.log.append("kept for current"))
+
+    @contextmanager
+    def on(self, stream):
+        self.log.append(f"on {stream.name}")
+        yield
+
+
+class Stream:
+    def __init__(self, device, name):
+        self.device, self.name = device, name
+
+    def record_event(self):
+        event = Event(self.device)
+        event.record(self)
+        return event
+
+    def wait_stream(self, other):
+        self.device.log.append(f"wait for {other.name}")
+
+
+class Event:
+    def __init__(self, device):
+        device.events += 1
+        self.device, self.number, self.arrived = device, device.events, False
+
+    def record(self, stream):
+        self.device.log.append(f"event {self.number} on {stream.name}")
+
+    def synchronize(self):
+        self.arrived = True
+        self.device.log.append(f"host waits for {self.number}")
+
+    def query(self):
+        return self.arrived
+
+
+@pytest.fixture
+def device(monkeypatch):
+    _copy_stream.cache_clear()
+    yield Device(monkeypatch)
+    _copy_stream.cache_clear()
+
+
+def test_batches_are_copied_beside_and_the_host_is_two_of_them_ahead_at_most(device):
+    copies = CopyStream(torch.device("meta"), None)
+    for number in range(1, 5):
+        device.log.clear()
+        assert copies.move((torch.ones(2),))[0].is_meta
+        waits = [f"host waits for {number - 2}"] if number > 2 else []
+        on_copies = ["on copies", "kept for current", "wait for copies"]
+        assert device.log == [f"event {number} on current of meta", *waits, *on_copies]
+
+
+def test_runs_of_a_process_copy_on_one_stream(device):
+    one, other = CopyStream(torch.device("meta"), None), CopyStream(torch.device("meta"), None)
+    assert one._stream is other._stream
+
+
+# ---------------------------------------------------------------------- losses
+
+
+class OnDevice(torch.Tensor):
+    """A number that says it is on a second device."""
+
+    is_cuda = True
+    device = torch.device("cuda:1")
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Pinned numbers that were made."""
+    made, empty = [], torch.empty
+
+    def pinned(*shape, pin_memory, **options):
+        assert pin_memory
+        made.append(empty(*shape, **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    return made
+
+
+def on_device(value):
+    return torch.tensor(value).as_subclass(OnDevice)
+
+
+def test_a_loss_is_waited_for_on_its_own_device_and_named_by_its_own_step(device, made):
+    checks = NonFiniteCheck()
+    for step, value in enumerate([0.5, float("nan"), 0.25], 1):
+        checks.check(on_device(value), 1.0, lambda step=step: (step, 0, step))
+    assert device.log == [f"event {number} on current of cuda:1" for number in (1, 2, 3)]
+    with pytest.raises(NonFiniteLoss, match="the loss of step 2 "):
+        checks.flush()
+
+
+def test_checks_use_the_same_pinned_memory_again(device, made):
+    checks = NonFiniteCheck()
+    for step in range(100):
+        checks.check(on_device(0.5), 1.0, lambda step=step: (step, 0, step))
+        for scalar, *_ in checks._under_way:
+            scalar.event.arrived = step % 10 == 9  # the device is ten steps behind
+    assert device.events == len(made) <= 11
+
+
+# ---------------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "index"), [(4, 3, 3), (1, 3, 0), (1, 0, 0)])
+def test_a_process_that_sees_one_device_takes_that_one(monkeypatch, visible, local_rank, index):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert device_of("cuda", Processes(3, 4, local_rank, 4)) == torch.device("cuda", index)
+
+
+def test_more_processes_than_devices_are_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="process 3 of 4 on this node has no device: 2 are visible"):
+        device_of("cuda", Processes(3, 4, 3, 4))
+
+
+@pytest.mark.parametrize("devices", [[0, 2], "0,2"])
+def test_numbers_of_devices_are_told_how_to_be_chosen(devices):
+    with pytest.raises(ConfigError, match="Set CUDA_VISIBLE_DEVICES to say which ones"):
+        make_strategy("auto", "cpu", devices)
+
+
+def test_a_single_device_is_the_current_one(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name in ("cuda:1", "cuda", "cpu"):
+        SingleDevice(name).connect()
+    assert chosen == [torch.device("cuda:1")]
+
+
+def test_a_precisions_name_is_checked_without_a_look_at_the_device(monkeypatch):
+    monkeypatch.setattr(torch, "autocast", None)
+    monkeypatch.setattr(torch.amp, "GradScaler", None)
+    for name in ("bf16", "16-mixed", 64):
+        check_precision(name, CUDA, CUDA)
+
+
+def test_fp16_with_gradients_on_the_host_is_refused():
+    check_precision("bf16", CUDA, torch.device("cpu"))
+    check_precision("fp16", torch.device("cpu"), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"fp16 with FSDP\(cpu_offload=True\): .* Use bf16"):
+        check_precision("fp16", CUDA, torch.device("cpu"))
+
+
+def test_the_peak_of_memory_is_that_of_the_run(monkeypatch, tmp_path):
+    def reset(device):
+        raise LookupError(device)
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    bare_trainer(tmp_path, max_steps=1).fit(Regression(), loader())
+    with pytest.raises(LookupError, match="cuda"):
+        bare_trainer(tmp_path, max_steps=1, strategy=SingleDevice("cuda")).fit(Regression(), loader())
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+@pytest.mark.parametrize(
+    ("setting", "replays"),
+    [
+        (False, False),
+        (True, False),
+        ({"mode": "default"}, False),
+        ({"mode": "max-autotune-no-cudagraphs"}, False),
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"options": {"triton.cudagraphs": False}}, False),
+    ],
+)
+def test_graphs_are_replayed_on_cuda_in_the_modes_that_say_so(setting, replays):
+    assert Compilation(setting).replays_graphs(CUDA) is replays
+    assert not Compilation(setting).replays_graphs(torch.device("cpu"))
+
+
+class Sharding(lumen.Strategy):
+    shards = True
+
+    def setup(self, task):
+        task.to("cpu")
+
+    def call(self, step, *args):
+        raise AssertionError
+
+    def gradient_sync(self, last):
+        raise AssertionError
+
+
+@pytest.fixture
+def marks(monkeypatch):
+    """How often it was said that a new step begins, where graphs would be replayed."""
+    marks = []
+    monkeypatch.setattr(Compilation, "replays_graphs", lambda compilation, device: True)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    return marks
+
+
+def test_a_graphs_step_begins_with_every_batch_of_training_evaluation_and_prediction(marks, tmp_path):
+    trainer = bare_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=2)
+    trainer.fit(Regression(), loader(), loader())
+    assert len(marks) == 7 + 7 + 2
+    trainer.predict(Regression(), loader())
+    assert len(marks) == 7 + 7 + 2 + 7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate_grad_batches": 2}, "gradients of a micro-batch lie where the next one's will"),
+        ({"global_batch_size": 16}, "gradients of a micro-batch lie where the next one's will"),
+        ({"strategy": Sharding()}, "this strategy gathers them anew"),
+    ],
+    ids=["accumulate", "global_batch_size", "shards"],
+)
+def test_what_graphs_cannot_do_is_refused_before_the_first_step(marks, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        bare_trainer(tmp_path, max_epochs=1, **options).fit(Regression(), loader())
+    assert not marks
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+class Recorded:
+    """Processes that only note what they are given."""
+
+    world_size, rank = 2, 0
+
+    def gather(self, value):
+        return [value, value]
+
+    def broadcast(self, value, source):
+        return value
+
+
+def test_what_is_pickled_for_other_processes_is_on_the_host(asked):
+    strategy = SingleDevice()
+    strategy.processes = Recorded()
+    given = {"x": torch.ones(2), "y": [1, None]}
+    for device, moves in (("cpu", 0), ("cuda", 1)):
+        strategy.device = torch.device(device)
+        for call in (strategy.gather, strategy.broadcast):
+            asked.clear()
+            call(given)
+            assert asked == [("cpu", False)] * moves
+
+
+def timeouts_of_parts(tmp_path):
+    strategy = lumen.FSDP(sharding_strategy="hybrid_shard", shard_size=2, timeout_s=33, startup_timeout_s=44)
+    trainer = bare_trainer(tmp_path, strategy=strategy, max_steps=1)
+    seen = []
+
+    class Looking(Regression):
+        def on_train_start(self):
+            seen.append(limits(strategy))
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(limits(strategy))
+
+    trainer.fit(Looking(), loader())
+    return seen
+
+
+def limits(strategy):
+    parts = strategy.device_mesh.get_all_groups()
+    return {part._get_backend(torch.device("cpu")).options._timeout.total_seconds() for part in parts}
+
+
+@pytest.mark.slow
+def test_groups_of_some_processes_wait_no_longer_than_those_of_all(group, tmp_path):
+    for seen in group(4).run(timeouts_of_parts, tmp_path):
+        assert seen == [{44.0}, {33.0}]
+
+
+class Synced(Regression):
+    """Has a norm over all processes, and nothing to learn from in the second batch of every process."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(1)
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx in (2, 3) else super().training_step(batch)
+
+
+def test_one_process_may_leave_a_micro_batch_out_where_norms_are_synchronised(tmp_path):
+    plain, synced = Synced(), Synced()
+    plain.norm = nn.BatchNorm1d(1)
+    synced.net.load_state_dict(plain.net.state_dict())
+    for task in (plain, synced):
+        bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=4).fit(task, loader())
+    assert plain.global_step >= 1
+    assert all(map(torch.equal, plain.net.parameters(), synced.net.parameters()))
+
+
+def train_synced(tmp_path):
+    task = Synced()
+    task.norm.requires_grad_(False)
+    trainer = bare_trainer(tmp_path, strategy="fsdp", max_epochs=1)  # DDP refuses the norm on a CPU
+    with pytest.raises(TrainingError, match="has no loss in step 2, but SyncBatchNorm needs a forward and a backward"):
+        trainer.fit(task, loader())
+
+
+def test_a_process_without_a_loss_is_refused_where_norms_are_synchronised(group, tmp_path):
+    group(2).run(train_synced, tmp_path)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """The bytes of each block of pinned memory that was asked for, and how often unused ones were given back."""
+    asked, empty = [], torch.empty
+
+    def noted(*shape, pin_memory=False, **options):
+        if pin_memory:
+            asked.append(shape[0])
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    return asked
+
+
+def test_pinned_memory_is_taken_in_blocks_that_tensors_fill(pinned):
+    shapes = [(3, 1000), (), (0,), (700, 1000), (5,), (256, 1024), (100, 1000), (7, 3), (900, 1000)]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128]
+    tensors = {
+        ("model", f"{dtype} {shape}"): torch.ones(shape, dtype=dtype) * (number % 2)
+        for number, (dtype, shape) in enumerate((dtype, shape) for dtype in dtypes for shape in shapes)
+    }
+    buffers = pinned_like(tensors)
+    assert all((buffers[key].shape, buffers[key].dtype) == (each.shape, each.dtype) for key, each in tensors.items())
+    for key, tensor in tensors.items():
+        buffers[key].copy_(tensor)
+    assert all(torch.equal(buffers[key], tensor) for key, tensor in tensors.items())  # none lies in another's place
+    assert all(buffer.data_ptr() % 64 == 0 for buffer in buffers.values())
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    alone = sum(1 << (tensor.nbytes - 1).bit_length() for tensor in tensors.values() if tensor.nbytes)
+    assert all(size.bit_count() == 1 for size in pinned)  # what torch would round up is none
+    assert len(pinned) < len(tensors) / 2
+    assert needed < sum(pinned) < needed + (alone - needed) / 4
+    assert pinned_like({}) == {}
+
+
+def test_a_snapshots_memory_is_kept_while_it_fits_and_given_back_at_the_end(pinned, monkeypatch):
+    given_back = []
+    monkeypatch.setattr("lumen.checkpoint.snapshot.empty_host_cache", lambda: given_back.append(list(alive)))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: None))
+    monkeypatch.setattr("lumen.checkpoint.snapshot.lies_in_order", lambda tensor: False)
+    alive = weakref.WeakSet()
+    snapshot, tensors = Snapshot(), {"a": torch.ones(600), "b": torch.ones(30, 10)}
+    snapshot.reserve({"model": tensors})
+    for step in range(2):
+        tensors["a"].fill_(step)
+        copies = snapshot.take({"model": tensors})["model"]
+        assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
+    assert len(pinned) == 1
+    copies = snapshot.take({"model": tensors | {"a": torch.ones(2000)}})["model"]
+    assert len(pinned) == 2
+    alive |= set(copies.values())
+    del copies
+    snapshot.close()
+    assert given_back == [[]]
+
+
+def leave(rank, store, fails, later, answers):
+    """Open the groups, leave them as if NCCL held them, and say how they were left."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    how = []
+    process_groups._LEAVE_S = 2.0
+    process_groups.dist.get_backend = lambda group=None: "nccl" if how == ["closing"] else "gloo"
+    process_groups.abort_groups = lambda: how.append("aborted")
+    torch.cuda.nccl.version = lambda: (2, 27)  # torch puts it into its messages
+    destroy = process_groups.dist.destroy_process_group
+    process_groups.dist.destroy_process_group = lambda group=None: how.append("destroyed") or destroy(group)
+    processes = Processes.found()
+    processes.address = f"file://{store}"
+    processes.connect(torch.device("cpu"))
+    try:
+        with processes.explained():
+            if rank in fails:
+                raise fails[rank]
+    except BaseException as error:
+        how.append(type(error).__name__)
+    how[:] = ["closing"]
+    if rank not in later:
+        processes.close()
+    answers.put((rank, how[1:]))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("fails", "later", "left"),
+    [
+        ({}, (), {0: ["destroyed"], 1: ["destroyed"]}),
+        ({1: ConfigError("a mistake")}, (), {0: ["aborted"], 1: ["aborted"]}),
+        ({}, (1,), {0: ["aborted"], 1: []}),
+    ],
+    ids=["together", "an error", "one is gone"],
+)
+def test_nobody_waits_for_nccl_where_a_process_leaves_otherwise(tmp_path, fails, later, left):
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    started = [context.Process(target=leave, args=(rank, tmp_path / "store", fails, later, answers)) for rank in (0, 1)]
+    for process in started:
+        process.start()
+    try:
+        assert dict(answers.get(timeout=60) for _ in started) == left
+    finally:
+        for process in started:
+            process.kill()
+            process.join()

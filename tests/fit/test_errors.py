@@ -1,0 +1,174 @@
+"""Bad input gets one clear error, before anything is trained, and nothing is written that was not there."""
+
+import pytest
+import torch
+from torch import nn
+
+import lumen
+from lumen.errors import ConfigError, DataError, LumenError
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+
+class NoTrainingStep(lumen.TaskModule):
+    def configure_optimizers(self):
+        return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+class NoOptimizer(lumen.TaskModule):
+    def training_step(self, batch):
+        return batch[0].sum()
+
+
+class NoParameters(NoOptimizer):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class AnothersParameters(Regression):
+    def configure_optimizers(self):
+        return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+
+
+class Manual(Regression):
+    automatic_optimization = False
+
+
+class TwoOptimizers(Regression):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+
+class WrongStep(Regression):
+    def training_step(self, batch, batch_idx, dataloader_idx, more):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        (NoTrainingStep, {}, "NoTrainingStep has no training_step. Define"),
+        (NoOptimizer, {}, "NoOptimizer has no configure_optimizers"),
+        (NoParameters, {}, "an optimizer without parameters"),
+        (AnothersParameters, {}, "2 parameters that are not the task's"),
+        (Manual, {}, "automatic_optimization = False"),
+        (TwoOptimizers, {}, "returned 2 optimizers"),
+        (WrongStep, {}, r"a step takes \(batch\)"),
+        (Regression, {"max_epochs": None}, "Set one of max_epochs, max_steps and max_time"),
+        (nn.Identity, {}, "expected a TaskModule, found Identity"),
+    ],
+)
+def test_a_task_that_cannot_be_trained_is_refused(tmp_path, task, options, message):
+    with pytest.raises(ConfigError, match=message):
+        quiet_trainer(tmp_path, **{"max_epochs": 1, **options}).fit(task(), loader())
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp8"}, "no precision is named 'fp8'; use one of fp32"),
+        ({"strategy": "ddpp"}, "'ddpp' is unknown"),
+        ({"strategy": "single", "devices": 4}, "runs one process, but devices asks for 4"),
+        ({"accelerator": "tpu"}, "'tpu' is not available here; there are: auto"),
+        ({"global_batch_size": 8, "accumulate_grad_batches": 2}, "Set only one of them"),
+        ({"accumulate_grad_batches": 0}, "at least 1"),
+        ({"max_steps": -7}, "at least 0"),
+        ({"max_time": "soon"}, "DD:HH:MM:SS"),
+        ({"val_check_interval": 1.5}, r"in \(0, 1\]"),
+        ({"val_check_interval": 0}, "at least 1 optimizer step"),
+        ({"limit_val_batches": 1.5}, "fraction of at most 1.0"),
+        ({"gradient_clip_algorithm": "max"}, "expected 'norm' or 'value'"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_when_the_trainer_is_built(options, message):
+    with pytest.raises(ConfigError, match=message):
+        lumen.Trainer(**options)
+
+
+def test_an_unknown_log_level_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="log_level"):
+        quiet_trainer(tmp_path, max_epochs=1, log_level="LOUD").fit(Regression(), loader())
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden"])
+def test_a_run_name_cannot_leave_its_directory(tmp_path, name):
+    with pytest.raises(LumenError, match="name"):
+        lumen.Trainer(max_epochs=1, default_root_dir=tmp_path, name=name, enable_progress_bar=False).fit(
+            Regression(), loader()
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_data_is_named(tmp_path):
+    with pytest.raises(DataError, match="no training data"):
+        quiet_trainer(tmp_path, max_epochs=1).fit(Regression(), lumen.DataModule())
+    with pytest.raises(DataError, match="define test_dataloader"):
+        quiet_trainer(tmp_path).test(Regression(), lumen.DataModule())
+    with pytest.raises(DataError, match="a loader is an iterable of batches, found int"):
+        quiet_trainer(tmp_path, max_epochs=1).fit(Regression(), 3)
+
+
+def test_a_global_batch_smaller_than_the_loaders_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="smaller than the loader's batch_size 8"):
+        quiet_trainer(tmp_path, max_epochs=1, global_batch_size=4).fit(Regression(), loader())
+
+
+def test_evaluating_without_a_step_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="NoOptimizer has no test_step"):
+        quiet_trainer(tmp_path).test(NoOptimizer(), loader())
+
+
+def test_what_exists_only_during_a_run_says_so_outside_of_one():
+    with pytest.raises(ConfigError, match="not attached to a trainer"):
+        _ = Regression().trainer
+    assert lumen.DataModule().trainer is None
+    with pytest.raises(ConfigError, match="has not started a run"):
+        _ = lumen.Trainer().global_step
+
+
+def test_a_data_module_may_ask_whether_it_is_in_a_run(tmp_path):
+    class Data(lumen.DataModule):
+        def __init__(self):
+            super().__init__()
+            self.seen = [self.trainer]
+
+        def train_dataloader(self):
+            self.seen.append(self.trainer)
+            return loader(batch_size=8 if self.trainer is None else 8 * self.trainer.world_size)
+
+    data, trainer = Data(), quiet_trainer(tmp_path, max_steps=1)
+    assert len(data.train_dataloader()) == 7
+    trainer.fit(Regression(), data)
+    assert data.seen == [None, None, trainer]
+
+
+def test_an_error_in_a_users_step_keeps_its_traceback_and_closes_the_run(tmp_path):
+    class Broken(Regression):
+        def training_step(self, batch):
+            raise ZeroDivisionError("mine")
+
+    seen = []
+
+    class Watching(lumen.Callback):
+        def on_exception(self, trainer, task, exception):
+            seen.append(exception)
+
+        def teardown(self, trainer, task, stage):
+            seen.append(stage)
+
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        quiet_trainer(tmp_path, max_epochs=1, callbacks=[Watching()]).fit(Broken(), loader())
+    assert "training_step" in [entry.name for entry in caught.traceback]
+    assert seen == [caught.value, "fit"]
+    quiet_trainer(tmp_path, max_epochs=1, resume="auto").fit(Regression(), loader())  # the lock was given back
+
+
+def test_a_second_run_inside_a_run_is_refused(tmp_path):
+    class Nesting(lumen.Callback):
+        def on_train_end(self, trainer, task):
+            with pytest.raises(ConfigError, match="in a run"):
+                trainer.validate(task, loader())
+
+    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[Nesting()])
+    trainer.fit(Regression(), loader())
+    assert trainer.validate(Regression(), loader())

@@ -1,0 +1,697 @@
+"""`lumen export`: what it writes, anyone can load; what it refuses, it refuses before anything is written."""
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import lumen
+from lumen.checkpoint.places import as_place
+from lumen.cli import main
+from lumen.optim import Lookahead
+from tests.helpers import ROOT
+from tests.helpers.checkpoints import FILES, same, save, small, tensor_of
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+from tests.unit.test_storage_read import handmade
+
+STEPS = ["step-00000002", "step-00000004", "step-00000006"]
+
+
+class Net(nn.Module):
+    """Plain torch, with a tied, a frozen, a scalar, an integer and an unsaved tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6, bias=False)
+        self.again.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.ones(6, 1), requires_grad=False)
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+
+    def forward(self, inputs):
+        return self.norm(self.again(self.first(inputs))) @ self.frozen * self.scale
+
+
+class Task(lumen.TaskModule):
+    """The net within a task, with an average beside it as torch's documentation has it."""
+
+    def __init__(self, k: int | None = None):
+        super().__init__()
+        self.net = Net()
+        self.averaged = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        self.k = k
+
+    def training_step(self, batch):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.averaged.update_parameters(self.net)
+
+    def validation_step(self, batch):
+        self.log("score", self.trainer.global_step * 1.0)  # the first checkpoint is the best one
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad], lr=0.05)
+        return Lookahead(optimizer, self.k) if self.k else optimizer
+
+
+class Average(lumen.Callback):
+    """What a user writes: averages in a callback, by the parameters' names."""
+
+    def __init__(self):
+        self.values = {}
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        for name, parameter in task.net.named_parameters(prefix="net"):
+            before = self.values.get(name, parameter.detach())
+            self.values[name] = before.lerp(parameter.detach(), 0.3)
+
+    def state_dict(self):
+        return {"values": dict(self.values), "updates": 3}
+
+
+class Trailing(Average):
+    """Another one with two averages."""
+
+    def state_dict(self):
+        return {"slow": dict(self.values), "fast": dict(self.values)}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def fit(*callbacks, **options):
+    """A small run in runs/run with three checkpoints, the first of them the best."""
+    torch.manual_seed(0)
+    task = Task(**options)
+    saver = lumen.ModelCheckpoint(monitor="score", every_n_train_steps=2, keep_last=-1)
+    trainer = quiet_trainer(
+        Path(), max_steps=6, val_check_interval=2, callbacks=[*callbacks, saver], num_sanity_val_steps=0
+    )
+    trainer.fit(task, loader(), val_dataloaders=loader(16))
+    assert sorted(path.name for path in Path("runs/run/checkpoints").iterdir()) == STEPS
+    return task
+
+
+def export(*words):
+    assert main(["export", *map(str, words)]) == 0
+
+
+def tensors(*words):
+    """What is in the file that an export of the run makes."""
+    export("runs/run", "--output", "weights.safetensors", *words)
+    found = load_file("weights.safetensors")
+    Path("weights.safetensors").unlink()
+    return found
+
+
+@pytest.fixture
+def refused(capsys):
+    """Export in a way that must fail and leave nothing; return the message."""
+
+    def run(*words, code):
+        before = sorted(Path().rglob("*"))
+        capsys.readouterr()
+        assert main(["export", *map(str, words)]) == code
+        out, message = capsys.readouterr()
+        assert out == ""
+        assert message.count("error: ") == 1
+        assert sorted(Path().rglob("*")) == before
+        return message.partition("error: ")[2]
+
+    return run
+
+
+# ---------------------------------------------------------------------- what is in it
+
+
+def test_an_export_loads_into_the_plain_module_with_the_same_outputs():
+    task = fit()
+    plain = Task().eval()
+    plain.load_state_dict(tensors(), strict=True)
+    net = Net().eval()
+    net.load_state_dict(tensors("--module", "net"), strict=True)
+    inputs = torch.randn(5, 6)
+    expected = task.net.eval()(inputs)
+    assert torch.equal(plain.net(inputs), expected)
+    assert torch.equal(net(inputs), expected)
+    assert not torch.equal(Net().eval()(inputs), expected)
+
+
+def test_an_export_has_the_names_dtypes_and_bits_of_the_state_dict():
+    state = fit().state_dict()
+    found = tensors()
+    assert sorted(found) == sorted(state)
+    assert all(same(found[name], state[name]) for name in state)
+    assert found["net.again.weight"].data_ptr() != found["net.first.weight"].data_ptr()
+
+
+def test_who_reads_the_file_needs_neither_lumen_nor_a_pickle():
+    fit()
+    export("runs/run", "--output", "net.safetensors", "--module", "net")
+    code = (
+        "import sys, torch\nfrom safetensors.torch import load_file\n"
+        "found = load_file('net.safetensors')\nassert 'lumen' not in sys.modules\nprint(found['frozen'].sum().item())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("6.0\n", 0), done.stderr
+    with safe_open("net.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # what transformers insists on
+
+
+def test_the_newest_the_best_or_any_checkpoint_can_be_exported():
+    fit()
+    by_step = {}
+    for step in STEPS:
+        export(f"runs/run/checkpoints/{step}", "--output", f"{step}.safetensors")
+        by_step[step] = load_file(f"{step}.safetensors")["net.scale"]
+    assert len({float(value) for value in by_step.values()}) == 3
+    assert tensors()["net.scale"] == by_step[STEPS[2]]
+    assert tensors("--which", "last")["net.scale"] == by_step[STEPS[2]]
+    assert tensors("--which", "best")["net.scale"] == by_step[STEPS[0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_only_floating_point_tensors_are_cast(dtype, capsys):
+    state = fit().state_dict()
+    found = tensors("--dtype", str(dtype).removeprefix("torch."))
+    integers = {name for name, tensor in state.items() if not tensor.is_floating_point()}
+    assert integers == {
+        "net.norm.num_batches_tracked",
+        "averaged.n_averaged",
+        "averaged.module.norm.num_batches_tracked",
+    }
+    for name, tensor in state.items():
+        assert same(found[name], tensor if name in integers else tensor.to(dtype)), name
+    assert "3 of them hold no floating-point numbers and are as saved" in capsys.readouterr().out
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_reported(capsys):
+    save(Path("step-1"), model={"large": torch.tensor([1.0, -1e5, 1e6, torch.inf]), "fine": torch.ones(3)})
+    export("step-1", "--output", "half.safetensors", "--dtype", "float16")
+    said = capsys.readouterr().err
+    assert "large: 2 numbers are too large for torch.float16 and became infinite" in said
+    assert "fine" not in said
+    export("step-1", "--output", "brain.safetensors", "--dtype", "bfloat16")
+    assert capsys.readouterr().err == ""
+
+
+def test_every_dtype_that_safetensors_has_arrives(refused):
+    kinds = [torch.float64, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.uint16, torch.int8]
+    values = {f"{number}": tensor_of(kind, shape) for number, kind in enumerate(kinds) for shape in [(2, 3)]}
+    save(Path("step-1"), model={**values, "empty": torch.ones(0, 2), "scalar": torch.tensor(3.0)})
+    export("step-1", "--output", "all.safetensors")
+    found = load_file("all.safetensors")
+    assert all(same(found[name], tensor) for name, tensor in values.items())
+    assert (found["empty"].shape, found["scalar"].item()) == ((0, 2), 3.0)
+    save(Path("step-2"), model={"a.wide": torch.ones(2, dtype=torch.complex128), "b": torch.ones(1)})
+    assert "a.wide is torch.complex128, which safetensors" in refused("step-2", "--output", "x.safetensors", code=1)
+
+
+# bits of the mantissa, and what is subtracted from the exponent
+FLOAT8 = {
+    torch.float8_e4m3fn: (3, 7), torch.float8_e4m3fnuz: (3, 8),
+    torch.float8_e5m2: (2, 15), torch.float8_e5m2fnuz: (2, 16),
+}  # fmt: skip
+
+
+def value_of(byte, kind):
+    """What a byte means, by the definition of the format."""
+    if kind == torch.float8_e8m0fnu:
+        return math.nan if byte == 255 else 2.0 ** (byte - 127)
+    mantissa_bits, bias = FLOAT8[kind]
+    sign, rest = (-1.0 if byte & 128 else 1.0), byte & 127
+    exponent, mantissa = divmod(rest, 2**mantissa_bits)
+    if "fnuz" in str(kind) and byte == 128:
+        return math.nan
+    if kind == torch.float8_e4m3fn and rest == 127:
+        return math.nan
+    if kind == torch.float8_e5m2 and exponent == 31:
+        return math.nan if mantissa else sign * math.inf
+    fraction = mantissa / 2**mantissa_bits
+    return sign * (2.0 ** (1 - bias) * fraction if exponent == 0 else 2.0 ** (exponent - bias) * (1 + fraction))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [*FLOAT8, torch.float8_e8m0fnu])
+def test_every_number_of_eight_bits_is_cast_rightly(kind, dtype, capsys):
+    save(Path("step-1"), model={"w": torch.arange(256).to(torch.uint8).view(kind)})
+    export("step-1", "--output", "cast.safetensors", "--dtype", str(dtype).removeprefix("torch."))
+    exact = torch.tensor([value_of(byte, kind) for byte in range(256)], dtype=torch.float64)
+    found = load_file("cast.safetensors")["w"]
+    torch.testing.assert_close(found, exact.to(dtype), rtol=0, atol=0, equal_nan=True)
+    lost = int((exact.isfinite() & ~exact.to(dtype).isfinite()).sum())
+    assert bool(lost) == (kind == torch.float8_e8m0fnu and dtype == torch.float16)
+    said = capsys.readouterr().err
+    assert said == (f"warning: w: {lost} numbers are too large for {dtype} and became infinite\n" if lost else "")
+
+
+def test_what_no_cast_concerns_is_as_saved():
+    kinds = [torch.complex64, torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.uint64]
+    values = {str(kind): tensor_of(kind, (2, 3)) for kind in kinds}
+    save(Path("step-1"), model={**values, "w": torch.tensor([math.pi, math.nan])})
+    export("step-1", "--output", "cast.safetensors", "--dtype", "bfloat16")
+    found = load_file("cast.safetensors")
+    assert found.pop("w").dtype == torch.bfloat16
+    assert found.keys() == values.keys()
+    assert all(same(found[name], tensor) for name, tensor in values.items())
+
+
+def test_packed_numbers_are_refused_since_nobody_can_read_or_cast_them(refused):
+    save(Path("step-1"), model={"a.packed": tensor_of(torch.float4_e2m1fn_x2, (2, 3)), "b.w": torch.ones(2)})
+    for words in ([], ["--dtype", "bfloat16"]):
+        said = refused("step-1", "--output", "x.safetensors", *words, code=1)
+        assert "a.packed is torch.float4_e2m1fn_x2, which safetensors files do not have. Leave it out" in said
+    export("step-1", "--output", "x.safetensors", "--module", "b")
+
+
+# ---------------------------------------------------------------------- averages
+
+
+def test_lookaheads_slow_weights_stand_for_the_parameters(capsys):
+    task = fit(k=4)  # the sixth step lies between two exchanges
+    slow = {name: task.optimizers().state[p].get("slow") for name, p in task.named_parameters() if p.requires_grad}
+    found = tensors("--average", "Lookahead")
+    trained = [name for name, value in slow.items() if value is not None]
+    assert sorted(trained) == sorted(
+        f"net.{each}" for each in ("first.weight", "first.bias", "norm.weight", "norm.bias", "scale")
+    )
+    for name in trained:
+        assert same(found[name], slow[name]), name
+        assert not torch.equal(found[name], task.get_parameter(name))
+    assert same(found["net.again.weight"], slow["net.first.weight"])
+    assert same(found["net.norm.running_mean"], task.net.norm.running_mean)
+    assert f"{len(trained) + 1} of them are averages of Lookahead" in capsys.readouterr().out
+
+
+def test_a_callbacks_averages_stand_for_the_parameters():
+    average = Average()
+    task = fit(average)
+    found = tensors("--average", "Average")
+    assert all(same(found[name], value) for name, value in average.values.items())
+    assert not torch.equal(found["net.scale"], task.net.scale)
+    assert sorted(found) == sorted(task.state_dict())
+    assert same(tensors()["net.scale"], task.net.scale.detach())
+
+
+def test_an_average_that_is_a_module_is_exported_as_one():
+    task = fit()
+    net = Net()
+    net.load_state_dict(tensors("--module", "averaged.module"), strict=True)
+    assert torch.equal(net.scale, task.averaged.module.scale)
+    assert not torch.equal(net.scale, task.net.scale)
+
+
+def test_an_average_that_is_not_there_or_not_the_only_one_is_named(refused):
+    fit(Trailing())
+    words = ["runs/run", "--output", "x.safetensors", "--average"]
+    said = refused(*words, "Lookahead", code=2)
+    assert "has no average of that name. It has callbacks.Trailing.slow, callbacks.Trailing.fast." in said
+    assert "has several averages of that name. It has callbacks.Trailing.slow, " in refused(*words, "Trailing", code=2)
+    assert tensors("--average", "callbacks.Trailing.slow")
+    export("runs/run", "--output", "plain.safetensors")
+    said = refused("plain.safetensors", "--output", "x.safetensors", "--average", "Lookahead", code=2)
+    assert "plain.safetensors is no checkpoint of Lumen" in said
+
+
+# ---------------------------------------------------------------------- as model hubs have it
+
+
+def read_as_hubs_do(folder):
+    """All that readers of a hub's layout know: the index, and the files that it names."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found = {}
+    for name, file in index["weight_map"].items():
+        with safe_open(folder / file, "pt") as tensors:
+            found[name] = tensors.get_tensor(name)
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in found.values())}
+    files = sorted(set(index["weight_map"].values()))
+    assert sorted(path.name for path in folder.iterdir()) == [*files, "model.safetensors.index.json"]
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    return found, [sum(tensor.nbytes for tensor in load_file(folder / file).values()) for file in files]
+
+
+def test_a_sharded_export_is_what_readers_of_hubs_expect():
+    state = fit().state_dict()
+    export("runs/run", "--output", "hub", "--max_shard_size", "200B")
+    found, sizes = read_as_hubs_do(Path("hub"))
+    assert sorted(found) == sorted(state)
+    assert all(same(found[name], state[name]) for name in state)
+    assert len(sizes) > 2
+    assert max(sizes) <= 200
+
+
+def test_a_tensor_larger_than_a_shard_has_a_file_of_its_own():
+    save(Path("step-1"), model={"a": torch.ones(10), "b": torch.ones(500), "c": torch.ones(10), "d": torch.ones(15)})
+    export("step-1", "--output", "hub", "--max_shard_size=0.1KB")
+    assert read_as_hubs_do(Path("hub"))[1] == [40, 2000, 100]
+
+
+def test_what_fits_into_one_shard_is_one_file_without_an_index():
+    state = fit().state_dict()
+    for folder, words in ("hub", []), ("large", ["--max_shard_size", "5GB"]):
+        export("runs/run", "--output", folder, *words)
+        assert [path.name for path in Path(folder).iterdir()] == ["model.safetensors"]
+        assert sorted(load_file(f"{folder}/model.safetensors")) == sorted(state)
+
+
+@pytest.mark.parametrize("size", ["80B", "1GiB"])
+def test_lumen_reads_its_own_export(size):
+    quiet_trainer(Path(), max_steps=3).fit(trained := Regression(), loader())
+    export("runs/run", "--output", "hub", "--max_shard_size", size)
+    task = Regression(lr=0.0, optimizer="SGD")
+    quiet_trainer(Path(), max_steps=1, init_from="hub").fit(task, loader())
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(task.state_dict()[name], tensor), name
+    export("hub", "--output", "again.safetensors")
+    assert all(same(load_file("again.safetensors")[name], tensor) for name, tensor in trained.state_dict().items())
+
+
+# ---------------------------------------------------------------------- checkpoints of many processes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "regions",
+    [
+        [((0, 2), (0, 3)), ((2, 5), (0, 3))],
+        [((2, 5), (1, 3)), ((0, 2), (0, 3)), ((2, 5), (0, 1))],
+        [((0, 5), (0, 1)), ((0, 5), (1, 2)), ((0, 5), (2, 3)), ((5, 5), (0, 3))],
+    ],
+    ids=["rows", "mixed", "columns"],
+)
+def test_tensors_in_several_chunks_are_consolidated(dtype, regions):
+    tensor = handmade(Path("step-1"), dtype, (5, 3), regions)
+    export("step-1", "--output", "whole.safetensors")
+    found = load_file("whole.safetensors")
+    assert same(found["w"], tensor)
+    assert same(found["other"], torch.ones(2))
+
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))  # neither is cut evenly
+
+
+class Blocks(Regression):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 5), Block(), Block(), nn.Linear(5, 1))
+
+
+def train_sharded(folder):
+    trainer = quiet_trainer(folder, max_steps=3, strategy=lumen.FSDP())
+    trainer.fit(task := Blocks(), loader())
+    return {name: tensor.full_tensor().tolist() for name, tensor in task.state_dict().items()}
+
+
+def test_what_fsdp_saved_on_two_processes_is_consolidated(group, tmp_path):
+    expected, same_ones = group(2).run(train_sharded, tmp_path)
+    assert expected == same_ones
+    assert len(list(Path("runs/run/checkpoints/step-00000003/model").iterdir())) == 2  # each process has written
+    export("runs/run", "--output", "whole.safetensors")
+    found = load_file("whole.safetensors")
+    assert {name: tensor.tolist() for name, tensor in found.items()} == expected
+    Blocks().load_state_dict(found, strict=True)
+
+
+# ---------------------------------------------------------------------- other places
+
+
+def test_checkpoints_in_an_object_store_are_exported(refused):
+    for step in (1, 2):
+        small(as_place(f"memory://exported/run/step-{step}"), value=float(step))
+    for source in ("memory://exported/run", "memory://exported/run/step-2"):
+        export(source, "--output", "x.safetensors")
+        assert torch.equal(load_file("x.safetensors")["a"], torch.full((4, 4), 2.0))
+        Path("x.safetensors").unlink()
+    memory = fsspec.filesystem("memory")
+    memory.rm_file(memory.glob("/exported/run/step-2/model/00000-00000-*")[0])
+    said = refused("memory://exported/run/step-2", "--output", "x.safetensors", code=1)
+    assert "memory://exported/run/step-1 is whole." in said
+
+
+def test_what_is_no_tensor_is_said_to_be_left_out(capsys):
+    class Noting(Regression):
+        def get_extra_state(self):
+            return {"seen": 3}
+
+        def set_extra_state(self, state):
+            pass
+
+    quiet_trainer(Path(), max_steps=1).fit(task := Noting(), loader())
+    capsys.readouterr()
+    export("runs/run/checkpoints/step-00000001", "--output", "all.safetensors")
+    assert "the task: what get_extra_state returned is no tensor and is left out" in capsys.readouterr().err
+    export("runs/run", "--output", "net.safetensors", "--module", "net")
+    assert capsys.readouterr().err == ""
+    task.net.load_state_dict(load_file("net.safetensors"), strict=True)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def flip(path):
+    data = bytearray(Path(path).read_bytes())
+    data[-1] ^= 1
+    Path(path).write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["model/00000-00000.safetensors", "manifest.json"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
+def test_damage_is_named_with_a_checkpoint_that_is_whole(refused, file, how):
+    fit()
+    path = Path("runs/run/checkpoints", STEPS[2])
+    if how == "flipped":
+        flip(path / file)
+    elif how == "cut":
+        os.truncate(path / file, (path / file).stat().st_size - 1)
+    else:
+        (path / file).unlink()
+    said = refused(path, "--output", "x.safetensors", code=1)
+    assert f"{path} is damaged, and nothing was written: " in said
+    assert file in said
+    assert f"runs/run/checkpoints/{STEPS[1]} is whole." in said
+
+
+def test_of_a_run_the_newest_valid_checkpoint_is_used_and_the_damaged_one_named(capsys):
+    fit()
+    export(f"runs/run/checkpoints/{STEPS[1]}", "--output", "second.safetensors")
+    flip(f"runs/run/checkpoints/{STEPS[2]}/model/00000-00000.safetensors")
+    capsys.readouterr()
+    export("runs/run", "--output", "run.safetensors")
+    out, said = capsys.readouterr()
+    assert f"{STEPS[2]} is damaged and is not used: " in said
+    assert f"from runs/run/checkpoints/{STEPS[1]}" in out
+    assert Path("run.safetensors").read_bytes() == Path("second.safetensors").read_bytes()
+
+
+def test_where_nothing_is_whole_that_is_said(refused):
+    fit()
+    for step in STEPS:
+        flip(f"runs/run/checkpoints/{step}/model/00000-00000.safetensors")
+    assert "every checkpoint in runs/run/checkpoints is damaged" in refused("runs/run", "--output", "x", code=1)
+    said = refused(f"runs/run/checkpoints/{STEPS[0]}", "--output", "x", code=1)
+    assert "No other one beside it is whole." in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "code"),
+    [
+        (["nowhere"], "nowhere does not exist. Give a checkpoint, a run, or safetensors files.", 1),
+        (["empty"], "no valid checkpoint found in empty.", 1),
+        (["notes.txt"], "notes.txt is no safetensors file", 1),
+        (["model.ckpt"], "model.ckpt is a pickle", 2),
+        (["step-1", "--which", "best"], "--which best: step-1 is no run. Give the directory of one.", 2),
+        (["step-1", "--module", "c"], "--module c: no tensor of step-1 belongs to it.", 2),
+        (["step-1", "--output", "x.pt"], "--output x.pt: export writes no pickles.", 2),
+        (["step-1", "--output", "no/x"], "--output no/x: there is no directory no. Create it.", 2),
+        (["step-1", "--output", "notes.txt/x"], "there is no directory notes.txt.", 2),
+        (["step-1", "--output", "/proc/x"], "--output /proc/x: /proc cannot be written: ", 2),
+        (["step-1", "--output", "empty"], "--output empty: it exists, and nothing is overwritten.", 2),
+        (["step-1", "--output", "dangling"], "--output dangling: it exists, and nothing is overwritten.", 2),
+        (["step-1", "--max_shard_size", "1GB"], "--max_shard_size may make several files. Name a directory.", 2),
+        (["step-1", "--max_shard_size", "large"], "expected a size such as 5GB or 500MB, found 'large'.", 2),
+        (["step-1", "--max_shard_size", "0GB"], "expected a size such as 5GB or 500MB, found '0GB'.", 2),
+        (["step-1", "--dtype", "int8"], "invalid choice: 'int8' (choose from ", 2),
+        (["step-1", "--outptu", "x"], "lumen export has no option --outptu. Did you mean --output?", 2),
+        (["step-1", "--whhich=x"], "lumen export has no option --whhich. Did you mean --which?", 2),
+        (["step-1", "step-2"], "unrecognized arguments: step-2. Usage: lumen export CHECKPOINT_OR_RUN", 2),
+        ([], "the following arguments are required: CHECKPOINT_OR_RUN. Usage: lumen export", 2),
+    ],
+)
+def test_what_cannot_be_exported_is_one_clear_error_and_leaves_nothing(refused, words, message, code):
+    small(Path("step-1"))
+    Path("empty").mkdir()
+    Path("notes.txt").write_text("some notes")
+    Path("model.ckpt").write_bytes(b"\x80")
+    Path("dangling").symlink_to("nothing")
+    words = words if "--output" in words else ["--output", "x.safetensors", *words]
+    assert message in refused(*words, code=code)
+
+
+def test_what_exists_is_never_overwritten(refused):
+    small(Path("step-1"))
+    for name in ("there.safetensors", "there"):
+        export("step-1", "--output", name)
+        before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+        assert f"--output {name}: it exists" in refused("step-1", "--output", name, code=2)
+        assert before == {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+
+def test_best_of_a_run_that_knows_none_says_what_would_make_one(refused):
+    quiet_trainer(Path(), max_steps=2).fit(Regression(), loader())
+    said = refused("runs/run", "--output", "x", "--which", "best", code=1)
+    assert "no checkpoint is known as best, because no ModelCheckpoint that saves there has a monitor" in said
+
+
+def test_only_what_is_exported_needs_to_be_whole(refused):
+    small(Path("step-1"))
+    flip(f"step-1/{FILES[4]}")
+    export("step-1", "--output", "x.safetensors")
+    assert FILES[4] in refused("step-1", "--output", "y.safetensors", "--average", "Lookahead", code=1)
+
+
+# ---------------------------------------------------------------------- disks and memory
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint of 200 MB in tensors of 4 MB."""
+    model = {f"layers.{n}.weight": torch.full((1024, 1024), float(n)) for n in range(50)}
+    return save(tmp_path_factory.mktemp("large") / "step-1", model=model)
+
+
+LUMEN = [sys.executable, "-m", "lumen", "export"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(large):
+    words = [*LUMEN, str(large), "--output", "x", "--max_shard_size", "9MB"]
+    done = subprocess.run(  # no file may be larger than 5 MB
+        ["bash", "-c", f"ulimit -f 5000; exec {' '.join(words)}"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot write ")
+    assert "Traceback" not in done.stderr
+    assert os.listdir() == []
+
+
+def test_an_export_that_cannot_begin_leaves_not_even_an_empty_directory(capsys):
+    small(Path("step-1"))
+    export("step-1", "--output", "hub")  # what is imported once
+    capsys.readouterr()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))  # no file more
+    try:
+        code = main(["export", "step-1", "--output", "again"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert code == 2
+    assert "--output again: . cannot be written: Too many open files" in capsys.readouterr().err
+    assert sorted(os.listdir()) == ["hub", "step-1"]
+
+
+def stop_in_the_middle(number, output, *words):
+    """Start an export and send it a signal while it writes. Returns it, and where it does."""
+    process = subprocess.Popen([*LUMEN, *map(str, words), "--output", output], env=ENVIRONMENT)
+    while not (found := list(Path().glob(f"{output}.tmp-*/*"))):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(number)
+    return process, found[0].parent
+
+
+@pytest.mark.parametrize(("output", "words"), [("x.safetensors", []), ("x", ["--max_shard_size=20MB"]), ("x", [])])
+def test_a_killed_export_leaves_nothing_under_its_name_and_the_next_one_nothing_at_all(large, output, words):
+    process, left = stop_in_the_middle(signal.SIGKILL, output, large, *words)
+    process.wait()
+    assert left.is_dir()
+    assert not Path(output).exists()
+    export(large, "--output", output, *words)
+    files = [Path(output)] if output.endswith(".safetensors") else Path(output).glob("*.safetensors")
+    assert sum(len(load_file(file)) for file in files) == 50
+    assert os.listdir() == [output]
+
+
+def test_an_export_that_is_still_writing_is_no_left_over(large):
+    small(Path("step-1"))
+    process, left = stop_in_the_middle(signal.SIGSTOP, "x.safetensors", large)
+    export("step-1", "--output", "x.safetensors")
+    before = Path("x.safetensors").read_bytes()
+    assert list(left.iterdir())
+    process.send_signal(signal.SIGCONT)
+    assert process.wait() == 2  # somebody else was faster
+    assert sorted(os.listdir()) == ["step-1", "x.safetensors"]
+    assert Path("x.safetensors").read_bytes() == before
+
+
+def test_nothing_but_left_overs_of_that_name_is_removed():
+    small(Path("step-1"))
+    Path("elsewhere").mkdir()
+    Path("elsewhere/x.safetensors").write_text("theirs")
+    Path("x.safetensors.tmp-00000001").write_text("a file")
+    Path("x.safetensors.tmp-00000002").symlink_to("elsewhere")
+    kept = [  # of another name; with a file, a directory or a link that no export makes
+        *("y.safetensors.tmp-0123abcd/y.safetensors", "x.safetensors.tmp-0123abcdef/x.safetensors"),
+        *("ax.safetensors.tmp-0123abcd/x.safetensors", "x.safetensors.tmp-0123ABCD/x.safetensors"),
+        *("x.safetensors.tmp-00000003/notes.txt", "x.safetensors.tmp-00000004/model.safetensors/notes.txt"),
+    ]
+    for name in kept:
+        Path(name).parent.mkdir(parents=True)
+        Path(name).write_text("theirs")
+    Path("x.safetensors.tmp-00000005").mkdir()
+    Path("x.safetensors.tmp-00000005/x.safetensors").symlink_to(Path("elsewhere/x.safetensors").absolute())
+    Path("x.safetensors.tmp-00000007").mkdir()  # of an export that has just begun
+    before = sorted(Path().rglob("*"))
+    Path("x.safetensors.tmp-00000006").mkdir()
+    Path("x.safetensors.tmp-00000006/x.safetensors").write_text("half of one")
+    export("step-1", "--output", "x.safetensors")
+    assert sorted(Path().rglob("*")) == sorted([*before, Path("x.safetensors")])
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from lumen.checkpoint.places import as_place
+from lumen.cli import main
+
+def memory(which):
+    return int(re.search(which + r":\\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+assert main(["export", "step-2", "--output", "warm-up", "--dtype", "bfloat16"]) == 0
+Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+before = memory("VmRSS")
+assert main(["export", *sys.argv[1:]]) == 0
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["--output=x.safetensors"], ["--output=x", "--max_shard_size=50MB", "--dtype=bfloat16"]]
+)
+def test_the_peak_of_memory_is_that_of_a_tensor_and_not_of_the_model(large, words):
+    save(Path("step-2"), model={"w": torch.ones(9)})
+    environment = ENVIRONMENT | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run([sys.executable, "-c", PEAK, large, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 3 <= float(done.stdout.splitlines()[-1]) < 16  # MiB; a tensor has 4, the model 200

@@ -1,0 +1,208 @@
+"""When Python looks for garbage during a run."""
+
+import gc
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import lumen
+from lumen.errors import ConfigError
+from lumen.internals.garbage import only_young_collected
+from tests.helpers.tasks import Regression, Saving, bare_trainer, loader
+
+
+@contextmanager
+def watched():
+    """Generations of the collections that happen meanwhile, each with what was noted when it did."""
+    seen, noted = [], {"where": None}
+
+    def note(phase, info):
+        if phase == "start":
+            seen.append((noted["where"], info["generation"]))
+
+    gc.callbacks.append(note)
+    try:
+        yield seen, noted
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+        gc.unfreeze()
+
+
+def test_what_several_threads_do_without_looking_for_old_garbage_leaves_it_as_it_was():
+    before = gc.get_threshold()
+    one, other = only_young_collected(), only_young_collected()
+    one.__enter__()
+    other.__enter__()
+    assert gc.get_threshold()[2] > 1_000_000
+    one.__exit__(None, None, None)
+    assert gc.get_threshold()[2] > 1_000_000
+    other.__exit__(None, None, None)
+    assert gc.get_threshold() == before
+
+
+@pytest.fixture
+def collections():
+    with watched() as (seen, noted):
+        yield seen, noted
+
+
+class Untidy(Regression):
+    """Leaves a lot of garbage in every batch; notes where it is."""
+
+    def __init__(self, noted):
+        super().__init__()
+        self.noted = noted
+
+    def litter(self, where):
+        self.noted["where"] = where
+        for _ in range(2000):
+            circle = []
+            circle.append(circle)
+
+    def teardown(self, stage):
+        self.noted["where"] = None
+
+    def training_step(self, batch):
+        self.litter(f"step {self.trainer.global_step + 1}")
+        return super().training_step(batch)
+
+    def validation_step(self, batch):
+        self.litter("validation")
+        super().validation_step(batch)
+
+    def test_step(self, batch):
+        self.litter("test")
+        super().test_step(batch)
+
+
+def test_garbage_is_collected_at_every_nth_step_and_at_no_other(tmp_path, collections):
+    seen, noted = collections
+    trainer = bare_trainer(tmp_path, max_steps=9, gc_every_n_steps=3, val_check_interval=100)
+    trainer.fit(Untidy(noted), loader())
+    assert [found for found in seen if str(found[0]).startswith("step")] == [(f"step {n}", 2) for n in (3, 6, 9)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+class OnRank(Untidy):
+    """Leaves more on one rank than on the other; notes the step at its boundary, which a rank without a batch has."""
+
+    def litter(self, where):
+        for _ in range(1 + self.trainer.global_rank):
+            super().litter(where)
+
+    def on_before_zero_grad(self, optimizer):
+        self.noted["where"] = f"step {self.global_step + 1}"
+
+
+def collect_on_ranks(folder, options):
+    with watched() as (seen, noted):
+        trainer = bare_trainer(folder, max_steps=9, strategy="ddp", val_check_interval=100, **options)
+        trainer.fit(OnRank(noted), loader(20, 4))  # 5 batches: for the third step rank 1 has none
+    return [found for found in seen if found[0] is not None]
+
+
+def test_ranks_collect_at_the_same_steps_also_one_that_has_no_batch_there(group, tmp_path):
+    for seen in group(2).run(collect_on_ranks, tmp_path, {"gc_every_n_steps": 2}):
+        assert seen == [(f"step {n}", 2) for n in (2, 4, 6, 8)]
+    first, second = group(2).run(collect_on_ranks, tmp_path, {})
+    assert first != second  # Python's own are not
+
+
+def test_without_it_python_collects_when_it_wants_to(tmp_path, collections):
+    seen, noted = collections
+    bare_trainer(tmp_path, max_steps=9, val_check_interval=100).fit(Untidy(noted), loader())
+    assert len([found for found in seen if str(found[0]).startswith("step")]) > 9
+
+
+def test_evaluations_count_their_batches(tmp_path, collections):
+    seen, noted = collections
+    data = loader(56, 8, shuffle=False)  # 7 batches
+    trainer = bare_trainer(tmp_path, max_steps=2, gc_every_n_steps=3, val_check_interval=1, num_sanity_val_steps=0)
+    trainer.fit(Untidy(noted), loader(), val_dataloaders=data)
+    assert [generation for where, generation in seen if where == "validation"] == [2] * 4
+    bare_trainer(tmp_path, gc_every_n_steps=3).test(Untidy(noted), data)
+    assert [generation for where, generation in seen if where == "test"] == [2] * 2
+    assert gc.isenabled()
+
+
+def test_it_is_restored_after_an_error(tmp_path, collections):
+    class Failing(Regression):
+        def training_step(self, batch):
+            assert not gc.isenabled()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        bare_trainer(tmp_path, max_steps=2, gc_every_n_steps=5).fit(Failing(), loader())
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_who_has_it_off_finds_it_off_and_what_was_set_aside_stays_so(tmp_path, collections):
+    gc.disable()
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    bare_trainer(tmp_path, max_steps=2, gc_every_n_steps=1).fit(Regression(), loader())
+    assert not gc.isenabled()
+    assert 0 < gc.get_freeze_count() <= frozen
+
+
+class Asking(Dataset):
+    """Whether garbage is collected in the process that reads it, and which that is."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([gc.isenabled(), os.getpid() != PROCESS]), torch.zeros(1)
+
+
+PROCESS = os.getpid()
+
+
+def test_workers_of_the_loader_go_on_collecting(tmp_path, collections):
+    class Looking(lumen.TaskModule):
+        answers = None
+
+        def training_step(self, batch):
+            assert not gc.isenabled()
+            self.answers = batch[0]
+            return self.weight.square()
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    task = Looking()
+    bare_trainer(tmp_path, max_steps=1, gc_every_n_steps=1).fit(task, DataLoader(Asking(), 4, num_workers=1))
+    assert task.answers.all()
+
+
+def test_it_changes_nothing_that_is_computed_and_a_run_goes_on_without_it(tmp_path):
+    plain, tidy, resumed = Regression(dropout=0.2), Regression(dropout=0.2), Regression(dropout=0.2)
+    bare_trainer(tmp_path, max_steps=8).fit(plain, loader())
+    bare_trainer(tmp_path, max_steps=8, gc_every_n_steps=2, callbacks=Saving(4, tmp_path / "step-4")).fit(
+        tidy, loader()
+    )
+    bare_trainer(tmp_path, max_steps=8, resume=tmp_path / "step-4").fit(resumed, loader())
+    for one, two, three in zip(plain.parameters(), tidy.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+
+
+def test_the_interval_must_be_positive():
+    with pytest.raises(ConfigError, match="gc_every_n_steps: must be at least 1, found 0"):
+        lumen.Trainer(max_steps=1, gc_every_n_steps=0)
+
+
+def test_imports_leave_the_thresholds_as_they_were(tmp_path):
+    before = gc.get_threshold()
+    bare_trainer(tmp_path, max_steps=1).fit(Regression(), loader())
+    assert gc.get_threshold() == before

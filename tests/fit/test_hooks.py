@@ -1,0 +1,619 @@
+"""Hooks are called in the order that Callback draws, callbacks before the task, and batches reach them whole."""
+
+import dataclasses
+import re
+import sys
+import weakref
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader
+
+import lumen
+from lumen.callbacks import Callback
+from lumen.data.nested import move
+from lumen.errors import ConfigError
+from lumen.task.hooks import HOOKS
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
+
+TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+OF_THE_TASK = ("prepare_data", "configure_model", "configure_optimizers", *TRANSFERS)
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def recording(base, names, who, events):
+    """A subclass whose methods note that they were called, and then do what they did."""
+
+    def noting(name):
+        def method(self, *args, **options):
+            events.append((who, name))
+            return getattr(base, name)(self, *args, **options)
+
+        if name in STEPS:  # a step is called with what its signature has
+
+            def step(self, batch, batch_idx):
+                return method(self, batch)
+
+            return step
+        return method
+
+    return type(f"Recording{base.__name__}", (base,), {name: noting(name) for name in names})
+
+
+class Trained(Regression):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Data(lumen.DataModule):
+    def train_dataloader(self):
+        return loader(40, 8)
+
+    def val_dataloader(self):
+        return loader(16, 8)
+
+    def test_dataloader(self):
+        return loader(16, 8)
+
+    def predict_dataloader(self):
+        return loader(16, 8)
+
+
+def record(run):
+    """What was called while `run(task, data, callbacks)` ran: hooks that callbacks and task share are named once."""
+    events = []
+    callback = recording(Callback, HOOKS, "callback", events)
+    task = recording(Trained, [*HOOKS, *STEPS, *OF_THE_TASK], "task", events)()
+    data = recording(Data, ["prepare_data", "setup", "teardown"], "data", events)()
+    run(task, data, [callback(), callback()])
+    order = []
+    while events:
+        who, name = events.pop(0)
+        if name == "on_load_checkpoint":  # the task's, as in Lightning, then both callbacks'
+            assert [who, events.pop(0), events.pop(0)] == ["task", ("callback", name), ("callback", name)]
+            order.append(name)
+        elif who == "callback":  # both callbacks in their order, then the task
+            assert [events.pop(0), events.pop(0)] == [("callback", name), ("task", name)]
+            order.append(name)
+        else:
+            assert who == "data" or name not in HOOKS
+            order.append(name if who == "task" else f"data.{name}")
+    return order
+
+
+# ---------------------------------------------------------------------- the map, written out
+
+
+def opening(*, resumed=False):
+    return [
+        "data.prepare_data",
+        "prepare_data",
+        "data.setup",
+        "setup",
+        "configure_model",
+        *(["on_load_checkpoint"] if resumed else []),
+    ]
+
+
+def evaluation(name, batches=2):
+    return [
+        f"on_{name}_start",
+        f"on_{name}_epoch_start",
+        *[
+            *TRANSFERS,
+            f"on_{name}_batch_start",
+            f"{name}_step",
+            f"on_{name}_batch_end",
+        ]
+        * batches,
+        f"on_{name}_epoch_end",
+        f"on_{name}_end",
+    ]
+
+
+def micro_batch(*, first, last):
+    return [
+        *TRANSFERS,
+        "on_train_batch_start",
+        *(["on_before_zero_grad"] if first else []),
+        "training_step",
+        "on_before_backward",
+        "on_after_backward",
+        *(["on_before_optimizer_step"] if last else []),
+        "on_train_batch_end",
+    ]
+
+
+FULL_STEP = [*micro_batch(first=True, last=False), *micro_batch(first=False, last=True)]
+SHORT_STEP = micro_batch(first=True, last=True)
+BOUNDARY = ["on_step_end", "on_step_checkpoint"]
+END_OF_EPOCH = ["on_train_epoch_end", *BOUNDARY]
+EPOCH = [  # five micro-batches in steps of two, a validation after the second step and after the last
+    "on_train_epoch_start",
+    *FULL_STEP,
+    *BOUNDARY,
+    *FULL_STEP,
+    *evaluation("validation"),
+    *BOUNDARY,
+    *SHORT_STEP,
+    *evaluation("validation"),
+    *END_OF_EPOCH,
+]
+CLOSING = ["on_train_end", "on_fit_end", "teardown", "data.teardown"]
+OPTIONS = {"max_epochs": 2, "accumulate_grad_batches": 2, "val_check_interval": 0.5}
+
+
+def fit(tmp_path, **options):
+    def run(task, data, callbacks):
+        bare_trainer(tmp_path, callbacks=callbacks, **OPTIONS | options).fit(task, data)
+
+    return run
+
+
+def test_fit_calls_every_hook_in_the_order_drawn(tmp_path):
+    assert record(fit(tmp_path)) == [
+        *opening(),
+        "configure_optimizers",
+        "on_fit_start",
+        "on_sanity_check_start",
+        *evaluation("validation"),
+        "on_sanity_check_end",
+        "on_train_start",
+        *EPOCH,
+        *EPOCH,
+        *CLOSING,
+    ]
+
+
+def test_a_resumed_fit_goes_on_inside_the_epoch_it_left(tmp_path):
+    class SaveInTheMiddle(Callback):
+        def on_step_end(self, trainer, task):
+            if trainer.global_step == 4:  # of six
+                trainer.save_checkpoint(tmp_path / "checkpoint")
+
+    options = {"seed": 3, "val_check_interval": 0.5, "accumulate_grad_batches": 2, "max_steps": 5}
+    bare_trainer(tmp_path, callbacks=[SaveInTheMiddle()], **options).fit(Trained(), Data())
+    assert record(fit(tmp_path, resume=tmp_path / "checkpoint")) == [
+        *opening(resumed=True),
+        "configure_optimizers",
+        "on_fit_start",
+        "on_train_start",
+        *FULL_STEP,
+        *evaluation("validation"),
+        *BOUNDARY,
+        *SHORT_STEP,
+        *evaluation("validation"),
+        *END_OF_EPOCH,
+        *CLOSING,
+    ]
+
+
+def test_a_run_that_ends_inside_an_epoch_still_ends_the_epoch(tmp_path):
+    order = record(fit(tmp_path, max_steps=1, num_sanity_val_steps=0))
+    assert order == [
+        *opening(),
+        "configure_optimizers",
+        "on_fit_start",
+        "on_train_start",
+        "on_train_epoch_start",
+        *FULL_STEP,
+        *BOUNDARY,
+        "on_train_epoch_end",
+        *CLOSING,
+    ]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_calls_its_own_hooks(tmp_path, stage):
+    def run(task, data, callbacks):
+        getattr(bare_trainer(tmp_path, callbacks=callbacks), stage)(task, data)
+
+    name = "validation" if stage == "validate" else stage
+    assert record(run) == [*opening(), *evaluation(name), "teardown", "data.teardown"]
+
+
+def test_an_error_is_reported_to_every_hook_and_everything_is_torn_down(tmp_path):
+    class Failing(Callback):
+        def on_train_start(self, trainer, task):
+            raise ZeroDivisionError("a hook failed")
+
+    def run(task, data, callbacks):
+        with pytest.raises(ZeroDivisionError, match="a hook failed"):
+            bare_trainer(tmp_path, callbacks=[*callbacks, Failing()], num_sanity_val_steps=0, max_steps=1).fit(
+                task, data
+            )
+
+    events = []
+    callback = recording(Callback, ["on_exception", "teardown"], "callback", events)
+    task = recording(Trained, ["on_exception", "teardown"], "task", events)()
+    run(task, recording(Data, ["teardown"], "data", events)(), [callback()])
+    assert events == [
+        ("callback", "on_exception"),
+        ("task", "on_exception"),
+        ("callback", "teardown"),
+        ("task", "teardown"),
+        ("data", "teardown"),
+    ]
+
+
+def test_the_map_in_the_docstring_is_the_recorded_order(tmp_path):
+    drawn = Callback.__doc__.split("as a test records it:")[1].split("`test` and `predict`")[0]
+    drawn = [re.sub("#.*", "", line) for line in drawn.splitlines() if "..." not in line]
+    names = [name for name in re.findall(r"\w+", "\n".join(drawn)) if name in {*HOOKS, *STEPS, *OF_THE_TASK}]
+    order = record(fit(tmp_path, accumulate_grad_batches=1, val_check_interval=1))
+    sanity = slice(order.index("on_sanity_check_start") + 1, order.index("on_sanity_check_end"))
+    del order[sanity]
+    recorded = list(dict.fromkeys(name for name in order if not name.startswith("data.")))
+    first_seen = list(dict.fromkeys(name for name in names if name != "on_load_checkpoint"))
+    assert first_seen == recorded
+
+
+# ---------------------------------------------------------------------- which hooks are called, and with what
+
+
+def test_a_hook_that_nobody_defines_is_not_called(tmp_path):
+    functions = [getattr(kind, name) for kind in (Callback, lumen.TaskModule) for name in HOOKS]
+    bodies, called = {function.__code__ for function in functions}, set()
+
+    class Hookless(Regression):
+        pass
+
+    class Nothing(Callback):
+        pass
+
+    def watch(frame, event, argument):
+        if event == "call" and frame.f_code in bodies:
+            called.add(frame.f_code.co_name)
+
+    sys.setprofile(watch)
+    try:
+        bare_trainer(tmp_path, max_epochs=1, callbacks=[Nothing()]).fit(
+            Hookless(), loader(16, 8), val_dataloaders=loader(8, 8)
+        )
+    finally:
+        sys.setprofile(None)
+    assert called == set()
+
+
+def test_a_hook_may_come_from_a_parent_a_mixin_or_a_decorator(tmp_path):
+    class Mixin:
+        def on_train_start(self):
+            self.called.append("mixin")
+
+    class Parent(Regression):
+        def on_train_end(self):
+            self.called.append("parent")
+
+    class Child(Mixin, Parent):
+        called = []  # noqa: RUF012 - one task
+
+        @torch.no_grad()
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            assert not torch.is_grad_enabled()
+            self.called.append("decorated")
+
+    bare_trainer(tmp_path, max_steps=1).fit(Child(), loader())
+    assert Child.called == ["mixin", "decorated", "parent"]
+
+
+class Returning(Regression):
+    """Returns its loss and more, all with a graph."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        hidden = self.net[0](batch[0])
+        return {"loss": loss, "kept": [hidden, {"pair": Pair(hidden * 2, "name")}], "none": None}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize("of_the_task", [False, True])
+def test_outputs_of_a_training_batch_have_no_graph(tmp_path, options, of_the_task):
+    """Whoever keeps them would keep everything that they were computed by."""
+    seen = []
+    task, keep = Returning(), lambda trainer, task, outputs, batch, batch_idx: seen.append(outputs)
+    callbacks = [lumen.LambdaCallback(on_train_batch_end=keep)]
+    if of_the_task:
+        task.on_train_batch_end, callbacks = lambda outputs, batch, batch_idx: seen.append(outputs), []
+    bare_trainer(tmp_path, max_steps=2, callbacks=callbacks, **options).fit(task, loader(shuffle=False))
+    assert len(seen) == 2 * options.get("accumulate_grad_batches", 1)
+    inputs, _ = next(iter(loader(shuffle=False)))
+    with torch.no_grad():
+        expected = Regression().net[0](inputs)
+    for outputs in seen:
+        hidden, more = outputs["kept"]
+        assert not any(each.requires_grad for each in (outputs["loss"], hidden, more["pair"].left))
+        assert (more["pair"].right, outputs["none"]) == ("name", None)
+    assert torch.equal(seen[0]["kept"][0], expected)
+    assert torch.equal(seen[0]["kept"][1]["pair"].left, 2 * expected)
+
+
+def test_what_a_hook_keeps_of_an_output_frees_the_rest_of_its_step(tmp_path):
+    freed, kept = [], []
+
+    class Token:
+        pass
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, inputs):
+            ctx.token = Token()
+            weakref.finalize(ctx.token, freed.append, 1)
+            return inputs * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    class Task(Regression):
+        def training_step(self, batch):
+            return Noting.apply(super().training_step(batch))
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            kept.append(outputs)
+
+    bare_trainer(tmp_path, max_steps=4).fit(Task(), loader())
+    assert len(kept) == 4
+    assert len(freed) >= 3  # the run itself knows the newest loss
+
+
+def test_hooks_get_what_they_are_promised(tmp_path):
+    class Look(Callback):
+        seen = ()
+
+        def on_train_batch_start(self, trainer, task, batch, batch_idx):
+            self.seen += (("start", len(batch[0]), batch_idx),)
+
+        def on_before_backward(self, trainer, task, loss):
+            assert loss.requires_grad
+            assert loss.dim() == 0
+
+        def on_before_optimizer_step(self, trainer, task, optimizer):
+            assert optimizer is trainer.optimizers[0]
+            self.seen += (("step", trainer.global_step),)
+
+        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+            self.seen += (("end", sorted(outputs), len(batch[0]), batch_idx, trainer.global_step),)
+
+        def on_test_batch_end(self, trainer, task, outputs, batch, batch_idx, dataloader_idx=0):
+            self.seen += ((outputs, len(batch[0]), batch_idx, dataloader_idx),)
+
+    class Returning(Regression):
+        def training_step(self, batch):
+            return {"loss": super().training_step(batch), "extra": 1}
+
+        def test_step(self, batch, batch_idx, dataloader_idx):
+            return f"{dataloader_idx}.{batch_idx}"
+
+    look, task = Look(), Returning()
+    trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2, callbacks=[look])
+    trainer.fit(task, loader(18, 8))
+    assert look.seen == (
+        ("start", 8, 0),
+        ("end", ["extra", "loss"], 8, 0, 0),
+        ("start", 8, 1),
+        ("step", 0),
+        ("end", ["extra", "loss"], 8, 1, 1),
+        ("start", 2, 2),
+        ("step", 1),
+        ("end", ["extra", "loss"], 2, 2, 2),
+    )
+    look.seen = ()
+    trainer.test(task, [loader(8, 8), loader(10, 8)])
+    assert look.seen == (("0.0", 8, 0, 0), ("1.0", 8, 0, 1), ("1.1", 2, 1, 1))
+
+
+# ---------------------------------------------------------------------- batches
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclasses.dataclass
+class Record:
+    tensor: torch.Tensor
+    name: str
+    size: int = dataclasses.field(init=False, default=7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    parts: list
+
+
+class Movable:
+    device = "cpu"
+
+    def to(self, device):
+        moved = Movable()
+        moved.device = device.type
+        return moved
+
+
+def nested_batch():
+    tensor = torch.arange(6.0).reshape(3, 2)
+    return {
+        "tensor": tensor,
+        "list": [tensor, "text", None, 3],
+        "tuple": (tensor, (tensor,)),
+        "pair": Pair(tensor, {"deep": tensor}),
+        "ordered": OrderedDict(a=tensor, b=None),
+        "record": Record(tensor, "name"),
+        "frozen": Frozen([tensor]),
+        "packed": pack_sequence([torch.ones(2), torch.ones(1)]),
+        "movable": Movable(),
+        "none": None,
+    }
+
+
+def shape_of(batch):
+    """The structure of a batch with its tensors replaced by (device, shape)."""
+    if isinstance(batch, torch.Tensor):
+        return batch.device.type, tuple(batch.shape)
+    if isinstance(batch, PackedSequence):
+        return type(batch), shape_of(batch.data)
+    if isinstance(batch, dict):
+        return type(batch), {key: shape_of(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch), [shape_of(value) for value in batch]
+    if dataclasses.is_dataclass(batch):
+        return type(batch), {field.name: shape_of(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
+    return batch.device if isinstance(batch, Movable) else batch
+
+
+def expected_shape(device):
+    tensor = (device, (3, 2))
+    return (
+        dict,
+        {
+            "tensor": tensor,
+            "list": (list, [tensor, "text", None, 3]),
+            "tuple": (tuple, [tensor, (tuple, [tensor])]),
+            "pair": (Pair, [tensor, (dict, {"deep": tensor})]),
+            "ordered": (OrderedDict, {"a": tensor, "b": None}),
+            "record": (Record, {"tensor": tensor, "name": "name", "size": 7}),
+            "frozen": (Frozen, {"parts": (list, [tensor])}),
+            "packed": (PackedSequence, (device, (3,))),
+            "movable": device,
+            "none": None,
+        },
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_every_tensor_of_a_nested_batch_moves_and_the_rest_stays(device):
+    batch = nested_batch()
+    assert shape_of(move(batch, torch.device(device))) == expected_shape(device)
+    assert shape_of(batch) == expected_shape("cpu")
+
+
+class Encoding(UserDict):
+    """A mapping that moves itself, as tokenizers return."""
+
+    def __init__(self, data=None, lengths=None):
+        super().__init__(data)
+        self.lengths = lengths
+
+    def to(self, device):
+        return Encoding({key: value.to(device) for key, value in self.items()}, self.lengths)
+
+
+@pytest.mark.parametrize(
+    "batch", [defaultdict(list, tokens=torch.ones(2)), Encoding({"tokens": torch.ones(2)}, lengths=[2])]
+)
+def test_a_mapping_of_another_class_keeps_what_makes_it_one(batch):
+    moved = move(batch, torch.device("meta"))
+    assert moved["tokens"].device.type == "meta"
+    assert type(moved) is type(batch)
+    assert vars(moved).get("lengths") == [2] if isinstance(batch, Encoding) else moved.default_factory is list
+
+
+def make_batch(samples):
+    return nested_batch()
+
+
+class Keeping(Regression):
+    received = None
+
+    def training_step(self, batch):
+        self.received = batch
+        return self.net(torch.ones(1, 6)).sum()
+
+    def predict_step(self, batch):
+        self.received = batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_nested_batch_reaches_the_step_as_it_is(tmp_path, workers):
+    task = Keeping()
+    bare_trainer(tmp_path, max_steps=1).fit(task, DataLoader(range(3), 3, collate_fn=make_batch, num_workers=workers))
+    assert shape_of(task.received) == expected_shape("cpu")
+
+
+def test_a_batch_is_moved_to_where_the_task_is(tmp_path):
+    task = Keeping()
+    trainer = bare_trainer(tmp_path, strategy=lumen.SingleDevice("meta"))
+    trainer.predict(task, DataLoader(range(3), 3, collate_fn=make_batch))
+    assert task.device.type == "meta"
+    assert shape_of(task.received) == expected_shape("meta")
+
+
+class Transferring:
+    """Transfer hooks that note who they belong to, and in which order they come."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [*batch, f"{type(self).__name__} before {dataloader_idx}"]
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        assert isinstance(device, torch.device)
+        return [*batch, f"{type(self).__name__} transfer {dataloader_idx}"]
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [*batch, f"{type(self).__name__} after {dataloader_idx}"]
+
+
+class TransferringTask(Transferring, lumen.TaskModule):
+    def predict_step(self, batch):
+        return batch[1:]
+
+
+class TransferringData(Transferring, lumen.DataModule):
+    def predict_dataloader(self):
+        return [DataLoader(torch.zeros(1)), DataLoader(torch.zeros(1))]
+
+
+class HalfTransferringData(lumen.DataModule):
+    def predict_dataloader(self):
+        return [DataLoader(torch.zeros(1)), DataLoader(torch.zeros(1))]
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [*batch, f"HalfTransferringData after {dataloader_idx}"]
+
+
+@pytest.mark.parametrize(
+    ("data", "owners"),
+    [
+        (None, ["TransferringTask"] * 3),
+        (TransferringData, ["TransferringData"] * 3),
+        (HalfTransferringData, ["TransferringTask", "TransferringTask", "HalfTransferringData"]),
+    ],
+)
+def test_a_batch_passes_the_transfer_hooks_in_order(tmp_path, data, owners):
+    source = HalfTransferringData().predict_dataloader() if data is None else data()
+    predictions = bare_trainer(tmp_path).predict(TransferringTask(), source)
+    stages = ("before", "transfer", "after")
+    for number, (batch,) in enumerate(predictions):
+        assert batch == [f"{owner} {stage} {number}" for owner, stage in zip(owners, stages, strict=True)]
+
+
+def test_a_step_sees_the_batch_on_the_device_also_when_training(tmp_path):
+    class Doubling(lumen.DataModule):
+        def train_dataloader(self):
+            return loader(8, 8, shuffle=False)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return [2 * part for part in batch]
+
+    class Sums(Regression):
+        def training_step(self, batch):
+            self.sums = [part.sum().item() for part in batch]
+            return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    task = Sums()
+    bare_trainer(tmp_path, max_steps=1).fit(task, Doubling())
+    (batch,) = loader(8, 8, shuffle=False)
+    assert task.sums == [(2 * part).sum().item() for part in batch]
+
+
+def test_a_step_or_loader_that_is_set_to_none_is_not_there(tmp_path):
+    task = Regression()
+    task.validation_step = None
+    task.train_dataloader = None
+    trainer = quiet_trainer(tmp_path, max_epochs=1)
+    trainer.fit(task, loader(), val_dataloaders=loader())
+    assert "val_loss" not in trainer.callback_metrics
+    with pytest.raises(ConfigError, match="has no validation_step"):
+        trainer.validate(task, loader())

@@ -1,0 +1,603 @@
+"""A new run that begins with the parameters of others: from where, under which names, and what is refused."""
+
+import http.server
+import json
+import logging
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import lumen
+from lumen.checkpoint import find_checkpoints
+from lumen.cli import main
+from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError
+from tests.helpers import ROOT
+from tests.helpers.cli_tasks import Spy
+from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
+
+
+class Tied(Regression):
+    """Two layers that share a weight, and a buffer of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4)
+        self.again.weight = self.first.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+
+class Untrained(Regression):
+    """Keeps the parameters that training began with."""
+
+    def on_train_start(self):
+        self.begun_with = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+
+
+def begin(tmp_path, init_from, task=None, **options):
+    """What a run begins with."""
+    task = task or Untrained()
+    begun = {}
+
+    class Look(lumen.Callback):
+        def on_fit_start(self, trainer, task):
+            begun.update({name: tensor.clone() for name, tensor in task.state_dict().items()})
+
+    options = {"max_steps": 1, "callbacks": [Look()]} | options
+    quiet_trainer(tmp_path, init_from=init_from, **options).fit(task, loader())
+    return begun
+
+
+def other_weights(task=None):
+    """Weights that no test's model begins with by itself."""
+    torch.manual_seed(77)
+    state = (task or Regression()).state_dict()
+    return {name: torch.rand_like(t) if t.is_floating_point() else t + 5 for name, t in state.items()}
+
+
+def equal(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def trained(tmp_path, **options):
+    trainer = quiet_trainer(tmp_path / "source", max_epochs=2, **options)
+    trainer.fit(Regression(), loader(), val_dataloaders=loader(20))
+    return trainer
+
+
+def shards(directory, tensors, files=3):
+    """Files and index as model hubs have them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    placed = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(placed.values()):
+        save_file({name: tensors[name] for name in tensors if placed[name] == file}, directory / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": placed}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def edit_index(directory, name, file):
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][name] = file
+    path.write_text(json.dumps(index))
+
+
+# ---------------------------------------------------------------------- from where
+
+
+def test_a_run_begins_with_the_parameters_of_a_checkpoint_and_with_nothing_else_of_it(tmp_path):
+    source = trained(tmp_path)
+    checkpoint = Path(source.checkpoint_callback.last_model_path)
+    expected = {name: tensor.clone() for name, tensor in source.run.task.state_dict().items()}
+    for where in (checkpoint, checkpoint.parents[1], checkpoint.parent):  # a checkpoint, a run, its checkpoints
+        task = Regression(lr=0.5)
+        trainer = quiet_trainer(tmp_path, init_from=where, max_steps=3, seed=9)
+        assert equal(begin(tmp_path, where), expected)
+        trainer.fit(task, loader())
+        assert (trainer.global_step, trainer.run.seed, task.hparams.lr) == (3, 9, 0.5)
+
+
+def test_the_best_checkpoint_of_a_run_is_its_path(tmp_path):
+    source = trained(tmp_path, callbacks=[lumen.ModelCheckpoint(monitor="val_loss", mode="max", keep_last=1)])
+    best = Path(source.checkpoint_callback.best_model_path)
+    assert best != Path(source.checkpoint_callback.last_model_path)
+    assert equal(begin(tmp_path, best), load_file(best / "model/00000-00000.safetensors"))
+
+
+def test_where_the_parameters_come_from_is_said(tmp_path, caplog):
+    checkpoint = Path(trained(tmp_path).checkpoint_callback.last_model_path)
+    save_file(other_weights(), tmp_path / "model.safetensors")
+    with serving(tmp_path) as (url, _):
+        for where, said in [
+            (checkpoint, checkpoint), (checkpoint.parents[1], checkpoint), (tmp_path / "model.safetensors",) * 2,
+            (tmp_path, tmp_path), (f"{url}/model.safetensors",) * 2,
+        ]:  # fmt: skip
+            caplog.clear()
+            begin(tmp_path, where, log_level="INFO")
+            assert [text for text in caplog.messages if "from" in text] == [f"parameters from {said}"]
+
+
+@pytest.mark.parametrize("where", ["nowhere", "nowhere/model.safetensors", "pickles"])
+def test_a_place_without_weights_is_found_before_a_run_has_a_directory(tmp_path, caplog, where):
+    (tmp_path / "pickles").mkdir()
+    (tmp_path / "pickles/model.pt").write_bytes(b"")
+    with pytest.raises((CheckpointError, ConfigError), match=rf"{where}.* does not exist|model.pt is a pickle"):
+        begin(tmp_path, tmp_path / where, log_level="INFO")
+    assert not (tmp_path / "runs").exists()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("form", ["file", "directory", "shards", "cache of links"])
+def test_safetensors_files_of_others_are_read(tmp_path, form):
+    expected = other_weights()
+    where = tmp_path / "hub"
+    where.mkdir()
+    if form == "shards":
+        shards(where, expected)
+    else:
+        save_file(expected, where / "model.safetensors", metadata={"format": "pt"})
+    if form == "cache of links":  # a hub's cache links its snapshots to files elsewhere
+        (tmp_path / "blob").write_bytes((where / "model.safetensors").read_bytes())
+        (where / "model.safetensors").unlink()
+        (where / "model.safetensors").symlink_to(tmp_path / "blob")
+    assert equal(begin(tmp_path, where / "model.safetensors" if form == "file" else where), expected)
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """A directory for temporary files, to see what is left in it."""
+    path = tmp_path / "temporary"
+    path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    return path
+
+
+@pytest.mark.parametrize("form", ["file", "shards", "checkpoint"])
+def test_a_url_is_copied_for_the_time_of_loading(tmp_path, temporary, form):
+    local = tmp_path / "local"
+    if form == "checkpoint":
+        source = trained(tmp_path)
+        local = Path(source.checkpoint_callback.last_model_path)
+        expected = {name: tensor.clone() for name, tensor in source.run.task.state_dict().items()}
+    else:
+        expected = other_weights()
+        shards(local, expected, 2)
+        save_file(expected, local / "single.safetensors")
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{local}/", f"/{tmp_path.name}/", recursive=True)
+    url = f"memory://{tmp_path.name}" + ("/single.safetensors" if form == "file" else "")
+    assert equal(begin(tmp_path, url), expected)
+    assert list(temporary.glob("lumen-*")) == []
+
+
+@contextmanager
+def serving(folder):
+    """A web server of a directory: its address, and what was asked of it."""
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *values):
+            asked.append(str(values[1]))
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+        thread.join()
+
+
+def test_a_web_server_of_a_sharded_model_is_enough(tmp_path, temporary):
+    expected = other_weights()
+    shards(tmp_path / "served/model", expected)
+    with serving(tmp_path / "served") as (url, asked):
+        assert equal(begin(tmp_path, f"{url}/model"), expected)
+        assert sum("GET" in line and ".safetensors " in line for line in asked) == 3
+    assert list(temporary.glob("lumen-*")) == []
+
+
+def test_what_cannot_be_fetched_is_named_and_leaves_nothing(tmp_path, temporary):
+    directory = shards(tmp_path / "served/model", other_weights())
+    edit_index(directory, "net.0.weight", "model-00009-of-00003.safetensors")
+    with serving(tmp_path / "served") as (url, _):
+        for wrong, named in (
+            (f"{url}/nothing", r"cannot fetch http://.*/nothing: FileNotFoundError"),
+            (f"{url}/model", r"cannot fetch .*model-00009"),
+            ("nosuch://place/model.safetensors", r"cannot fetch nosuch://.*nosuch"),
+        ):
+            with pytest.raises(CheckpointError, match=named):
+                begin(tmp_path, wrong)
+    assert list(temporary.glob("lumen-*")) == []
+    assert not (tmp_path / "runs/run").exists()
+
+
+@pytest.mark.parametrize(
+    "file", ["../outside.safetensors", "/etc/model.safetensors", "a/b.safetensors", "..", 7, "x.bin"]
+)
+def test_an_index_that_leaves_its_directory_is_refused(tmp_path, file):
+    directory = shards(tmp_path / "hub", other_weights())
+    save_file(other_weights(), tmp_path / "outside.safetensors")
+    edit_index(directory, "net.0.weight", file)
+    with pytest.raises(CheckpointDamaged, match="which is no file name of its directory"):
+        begin(tmp_path, directory)
+
+
+def test_damaged_files_of_others_are_named(tmp_path):
+    save_file(other_weights(), whole := tmp_path / "whole.safetensors")
+    data = whole.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    negative = data[8:size].replace(b'"shape":[16]', b'"shape":[-16]')
+    cases = {
+        "cut": data[:-4],
+        "longer": data + b"0000",
+        "header": data[:20],
+        "empty": b"",
+        "shape": len(negative).to_bytes(8, "little") + negative + data[size:],
+        "dtype": data.replace(b'"F32"', b'"F33"'),
+    }
+    for name, content in cases.items():
+        (path := tmp_path / f"{name}.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointDamaged, match=f"{name}.safetensors"):
+            begin(tmp_path, path)
+    directory = shards(tmp_path / "hub", other_weights())
+    edit_index(directory, "net.9.weight", "model-00001-of-00003.safetensors")
+    with pytest.raises(CheckpointDamaged, match=r"index\.json names 'net\.9\.weight', which no file of it holds"):
+        begin(tmp_path, directory)
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointDamaged, match=r"model-00002-of-00003\.safetensors is missing"):
+        begin(tmp_path, directory)
+
+
+def test_a_damaged_checkpoint_is_no_beginning(tmp_path):
+    path = Path(trained(tmp_path).checkpoint_callback.last_model_path)
+    file = path / "model/00000-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointDamaged, match="its checksum is wrong"):
+        begin(tmp_path, path)
+
+
+def test_a_pickle_is_never_read_and_the_error_converts_it(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "exploded"),)
+
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    for where in (hub, hub / "pytorch_model.bin", "https://host.example/model.ckpt?x=1"):
+        with pytest.raises(ConfigError, match="is a pickle"):
+            begin(tmp_path, where)
+    with pytest.raises(ConfigError, match="is a pickle"):
+        Regression.load_from_checkpoint(hub / "pytorch_model.bin")
+    assert not (tmp_path / "exploded").exists()
+
+    tensors = other_weights(Tied())  # its tied weights share memory
+    tensors["again.weight"] = tensors["first.weight"]
+    torch.save(tensors, tmp_path / "old.pt")
+    with pytest.raises(ConfigError) as caught:
+        lumen.Weights(tmp_path / "old.pt")
+    snippet = "\n".join(line.strip() for line in str(caught.value).splitlines()[1:])
+    subprocess.run([sys.executable, "-c", snippet], cwd=tmp_path, check=True)
+    assert equal(begin(tmp_path, tmp_path / "old.safetensors", Tied()), tensors)
+
+
+def test_a_place_without_weights_says_so(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for where, message in (("empty", "no valid checkpoint found"), ("nowhere", "does not exist")):
+        with pytest.raises(CheckpointError, match=message):
+            begin(tmp_path, tmp_path / where)
+
+
+# ---------------------------------------------------------------------- names, shapes, dtypes
+
+
+def test_names_are_mapped_one_pattern_after_the_other_and_a_new_head_is_left_alone(tmp_path):
+    own = other_weights()
+    foreign = {
+        "model.encoder.layer_0.weight": own["net.0.weight"],
+        "model.encoder.layer_0.bias": own["net.0.bias"],
+        "classifier.weight": torch.zeros(7, 16),
+    }
+    save_file(foreign, tmp_path / "foreign.safetensors")
+    weights = lumen.Weights(
+        tmp_path / "foreign.safetensors",
+        rename={r"^model\.": "", r"^encoder\.layer_(\d+)": r"net.\1", "^classifier": "net.3"},
+        ignore=[r"net\.3\..*"],
+    )
+    begun, fresh = begin(tmp_path, weights), Regression().state_dict()
+    assert torch.equal(begun["net.0.weight"], own["net.0.weight"])
+    assert torch.equal(begun["net.3.weight"], fresh["net.3.weight"])
+    assert torch.equal(begun["net.3.bias"], fresh["net.3.bias"])
+
+
+def test_whatever_is_missing_or_left_over_is_named_with_the_rename_that_would_fit(tmp_path):
+    tensors = {name.removeprefix("net."): tensor for name, tensor in other_weights().items()}
+    save_file({f"encoder.{name}": tensor for name, tensor in tensors.items()}, path := tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointMismatch) as caught:
+        begin(tmp_path, path)
+    message = str(caught.value)
+    assert "not in the checkpoint: net.0.weight, net.0.bias, net.3.weight, net.3.bias" in message
+    assert "only in the checkpoint: encoder.0.bias" in message
+    suggested = json.loads(re.search(r"rename=(\{.*?\}) would fit 4", message)[1])
+    begun = begin(tmp_path, lumen.Weights(path, rename=suggested))
+    assert torch.equal(begun["net.0.weight"], tensors["0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"net.3.bias": None}, {}, r"not in the checkpoint: net\.3\.bias"),
+        ({"extra": torch.ones(1)}, {}, "only in the checkpoint: extra"),
+        ({}, {"ignore": ["head.*"]}, r"patterns that match nothing: head\.\*"),
+        ({}, {"rename": {"^bert": "net"}}, r"patterns that match nothing: \^bert"),
+        ({}, {"rename": {"weight": "bias"}}, r"rename makes 'net\.0\.bias' of '.*' and of '.*'"),
+        ({"net.0.bias": torch.ones(17)}, {"strict": False}, r"net\.0\.bias: \(17,\) .* saved, \(16,\)"),
+        ({"net.0.bias": torch.ones(16, dtype=torch.int32)}, {"strict": False}, r"net\.0\.bias: .*int32 saved"),
+        ({}, {"rename": {"^": "x."}, "strict": False}, "no name is in both"),
+        ({}, {"ignore": [".*"]}, "no name is in both"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_before_anything_is_changed(tmp_path, change, options, message):
+    tensors = {name: tensor for name, tensor in (other_weights() | change).items() if tensor is not None}
+    save_file(tensors, path := tmp_path / "other.safetensors")
+    task = Regression()
+    before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
+    with pytest.raises(CheckpointMismatch, match=message):
+        begin(tmp_path, lumen.Weights(path, **options), task)
+    assert equal(task.state_dict(), before)
+    assert not (tmp_path / "runs/run").exists()
+
+
+def test_lenient_loading_reports_what_it_leaves_alone(tmp_path, caplog):
+    tensors = other_weights() | {"extra": torch.ones(1)}
+    del tensors["net.3.bias"]
+    save_file(tensors, path := tmp_path / "other.safetensors")
+    begun = begin(tmp_path, lumen.Weights(path, ignore=["head.*"], strict=False), log_level="WARNING")
+    assert torch.equal(begun["net.0.weight"], tensors["net.0.weight"])
+    assert torch.equal(begun["net.3.bias"], Regression().net[3].bias)
+    for said in ("not in the checkpoint: net.3.bias", "only in the checkpoint: extra", "match nothing: head.*"):
+        assert sum(said in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(("saved", "own"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+def test_floating_point_weights_are_cast_and_it_is_said_once(tmp_path, caplog, saved, own):
+    tensors = {name: tensor.to(saved) for name, tensor in other_weights().items()}
+    save_file(tensors, path := tmp_path / "half.safetensors")
+    task = Regression(dtype=own)
+    with caplog.at_level(logging.INFO, logger="lumen"):
+        trainer = quiet_trainer(tmp_path, init_from=path, max_steps=1, log_level="INFO")
+        trainer.fit(task, loader(dtype=own))
+    said = [record.message for record in caplog.records if "cast" in record.message]
+    assert len(said) == 1
+    assert f"cast 4 tensors from {saved} to {own}" in said[0]
+    begun = begin(tmp_path, path, Regression())
+    assert torch.equal(begun["net.0.weight"], tensors["net.0.weight"].float())
+
+
+@pytest.mark.parametrize("absent", ["first.weight", "again.weight", None])
+def test_tied_weights_need_one_of_their_names(tmp_path, absent):
+    tensors = other_weights(Tied())
+    tensors["again.weight"] = tensors["first.weight"].clone()
+    tensors.pop(absent, None)
+    save_file(tensors, path := tmp_path / "tied.safetensors")
+    task = Tied()
+    begun = begin(tmp_path, path, task)
+    shared = tensors.get("first.weight", tensors.get("again.weight"))
+    assert torch.equal(begun["first.weight"], shared)
+    assert torch.equal(begun["again.weight"], shared)
+    assert task.first.weight is task.again.weight
+    assert begun["seen"] == 5
+
+
+def test_two_different_tensors_for_tied_weights_are_an_error(tmp_path):
+    tensors = other_weights(Tied())
+    tensors["again.weight"] = tensors["first.weight"] + 1
+    save_file(tensors, path := tmp_path / "tied.safetensors")
+    with pytest.raises(CheckpointMismatch, match=r"ties first\.weight and again\.weight, which differ"):
+        begin(tmp_path, path, Tied())
+
+
+@pytest.mark.parametrize("options", [{"rename": {"(": ""}}, {"rename": {"a": r"\2"}}, {"ignore": ["*"]}])
+def test_a_pattern_that_is_none_is_refused_at_once(options):
+    with pytest.raises(ConfigError, match="cannot be used as a regular expression"):
+        lumen.Weights("x.safetensors", **options)
+
+
+# ---------------------------------------------------------------------- and resuming
+
+
+def test_a_resumed_run_does_not_read_it_again_and_says_so(tmp_path):
+    save_file(other_weights(), path := tmp_path / "other.safetensors")
+    options = {"init_from": path, "resume": "auto", "log_level": "INFO"}
+    quiet_trainer(tmp_path, max_steps=5, **options).fit(Regression(), loader())
+    path.unlink()
+    resumed = Regression()
+    trainer = quiet_trainer(tmp_path, max_steps=9, **options)
+    trainer.fit(resumed, loader())
+    log = (trainer.run_directory / "run.log").read_text()
+    assert log.count("init_from is not read") == 1
+    save_file(other_weights(), path)
+    quiet_trainer(tmp_path / "whole", max_steps=9, init_from=path).fit(whole := Regression(), loader())
+    assert equal(resumed.state_dict(), whole.state_dict())
+
+
+def test_a_path_to_resume_from_and_init_from_contradict_each_other(tmp_path):
+    for resume in ("best", tmp_path / "runs/run"):
+        with pytest.raises(ConfigError, match=r"init_from and resume=.* both say"):
+            quiet_trainer(tmp_path, resume=resume, init_from="model.safetensors", max_steps=1)
+
+
+def test_weights_are_no_run_to_resume(tmp_path):
+    save_file(other_weights(), path := tmp_path / "model.safetensors")
+    for where in (path, tmp_path):
+        with pytest.raises(CheckpointError, match=r"holds weights, but no run.*init_from"):
+            quiet_trainer(tmp_path, resume=where, max_steps=1).fit(Regression(), loader())
+        with pytest.raises(CheckpointError, match="no hyperparameters"):
+            Regression.load_from_checkpoint(where)
+
+
+def test_an_exported_file_in_a_run_directory_is_not_taken_for_the_run(tmp_path):
+    source = trained(tmp_path)
+    save_file(other_weights(), source.run_directory / "model.safetensors")
+    resumed = Regression()
+    quiet_trainer(tmp_path, resume=source.run_directory, max_epochs=2).fit(resumed, loader())
+    assert equal(resumed.state_dict(), source.run.task.state_dict())
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("kind", ["path", "Weights", "URL"])
+def test_evaluations_and_predictions_take_the_same_places(tmp_path, kind):
+    tensors = other_weights()
+    expected = Regression()
+    expected.load_state_dict(tensors)
+    names = {f"old.{name}": tensor for name, tensor in tensors.items()} if kind == "Weights" else tensors
+    save_file(names, path := tmp_path / "model.safetensors")
+    where = {
+        "path": path,
+        "Weights": lumen.Weights(path, rename={r"^old\.": ""}),
+        "URL": path.as_uri(),
+    }[kind]
+    trainer, data = quiet_trainer(tmp_path), loader(shuffle=False)
+    (values,) = trainer.validate(expected, data)
+    assert trainer.validate(Regression(), data, ckpt_path=where) == [values]
+    assert trainer.test(Regression(), data, ckpt_path=where)[0]["test_loss"] == values["val_loss"]
+    assert torch.equal(trainer.predict(Regression(), data, ckpt_path=where)[0], trainer.predict(expected, data)[0])
+
+
+def test_an_evaluation_does_not_begin_anew(tmp_path):
+    """What `fit` trained is not overwritten with what it began with."""
+    save_file(other_weights(), path := tmp_path / "model.safetensors")
+    trainer = quiet_trainer(tmp_path, init_from=path, max_steps=5)
+    trainer.fit(task := Regression(), loader())
+    after = {name: tensor.clone() for name, tensor in task.state_dict().items()}
+    trainer.validate(task, loader())
+    assert equal(task.state_dict(), after)
+
+
+# ---------------------------------------------------------------------- from a config
+
+
+def test_a_config_renames_and_its_record_repeats_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT)
+    save_file({"old.weight": torch.full((1, 3), 2.5), "x": torch.ones(1)}, "model.safetensors")
+    config = {
+        "model": "tests.helpers.cli_tasks.Line",
+        "data": "tests.helpers.cli_tasks.Points",
+        "trainer": {
+            "max_steps": 1,
+            "callbacks": {"spy": "tests.helpers.cli_tasks.Spy"},
+            "init_from": {"path": "model.safetensors", "rename": {r"^old\.": "layer."}, "ignore": [r".*\.bias", "x"]},
+        },
+    }
+    Path("line.yaml").write_text(yaml.safe_dump(config))
+    assert main(["fit", "--config", "line.yaml"]) == 0
+    first = Spy.task.layer.weight.clone()
+    assert 2 < first.min() < 3
+    record = yaml.safe_load(Path("runs/line/config.yaml").read_text())
+    assert record["trainer"]["init_from"] == config["trainer"]["init_from"] | {"strict": True}
+    assert main(["fit", "--config", "runs/line/config.yaml", "--trainer.name", "again"]) == 0
+    assert torch.equal(Spy.task.layer.weight, first)
+    save_file({"layer.weight": torch.ones(1, 3), "layer.bias": torch.ones(1)}, "plain.safetensors")
+    assert main(["fit", "--config", "line.yaml", "--trainer.init_from", "plain.safetensors"]) == 0
+    assert main(["validate", "--config", "line.yaml", "--ckpt_path", "plain.safetensors"]) == 0
+    assert torch.equal(Spy.task.layer.weight, torch.ones(1, 3))
+    words = ["--ckpt_path.path", "model.safetensors", "--ckpt_path.strict", "false"]
+    rename = ["--ckpt_path.rename", r'{"^old\\.": "layer."}']
+    assert main(["validate", "--config", "line.yaml", *words, *rename]) == 0
+    assert torch.equal(Spy.task.layer.weight, torch.full((1, 3), 2.5))
+
+
+def test_mistakes_in_a_config_are_one_paragraph(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT)
+    Path("line.yaml").write_text(
+        "{model: tests.helpers.cli_tasks.Line, data: tests.helpers.cli_tasks.Points, trainer: {max_steps: 1}}"
+    )
+    for words, code, message in (
+        (["--trainer.init_from", "model.bin"], 2, "is a pickle"),
+        (["--trainer.init_from", "nowhere.safetensors"], 1, "nowhere.safetensors does not exist"),
+        (["--trainer.init_from.path", "x", "--trainer.init_from.renames", "{a: b}"], 2, "renames"),
+    ):
+        assert main(["fit", "--config", "line.yaml", *words]) == code
+        assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- memory
+
+MEMORY = """
+import resource, sys, torch, torch._dynamo, lumen  # the compiler comes with the first optimizer
+from pathlib import Path
+from fsspec.implementations import http
+from tests.helpers.tasks import loader, quiet_trainer
+from torch import nn
+
+class Big(lumen.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(1 << 20) for _ in range(50))  # 200 MiB
+
+    def training_step(self, batch):
+        return sum(layer[0] for layer in self.layers)
+
+    def validation_step(self, batch):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+root, where = Path(sys.argv[1]), sys.argv[2]
+task = Big()
+if where == "save":
+    raise SystemExit(quiet_trainer(root, max_steps=1).fit(task, loader()))
+quiet_trainer(root, logger=False).validate(task, loader())  # whatever is imported late is there now
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if where == "resume":
+    quiet_trainer(root, resume="auto", max_steps=1).fit(task, loader())
+    assert task.optimizers().state[task.layers[0]]["momentum_buffer"][0] == 1
+else:
+    quiet_trainer(root, logger=False).validate(task, loader(), ckpt_path=lumen.Weights(where))
+assert task.layers[0][0] != 0
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+SLACK_MIB = 48  # of the allocator, the libraries and the page cache; a second copy of the model would be 200
+
+
+def grown_mib(root, where):
+    """How much more memory a process needs for loading a model of 200 MiB that it has built."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(root), str(where)], cwd=ROOT, text=True, capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout or 0)
+
+
+@pytest.mark.slow
+def test_loading_needs_the_memory_of_one_tensor_more(tmp_path):
+    grown_mib(tmp_path, "save")
+    (checkpoint,) = find_checkpoints(tmp_path / "runs/run/checkpoints")
+    assert grown_mib(tmp_path, checkpoint) < 4 + SLACK_MIB
+    assert grown_mib(tmp_path, "resume") < 200 + 4 + SLACK_MIB  # with the optimizer's state
+    with serving(checkpoint) as (url, _):
+        assert grown_mib(tmp_path, url) < 4 + SLACK_MIB

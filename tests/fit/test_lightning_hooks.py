@@ -1,0 +1,319 @@
+"""Every method that was a hook in some Lightning 1.0 to 2.6 is called, or refused with what to write instead."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+
+import pytest
+from torch import nn
+
+import lumen
+from lumen.errors import ConfigError
+from lumen.task.hooks import HOOKS, NOT_CALLED, misspelt_hooks
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
+
+ON_STAGES = [f"on_{stage}_{end}" for stage in ("train", "validation", "test", "predict") for end in ("start", "end")]
+ON_PARTS = [
+    f"on_{stage}_{part}_{end}"
+    for stage in ("train", "validation", "test", "predict")
+    for part in ("epoch", "batch")
+    for end in ("start", "end")
+]
+#: Of ModelHooks, Callback: what both have had, in 1.0.8, 1.2.10, 1.3.8, 1.5.10, 1.7.7, 1.9.5, 2.0.9, 2.3.3 or 2.6.0.
+SHARED = [
+    *ON_STAGES, *ON_PARTS, "setup", "teardown", "on_fit_start", "on_fit_end", "on_before_zero_grad",
+    "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_save_checkpoint", "on_load_checkpoint",
+    "on_epoch_start", "on_epoch_end", "on_pretrain_routine_start", "on_pretrain_routine_end",
+]  # fmt: skip
+LOADERS = ["train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"]
+#: Of DataHooks.
+DATA = [
+    *LOADERS, "prepare_data", "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer",
+    "on_train_dataloader", "on_val_dataloader", "on_test_dataloader", "on_predict_dataloader",
+]  # fmt: skip
+LIGHTNING = {
+    "task": [
+        *SHARED, *DATA, "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers",
+        "configure_model", "configure_sharded_model", "configure_callbacks", "configure_gradient_clipping",
+        "clip_gradients", "backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step",
+        "on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad", "on_test_model_eval",
+        "on_test_model_train", "on_predict_model_eval", "on_post_move_to_device", "tbptt_split_batch",
+        "truncated_bptt_steps", "training_step_end", "validation_step_end", "test_step_end", "training_epoch_end",
+        "validation_epoch_end", "test_epoch_end", "predict_epoch_end", "on_hpc_save", "on_hpc_load",
+        "get_progress_bar_dict", "add_to_queue", "get_from_queue", "on_batch_start", "on_batch_end",
+    ],
+    "data module": [
+        *DATA, "setup", "teardown", "state_dict", "load_state_dict", "on_exception", "on_save_checkpoint",
+        "on_load_checkpoint", "on_hpc_save", "on_hpc_load",
+    ],
+    "callback": [
+        *SHARED, "on_batch_start", "on_batch_end", "on_init_start", "on_init_end", "on_sanity_check_start",
+        "on_sanity_check_end", "on_before_accelerator_backend_setup", "on_configure_sharded_model",
+        "on_keyboard_interrupt", "on_exception", "state_dict", "load_state_dict", "state_key",
+    ],
+}  # fmt: skip
+
+
+class Task(Regression):
+    pass
+
+
+class Data(lumen.DataModule):
+    def loader(self):
+        return loader(16, 8)
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
+
+
+class Quiet(lumen.Callback):
+    def state_dict(self):
+        return {"kept": 1}
+
+
+KINDS = {"task": Task, "data module": Data, "callback": Quiet}
+
+
+def fail(trainer, *_):
+    raise ZeroDivisionError
+
+
+@pytest.fixture(scope="module")
+def called(tmp_path_factory):
+    """Names that were called in a run that is saved, goes on, fails, and is evaluated, by whose they are."""
+    path, seen = tmp_path_factory.mktemp("called"), {kind: set() for kind in KINDS}
+
+    def noting(kind, base, name):
+        original = inspect.getattr_static(base, name)
+        if isinstance(original, property):
+            return property(lambda self: seen[kind].add(name) or original.fget(self))
+
+        def method(self, *args):
+            seen[kind].add(name)
+            return getattr(base, name)(self, *args)
+
+        def step(self, batch):
+            return method(self, batch)
+
+        return step if name.endswith("_step") and not name.startswith("on") else method
+
+    def instance(kind):
+        base = KINDS[kind]
+        names = {name: noting(kind, base, name) for name in LIGHTNING[kind] if hasattr(base, name)}
+        return type("Noting", (base,), names)()
+
+    def run(method, data=True, **options):
+        callbacks = [instance("callback"), *options.pop("callbacks", [])]
+        task = instance("task")
+        given = [instance("data module")] if data else []
+        if not data:
+            for name in LOADERS:
+                setattr(task, name, lambda name=name: seen["task"].add(name) or loader(16, 8))
+        getattr(quiet_trainer(path, callbacks=callbacks, **options), method)(task, *given)
+
+    run("fit", max_steps=1)
+    run("fit", max_steps=2, resume="auto")
+    with pytest.raises(ZeroDivisionError):
+        run("fit", max_steps=1, resume=None, callbacks=[lumen.LambdaCallback(on_train_batch_end=fail)])
+    for method in ("fit", "validate", "test", "predict"):
+        run(method, data=False, max_steps=1)
+        run(method, max_steps=1)
+    return seen
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in LIGHTNING.items() for name in names])
+def test_a_hook_of_any_lightning_is_called_or_refused_with_what_to_write(tmp_path, called, kind, name):
+    if name in called[kind]:
+        assert name not in NOT_CALLED[kind]
+        return
+    owners = {each: base() for each, base in KINDS.items()}
+    owners[kind] = type("Ported", (KINDS[kind],), {name: 3 if name == "truncated_bptt_steps" else lambda self: None})()
+    for method in ("fit", "validate", "test", "predict"):
+        trainer = bare_trainer(tmp_path, max_steps=1, callbacks=[owners["callback"]])
+        with pytest.raises(ConfigError) as caught:
+            getattr(trainer, method)(owners["task"], owners["data module"])
+        text = NOT_CALLED[kind][name]
+        assert (
+            str(caught.value)
+            == f"Ported defines what Lumen does not call of a {kind}. Write instead:\n  {name}: {text}"
+        )
+
+
+def test_every_text_names_what_exists():
+    places = (lumen.TaskModule, lumen.DataModule, lumen.Callback)
+    for kind, texts in NOT_CALLED.items():
+        assert texts.keys() < set(LIGHTNING[kind]) | {"predict_step_end", "on_predict_model_train"}
+        for text in texts.values():
+            for word in re.findall(r"\b(?:on_\w+|configure_\w+|\w+_step|\w+_dataloader|\w*state_dict)\b(?!\*)", text):
+                assert any(hasattr(place, word) for place in places) or word in ("on_", "scale_step"), (text, word)
+
+
+def test_it_may_come_from_a_parent_a_mixin_or_the_object_itself(tmp_path):
+    class Mixin:
+        def optimizer_step(self, *_):
+            pass
+
+    class Parent(Regression):
+        def backward(self, loss):
+            pass
+
+    class Child(Mixin, Parent):
+        pass
+
+    task = Child()
+    task.on_epoch_end = print
+    with pytest.raises(ConfigError) as caught:
+        bare_trainer(tmp_path, max_steps=1).fit(task, loader())
+    assert re.findall(r"^  (\w+):", str(caught.value), re.M) == ["on_epoch_end", "backward", "optimizer_step"]
+
+
+def test_a_module_or_a_flag_of_such_a_name_is_no_hook(tmp_path):
+    class Bidirectional(Regression):
+        def __init__(self):
+            super().__init__()
+            self.backward, self.optimizer_step = nn.Linear(6, 1), 3
+
+    assert bare_trainer(tmp_path, max_steps=1).fit(Bidirectional(), loader()) is None
+
+
+# ---------------------------------------------------------------------- signatures
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "method", "message"),
+    [
+        ("task", "on_train_epoch_end", lambda self, outputs: 0, r"\(outputs\): it is called with \(\)"),
+        ("task", "on_before_optimizer_step", lambda self, o, optimizer_idx: 0, r"it is called with \(optimizer\)"),
+        (
+            "task",
+            "on_train_batch_start",
+            lambda self, b, i, dataloader_idx: 0,
+            r"it is called with \(batch, batch_idx\)",
+        ),
+        ("callback", "on_train_start", lambda self, trainer: 0, r"it is called with \(trainer, task\)"),
+        ("callback", "on_test_end", lambda self, t, m, outputs: 0, r"it is called with \(trainer, task\)"),
+        ("task", "training_step", lambda self, b, batch_idx, optimizer_idx: 0, "optimizer_idx is not given. A step is"),
+        ("task", "training_step", lambda self, b, batch_idx, optimizer_idx=0: 0, "optimizer_idx is not given"),
+        ("task", "validation_step", lambda self, b, *, hiddens=None: 0, "hiddens is not given. Split the sequence"),
+    ],
+)
+def test_a_signature_that_lumen_cannot_serve_is_an_error_before_anything_runs(tmp_path, kind, name, method, message):
+    owners = {"task": Task(), "callback": Quiet()}
+    owners[kind] = type("Ported", (KINDS[kind],), {name: method})()
+    with pytest.raises(ConfigError, match=message):
+        bare_trainer(tmp_path, max_steps=1, callbacks=[owners["callback"]]).fit(owners["task"], loader())
+
+
+def test_hooks_of_evaluation_batches_may_do_without_the_number_of_the_loader(tmp_path):
+    seen = []
+
+    class Quietly(lumen.Callback):
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(("callback starts", batch_idx))
+
+        def on_test_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append(("callback ends", batch_idx))
+
+    class Ported(Regression):
+        def on_validation_batch_end(self, outputs, batch, batch_idx):
+            seen.append(("task ends", batch_idx))
+
+        def on_predict_batch_start(self, batch, batch_idx):
+            seen.append(("task predicts", batch_idx))
+
+    trainer, task = bare_trainer(tmp_path, callbacks=[Quietly()]), Ported()
+    for stage in ("validate", "test", "predict"):
+        getattr(trainer, stage)(task, [loader(16, 8), loader(8, 8)])
+    assert seen == [
+        ("callback starts", 0), ("task ends", 0), ("callback starts", 1), ("task ends", 1), ("callback starts", 0),
+        ("task ends", 0), ("callback ends", 0), ("callback ends", 1), ("callback ends", 0),
+        ("task predicts", 0), ("task predicts", 1), ("task predicts", 0),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- misspelt names
+
+
+def defining(base, *names):
+    return type("Defining", (base,), {name: lambda self, *_: None for name in names})()
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "meant"),
+    [
+        (Task, "predict_stepp", None),  # it is defined
+        (lumen.TaskModule, "validaton_step", "validation_step"),
+        (Task, "on_train_epoch_ends", "on_train_epoch_end"),
+        (Task, "on_training_epoch_end", "on_train_epoch_end"),
+        (Task, "val_dataloaders", "val_dataloader"),
+        (Quiet, "on_validation_batchend", "on_validation_batch_end"),
+        (Quiet, "load_statedict", "load_state_dict"),
+        (lumen.DataModule, "val_data_loader", "val_dataloader"),
+        (lumen.DataModule, "tear_down", "teardown"),
+    ],
+)
+def test_a_misspelt_hook_is_a_warning_that_names_it(tmp_path, caplog, base, name, meant):
+    task, data, callbacks = Task(), Data(), []
+    owner = defining(base, name)
+    if isinstance(owner, lumen.Callback):
+        callbacks = [owner]
+    elif isinstance(owner, lumen.DataModule):
+        data = type("Defining", (Data,), {name: vars(type(owner))[name]})()
+        data = owner if meant == "val_dataloader" else data
+    else:
+        task = owner
+    trainer = bare_trainer(tmp_path, max_steps=1, callbacks=callbacks, log_level="WARNING")
+    if isinstance(owner, (Task, lumen.Callback)):
+        trainer.fit(task, data)
+    else:
+        trainer.predict(task if isinstance(task, Task) else Task(), loader())
+    found = misspelt_hooks(task, data, callbacks)
+    assert found == ([] if meant is None else [f"Defining.{name} is not called. Is it meant to be {meant}?"])
+    if isinstance(owner, (Task, lumen.Callback)):
+        assert [record.message for record in caplog.records if "is not called" in record.message] == found
+
+
+HELPERS = (
+    "training_stage", "train_dataloaders_", "train_step", "val_step", "valid_step", "shared_step", "training_steps",
+    "eval_step", "configure_optimizer", "configure_scheduler", "init_weight", "prepare_dataset", "after_step",
+    "training_step_1", "validation_step_", "prepare_batch", "train_dataset", "train_loader", "get_train_dataloader",
+    "predict", "predict_batch", "load_state", "training_loss", "optimizer_steps", "on_train_epoch_begin", "validate",
+    "_validaton_step", "forward_step", "transfer_to_device", "log_metrics", "backward_pass", "setup_model",
+)  # fmt: skip
+
+
+def test_helpers_properties_and_what_mixins_bring_are_no_misspelt_hooks():
+    class Mixin:
+        def validaton_step(self):
+            pass
+
+    class Helped(Mixin, Regression):
+        @property
+        def predict_dataloaders(self):
+            return []
+
+        def validaton_step(self):
+            """What the mixin calls."""
+
+    assert misspelt_hooks(Helped(), defining(Data, *HELPERS), [defining(Quiet, *HELPERS)]) == []
+    assert misspelt_hooks(defining(Task, *HELPERS), None, []) == []
+
+
+def test_nothing_in_this_repository_has_a_misspelt_hook():
+    found = []
+    for package in ("models", "datamodules", "lumen.callbacks"):
+        module = importlib.import_module(package)
+        names = [each.name for each in pkgutil.walk_packages(module.__path__, f"{package}.")]
+        for each in [module, *map(importlib.import_module, names)]:
+            for kind in vars(each).values():
+                if isinstance(kind, type) and issubclass(kind, (lumen.TaskModule, lumen.DataModule, lumen.Callback)):
+                    thing = kind.__new__(kind)
+                    task = thing if isinstance(thing, lumen.TaskModule) else Task()
+                    data = thing if isinstance(thing, lumen.DataModule) else None
+                    found.append(misspelt_hooks(task, data, [thing] if isinstance(thing, lumen.Callback) else []))
+    assert len(found) > 10
+    assert not any(found)
+
+
+def test_every_hook_of_lumen_that_lightning_has_too_is_in_the_list():
+    assert set(HOOKS) - set(LIGHTNING["callback"]) == {"on_step_end", "on_step_checkpoint"}

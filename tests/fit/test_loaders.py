@@ -1,0 +1,1285 @@
+"""Every kind of loader: which samples come, what they draw, what is read again on resume, and what is refused."""
+
+import multiprocessing
+import re
+import shutil
+import textwrap
+import time
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from threadpoolctl import threadpool_info
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import lumen
+from lumen.errors import ConfigError, DataError
+from tests.helpers import ROOT
+from tests.helpers.tasks import Saving, Seeing, bare_trainer, numbers, plain, quiet_trainer, seen
+
+# ---------------------------------------------------------------------- samplers and batch samplers of the user's
+
+
+class Counted(Dataset):
+    """Counts what is loaded, and draws."""
+
+    def __init__(self, samples=20):
+        self.loaded = []
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        self.loaded.append(index)
+        return index + torch.rand(()).double()
+
+
+class Sizes(Sampler):
+    """Batches of one, two, three, four, one, ... random samples."""
+
+    def __init__(self, samples=20):
+        self.samples = samples
+
+    def __iter__(self):
+        order = torch.randperm(self.samples).tolist()
+        for size in count():
+            if not order:
+                return
+            yield order[: 1 + size % 4]
+            del order[: 1 + size % 4]
+
+
+class Numpy(Sampler):
+    """Draws from generators of its own: numpy's, new and old."""
+
+    def __init__(self):
+        self.new, self.old = np.random.default_rng(), np.random.RandomState()
+
+    def __iter__(self):
+        yield from self.new.permutation(10).tolist()
+        yield from self.old.permutation(10).tolist()
+
+
+INDEXED = {
+    "weighted": lambda data: DataLoader(data, 4, sampler=WeightedRandomSampler(torch.ones(20), 18)),
+    "with replacement": lambda data: DataLoader(data, 4, sampler=RandomSampler(data, replacement=True)),
+    "its own generators": lambda data: DataLoader(data, 4, sampler=Numpy()),
+    "batches of varying size": lambda data: DataLoader(data, batch_sampler=Sizes()),
+    "no batching": lambda data: DataLoader(data, batch_size=None, shuffle=True),
+    "shuffled": lambda data: DataLoader(data, 4, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_going_on_inside_an_epoch_loads_nothing_of_what_was_consumed(tmp_path, kind):
+    whole = seen(tmp_path, INDEXED[kind](Counted()), max_epochs=2)
+    per_epoch, path = len(whole.epochs[0]), tmp_path / "step"
+    step = per_epoch + 3
+    seen(tmp_path, INDEXED[kind](Counted()), max_steps=step, callbacks=[Saving(step, path)])
+    data = Counted()
+    resumed = seen(tmp_path, INDEXED[kind](data), max_epochs=2, resume=path)
+    assert plain(resumed.epochs[1]) == plain(whole.epochs[1])[3:]
+    assert len(data.loaded) == sum(torch.as_tensor(batch).numel() for batch in whole.epochs[1][3:])
+    assert plain(whole.epochs[0]) != plain(whole.epochs[1])
+
+
+def test_a_sample_that_comes_twice_in_an_epoch_is_augmented_twice(tmp_path):
+    class First(Sampler):
+        def __iter__(self):
+            return iter([0] * 8)
+
+        def __len__(self):
+            return 8
+
+    task = seen(tmp_path, DataLoader(Counted(), 4, sampler=First()))
+    assert len(set(task.samples(0) + task.samples(1))) == 16
+
+
+@pytest.mark.parametrize("kind", ["weighted", "batches of varying size", "no batching"])
+def test_samples_and_their_draws_do_not_depend_on_workers(tmp_path, kind):
+    expected = seen(tmp_path, INDEXED[kind](Counted())).epochs
+    with_workers = INDEXED[kind](Counted())
+    rebuilt = {"sampler": with_workers.sampler} if with_workers.batch_sampler is None else {}
+    batching = {"batch_sampler": with_workers.batch_sampler} if with_workers.batch_sampler else {"batch_size": None}
+    found = seen(tmp_path, DataLoader(Counted(), num_workers=2, **batching, **rebuilt)).epochs
+    assert {epoch: plain(found[epoch]) for epoch in found} == {epoch: plain(expected[epoch]) for epoch in expected}
+
+
+def test_batches_of_varying_size_are_accumulated_and_weighed_by_their_samples(tmp_path):
+    class Mean(Seeing):
+        def training_step(self, batch):
+            super().training_step(batch)
+            return self.weight * batch[0].double().mean()
+
+    task, data = Mean(), TensorDataset(torch.arange(10.0))
+    batches = [[0], [1, 2, 3], [4, 5, 6, 7, 8, 9]]
+    bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=3).fit(task, DataLoader(data, batch_sampler=batches))
+    assert task.weight.item() == pytest.approx(-0.1 * 4.5, rel=1e-6)
+
+
+def test_a_sampler_without_an_end_or_a_length_needs_only_a_limit(tmp_path):
+    class Endless(Sampler):
+        def __iter__(self):
+            while True:
+                yield from torch.randperm(20).tolist()
+
+    whole = seen(tmp_path, DataLoader(Counted(), 4, sampler=Endless()), max_epochs=None, max_steps=13)
+    assert len(whole.epochs[0]) == 13
+    path = tmp_path / "step"
+    options = {"max_epochs": 3, "limit_train_batches": 4}
+    limited = seen(tmp_path, DataLoader(Counted(), 4, sampler=Endless()), **options)
+    assert plain(limited.epochs[0]) == plain(whole.epochs[0])[:4]
+    seen(
+        tmp_path, DataLoader(Counted(), 4, sampler=Endless()), **options | {"max_steps": 6}, callbacks=[Saving(6, path)]
+    )
+    resumed = seen(tmp_path, DataLoader(Counted(), 4, sampler=Endless()), resume=path, **options)
+    assert plain(resumed.epochs[1]) == plain(limited.epochs[1])[2:]
+    assert plain(resumed.epochs[2]) == plain(limited.epochs[2])
+
+
+class Epochs:
+    """Notes the epochs it is told."""
+
+    told = None
+
+    def set_epoch(self, epoch):
+        self.told = [*(self.told or []), epoch]
+
+
+class EpochSampler(Epochs, Sampler):
+    def __iter__(self):
+        return iter(range(8))
+
+    def __len__(self):
+        return 8
+
+
+class EpochStream(Epochs, IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+def test_whatever_wants_to_know_the_epoch_is_told(tmp_path):
+    sampler, inner, stream = EpochSampler(), EpochSampler(), EpochStream()
+    batches = BatchSampler(inner, 3, drop_last=False)
+    batches.set_epoch = Epochs.set_epoch.__get__(batches)
+    subclass = type("Varying", (BatchSampler,), {})(inner, 3, False)
+    for data in (
+        DataLoader(numbers(8), 4, sampler=sampler),
+        DataLoader(numbers(8), batch_sampler=subclass),
+        DataLoader(stream, 4),
+    ):
+        seen(tmp_path, data, max_epochs=3)
+    assert sampler.told == inner.told == stream.told == [0, 1, 2]
+
+
+def test_a_distributed_sampler_is_replaced_because_lumen_deals_the_samples(tmp_path):
+    data = numbers(20)
+    sampler = DistributedSampler(data, num_replicas=2, rank=1)
+    task = seen(tmp_path, DataLoader(data, 4, sampler=sampler))
+    assert sorted(task.samples(0)) == sorted(task.samples(1)) == list(range(20))
+    assert task.samples(0) != task.samples(1)
+
+
+def test_the_seed_of_a_loaders_generator_decides_its_order(tmp_path):
+    def order(seed, run_seed):
+        generator = torch.Generator().manual_seed(seed)
+        return seen(tmp_path, DataLoader(numbers(), 4, shuffle=True, generator=generator), seed=run_seed).samples(0)
+
+    assert order(1, 3) == order(1, 4) != order(2, 3)
+
+
+class Nested(Sampler):
+    """Draws lazily from a generator in a list, and from what another sampler keeps."""
+
+    def __init__(self, samples=20):
+        self.samples = samples
+        self.generators, self.inner = [np.random.default_rng()], RandomSampler(range(samples), generator=own())
+
+    def __iter__(self):
+        for index in self.inner:
+            yield (index + int(self.generators[0].integers(3))) % self.samples
+
+    def __len__(self):
+        return self.samples
+
+
+def own():
+    return torch.Generator().manual_seed(5)
+
+
+def resumed_everywhere(tmp_path, fit, **options):
+    """Train whole, then go on from a checkpoint of each step: what is seen afterwards is the same."""
+    whole = fit(**options)
+    assert whole.global_steps
+    for step in range(1, whole.global_steps):
+        path = tmp_path / f"step-{step}"
+        fit(**options, max_steps=step, callbacks=[Saving(step, path)])
+        again = fit(**options, resume=path)
+        for epoch, batches in again.epochs.items():
+            assert plain(batches) == plain(whole.epochs[epoch])[-len(batches) :], (step, epoch)
+        seen_after = sum(map(len, again.epochs.values())) + sum(map(len, whole.skipped.values()))
+        assert seen_after >= whole.global_steps - step, step
+
+
+class Tracked(Seeing):
+    """Validates, may skip the rest of an epoch, and counts."""
+
+    def __init__(self, skip=None):
+        super().__init__()
+        self.skip, self.skipped, self.validated, self.global_steps = skip, {}, [], 0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if (self.current_epoch, batch_idx) == self.skip else None
+
+    def on_train_end(self):
+        self.global_steps = self.global_step
+
+    def validation_step(self, batch):
+        self.validated.append(plain([batch])[0])
+
+
+def fitting(tmp_path, make, make_validation=None, skip=None):
+    def fit(**options):
+        task = Tracked(skip)
+        trainer = bare_trainer(tmp_path, **{"max_epochs": 3, "num_sanity_val_steps": 0} | options)
+        trainer.fit(task, make(), val_dataloaders=make_validation and make_validation())
+        return task
+
+    return fit
+
+
+def test_a_sampler_that_keeps_generators_anywhere_goes_on_exactly(tmp_path):
+    resumed_everywhere(tmp_path, fitting(tmp_path, lambda: DataLoader(Counted(), 4, sampler=Nested())))
+
+
+def test_a_sampler_shared_with_validation_is_not_disturbed_by_it(tmp_path):
+    def fit(**options):
+        sampler, task = Nested(), Tracked()
+        loaders = [DataLoader(Counted(), 4, sampler=sampler) for _ in range(2)]
+        trainer = bare_trainer(tmp_path, **{"max_epochs": 2, "val_check_interval": 2} | options)
+        trainer.fit(task, loaders[0], val_dataloaders=loaders[1])
+        return task
+
+    assert plain(fit().epochs[1]) == plain(fit(limit_val_batches=0).epochs[1])
+    resumed_everywhere(tmp_path, fit)
+
+
+def test_a_samplers_generators_are_put_back(tmp_path):
+    generator = own()
+    generator.manual_seed(77)
+    before = generator.get_state()
+    seen(tmp_path, DataLoader(numbers(), 4, sampler=RandomSampler(range(20), replacement=True, generator=generator)))
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_loader_with_an_iterator_of_its_own_is_read_as_it_is(tmp_path):
+    class Negative(DataLoader):
+        def _get_iterator(self):
+            return (-batch[0] for batch in super()._get_iterator())
+
+    task = seen(tmp_path, Negative(numbers(8), 4))
+    assert plain(task.epochs[0]) == [[0, -1, -2, -3], [-4, -5, -6, -7]]
+
+
+def test_indices_may_be_anything_a_data_set_takes(tmp_path):
+    class Named(Dataset):
+        def __getitem__(self, key):
+            return float(len(key)) if isinstance(key, str) else float(sum(key))
+
+    words, pairs = ["a", "bb", "ccc", "dddd"], [(1, 2), (3, 4)]
+    assert seen(tmp_path, DataLoader(Named(), 2, sampler=words)).samples(0) == [1, 2, 3, 4]
+    assert seen(tmp_path, DataLoader(Named(), 1, sampler=pairs)).samples(0) == [3, 7]
+    lazily = DataLoader(numbers(8), batch_sampler=[iter([np.int64(1), 2]), iter([torch.tensor(3)])])
+    assert seen(tmp_path, lazily, max_epochs=1).samples(0) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataLoader(numbers(), batch_sampler=[[1], []]), r"a batch sampler gave \[\]"),
+        (lambda: DataLoader(numbers(), batch_sampler=[1, 2]), "a batch sampler gave 1"),
+        (lambda: DataLoader(numbers(), 4, sampler=iter([1, 2, 3])), "a list_iterator, which can be read only once"),
+        (lambda: DataLoader(Endless(), 4), "Endless has no length, and no sampler"),
+        (lambda: "abc", "a loader is an iterable of batches, found str"),
+        (lambda: torch.arange(4), "a loader is an iterable of batches, found Tensor"),
+        (lambda: {"a": alphabet(3), "b": "abc"}, "found str"),
+    ],
+)
+def test_what_is_no_loader_is_one_clear_error(tmp_path, make, message):
+    with pytest.raises(DataError, match=message):
+        seen(tmp_path, make())
+
+
+class Endless(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+# ---------------------------------------------------------------------- what cannot go on
+
+
+def test_another_kind_of_loader_in_the_middle_of_an_epoch_is_an_error(tmp_path):
+    makes = [
+        lambda: DataLoader(numbers(20), 4),
+        lambda: DataLoader(numbers(20), 4, sampler=list(range(20))),
+        lambda: [torch.arange(4)] * 5,
+        lambda: {"few": alphabet(8), "many": alphabet(12)},
+        lambda: [alphabet(8), alphabet(12)],
+    ]
+    for number, before in enumerate(makes):
+        for after in makes[:number] + makes[number + 1 :]:
+            path = tmp_path / "step"
+            shutil.rmtree(path, ignore_errors=True)
+            options = {"max_steps": 2, "callbacks": [Saving(2, path)]}
+            bare_trainer(tmp_path, **options).fit(Structures(), before())
+            with pytest.raises(DataError, match="in the middle of an epoch"):
+                bare_trainer(tmp_path, max_epochs=2, resume=path).fit(Structures(), after())
+
+
+def test_another_kind_of_loader_is_welcome_from_the_next_epoch_on(tmp_path):
+    path = tmp_path / "step"
+    trainer = bare_trainer(tmp_path, max_steps=4, callbacks=[Saving(4, path)])
+    trainer.fit(Structures(), [alphabet(8), alphabet(6)])
+    task = Structures()
+    bare_trainer(tmp_path, max_epochs=2, resume=path).fit(task, [alphabet(8), alphabet(6), alphabet(2)])
+    assert len(task.epochs[1]) == 4
+
+
+def resume_with(tmp_path, before, after, step=2):
+    path = tmp_path / "step"
+    seen(tmp_path, before, max_steps=step, callbacks=[Saving(step, path)])
+    return seen(tmp_path, after, max_epochs=2, resume=path)
+
+
+def test_other_data_in_the_middle_of_an_epoch_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"TensorDataset\(20\) there, TensorDataset\(21\) here"):
+        resume_with(tmp_path, DataLoader(numbers(20), 4), DataLoader(numbers(21), 4))
+
+
+def test_another_shuffling_in_the_middle_of_an_epoch_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"'shuffled': 'at once'.* 'in order'"):
+        resume_with(tmp_path, DataLoader(numbers(20), 4, shuffle=True), DataLoader(numbers(20), 4))
+
+
+def test_another_order_of_a_sampler_in_the_middle_of_an_epoch_is_an_error(tmp_path):
+    def weighted(weights):
+        return DataLoader(numbers(20), 4, sampler=WeightedRandomSampler(weights, 18))
+
+    with pytest.raises(DataError, match="the sampler now gives another order"):
+        resume_with(tmp_path, weighted(torch.ones(20)), weighted(torch.arange(1.0, 21)))
+
+
+def test_more_data_from_the_next_epoch_on_is_welcome(tmp_path):
+    task = resume_with(tmp_path, DataLoader(numbers(20), 4), DataLoader(numbers(24), 4), step=5)
+    assert len(task.samples(1)) == 24
+
+
+# ---------------------------------------------------------------------- other data than before
+
+
+def split(seed, samples=100):
+    """Training and validation data."""
+    return random_split(numbers(samples), [0.8, 0.2], generator=torch.Generator().manual_seed(seed))
+
+
+class Kept(Dataset):
+    """Keeps a part as an attribute, as data sets with transforms do."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def __len__(self):
+        return len(self.part)
+
+    def __getitem__(self, index):
+        return self.part[index]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda part: part, Kept, lambda part: Subset(part, range(80)), lambda part: ConcatDataset([part, numbers(8)])],
+    ids=["split", "in a data set", "in a subset", "in a concatenation"],
+)
+def test_another_random_split_in_the_middle_of_an_epoch_is_an_error(tmp_path, wrap):
+    def make(seed):
+        return DataLoader(wrap(split(seed)[0]), 8, shuffle=True)
+
+    with pytest.raises(DataError, match=r"other training data .* indices .* there, .* indices .* here"):
+        resume_with(tmp_path, make(0), make(1))
+    assert resume_with(tmp_path / "same", make(0), make(0)).epochs
+
+
+def test_another_random_split_at_the_end_of_an_epoch_is_a_warning(tmp_path, caplog):
+    def fit(seed, **options):
+        training, validation = (DataLoader(part, 8) for part in split(seed))
+        trainer = bare_trainer(tmp_path, max_epochs=2, log_level="WARNING", num_sanity_val_steps=0, **options)
+        caplog.clear()
+        trainer.fit(Tracked(), training, val_dataloaders=validation)
+        return [line for line in caplog.messages if "is not what" in line]
+
+    path = tmp_path / "step"
+    assert fit(0, callbacks=[Saving(10, path)]) == fit(0, resume=path) == []
+    of_training, of_validation = fit(1, resume=path)
+    assert re.match(r"the training data is not what .* Subset\(80, indices ", of_training)
+    assert re.match(r"the validation data is not what .* Subset\(20, indices ", of_validation)
+
+
+class Splitting(lumen.DataModule):
+    def setup(self, stage):
+        self.training, self.validation = random_split(numbers(), [0.8, 0.2])
+
+    def train_dataloader(self):
+        return DataLoader(self.training, 2, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.validation, 2)
+
+
+def test_a_random_split_in_setup_is_the_same_in_every_part_of_a_run(tmp_path, caplog):
+    path = tmp_path / "step"
+    whole, again = Tracked(), Tracked()
+    bare_trainer(tmp_path, max_epochs=2, seed=None, callbacks=[Saving(11, path)]).fit(whole, Splitting())
+    bare_trainer(tmp_path, max_epochs=2, seed=None, resume=path, log_level="WARNING").fit(again, Splitting())
+    assert plain(again.epochs[1]) == plain(whole.epochs[1])[3:]
+    assert "is not what" not in caplog.text
+
+
+# ---------------------------------------------------------------------- data that grows and shrinks
+
+
+class Replay(lumen.DataModule):
+    """Its data has another length in every epoch, and more comes in the middle of one."""
+
+    def __init__(self, lengths=(8, 14, 5), in_epoch=0, sampler=None, **options):
+        self.samples, self.lengths, self.in_epoch = list(range(lengths[0])), lengths, in_epoch
+        self.sampler, self.options = sampler, options
+
+    def train_dataloader(self):
+        sampler = self.sampler and self.sampler(self.samples)
+        return DataLoader(self.samples, 2, shuffle=sampler is None, sampler=sampler, **self.options)
+
+    def resize(self, length):
+        self.samples[:] = [*self.samples, *range(len(self.samples), length)][:length]
+
+    def state_dict(self):
+        return {"samples": len(self.samples)}
+
+    def load_state_dict(self, state):
+        self.resize(state["samples"])
+
+
+class Resizing(Tracked):
+    """Brings the data to the length of the epoch that comes, and lets it grow by one sample in every step."""
+
+    def __init__(self, hook="on_train_epoch_end"):
+        super().__init__()
+        self.totals, self.hook = [], hook
+
+    def on_train_epoch_start(self):
+        if self.hook == "on_train_epoch_start":
+            self._resize(self.current_epoch)
+        self.totals.append(self.trainer.num_training_batches)
+
+    def on_train_epoch_end(self):
+        if self.hook == "on_train_epoch_end":
+            self._resize(self.current_epoch + 1)
+
+    def on_before_zero_grad(self, optimizer):
+        data = self.trainer.datamodule
+        data.resize(len(data.samples) + data.in_epoch)
+
+    def _resize(self, epoch):
+        data = self.trainer.datamodule
+        data.resize((*data.lengths, 0)[epoch])
+
+
+WORKERS = [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}]
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=["no workers", "workers", "persistent workers"])
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_epoch_start"])
+def test_an_epoch_has_the_samples_that_the_data_has_when_it_begins(tmp_path, hook, options):
+    task, data = Resizing(hook), Replay(**options)
+    bare_trainer(tmp_path, max_epochs=3).fit(task, data)
+    assert [sorted(task.samples(epoch)) for epoch in range(3)] == [[*range(length)] for length in data.lengths]
+    if hook == "on_train_epoch_end":
+        assert task.totals == [4, 7, 3]
+
+
+class Shuffling(Sampler):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(torch.randperm(len(self.samples)).tolist())
+
+    def __len__(self):
+        return len(self.samples)
+
+
+@pytest.mark.parametrize(
+    ("in_epoch", "sampler"), [(0, None), (1, None), (0, Shuffling)], ids=["between", "within", "with a sampler"]
+)
+def test_data_that_grows_goes_on_exactly_from_every_step(tmp_path, in_epoch, sampler):
+    def fit(**options):
+        task = Resizing()
+        bare_trainer(tmp_path, **{"max_epochs": 3} | options).fit(task, Replay((8, 14, 5), in_epoch, sampler))
+        return task
+
+    assert [len(batches) for batches in fit().epochs.values()] == [4, 7, 3]
+    resumed_everywhere(tmp_path, fit)
+
+
+def test_validation_data_may_grow(tmp_path):
+    data, task = list(range(3)), Tracked()
+    task.on_train_epoch_start = lambda: data.append(len(data))
+    bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0).fit(
+        task, DataLoader(numbers(4), 4), val_dataloaders=DataLoader(data, 1)
+    )
+    assert task.validated == [[0], [1], [2], [3], [0], [1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("options", WORKERS[:2], ids=["no workers", "workers"])
+def test_data_that_shrinks_in_the_middle_of_an_epoch_is_one_clear_error(tmp_path, options):
+    data = Replay((8,), -3, sampler=lambda samples: range(len(samples)))
+    if options:  # which have a copy: their sampler counts too far
+        data = Replay((8,), sampler=lambda samples: range(9), **options)
+    with pytest.raises(
+        DataError, match=r"sample \d is to come in this epoch, but list has [258]: it has become shorter"
+    ):
+        bare_trainer(tmp_path, max_epochs=1).fit(Resizing(), data)
+
+
+def test_rows_of_a_tensor_data_set_that_are_not_there_are_the_same_error(tmp_path):
+    with pytest.raises(DataError, match=r"sample 5 is to come in this epoch, but TensorDataset has 4"):
+        seen(tmp_path, DataLoader(numbers(4), 2, sampler=[0, 1, 2, 5]))
+
+
+def test_an_index_error_of_the_data_sets_own_stays_what_it_is(tmp_path):
+    class Wrong(Counted):
+        def __getitem__(self, index):
+            return [0][index + 1]
+
+    with pytest.raises(IndexError, match="list index out of range"):
+        seen(tmp_path, DataLoader(Wrong(), 2))
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class Counting(IterableDataset):
+    """A stream that knows where it stands."""
+
+    def __init__(self):
+        self.place, self.read = 0, 0
+
+    def __iter__(self):
+        while self.place < 20:
+            self.place += 1
+            self.read += 1
+            yield self.place + torch.rand(()).double()
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": torch.tensor(self.place)}
+
+    def load_state_dict(self, state):
+        self.place = int(state["place"])
+
+
+class CountingBatches(Counting):
+    """The same as a loader of its own: an iterable of batches."""
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            yield sample.reshape(1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("kind", ["a data set with a state", "a loader with a state"])
+def test_a_stream_with_a_state_goes_on_from_it(tmp_path, kind, accumulate):
+    def make():
+        stream = Counting() if kind == "a data set with a state" else CountingBatches()
+        return stream, DataLoader(stream, 2) if kind == "a data set with a state" else stream
+
+    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    whole = seen(tmp_path, make()[1], **options)
+    per_epoch = len(whole.epochs[0])
+    steps = -(-per_epoch // accumulate)
+    for step in (steps + 1, 2 * steps):
+        path = tmp_path / f"step-{step}"
+        seen(tmp_path, make()[1], **options | {"max_steps": step}, callbacks=[Saving(step, path)])
+        stream, data = make()
+        resumed = seen(tmp_path, data, resume=path, **options)
+        for epoch, batches in resumed.epochs.items():
+            assert plain(batches) == plain(whole.epochs[epoch])[-len(batches) :]
+        assert stream.read == 20 * (3 - step / steps) if step % steps == 0 else stream.read < 40
+
+
+class Buffered(IterableDataset):
+    """A shuffle buffer whose state is the buffer itself, not a copy."""
+
+    def __init__(self, samples=22):
+        self.samples, self.read, self.buffer = samples, 0, []
+
+    def __iter__(self):
+        while self.read < self.samples or self.buffer:
+            while self.read < self.samples and len(self.buffer) < 6:
+                self.buffer.append(self.read)
+                self.read += 1
+            yield self.buffer.pop(int(torch.randint(len(self.buffer), ())))
+        self.read = 0
+
+    def state_dict(self):
+        return {"read": self.read, "buffer": self.buffer}
+
+    def load_state_dict(self, state):
+        self.read, self.buffer = state["read"], state["buffer"]
+
+
+class BufferedBatches(Buffered):
+    """The same as a loader of its own."""
+
+    def __iter__(self):
+        return (torch.tensor([sample]) for sample in super().__iter__())
+
+
+STREAMS = {
+    "a data set": lambda: DataLoader(Buffered(), 4),
+    "a loader": lambda: BufferedBatches(6),
+    "in a combination": lambda: lumen.CombinedLoader([DataLoader(Buffered(), 4), alphabet(8)], "min_size"),
+    "without a state": lambda: DataLoader(Numbered(), 4),
+}
+
+
+class Numbered(IterableDataset):
+    def __iter__(self):
+        return iter(range(22))
+
+
+@pytest.mark.parametrize("skip", [None, (0, 2), (1, 0)])
+@pytest.mark.parametrize("limit", [None, 3, 6])
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_goes_on_exactly_from_every_step_however_its_epochs_end(tmp_path, kind, limit, skip):
+    fit = fitting(tmp_path, STREAMS[kind], skip=skip)
+    if kind == "in a combination":
+        fit = combined_fit(tmp_path, skip)
+    resumed_everywhere(tmp_path, fit, limit_train_batches=limit)
+
+
+def combined_fit(tmp_path, skip):
+    class Flat(Tracked):
+        def training_step(self, batch):
+            return super().training_step(torch.cat([part.flatten() for part in (batch[0], batch[1][0])]))
+
+    def fit(**options):
+        task = Flat(skip)
+        bare_trainer(tmp_path, **{"max_epochs": 3} | options).fit(task, STREAMS["in a combination"]())
+        return task
+
+    return fit
+
+
+def test_a_stream_cut_exactly_at_its_end_begins_again(tmp_path):
+    task = seen(tmp_path, DataLoader(Counting(), 2), limit_train_batches=10, max_epochs=4)
+    assert [len(task.epochs[epoch]) for epoch in range(4)] == [10] * 4
+    task = seen(tmp_path, DataLoader(Counting(), 2), limit_train_batches=5, max_epochs=None, max_steps=25)
+    assert [len(task.epochs[epoch]) for epoch in range(5)] == [5] * 5
+    assert [int(number) for number in task.samples(0) + task.samples(1)] == list(range(1, 21))
+
+
+def test_a_combination_loses_no_sample_of_a_stream_at_the_end_of_an_epoch(tmp_path):
+    task = Structures()
+    stream = DataLoader(Counting(), 2)
+    bare_trainer(tmp_path, max_epochs=3).fit(task, lumen.CombinedLoader([alphabet(6), stream], "min_size"))
+    numbers_seen = [int(n) for epoch in range(3) for batch, _ in task.epochs[epoch] for n in batch[1].tolist()]
+    assert numbers_seen == list(range(1, 19))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_sanity_val_steps": 2}, {"limit_val_batches": 2}])
+def test_every_validation_reads_a_stream_from_its_beginning(tmp_path, options):
+    fit = fitting(tmp_path, lambda: DataLoader(numbers(8), 4), lambda: DataLoader(Buffered(12), 2))
+    task = fit(**options)
+    sanity, per_pass = options.get("num_sanity_val_steps", 0), options.get("limit_val_batches", 6)
+    assert len(task.validated) == sanity + 3 * per_pass
+    passes = task.validated[sanity:]
+    assert passes[:per_pass] == passes[per_pass : 2 * per_pass] == passes[2 * per_pass :]
+
+
+def test_a_generator_cannot_be_validated_on_twice_nor_resumed(tmp_path):
+    fit = fitting(tmp_path, lambda: DataLoader(numbers(8), 4), lambda: (torch.zeros(2) for _ in range(3)))
+    with pytest.raises(DataError, match="a generator, which can be read only once"):
+        fit(num_sanity_val_steps=1, max_epochs=1)
+    path = tmp_path / "step"
+    endless = fitting(tmp_path, lambda: iter(lambda: torch.zeros(2), None))
+    endless(limit_train_batches=3, max_steps=5, callbacks=[Saving(5, path)])
+    with pytest.raises(DataError, match="a callable_iterator, which can be read only once"):
+        endless(limit_train_batches=3, resume=path)
+
+
+@pytest.mark.parametrize("kind", ["a data set", "without a state"])
+def test_overfitting_repeats_the_first_batches_of_a_stream(tmp_path, kind):
+    task = seen(tmp_path, STREAMS[kind](), overfit_batches=2, max_epochs=3)
+    epochs = [plain(task.epochs[epoch]) for epoch in range(3)]
+    assert epochs[0] == epochs[1] == epochs[2]
+
+
+def test_a_stateful_loader_is_not_read_again(tmp_path):
+    class Watching(CountingBatches):
+        loads = 0
+
+        def load_state_dict(self, state):
+            self.loads += 1
+            super().load_state_dict(state)
+
+    path, data = tmp_path / "step", Watching()
+    seen(tmp_path, data, max_epochs=3)
+    assert data.loads == 0  # where nothing was cut, nothing is loaded
+    seen(tmp_path, Watching(), max_steps=25, callbacks=[Saving(25, path)])
+    data = Watching()
+    seen(tmp_path, data, max_epochs=2, resume=path)
+    assert (data.loads, data.read) == (1, 15)
+
+
+class NoisyStream(IterableDataset):
+    def __iter__(self):
+        for number in range(8):
+            yield number + torch.rand(()).double()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_the_workers_of_a_stream_draw_does_not_depend_on_the_epochs_before(tmp_path, persistent):
+    def make():
+        return DataLoader(NoisyStream(), 4, num_workers=1, persistent_workers=persistent)
+
+    path = tmp_path / "step"
+    whole = seen(tmp_path, make())
+    seen(tmp_path, make(), max_steps=2, callbacks=[Saving(2, path)])
+    assert plain(seen(tmp_path, make(), resume=path).epochs[1]) == plain(whole.epochs[1])
+
+
+def test_a_stream_without_a_state_is_read_again_with_one_clear_warning(tmp_path, caplog):
+    class Forgetful(IterableDataset):
+        read = 0
+
+        def __iter__(self):
+            for number in range(20):
+                self.read += 1
+                yield number
+
+    path = tmp_path / "step"
+    seen(tmp_path, DataLoader(Forgetful(), 4), max_steps=8, callbacks=[Saving(8, path)])
+    stream = Forgetful()
+    task = seen(tmp_path, DataLoader(stream, 4), max_epochs=2, resume=path, log_level="WARNING")
+    assert plain(task.epochs[1]) == [[12, 13, 14, 15], [16, 17, 18, 19]]
+    assert stream.read == 20
+    assert caplog.text.count("3 batches of this epoch are read once more") == 1
+    assert "state_dict" in caplog.text
+
+
+class Plainly(IterableDataset):
+    """Has no state, and divides itself among workers."""
+
+    def __init__(self, samples=24):
+        self.samples = samples
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, self.samples, step))
+
+
+class Cut:
+    """Batches of a class that says nothing of them."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(torch.arange(24).split(self.size))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (lambda: DataLoader(Plainly(), 4), lambda: DataLoader(Plainly(), 2), "batch_size was 4, is 2"),
+        (lambda: DataLoader(Plainly(), 2), lambda: DataLoader(Plainly(), 4), "batch_size was 2, is 4"),
+        (lambda: DataLoader(Plainly(), 4), lambda: DataLoader(Plainly(), 4, num_workers=2), "num_workers was 0, is 2"),
+        (lambda: Cut(4), lambda: Cut(2), "held 8 samples, but they now hold 4"),
+        (lambda: DataLoader(Plainly(), 4), lambda: DataLoader(Plainly(4), 4), "but now it has only 1"),
+        (
+            lambda: [DataLoader(Plainly(), 4), DataLoader(Plainly(), 4)],
+            lambda: [DataLoader(Plainly(), 4), DataLoader(Plainly(), 2)],
+            "batch_size was 4, is 2",
+        ),
+    ],
+    ids=["smaller", "larger", "workers", "unknown", "shorter", "one of several"],
+)
+def test_a_stream_without_a_state_that_is_cut_otherwise_is_an_error_in_the_middle_of_an_epoch(
+    tmp_path, before, after, message
+):
+    with pytest.raises(DataError, match=f"which has no state_dict.*{message}.*Samples would be left out or come twice"):
+        resume_with(tmp_path, before(), after())
+
+
+def test_a_stream_without_a_state_may_be_cut_otherwise_from_the_next_epoch_on(tmp_path):
+    task = resume_with(tmp_path, DataLoader(Plainly(), 4), DataLoader(Plainly(), 2, num_workers=1), step=6)
+    assert plain(task.epochs.pop(1)) == torch.arange(24).reshape(12, 2).tolist()
+    assert not task.epochs
+
+
+def test_a_stream_with_a_state_may_be_cut_otherwise_in_the_middle_of_an_epoch(tmp_path):
+    task = resume_with(tmp_path, DataLoader(Counting(), 2), DataLoader(Counting(), 4))
+    assert [int(number) for number in task.samples(0)] == list(range(5, 21))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_loader_goes_on_from_its_state(tmp_path, workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from tests.promises.loader_run import Sharded
+
+    class Watched(Sharded):
+        def __iter__(self):
+            for _, _, index in super().__iter__():
+                yield index
+
+    def make():
+        return StatefulDataLoader(Watched(), 4, num_workers=workers)
+
+    whole = seen(tmp_path, make())
+    path, step = tmp_path / "step", len(whole.epochs[0]) + 5
+    seen(tmp_path, make(), max_steps=step, max_epochs=None, callbacks=[Saving(step, path)])
+    resumed = seen(tmp_path, make(), resume=path)
+    assert plain(resumed.epochs[1]) == plain(whole.epochs[1])[5:]
+    assert sorted(index for batch in plain(whole.epochs[1]) for index in batch) == list(range(41))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_torchdatas_loader_over_a_map_style_data_set_is_taken_over(tmp_path):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    plain_loader, stateful = DataLoader(Counted(), 4, shuffle=True), StatefulDataLoader(Counted(), 4, shuffle=True)
+    assert plain(seen(tmp_path, stateful).epochs[1]) == plain(seen(tmp_path, plain_loader).epochs[1])
+
+
+@pytest.mark.parametrize("promised", [12, 30])
+def test_a_stream_whose_length_is_wrong_is_read_to_its_end(tmp_path, promised):
+    class Wrong(Counting):
+        def __len__(self):
+            return promised
+
+    task = seen(tmp_path, DataLoader(Wrong(), 2))
+    assert [len(task.epochs[epoch]) for epoch in range(2)] == [10, 10]
+
+
+# ---------------------------------------------------------------------- several training loaders
+
+
+def alphabet(samples, first=0):
+    return DataLoader(TensorDataset(torch.arange(first, first + samples)), 2)
+
+
+EXPECTED = {
+    "max_size_cycle": [([0, 1], [100, 101]), ([2], [102, 103]), ([0, 1], [104, 105]), ([2], [106])],
+    "min_size": [([0, 1], [100, 101]), ([2], [102, 103])],
+    "max_size": [([0, 1], [100, 101]), ([2], [102, 103]), (None, [104, 105]), (None, [106])],
+}
+
+
+class Structures(Seeing):
+    """Keeps the structure of its batches, and which loader they came from."""
+
+    def training_step(self, batch, batch_idx, dataloader_idx):
+        self.epochs.setdefault(self.current_epoch, []).append((batch, dataloader_idx))
+        return self.weight.square()
+
+
+def content(batch):
+    return None if batch is None else batch[0].tolist()
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+@pytest.mark.parametrize("structure", [dict, list, tuple])
+def test_several_loaders_are_read_together(tmp_path, mode, structure):
+    loaders = [alphabet(3), alphabet(7, 100)]
+    given = {"few": loaders[0], "many": loaders[1]} if structure is dict else structure(loaders)
+    task, trainer = Structures(), bare_trainer(tmp_path, max_epochs=2)
+    trainer.fit(task, lumen.CombinedLoader(given, mode))
+    for epoch in range(2):
+        batches = [batch for batch, _ in task.epochs[epoch]]
+        if structure is dict:
+            assert all(list(batch) == ["few", "many"] for batch in batches)
+            batches = [tuple(batch.values()) for batch in batches]
+        assert [tuple(map(content, batch)) for batch in batches] == EXPECTED[mode]
+    assert trainer.num_training_batches == len(EXPECTED[mode])
+
+
+def contents(batch):
+    """A nested batch with what its tensors hold."""
+    if isinstance(batch, dict):
+        return {key: contents(part) for key, part in batch.items()}
+    nested = isinstance(batch, list) and not all(isinstance(part, torch.Tensor) for part in batch)
+    return [contents(part) for part in batch] if nested else content(batch)
+
+
+NESTED = {
+    "max_size_cycle": [
+        {"pair": [[0, 1], [100, 101]], "deep": {"one": [200, 201]}},
+        {"pair": [[2], [102, 103]], "deep": {"one": [202, 203]}},
+        {"pair": [[0, 1], [104, 105]], "deep": {"one": [204]}},
+    ],
+    "max_size": [
+        {"pair": [[0, 1], [100, 101]], "deep": {"one": [200, 201]}},
+        {"pair": [[2], [102, 103]], "deep": {"one": [202, 203]}},
+        {"pair": [None, [104, 105]], "deep": {"one": [204]}},
+    ],
+    "min_size": [
+        {"pair": [[0, 1], [100, 101]], "deep": {"one": [200, 201]}},
+        {"pair": [[2], [102, 103]], "deep": {"one": [202, 203]}},
+    ],
+    "sequential": [[0, 1], [2], [100, 101], [102, 103], [104, 105], [200, 201], [202, 203], [204]],
+}
+
+
+@pytest.mark.parametrize("mode", NESTED)
+def test_the_mode_is_that_of_all_loaders_however_they_are_nested(tmp_path, mode):
+    nested = {"pair": [alphabet(3), alphabet(6, 100)], "deep": {"one": alphabet(5, 200)}}
+    task, trainer = Structures(), bare_trainer(tmp_path, max_epochs=1)
+    trainer.fit(task, lumen.CombinedLoader(nested, mode))
+    assert [contents(batch) for batch, _ in task.epochs[0]] == NESTED[mode]
+    assert trainer.num_training_batches == len(NESTED[mode])
+    if mode == "sequential":
+        assert [number for _, number in task.epochs[0]] == [0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_shorter_loader_in_a_nested_list_begins_again_by_itself(tmp_path):
+    task = Structures()
+    bare_trainer(tmp_path, max_epochs=1).fit(task, [[alphabet(2), alphabet(4, 100)], [alphabet(6, 200)]])
+    assert [contents(batch) for batch, _ in task.epochs[0]] == [
+        [[[0, 1], [100, 101]], [[200, 201]]],
+        [[[0, 1], [102, 103]], [[202, 203]]],
+        [[[0, 1], [100, 101]], [[204, 205]]],
+    ]
+
+
+def test_a_combination_in_a_combination_keeps_its_own_mode(tmp_path):
+    task, inner = Structures(), lumen.CombinedLoader([alphabet(2, 100), alphabet(8, 200)], "min_size")
+    bare_trainer(tmp_path, max_epochs=1).fit(task, lumen.CombinedLoader([alphabet(4), inner], "max_size"))
+    assert [contents(batch) for batch, _ in task.epochs[0]] == [[[0, 1], [[100, 101], [200, 201]]], [[2, 3], None]]
+
+
+def test_a_list_of_batches_is_one_loader_also_among_several(tmp_path):
+    task = Structures()
+    bare_trainer(tmp_path, max_epochs=1).fit(task, [[torch.tensor([1]), torch.tensor([2])], [alphabet(4)]])
+    assert [(batch[0].item(), contents(batch[1])) for batch, _ in task.epochs[0]] == [(1, [[0, 1]]), (2, [[2, 3]])]
+
+
+def test_nested_loaders_go_on_in_the_middle_of_an_epoch(tmp_path):
+    def nested():
+        return lumen.CombinedLoader({"pair": [alphabet(3), alphabet(7, 100)], "one": alphabet(9, 200)}, "min_size")
+
+    whole, resumed = Structures(), Structures()
+    bare_trainer(tmp_path, max_epochs=1).fit(whole, lumen.CombinedLoader(nested().loaders))
+    saver = lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=-1)
+    quiet_trainer(tmp_path, max_steps=2, callbacks=[saver]).fit(Structures(), nested().loaders)
+    with pytest.raises(DataError, match=r"of pair.0, pair.1, one loaders combined by max_size_cycle; now .* min_size"):
+        quiet_trainer(tmp_path, max_epochs=1, resume=saver.last_model_path).fit(Structures(), nested())
+    quiet_trainer(tmp_path, max_epochs=1, resume="auto").fit(resumed, nested().loaders)
+    expected = [contents(batch) for batch, _ in whole.epochs[0]]
+    assert [contents(batch) for batch, _ in resumed.epochs[0]] == expected[2:]
+
+
+def test_an_evaluation_refuses_loaders_in_loaders(tmp_path):
+    for nested in ([[alphabet(3), alphabet(7)], alphabet(2)], {"a": {"b": alphabet(3)}}, [[[alphabet(3)]]]):
+        with pytest.raises(DataError, match="val_dataloader: a list or dictionary of loaders lies in another"):
+            bare_trainer(tmp_path).validate(type("Task", (Seeing,), {"validation_step": print})(), nested)
+
+
+def test_several_loaders_can_be_read_one_after_the_other(tmp_path):
+    task, trainer = Structures(), bare_trainer(tmp_path, max_epochs=1)
+    trainer.fit(task, lumen.CombinedLoader([alphabet(3), alphabet(4, 100)], "sequential"))
+    assert [(content(batch), number) for batch, number in task.epochs[0]] == [
+        ([0, 1], 0), ([2], 0), ([100, 101], 1), ([102, 103], 1),
+    ]  # fmt: skip
+
+
+def test_a_list_or_dictionary_of_training_loaders_repeats_the_shorter_ones(tmp_path):
+    for given in ([alphabet(3), alphabet(7)], {"few": alphabet(3), "many": alphabet(7)}):
+        task = Structures()
+        bare_trainer(tmp_path, max_epochs=1).fit(task, given)
+        assert len(task.epochs[0]) == 4
+
+
+def test_loaders_of_the_same_data_and_rounds_of_one_loader_have_different_orders(tmp_path):
+    def shuffled(samples):
+        return DataLoader(TensorDataset(torch.arange(samples)), samples, shuffle=True)
+
+    task = Structures()
+    bare_trainer(tmp_path, max_epochs=1).fit(
+        task, [shuffled(12), shuffled(12), DataLoader(TensorDataset(torch.arange(24)), 12)]
+    )
+    (first, second, _), (again, _, _) = [batch for batch, _ in task.epochs[0]]
+    assert content(first) != content(second)
+    assert content(first) != content(again)
+    assert sorted(content(first)) == sorted(content(again)) == list(range(12))
+
+
+def snippets():
+    page = ROOT / "docs" / "loaders.md"
+    return [textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)```", page.read_text(), re.S | re.M)]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(
+    ("stateful", "workers"), [(False, 0), (True, 0), pytest.param(True, 2, marks=pytest.mark.slow)]
+)
+def test_the_documented_stream_goes_on_exactly_from_every_step(tmp_path, stateful, workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    given = {"torch": torch}
+    exec(snippets()[0], given)
+    kind = StatefulDataLoader if stateful else DataLoader
+    fit = fitting(tmp_path, lambda: kind(given["Numbers"](22), 4, num_workers=workers))
+    assert sorted(fit(max_epochs=1).samples(0)) == list(range(22))
+    resumed_everywhere(tmp_path, fit)
+
+
+def test_the_snippet_in_the_documentation_runs(tmp_path):
+    snippet = snippets()[2]
+    given = {"lumen": lumen, "labelled": alphabet(3), "unlabelled": alphabet(7)}
+    exec(snippet, given)
+    task = type("Snippet", (Structures,), {"train_dataloader": given["train_dataloader"]})()
+    bare_trainer(tmp_path, max_epochs=1).fit(task)
+    assert [list(batch) for batch, _ in task.epochs[0]] == [["labelled", "unlabelled"]] * 2
+
+
+def test_a_loader_that_begins_again_within_an_epoch_hears_the_same_epoch(tmp_path):
+    sampler = EpochSampler()
+    bare_trainer(tmp_path, max_epochs=2).fit(Structures(), [DataLoader(numbers(8), 4, sampler=sampler), alphabet(10)])
+    assert sampler.told == [0, 0, 0, 1, 1, 1]
+
+
+def test_what_several_loaders_cannot_do_is_one_clear_error(tmp_path):
+    loaders = [alphabet(3), alphabet(7)]
+    with pytest.raises(ConfigError, match="no mode is named 'zip'; there are max_size_cycle"):
+        lumen.CombinedLoader(loaders, "zip")
+    with pytest.raises(ConfigError, match="no loaders were given"):
+        lumen.CombinedLoader([])
+    with pytest.raises(ConfigError, match="one loader is given twice"):
+        lumen.CombinedLoader([loaders[0], loaders[0]])
+    with pytest.raises(ConfigError, match="global_batch_size: 4 samples of which of the 2 training loaders"):
+        bare_trainer(tmp_path, max_epochs=1, global_batch_size=4).fit(Structures(), loaders)
+    with pytest.raises(DataError, match="one of several training loaders is empty"):
+        bare_trainer(tmp_path, max_epochs=1).fit(Structures(), [alphabet(0), alphabet(7)])
+
+
+# ---------------------------------------------------------------------- several validation loaders
+
+
+class Validated(lumen.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch):
+        return self.weight.square()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.log("mean", batch[0].float().mean())
+        self.log("both", batch[0].float().mean(), add_dataloader_idx=False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_named_validation_loaders_give_named_values(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[lumen.EarlyStopping("mean/noisy")])
+    named = {"clean": alphabet(4), "noisy": alphabet(3, 100)}
+    trainer.fit(Validated(), alphabet(4), val_dataloaders=named)
+    values = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert values == {"mean/clean": 1.5, "mean/noisy": 101.0, "both": pytest.approx((4 * 1.5 + 3 * 101) / 7)}
+    clean, noisy = trainer.validate(Validated(), named)
+    assert (set(clean), set(noisy)) == ({"mean/clean", "both"}, {"mean/noisy", "both"})
+
+
+def test_numbered_validation_loaders_give_numbered_values(tmp_path):
+    first, second = bare_trainer(tmp_path).validate(Validated(), [alphabet(4), alphabet(3, 100)])
+    assert (set(first), set(second)) == ({"mean/dataloader_idx_0", "both"}, {"mean/dataloader_idx_1", "both"})
+    assert first["mean/dataloader_idx_0"] == 1.5
+
+
+# ---------------------------------------------------------------------- the same batches, and new loaders
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "weighted", "batches of varying size"])
+def test_overfitting_repeats_the_same_batches_in_every_epoch(tmp_path, kind):
+    class Counts(Seeing):
+        validated = 0
+
+        def validation_step(self, batch):
+            self.validated += 1
+
+    task = Counts()
+    trainer = bare_trainer(tmp_path, max_epochs=3, overfit_batches=2)
+    trainer.fit(task, INDEXED[kind](Counted()), val_dataloaders=alphabet(20))
+    batches = [plain(task.epochs[epoch]) for epoch in range(3)]
+    assert batches[0] == batches[1] == batches[2]
+    assert len(batches[0]) == 2
+    assert task.validated == 2 + 3 * 2  # the sanity check too
+
+
+def test_overfitting_a_fraction_counts_the_batches_of_each_loader(tmp_path):
+    task = Seeing()
+    bare_trainer(tmp_path, max_epochs=2, overfit_batches=0.4).fit(task, alphabet(20))
+    assert [len(task.epochs[epoch]) for epoch in range(2)] == [4, 4]
+
+
+class Growing(Seeing):
+    """Its loader grows with the epoch in which it is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.made_for_validation = [], []
+
+    def train_dataloader(self):
+        self.made.append(self.current_epoch)
+        return alphabet(2 + 2 * self.current_epoch)
+
+    def val_dataloader(self):
+        self.made_for_validation.append(self.current_epoch)
+        return alphabet(2)
+
+    def validation_step(self, batch):
+        pass
+
+
+def test_loaders_are_asked_for_anew_every_so_many_epochs(tmp_path):
+    task = Growing()
+    bare_trainer(tmp_path, max_epochs=5, reload_dataloaders_every_n_epochs=2).fit(task)
+    assert task.made == task.made_for_validation == [0, 2, 4]
+    assert [len(task.epochs[epoch]) for epoch in range(5)] == [1, 1, 3, 3, 5]
+
+
+def test_a_resumed_run_asks_for_the_loader_that_the_undisturbed_run_had(tmp_path):
+    path, options = tmp_path / "step", {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 2}
+    bare_trainer(tmp_path, **options | {"max_steps": 7, "callbacks": [Saving(7, path)]}).fit(Growing())
+    task = Growing()
+    bare_trainer(tmp_path, resume=path, **options).fit(task)
+    assert task.made == [2, 4]
+    assert {epoch: len(batches) for epoch, batches in task.epochs.items()} == {3: 1, 4: 5}
+
+
+@pytest.mark.parametrize("every", [0, 2, 3])
+def test_a_run_resumed_at_any_step_reads_what_the_undisturbed_one_read(tmp_path, every):
+    class Random(Tracked):
+        made = ()
+
+        def train_dataloader(self):
+            self.made += (self.current_epoch,)
+            return alphabet(6 + 2 * self.current_epoch, int(torch.randint(1000, ())))
+
+    def fit(**options):
+        task = Random()
+        bare_trainer(tmp_path, **{"max_epochs": 5, "reload_dataloaders_every_n_epochs": every} | options).fit(task)
+        return task
+
+    assert fit().made == tuple(range(0, 5, every) if every else [0])
+    resumed_everywhere(tmp_path, fit)
+
+
+def test_loaders_are_made_once_and_only_where_they_are_needed(tmp_path):
+    task = Growing()
+    bare_trainer(tmp_path, max_epochs=3, limit_val_batches=0).fit(task)
+    assert (task.made, task.made_for_validation) == ([0], [])
+    bare_trainer(tmp_path).validate(task)
+    assert (task.made, task.made_for_validation) == ([0], [0])
+
+
+# ---------------------------------------------------------------------- batches and workers
+
+
+def test_a_batch_may_be_a_list_of_samples(tmp_path):
+    class Listed(Seeing):
+        def training_step(self, batch):
+            assert all(isinstance(sample, tuple) for sample in batch)
+            self.epochs.setdefault(self.current_epoch, []).append(torch.stack([sample[0] for sample in batch]))
+            return self.weight * torch.stack([sample[0] for sample in batch]).double().mean()
+
+    listed, trainer = Listed(), bare_trainer(tmp_path, max_epochs=1, global_batch_size=20)
+    trainer.fit(listed, DataLoader(numbers(20), 8, collate_fn=lambda samples: samples))
+    assert listed.weight.item() == pytest.approx(-0.1 * 9.5, rel=1e-6)  # three batches, 8 + 8 + 4
+
+
+class Threads(Dataset):
+    """How many threads the libraries of a worker may use."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        pools = [pool["num_threads"] for pool in threadpool_info()]
+        return torch.tensor(max([torch.get_num_threads(), *pools]))
+
+
+class ThreadStream(IterableDataset):
+    def __iter__(self):
+        return (Threads()[0] for _ in range(4))
+
+
+@pytest.mark.parametrize("data", [Threads, ThreadStream])
+def test_a_worker_uses_one_thread(tmp_path, data):
+    assert np.ones((2, 2)).sum() == 4  # numpy and its BLAS are loaded
+    loader = DataLoader(data(), 2, num_workers=1)
+    task = seen(tmp_path, loader)
+    assert task.samples(0) == [1, 1, 1, 1]
+    assert loader.worker_init_fn is None
+
+
+class Stuck(Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        time.sleep(60 if index > 8 else 0)
+        return index
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stuck_does_not_outlive_its_run(tmp_path):
+    class Failing(Seeing):
+        def training_step(self, batch):
+            raise ZeroDivisionError
+
+    before = multiprocessing.active_children()  # other tests' processes
+    with pytest.raises(ZeroDivisionError):
+        bare_trainer(tmp_path, max_epochs=1).fit(Failing(), DataLoader(Stuck(), 4, num_workers=1))
+    assert set(multiprocessing.active_children()) <= set(before)
+
+
+def test_the_users_worker_init_fn_has_the_last_word(tmp_path):
+    from threadpoolctl import threadpool_limits
+
+    task = seen(
+        tmp_path, DataLoader(Threads(), 2, num_workers=1, worker_init_fn=lambda worker: threadpool_limits(2) and None)
+    )
+    assert max(task.samples(0)) == (2 if any(pool["num_threads"] for pool in threadpool_info()) else 1)

@@ -1,0 +1,626 @@
+"""Loggers: TensorBoard's record beside the CSV files, one run after another, killed and resumed."""
+
+import csv
+import io
+import os
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from torch.utils.tensorboard import SummaryWriter
+
+import lumen
+from lumen.checkpoint import find_checkpoints
+from lumen.cli import main
+from lumen.errors import ConfigError
+from lumen.strategies.strategy import Strategy
+from tests.helpers import ROOT
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+EVERYTHING = dict.fromkeys(("scalars", "images", "histograms", "tensors"), 0)
+
+
+class Drawn(Regression):
+    """Logs an image, a histogram and a text in every training step."""
+
+    def training_step(self, batch, batch_idx):
+        weights = self.net[0].weight
+        for logger in self.trainer.loggers:
+            logger.log_image("weights", weights.detach().sigmoid(), self.global_step)
+            logger.log_histogram("first layer", weights, self.global_step)
+            logger.log_text("note", f"step *{self.global_step}*", self.global_step)
+        return super().training_step(batch)
+
+
+class During(lumen.Callback):
+    """Calls a function of the trainer when training starts."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def on_train_start(self, trainer, task):
+        self.action(trainer)
+
+
+def fit(tmp_path, task=None, **options):
+    """Train a small regression with both loggers and everything logged; returns its trainer."""
+    options = {"max_epochs": 2, "log_every_n_steps": 1, "accelerator": "cpu"} | options
+    options.setdefault("logger", [lumen.CSVLogger(), lumen.TensorBoardLogger()])
+    trainer = quiet_trainer(tmp_path, **options)
+    trainer.fit(task or Regression(dropout=0.2), loader(), val_dataloaders=loader(20, shuffle=False))
+    return trainer
+
+
+def events(directory):
+    """TensorBoard's own reader on a run's event files; nothing that was written twice is hidden."""
+    found = EventAccumulator(str(directory / "tensorboard"), size_guidance=EVERYTHING, purge_orphaned_data=False)
+    return found.Reload()
+
+
+def scalars(directory):
+    """{name: [(step, value), ...]} as TensorBoard reads it."""
+    found = events(directory)
+    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def table(path, prefix=""):
+    """The same out of a CSV file, rounded to float32 as TensorBoard's scalars are."""
+    columns = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                if value and name not in ("step", "epoch"):
+                    columns.setdefault(prefix + name, []).append((int(row["step"]), float(np.float32(value))))
+    return columns
+
+
+def contents(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*tfevents*")}
+
+
+def csv_record(directory):
+    return table(directory / "metrics.csv") | table(directory / "system.csv", "system/")
+
+
+# ---------------------------------------------------------------------- what is recorded
+
+
+def test_the_record_is_that_of_the_csv_files(tmp_path):
+    directory = fit(tmp_path).run_directory
+    record = scalars(directory)
+    assert record == csv_record(directory)
+    assert [step for step, _ in record["loss"]] == list(range(1, 15))
+    assert [step for step, _ in record["val_loss"]] == [7, 14]
+    assert {"system/time_s", "system/samples_per_s", "system/memory_mb"} <= record.keys()
+
+
+def test_values_are_on_the_disk_while_the_run_goes_on(tmp_path):
+    class Reading(lumen.Callback):
+        steps = ()
+
+        def on_step_end(self, trainer, task):
+            self.steps = [step for step, _ in scalars(trainer.run_directory)["loss"]]
+            assert self.steps == list(range(1, trainer.global_step + 1))
+
+    reading = Reading()
+    fit(tmp_path, max_steps=4, callbacks=[reading])
+    assert reading.steps == [1, 2, 3, 4]
+
+
+class BreakingOff(lumen.Callback):
+    """Notes whether the row of step 2 is written when that step is over, and breaks off the run in step 6."""
+
+    def on_step_checkpoint(self, trainer, task):
+        if trainer.global_step == 2 and trainer.is_global_zero:
+            self.written = (trainer.run_directory / "metrics.csv").exists()
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        if trainer.global_step == 6:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_record_is_the_same_where_values_arrive_when_the_next_step_is_made(group, tmp_path, world):
+    (written, now), (written_later, later) = (
+        group(world).run(broken_off_and_resumed, tmp_path / name, name == "later")[0] for name in ("now", "later")
+    )
+    assert (written, written_later) == (True, False)
+    assert later == now
+    rows = list(csv.DictReader(io.StringIO(now)))
+    assert [(int(row["step"]), [name for name in row if row[name]][2:]) for row in rows] == [
+        (2, ["loss", "grad_norm"]), (3, ["val_loss"]), (4, ["loss", "grad_norm"]), (6, ["loss", "grad_norm"]),
+        (6, ["val_loss"]), (8, ["loss", "grad_norm"]), (9, ["val_loss"]), (9, ["loss", "grad_norm"]),
+    ]  # fmt: skip
+
+
+class Ending(lumen.Callback):
+    """Ends a run in or after step 3."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        if self.how == "by an error" and trainer.global_step == 3:
+            raise InterruptedError
+
+    def on_step_end(self, trainer, task):
+        if self.how == "by a signal" and trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Both(Regression):
+    """Logs each step's value and an epoch's mean."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("how", ["by an error", "by a signal", "at its limit"])
+def test_the_row_of_the_last_step_is_written_however_a_run_ends(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(Strategy, "is_asynchronous", True)  # as on CUDA
+    ends_early = how != "at its limit"
+    with pytest.raises((InterruptedError, SystemExit)) if ends_early else nullcontext():
+        fit(tmp_path, Both(), callbacks=[Ending(how)], max_steps=100 if ends_early else 3, enable_checkpointing=False)
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "runs" / "run" / "metrics.csv").read_text())))
+    names = [(int(row["step"]), [name for name in row if "both" in name and row[name]]) for row in rows]
+    last = 4 if how == "by a signal" else 3  # the run looks for signals before the hooks of a boundary
+    whole_epoch = [] if ends_early else [(3, ["both_epoch"])]
+    assert names == [(step, ["both_step"]) for step in range(1, last + 1)] + whole_epoch
+
+
+def broken_off_and_resumed(folder, later):
+    breaking_off = BreakingOff()
+    saver = lumen.ModelCheckpoint(every_n_train_steps=4)
+    options = {
+        "strategy": "ddp", "max_epochs": 3, "max_steps": 9, "log_every_n_steps": 2, "logger": lumen.CSVLogger(),
+        "val_check_interval": 3, "gradient_clip_val": 1.0, "resume": "auto",
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        if later:  # as on CUDA
+            patch.setattr(Strategy, "is_asynchronous", True)
+        with pytest.raises(InterruptedError):
+            fit(folder, **options, callbacks=[saver, breaking_off])
+        trainer = fit(folder, **options, callbacks=[saver])
+    return getattr(breaking_off, "written", None), (trainer.run_directory / "metrics.csv").read_text()
+
+
+def test_images_are_read_back_pixel_by_pixel(tmp_path):
+    grey = torch.tensor([[0.0, 0.5], [1.0, 2.0], [-1.0, 0.25]])
+    images = {
+        "grey": (grey, [[0, 127], [255, 255], [0, 63]]),
+        "bf16": (grey[None].bfloat16(), [[0, 127], [255, 255], [0, 63]]),
+        "bool": (grey > 0.3, [[0, 255], [255, 255], [0, 0]]),
+        "rgb": (np.arange(18, dtype=np.uint8).reshape(3, 3, 2), np.arange(18).reshape(3, 3, 2).transpose(1, 2, 0)),
+        "rgba": (torch.full((4, 1, 1), 7, dtype=torch.uint8), [[[7, 7, 7, 7]]]),
+    }
+
+    def log(trainer):
+        for name, (image, _) in images.items():
+            trainer.logger.log_image(name, image, step=3)
+
+    found = events(fit(tmp_path, logger=lumen.TensorBoardLogger(), callbacks=[During(log)]).run_directory)
+    for name, (_, expected) in images.items():
+        (event,) = found.Images(name)
+        assert event.step == 3
+        picture = Image.open(io.BytesIO(event.encoded_image_string))
+        pixels = np.asarray(picture.convert("L") if np.ndim(expected) == 2 else picture)
+        np.testing.assert_array_equal(pixels, expected)
+
+
+@pytest.mark.parametrize(
+    "image", [torch.zeros(2, 5, 5), torch.zeros(5), torch.zeros(1, 3, 5, 5), torch.zeros(5, 5, dtype=torch.int64)]
+)
+def test_what_is_no_image_is_named(tmp_path, image):
+    with pytest.raises(
+        ConfigError, match=r"log_image\('picture'\): expected .*; found shape \(.*\) of torch\."
+    ) as caught:
+        fit(tmp_path, callbacks=[During(lambda trainer: trainer.loggers[1].log_image("picture", image, 0))])
+    assert str(tuple(image.shape)) in str(caught.value)
+
+
+def test_histograms_count_the_values_that_are_finite(tmp_path):
+    values = torch.tensor([[1.0, 2.0], [float("nan"), float("inf")], [-3.0, 1e30]])
+
+    def log(trainer):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            trainer.logger.log_histogram(str(dtype), values.to(dtype), step=5)
+        trainer.logger.log_histogram("bool", torch.tensor([True, False, True]), step=5)
+        trainer.logger.log_histogram("numpy", np.array([1, 2, -3]), step=5)
+        trainer.logger.log_histogram("nothing", torch.tensor([float("nan")]), step=5)
+
+    found = events(fit(tmp_path, logger=lumen.TensorBoardLogger(), callbacks=[During(log)]).run_directory)
+    for name in ("torch.float32", "torch.bfloat16", "torch.float64", "numpy"):
+        (event,) = found.Histograms(name)
+        histogram = event.histogram_value
+        assert (event.step, histogram.num, histogram.min, histogram.max, histogram.sum) == (5, 3, -3, 2, 0)
+    assert found.Histograms("bool")[0].histogram_value.sum == 2
+    assert "nothing" not in found.Tags()["histograms"]
+
+
+def test_text_is_read_back(tmp_path):
+    log = During(lambda trainer: trainer.logger.log_text("notes", "**Grüße**", step=2))
+    found = events(fit(tmp_path, logger=lumen.TensorBoardLogger(), callbacks=[log]).run_directory)
+    (event,) = found.Tensors("notes/text_summary")
+    assert (event.step, event.tensor_proto.string_val[0].decode()) == (2, "**Grüße**")
+
+
+class Data(lumen.DataModule):
+    def __init__(self, batch_size=8, options=None):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return loader(16, self.hparams.batch_size)
+
+
+def hyperparameters(directory):
+    """What the dashboard HPARAMS reads."""
+    content = events(directory).PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    values = HParamsPluginData.FromString(content).session_start_info.hparams
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
+
+
+def test_hyperparameters_of_task_and_data_are_recorded_under_the_names_of_the_command_line(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_epochs=1, logger=lumen.TensorBoardLogger())
+    trainer.fit(Regression(lr=0.125), Data(options={"mirror": True, "sizes": (1, 2), "depth": {"first": None}}))
+    assert hyperparameters(trainer.run_directory) == {
+        "model.lr": 0.125,
+        "model.dropout": 0.0,
+        "model.dtype": "torch.float32",
+        "model.optimizer": "AdamW",
+        "data.batch_size": 8.0,
+        "data.options.mirror": "True",
+        "data.options.sizes": "(1, 2)",
+        "data.options.depth.first": "None",
+    }
+
+
+# ---------------------------------------------------------------------- which loggers, and when
+
+
+def test_what_a_logger_cannot_hold_it_ignores(tmp_path):
+    directory = fit(tmp_path, Drawn(), max_steps=2, logger=lumen.CSVLogger()).run_directory
+    files = {path.name for path in directory.iterdir() if path.is_file()} - {".lock"}
+    assert files == {"metrics.csv", "system.csv", "environment.json", "run.log"}
+    assert table(directory / "metrics.csv").keys() == {"loss"}
+
+
+def test_outside_of_fit_nothing_is_recorded(tmp_path):
+    class Evaluated(Regression):
+        def validation_step(self, batch):
+            for logger in self.trainer.loggers:
+                logger.log_image("x", torch.zeros(2, 2), 0)
+                logger.log_histogram("x", torch.zeros(2), 0)
+                logger.log_text("x", "text", 0)
+                logger.experiment.add_scalar("x", 1.0, 0)
+            super().validation_step(batch)
+
+    trainer = fit(tmp_path, Evaluated(), logger=lumen.TensorBoardLogger())
+    before = contents(trainer.run_directory)
+    trainer.validate(Evaluated(), loader())
+    assert contents(trainer.run_directory) == before
+
+
+def test_experiment_is_the_summary_writer_during_fit(tmp_path):
+    def use(trainer):
+        assert type(trainer.loggers[1].experiment).__mro__[1] is SummaryWriter
+        assert trainer.loggers[0].experiment is None
+        trainer.loggers[1].experiment.add_scalar("mine", 0.5, 11)
+
+    trainer = fit(tmp_path, callbacks=[During(use)])
+    trainer.loggers[1].experiment.add_scalar("late", 0.5, 11)
+    assert scalars(trainer.run_directory)["mine"] == [(11, 0.5)]
+    assert "late" not in scalars(trainer.run_directory)
+
+
+def test_the_loggers_of_a_config_are_named_by_their_class(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "model": {"class_path": "tests.helpers.cli_tasks.Line", "init_args": {"lr": 0.05}},
+        "data": {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 12}},
+        "trainer": {
+            "max_epochs": 2, "log_every_n_steps": 1, "enable_progress_bar": False, "enable_model_summary": False,
+            "logger": ["CSVLogger", {"class_path": "lumen.TensorBoardLogger"}],
+        },
+    }  # fmt: skip
+    Path("line.yaml").write_text(yaml.safe_dump(config))
+    assert main(["fit", "--config", "line.yaml"]) == 0
+    directory = tmp_path / "runs/line"
+    assert scalars(directory) == csv_record(directory)
+    assert main(["fit", "--config", str(directory / "config.yaml"), "--trainer.max_epochs", "3",
+                 "--trainer.resume", "auto"]) == 0  # fmt: skip
+    assert scalars(directory) == csv_record(directory)
+    assert hyperparameters(directory)["model.lr"] == 0.05
+
+
+def test_without_tensorboard_lumen_works_and_the_logger_says_what_to_install():
+    code = """
+import sys
+sys.modules["tensorboard"] = None
+import lumen
+lumen.Trainer(max_epochs=1, logger=lumen.CSVLogger())
+try:
+    lumen.TensorBoardLogger()
+except lumen.LumenError as error:
+    print(error)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "TensorBoardLogger needs TensorBoard" in shown
+    assert 'pip install "lumen[tensorboard]"' in shown
+
+
+# ---------------------------------------------------------------------- resumed records
+
+
+def parts(directory):
+    """The event files in the order of their names, in which TensorBoard reads them."""
+    return sorted((directory / "tensorboard").iterdir())
+
+
+def test_every_part_of_a_run_follows_the_ones_before(tmp_path):
+    for steps in (5, 9, 12, 20):
+        directory = fit(tmp_path, Drawn(dropout=0.2), max_steps=steps, max_epochs=None, resume="auto").run_directory
+    whole = fit(tmp_path / "whole", Drawn(dropout=0.2), max_steps=20, max_epochs=None).run_directory
+    assert len(parts(directory)) == 4
+    record, undisturbed = scalars(directory), scalars(whole)
+    assert record == csv_record(directory)
+    assert {name: record[name] for name in ("loss", "val_loss")} == {
+        name: undisturbed[name] for name in ("loss", "val_loss")
+    }
+    assert len(hyperparameters(directory)) == 4
+    for name, kind in (("weights", "Images"), ("first layer", "Histograms"), ("note/text_summary", "Tensors")):
+        assert [event.step for event in getattr(events(directory), kind)(name)] == list(range(20))
+
+
+def test_a_finished_run_gets_no_further_part(tmp_path):
+    directory = fit(tmp_path).run_directory
+    before = contents(directory)
+    fit(tmp_path, resume="auto")
+    assert contents(directory) == before
+
+
+def test_the_name_of_a_part_that_was_removed_is_not_used_again(tmp_path):
+    """A TensorBoard that shows the run has that file open and would not see another one."""
+    fit(tmp_path, max_steps=5, max_epochs=None)
+
+    class Fails(Regression):
+        def training_step(self, batch):
+            if self.global_step == 8:
+                raise RuntimeError("on purpose")
+            return super().training_step(batch)
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="on purpose"):
+            fit(tmp_path, Fails(dropout=0.2), max_steps=20, max_epochs=None, resume="auto", callbacks=[
+                lumen.ModelCheckpoint(every_n_epochs=0)
+            ])  # fmt: skip
+    directory = fit(tmp_path, max_steps=20, max_epochs=None, resume="auto").run_directory
+    assert [path.name.split(".")[3] for path in parts(directory)] == ["00000", "00003"]
+    assert scalars(directory) == csv_record(directory)
+
+
+def test_half_an_event_at_the_end_is_cut_off(tmp_path):
+    directory = fit(tmp_path, max_steps=5, max_epochs=None).run_directory
+    (part,) = parts(directory)
+    content = part.read_bytes()
+    part.write_bytes(content + content[-40:-7])
+    fit(tmp_path, max_steps=9, max_epochs=None, resume="auto")
+    assert part.read_bytes() == content
+    assert scalars(directory) == csv_record(directory)
+
+
+def test_a_run_without_a_checkpoint_starts_its_record_over(tmp_path):
+    directory = fit(tmp_path, enable_checkpointing=False).run_directory
+    fit(tmp_path, resume="auto", max_epochs=1)
+    assert [step for step, _ in scalars(directory)["loss"]] == list(range(1, 8))
+    assert len(hyperparameters(directory)) == 4
+
+
+def test_a_run_that_starts_from_another_ones_checkpoint_has_a_record_of_its_own(tmp_path):
+    first = fit(tmp_path, max_steps=5, max_epochs=None).run_directory
+    before = scalars(first)
+    second = fit(tmp_path, max_steps=8, max_epochs=None, resume=first).run_directory
+    assert scalars(first) == before
+    assert [step for step, _ in scalars(second)["loss"]] == [6, 7, 8]
+    assert scalars(second) == csv_record(second)
+    assert len(hyperparameters(second)) == 4
+
+
+def test_a_logger_that_joins_later_begins_there_and_disturbs_none(tmp_path):
+    fit(tmp_path, max_steps=5, max_epochs=None, logger=lumen.CSVLogger())
+    trainer = fit(
+        tmp_path, max_steps=9, max_epochs=None, resume="auto", logger=[lumen.TensorBoardLogger(), lumen.CSVLogger()]
+    )
+    directory = trainer.run_directory
+    assert [step for step, _ in scalars(directory)["loss"]] == [6, 7, 8, 9]
+    assert [step for step, _ in table(directory / "metrics.csv")["loss"]] == list(range(1, 10))
+    assert len(hyperparameters(directory)) == 4
+
+
+def test_a_logger_that_joins_later_and_is_cut_off_before_a_checkpoint_repeats_nothing(tmp_path):
+    class Fails(Regression):
+        def training_step(self, batch):
+            if self.global_step == 8:
+                raise RuntimeError("on purpose")
+            return super().training_step(batch)
+
+    saving = {"callbacks": [lumen.ModelCheckpoint(every_n_epochs=0)], "max_epochs": None}
+    fit(tmp_path, max_steps=5, logger=lumen.CSVLogger(), **saving)
+    both = [lumen.CSVLogger(), lumen.TensorBoardLogger()]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(tmp_path, Fails(dropout=0.2), max_steps=9, resume="auto", logger=both, **saving)
+    directory = tmp_path / "runs/run"
+    assert [step for step, _ in scalars(directory)["loss"]] == [6, 7, 8]
+    fit(tmp_path, max_steps=9, resume="auto", logger=both, **saving)
+    assert [step for step, _ in scalars(directory)["loss"]] == [6, 7, 8, 9]
+    assert [step for step, _ in table(directory / "metrics.csv")["loss"]] == list(range(1, 10))
+
+
+def test_a_logger_that_was_left_out_for_a_while_keeps_its_record(tmp_path):
+    parts = [(4, lumen.TensorBoardLogger()), (8, True), (12, lumen.TensorBoardLogger())]
+    for steps, logger in parts:
+        directory = fit(tmp_path, max_steps=steps, max_epochs=None, resume="auto", logger=logger).run_directory
+    assert [step for step, _ in scalars(directory)["loss"]] == [1, 2, 3, 4, 9, 10, 11, 12]
+    assert [step for step, _ in table(directory / "metrics.csv")["loss"]] == list(range(1, 13))
+
+
+def test_hyperparameters_that_changed_when_a_run_was_resumed_are_recorded(tmp_path):
+    for steps, rate in ((4, 0.01), (8, 0.02), (12, 0.02)):
+        task = Regression(lr=rate, dropout=0.2)
+        directory = fit(
+            tmp_path, task, max_steps=steps, max_epochs=None, resume="auto", log_level="WARNING"
+        ).run_directory
+    (event,) = events(directory).Tensors("hyperparameters/text_summary")
+    assert event.step == 4
+    assert event.tensor_proto.string_val[0].decode() == "changed:\n\n* `model.lr`: 0.01 → 0.02"
+    assert hyperparameters(directory)["model.lr"] == 0.01
+    assert (directory / "run.log").read_text().count("model.lr 0.01 there, 0.02 here") == 1
+
+
+def test_files_that_the_writer_makes_below_are_cut_back_too(tmp_path):
+    class Own(lumen.Callback):
+        def on_step_end(self, trainer, task):
+            trainer.logger.experiment.add_scalars("pair", {"one": 1.0}, trainer.global_step)
+
+    logger = {"logger": lumen.TensorBoardLogger()}
+    fit(
+        tmp_path,
+        max_steps=5,
+        max_epochs=None,
+        callbacks=[Own(), lumen.ModelCheckpoint(every_n_train_steps=2)],
+        **logger,
+    )
+    directory = tmp_path / "runs/run"
+    newest = find_checkpoints(directory / "checkpoints")[-1]
+    newest.rename(tmp_path / newest.name)
+    fit(tmp_path, max_steps=9, max_epochs=None, callbacks=[Own()], resume="auto", **logger)
+    found = EventAccumulator(str(directory / "tensorboard/pair_one"), purge_orphaned_data=False).Reload()
+    assert [event.step for event in found.Scalars("pair")] == list(range(1, 10))
+
+
+# ---------------------------------------------------------------------- a stop in a validation
+
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+import lumen
+from tests.helpers.tasks import loader, quiet_trainer
+from tests.fit.test_loggers import Drawn
+class Shown(Drawn):
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch)
+        for logger in self.trainer.loggers:
+            logger.log_image("seen", batch[0].sigmoid(), 100 * self.global_step + batch_idx)
+            logger.log_histogram("targets", batch[1], 100 * self.global_step + batch_idx)
+            logger.log_text("batch", str(batch_idx), 100 * self.global_step + batch_idx)
+        if sys.argv[2] != "0" and self.global_step == 8 and batch_idx == 1:
+            os.kill(os.getpid(), int(sys.argv[2]))
+quiet_trainer(
+    Path(sys.argv[1]), max_steps=12, log_every_n_steps=1, resume="auto", val_check_interval=4, num_sanity_val_steps=0,
+    logger=[lumen.CSVLogger(), lumen.TensorBoardLogger()],
+).fit(Shown(dropout=0.2), loader(), val_dataloaders=loader(24, shuffle=False))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_a_validation_records_is_there_once_although_a_signal_cut_it(tmp_path, number, code):
+    def part(directory, signal_number):
+        command = [sys.executable, "-c", STOPPED, str(directory), str(int(signal_number))]
+        return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    assert part(whole, 0).returncode == 0
+    assert part(cut, number).returncode in (code, -number)
+    assert [path.name for path in find_checkpoints(cut / "runs/run/checkpoints")][-1] == "step-00000008-validating"
+    shown = [event.step for event in events(cut / "runs/run").Images("seen")]
+    assert shown == [400, 401, 402, 800, 801]  # nothing is taken away before the run goes on
+    assert part(cut, 0).returncode == 0
+
+    for name, kind in (("seen", "Images"), ("targets", "Histograms"), ("batch/text_summary", "Tensors")):
+        steps, expected = (
+            [event.step for event in getattr(events(each / "runs/run"), kind)(name)] for each in (cut, whole)
+        )
+        assert steps == expected == [step + batch for step in (400, 800, 1200) for batch in range(3)], name
+    record, undisturbed = scalars(cut / "runs/run"), scalars(whole / "runs/run")
+    assert record == csv_record(cut / "runs/run")
+    for name in record:
+        assert [step for step, _ in record[name]] == [step for step, _ in undisturbed[name]], name
+    assert (cut / "runs/run/metrics.csv").read_bytes() == (whole / "runs/run/metrics.csv").read_bytes()
+
+
+# ---------------------------------------------------------------------- kill -9
+
+KILLED = """
+import sys
+from pathlib import Path
+import lumen
+from tests.helpers.tasks import loader, quiet_trainer
+from tests.fit.test_loggers import Drawn
+class Telling(lumen.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        print(trainer.global_step, flush=True)
+quiet_trainer(
+    Path(sys.argv[1]), max_steps=24, log_every_n_steps=1, resume="auto", val_check_interval=4,
+    logger=[lumen.CSVLogger(), lumen.TensorBoardLogger()],
+    callbacks=[Telling(), lumen.ModelCheckpoint(every_n_train_steps=5)],
+).fit(Drawn(dropout=0.2), loader(), val_dataloaders=loader(20, shuffle=False))
+"""
+
+
+def run(directory, kill_at=None):
+    """Run the script above to its end, or kill it when it comes to a step; returns the steps it came to."""
+    steps = []
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(directory)], cwd=ROOT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as child:  # fmt: skip
+        for line in child.stdout:
+            steps.append(int(line))
+            if steps[-1] == kill_at:
+                os.kill(child.pid, signal.SIGKILL)
+                break
+        errors = child.communicate()[1]
+    assert child.returncode == (0 if kill_at is None else -signal.SIGKILL), errors
+    return steps
+
+
+@pytest.mark.slow
+def test_kills_leave_a_record_without_gap_or_repetition(tmp_path):
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    assert run(whole)[0] == 0
+    starts = [run(killed, kill_at)[0] for kill_at in (3, 9, 19, None)]
+    assert starts == [0, 0, 5, 15]  # every kill lost steps that were already recorded
+    directory, undisturbed = killed / "runs/run", scalars(whole / "runs/run")
+
+    record = scalars(directory)
+    assert record == csv_record(directory)
+    assert record.keys() == undisturbed.keys()
+    for name in record:
+        assert [step for step, _ in record[name]] == [step for step, _ in undisturbed[name]], name
+    for name in ("loss", "val_loss"):
+        assert record[name] == undisturbed[name]
+    assert [step for step, _ in record["loss"]] == list(range(1, 25))
+    for name, kind, content in (
+        ("weights", "Images", "encoded_image_string"),
+        ("first layer", "Histograms", "histogram_value"),
+        ("note/text_summary", "Tensors", "tensor_proto"),
+    ):
+        kept, expected = (
+            [(event.step, getattr(event, content)) for event in getattr(events(path / "runs/run"), kind)(name)]
+            for path in (killed, whole)
+        )
+        assert kept == expected
+        assert [step for step, _ in kept] == list(range(24))
+    assert hyperparameters(directory) == hyperparameters(whole / "runs/run")

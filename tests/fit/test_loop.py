@@ -1,0 +1,835 @@
+"""How long a run is, what a step may take and return, and which micro-batches make an update."""
+
+import functools
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from lumen.errors import ConfigError, DataError, TrainingError
+from lumen.optim import Lookahead, MultiOptimizer
+from tests.helpers.tasks import (
+    FEATURES,
+    Regression,
+    bare_trainer,
+    loader,
+    network,
+    quiet_trainer,
+    regression_data,
+    weights,
+)
+
+
+class Recorded(Regression):
+    """Notes (epoch, step, batch_idx, samples) of every micro-batch."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.current_epoch, self.global_step, batch_idx, len(batch[0])))
+        return super().training_step(batch)
+
+
+class StopAt(lumen.Callback):
+    """Asks for the end in the given micro-batch of the run."""
+
+    def __init__(self, micro_batch):
+        self.micro_batch = micro_batch
+        self.ends = []
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        self.micro_batch -= 1
+        if self.micro_batch == 0:
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer, task):
+        self.ends.append("epoch")
+
+    def on_train_end(self, trainer, task):
+        self.ends.append("train")
+
+
+# ---------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "epochs"),
+    [
+        ({"max_steps": 7}, 7, 1),
+        ({"max_epochs": 2}, 10, 2),
+        ({"max_steps": 7, "max_epochs": 2}, 7, 1),
+        ({"max_steps": 30, "max_epochs": 2}, 10, 2),
+        ({"max_steps": 10, "max_epochs": 3}, 10, 2),
+        ({"max_steps": -1, "max_epochs": 1}, 5, 1),
+        ({"max_steps": 3, "max_epochs": -1}, 3, 0),
+        ({"max_steps": 0}, 0, 0),
+        ({"max_epochs": 0}, 0, 0),
+        ({"max_steps": 2, "max_time": "00:01:00"}, 2, 0),
+        ({"max_epochs": 2, "max_time": {"seconds": 0}}, 0, 0),
+    ],
+)
+def test_the_first_limit_reached_ends_the_run(tmp_path, options, steps, epochs):
+    task = Recorded()
+    trainer = bare_trainer(tmp_path, **options)
+    trainer.fit(task, loader(40, 8))
+    assert (trainer.global_step, trainer.current_epoch) == (steps, epochs)
+    assert len(task.seen) == steps
+
+
+def test_max_time_ends_the_run_in_the_middle_of_an_epoch(tmp_path):
+    class Slow(Recorded):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.02)
+            return super().training_step(batch, batch_idx)
+
+    task = Slow()
+    trainer = bare_trainer(tmp_path, max_epochs=1, max_time={"seconds": 0.3})
+    trainer.fit(task, loader(8000, 8))
+    assert 0 < trainer.global_step == len(task.seen) <= 0.3 / 0.02 + 1
+
+
+@pytest.mark.parametrize(
+    ("duration", "seconds"),
+    [
+        ("01:30", 90),
+        ("02:00:01", 7201),
+        ("01:00:00:01", 86401),
+        (timedelta(minutes=2), 120),
+        ({"minutes": 1, "seconds": 0.5}, 60.5),
+    ],
+)
+def test_durations_can_be_written_in_three_ways(tmp_path, duration, seconds):
+    assert bare_trainer(tmp_path, max_time=duration).plan.max_time_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_steps": -2}, "max_steps: .* found -2"),
+        ({"max_epochs": -3}, "max_epochs: .* found -3"),
+        ({"max_time": "soon"}, "max_time: .* found 'soon'"),
+        ({"limit_train_batches": 1.5}, "limit_train_batches: .* found 1.5"),
+        ({"limit_val_batches": -1}, "limit_val_batches: .* found -1"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches: .* found 0"),
+        ({"global_batch_size": 0}, "global_batch_size: .* found 0"),
+        ({"global_batch_size": 8, "accumulate_grad_batches": 2}, "Set only one of them"),
+        ({"val_check_interval": 0}, "val_check_interval: .* found 0"),
+        ({"val_check_interval": 1.5}, "val_check_interval: .* found 1.5"),
+        ({"gradient_clip_val": 0}, "gradient_clip_val: .* found 0"),
+        ({"gradient_clip_val": -1.0}, "gradient_clip_val: .* found -1.0"),
+        ({"max_time": 60}, "max_time: .* found 60"),
+        ({"gradient_clip_algorithm": "median"}, "found 'median'"),
+        ({"precision": "fp8"}, "precision: .*'fp8'"),
+        ({"strategy": "magic"}, "strategy: 'magic'"),
+        ({"devices": "many"}, "devices: .* found 'many'"),
+        ({"accelerator": "abacus"}, "accelerator: 'abacus'"),
+    ],
+)
+def test_a_wrong_setting_is_named_when_the_trainer_is_built(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        bare_trainer(tmp_path, **{"max_epochs": 1} | options)
+
+
+def test_a_run_without_any_limit_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="Set one of max_epochs, max_steps and max_time"):
+        bare_trainer(tmp_path, max_steps=-1).fit(Regression(), loader())
+
+
+class NoSteps(lumen.TaskModule):
+    pass
+
+
+class NoOptimizer(lumen.TaskModule):
+    def training_step(self, batch):
+        return None
+
+
+class Manual(Regression):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "error", "message"),
+    [
+        (nn.Linear(1, 1), loader(), ConfigError, "expected a TaskModule, found Linear"),
+        (NoSteps(), loader(), ConfigError, "NoSteps has no training_step"),
+        (NoOptimizer(), loader(), ConfigError, "NoOptimizer has no configure_optimizers"),
+        (Manual(), loader(), ConfigError, "no manual optimization"),
+        (Regression(), None, DataError, "no training data"),
+        (Regression(), 3, DataError, "a loader is an iterable of batches, found int"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_and_named(tmp_path, task, data, error, message):
+    with pytest.raises(error, match=message):
+        bare_trainer(tmp_path, max_epochs=1).fit(task, data)
+
+
+def test_a_second_fit_counts_from_zero_and_trains_on(tmp_path):
+    task = Recorded()
+    trainer = bare_trainer(tmp_path, max_epochs=2)
+    trainer.fit(task, loader(40, 8))
+    once = [parameter.clone() for parameter in task.parameters()]
+    trainer.fit(task, loader(40, 8))
+    assert (trainer.global_step, trainer.current_epoch, len(task.seen)) == (10, 2, 20)
+    assert task.seen[:10] == task.seen[10:]
+    assert not any(torch.equal(*pair) for pair in zip(once, task.parameters(), strict=True))
+
+
+def test_a_second_fit_starts_its_callbacks_anew(tmp_path):
+    stopping, saving = lumen.EarlyStopping("val_loss", patience=2), lumen.ModelCheckpoint(monitor="val_loss")
+    trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=[stopping, saving], logger=False)
+    found = []
+    for _ in range(2):
+        trainer.fit(Regression(), loader(40, 8), val_dataloaders=loader(16, 8))
+        names = sorted(path.name for path in (trainer.run_directory / "checkpoints").iterdir())
+        found.append((trainer.global_step, stopping.best_score, stopping.wait_count, saving.best_model_score, names))
+    assert found[0] == found[1]
+    assert trainer.run_directory.name == "run-2"
+
+
+# ---------------------------------------------------------------------- stopping
+
+
+@pytest.mark.parametrize(
+    ("minimum", "steps", "epochs"),
+    [
+        ({}, 1, 0),
+        ({"min_steps": 7}, 7, 1),
+        ({"min_epochs": 2}, 10, 2),
+        ({"min_steps": 12, "min_epochs": 1}, 12, 2),
+        ({"min_steps": 3, "min_epochs": 1}, 5, 1),
+        ({"min_steps": 100}, 20, 4),
+    ],
+)
+def test_a_minimum_delays_a_stop(tmp_path, minimum, steps, epochs):
+    trainer = bare_trainer(tmp_path, max_epochs=4, callbacks=[StopAt(1)], **minimum)
+    trainer.fit(Regression(), loader(40, 8))
+    assert (trainer.global_step, trainer.current_epoch) == (steps, epochs)
+
+
+@pytest.mark.parametrize(("accumulate", "asked_in", "fetched"), [(1, 3, 3), (4, 5, 8)])
+def test_a_stop_leaves_after_the_step_in_progress(tmp_path, accumulate, asked_in, fetched):
+    stop = StopAt(asked_in)
+    task = Recorded()
+    trainer = bare_trainer(tmp_path, max_epochs=3, accumulate_grad_batches=accumulate, callbacks=[stop])
+    trainer.fit(task, loader(160, 8))
+    assert len(task.seen) == fetched
+    assert trainer.global_step == fetched // accumulate
+    assert stop.ends == ["epoch", "train"]
+
+
+class Skipping(Recorded):
+    """Ends the first epoch at its third micro-batch; an epoch schedule moves all the same."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if (self.current_epoch, batch_idx) == (0, 2) else None
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+@pytest.mark.parametrize(("accumulate", "micro_batches", "steps"), [(1, 2, 2), (2, 2, 1)])
+def test_minus_one_skips_the_rest_of_the_epoch_and_schedules_move(tmp_path, accumulate, micro_batches, steps):
+    task = Skipping(lr=0.1)
+    trainer = bare_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=accumulate)
+    trainer.fit(task, loader(40, 8))
+    assert [batch for epoch, _, batch, _ in task.seen if epoch == 0] == list(range(micro_batches))
+    assert [batch for epoch, _, batch, _ in task.seen if epoch == 1] == list(range(5))
+    assert trainer.global_step == steps + -(-5 // accumulate)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5 * 0.5
+
+
+def test_a_callback_may_skip_the_rest_of_the_epoch_too(tmp_path):
+    class Skip(lumen.Callback):
+        def on_train_batch_start(self, trainer, task, batch, batch_idx):
+            return -1 if batch_idx == 1 else None
+
+    task = Recorded()
+    bare_trainer(tmp_path, max_epochs=3, callbacks=[Skip()]).fit(task, loader(40, 8))
+    assert [(epoch, batch) for epoch, _, batch, _ in task.seen] == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_an_epoch_skipped_in_the_middle_of_a_window_leaves_no_gradient_behind(tmp_path):
+    class Skip(lumen.Callback):
+        def on_train_batch_start(self, trainer, task, batch, batch_idx):
+            return -1 if (trainer.current_epoch, batch_idx) == (0, 3) else None
+
+    task = Regression(optimizer="SGD")
+    data = loader(40, 8, shuffle=False)
+    bare_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2, callbacks=[Skip()]).fit(task, data)
+
+    inputs, targets = regression_data(40)
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    for window in ([0, 16], [0, 16], [16, 32], [32, 40]):
+        optimizer.zero_grad()
+        samples = slice(*window)
+        nn.functional.mse_loss(net(inputs[samples]), targets[samples]).backward()
+        optimizer.step()
+    for ours, by_hand in zip(task.net.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(ours, by_hand, rtol=1e-5, atol=1e-7)
+
+
+# ---------------------------------------------------------------------- parts of an epoch
+
+
+@pytest.mark.parametrize(
+    ("limit", "batches"), [(3, 3), (100, 10), (0.5, 5), (0.25, 2), (0.7, 7), (1.0, 10), (1, 1), (0, 0), (0.0, 0)]
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_limit_is_a_count_or_a_fraction_of_the_batches(tmp_path, limit, batches, workers):
+    task = Recorded()
+    trainer = bare_trainer(tmp_path, max_epochs=2, limit_train_batches=limit)
+    trainer.fit(task, loader(80, 8, num_workers=workers))
+    assert [batch for _, _, batch, _ in task.seen] == [*range(batches)] * 2
+    assert trainer.num_training_batches == batches
+
+
+def test_a_fraction_is_not_cut_by_rounding(tmp_path):
+    trainer = bare_trainer(tmp_path, max_epochs=1, limit_train_batches=0.29)
+    trainer.fit(Regression(), loader(100, 1))
+    assert trainer.global_step == 29
+
+
+def test_a_fraction_of_less_than_one_batch_is_an_error(tmp_path):
+    task = Recorded()
+    with pytest.raises(ConfigError, match=r"limit_train_batches: 0.1 of 5 batches is less than one"):
+        bare_trainer(tmp_path, max_epochs=1, limit_train_batches=0.1).fit(task, loader(40, 8))
+    with pytest.raises(ConfigError, match=r"limit_val_batches: 0.1 of 5 batches is less than one"):
+        bare_trainer(tmp_path, max_epochs=1, limit_val_batches=0.1).fit(task, loader(), val_dataloaders=loader(40, 8))
+    assert task.seen == []
+
+
+def test_a_fraction_of_an_unknown_length_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"limit_train_batches: 0.5 is a fraction, but the loader has no length"):
+        bare_trainer(tmp_path, max_epochs=1, limit_train_batches=0.5).fit(Regression(), (batch for batch in loader()))
+
+
+@pytest.mark.parametrize("batches", [True, 1, 3])
+def test_fast_dev_run_makes_n_steps_and_writes_nothing(tmp_path, batches):
+    class Validated(Recorded):
+        validations = 0
+
+        def validation_step(self, batch):
+            super().validation_step(batch)
+            self.validations += 1
+
+    task = Validated()
+    trainer = quiet_trainer(
+        tmp_path, max_epochs=50, fast_dev_run=batches, val_check_interval=1000, check_val_every_n_epoch=7,
+        callbacks=[lumen.ModelCheckpoint(monitor="val_loss"), lumen.EarlyStopping("val_loss")],
+    )  # fmt: skip
+    trainer.fit(task, loader(80, 8), val_dataloaders=loader(80, 8))
+    assert trainer.global_step == len(task.seen) == task.validations == batches
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------- accumulation
+
+
+@pytest.mark.parametrize(
+    ("options", "windows"),
+    [
+        ({"accumulate_grad_batches": 3}, [[8, 8, 8], [8, 8, 8], [2]]),
+        ({"accumulate_grad_batches": 100}, [[8, 8, 8, 8, 8, 8, 2]]),
+        ({"global_batch_size": 8}, [[8], [8], [8], [8], [8], [8], [2]]),
+        ({"global_batch_size": 20}, [[8, 8, 4], [8, 8, 4], [8, 2]]),
+        ({"global_batch_size": 17}, [[8, 8, 1], [8, 8, 1], [8, 8]]),
+        ({"global_batch_size": 20, "limit_train_batches": 4}, [[8, 8, 4], [8]]),
+        ({"accumulate_grad_batches": 3, "limit_train_batches": 5}, [[8, 8, 8], [8, 8]]),
+    ],
+)
+def test_an_epoch_is_cut_into_whole_steps_and_a_short_last_one(tmp_path, options, windows):
+    task = Recorded()
+    trainer = bare_trainer(tmp_path, max_epochs=2, **options)
+    trainer.fit(task, loader(50, 8))
+    expected = [
+        (epoch, step + epoch * len(windows), size)
+        for epoch in range(2)
+        for step, window in enumerate(windows)
+        for size in window
+    ]
+    assert [(epoch, step, size) for epoch, step, _, size in task.seen] == expected
+    assert trainer.global_step == 2 * len(windows)
+
+
+@pytest.mark.parametrize("max_steps", [1, 3, 4])
+def test_max_steps_with_accumulation_ends_exactly(tmp_path, max_steps):
+    task = Recorded()
+    trainer = bare_trainer(tmp_path, max_steps=max_steps, accumulate_grad_batches=3)
+    trainer.fit(task, loader(50, 8))
+    assert trainer.global_step == max_steps
+    assert len(task.seen) == sum([3, 3, 1, 3][:max_steps])
+
+
+def test_a_global_batch_smaller_than_a_batch_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="global_batch_size: 4 is smaller than the loader's batch_size 8"):
+        bare_trainer(tmp_path, max_steps=1, global_batch_size=4).fit(Regression(), loader())
+
+
+# ---------------------------------------------------------------------- what a step takes and returns
+
+
+def loss_of(task, batch):
+    return nn.functional.mse_loss(task.net(batch[0]), batch[1])
+
+
+class TakesBatch(Regression):
+    def training_step(self, batch):
+        self.given = [len(batch)]
+        return loss_of(self, batch)
+
+
+class TakesIndex(Regression):
+    def training_step(self, batch, batch_idx):
+        self.given = [len(batch), batch_idx]
+        return loss_of(self, batch)
+
+
+class TakesLoader(Regression):
+    def training_step(self, batch, batch_idx, dataloader_idx):
+        self.given = [len(batch), batch_idx, dataloader_idx]
+        return loss_of(self, batch)
+
+
+class TakesBatchAndLoader(Regression):
+    def training_step(self, batch, dataloader_idx=7):
+        self.given = [len(batch), dataloader_idx]
+        return loss_of(self, batch)
+
+
+class TakesOtherNames(Regression):
+    def training_step(self, xy, number, *, debug=False):
+        self.given = [len(xy), number]
+        return loss_of(self, xy)
+
+
+class TakesAnything(Regression):
+    def training_step(self, *args):
+        self.given = [len(args[0]), *args[1:]]
+        return loss_of(self, args[0])
+
+
+class TakesBatchAndAnything(Regression):
+    def training_step(self, batch, *args, **kwargs):
+        self.given = [len(batch), *args, *kwargs.values()]
+        return loss_of(self, batch)
+
+
+class TakesAllAndAnything(Regression):
+    def training_step(self, batch, batch_idx, dataloader_idx, *more):
+        self.given = [len(batch), batch_idx, dataloader_idx, *more]
+        return loss_of(self, batch)
+
+
+class TakesMore(Regression):
+    def training_step(self, batch, batch_idx, how="own", why=None):
+        self.given = [len(batch), batch_idx, how, why]
+        return loss_of(self, batch)
+
+
+class TakesNoMoreThanThree(Regression):
+    def training_step(self, batch, batch_idx, how="own", dataloader_idx=0):
+        self.given = [len(batch), batch_idx, how, dataloader_idx]
+        return loss_of(self, batch)
+
+
+def passing_on(step):
+    @functools.wraps(step)
+    def wrapper(*args, **kwargs):
+        return step(*args, **kwargs)
+
+    return wrapper
+
+
+class Wrapped(Regression):
+    @passing_on
+    def training_step(self, batch, batch_idx):
+        self.given = [len(batch), batch_idx]
+        return loss_of(self, batch)
+
+
+class Bound(Regression):
+    def step(self, how, batch, number):
+        self.given = [len(batch), number, how]
+        return loss_of(self, batch)
+
+    training_step = functools.partialmethod(step, "bound")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (TakesBatch, [2]),
+        (TakesIndex, [2, 1]),
+        (TakesLoader, [2, 1, 0]),
+        (TakesBatchAndLoader, [2, 0]),
+        (TakesOtherNames, [2, 1]),
+        (TakesAnything, [2, 1]),
+        (TakesBatchAndAnything, [2, 1]),
+        (TakesAllAndAnything, [2, 1, 0]),
+        (TakesMore, [2, 1, "own", None]),
+        (TakesNoMoreThanThree, [2, 1, "own", 0]),
+        (Wrapped, [2, 1]),
+        (Bound, [2, 1, "bound"]),
+    ],
+)
+def test_a_step_is_called_with_what_its_signature_has(tmp_path, kind, given):
+    task = kind()
+    bare_trainer(tmp_path, max_steps=2).fit(task, loader())
+    assert task.given == given
+
+
+class Several(Regression):
+    """Notes what its steps are called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = {}
+
+    def note(self, step, *arguments):
+        self.given.setdefault(step, []).append(arguments)
+
+    def training_step(self, batch, *others):
+        self.note("training", *others)
+        return loss_of(self, batch)
+
+    def validation_step(self, *args, **kwargs):
+        self.note("validation", *args[1:])
+
+    def test_step(self, batch, number, place=None):
+        self.note("test", number, place)
+
+
+def test_the_number_of_the_loader_is_given_to_whoever_takes_anything_where_there_are_several(tmp_path):
+    def pair():
+        return [loader(8, 8), loader(8, 8)]
+
+    task, trainer = Several(), bare_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(task, lumen.CombinedLoader(pair(), "sequential"), pair())
+    trainer.test(task, pair())
+    assert task.given == {"training": [(0, 0), (1, 1)], "validation": [(0, 0), (0, 1)], "test": [(0, 0), (0, 1)]}
+    task = Several()
+    trainer.fit(task, loader(8, 8), loader(8, 8))
+    trainer.test(task, loader(8, 8))
+    assert task.given == {"training": [(0,)], "validation": [(0,)], "test": [(0, None)]}
+
+
+class TakesTooMuch(Regression):
+    def training_step(self, batch, batch_idx, dataloader_idx, extra):
+        pass
+
+
+class TakesNothing(Regression):
+    def training_step(self):
+        pass
+
+
+class TakesAKeyword(Regression):
+    def training_step(self, batch, *, epoch):
+        pass
+
+
+@pytest.mark.parametrize("kind", [TakesTooMuch, TakesNothing, TakesAKeyword])
+def test_a_step_that_asks_for_something_else_is_refused(tmp_path, kind):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}.training_step\(.*\): a step takes \(batch\)"):
+        bare_trainer(tmp_path, max_steps=1).fit(kind(), loader())
+
+
+class Returns(Regression):
+    """Returns what a function makes of its loss."""
+
+    def __init__(self, form):
+        super().__init__(optimizer="SGD")
+        self.form = form
+
+    def training_step(self, batch):
+        return self.form(loss_of(self, batch))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda loss: loss,
+        lambda loss: loss.reshape(1),
+        lambda loss: {"loss": loss},
+        lambda loss: {"loss": loss, "predictions": "anything"},
+        lambda loss: {"loss": loss, "weight": 5},
+        lambda loss: (loss, 5),
+        lambda loss: (loss, torch.tensor(5)),
+        lambda loss: (loss, None),
+    ],
+)
+def test_every_form_of_a_loss_trains_alike(tmp_path, form):
+    expected, task = Returns(lambda loss: loss), Returns(form)
+    for each in (expected, task):
+        bare_trainer(tmp_path, max_steps=3).fit(each, loader())
+    for ours, by_hand in zip(task.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, by_hand)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (lambda loss: loss.item(), r"the loss found is float [\d.]+\. Return the tensor itself, not its value"),
+        (lambda loss: 3, "the loss found is int 3. Return the tensor itself"),
+        (lambda loss: loss.detach().numpy(), "the loss found is ndarray. Return the tensor itself"),
+        (lambda loss: loss.expand(3), r"a tensor of shape \(3,\) and torch.float32. Bring it to one number, by mean"),
+        (lambda loss: loss.expand(0), r"a tensor of shape \(0,\) and torch.float32. It is empty"),
+        (lambda loss: loss.long(), r"a tensor of shape \(\) and torch.int64. Whole numbers have no gradient"),
+        (lambda loss: loss > 0, r"a tensor of shape \(\) and torch.bool. Whole numbers have no gradient"),
+        (lambda loss: loss * 1j, r"a tensor of shape \(\) and torch.complex64. A complex number cannot be minimised"),
+        (lambda loss: "loss", "the loss found is str 'loss'. Return the loss"),
+        (lambda loss: (loss, 1, 2), "the loss found is tuple of 3. Return the loss"),
+        (lambda loss: [loss], "the loss found is list of 1. Return the loss"),
+        (lambda loss: {"los": loss, "logits": 1}, "dict with the keys 'los', 'logits'. Name the loss 'loss' in it"),
+        (lambda loss: {}, "dict with the keys of none. Name the loss"),
+        (lambda loss: {"loss": 3.0}, "the loss found is float 3.0. Return the tensor itself"),
+        (lambda loss: (loss, torch.ones(4)), r"the weight found is a tensor of shape \(4,\)"),
+        (lambda loss: (loss, "many"), "the weight found is str 'many'. A weight is one number"),
+        (lambda loss: (loss, {"accuracy": 1.0}), "the weight found is dict with the keys 'accuracy'"),
+    ],
+)
+def test_a_wrong_return_is_one_clear_error(tmp_path, form, message):
+    with pytest.raises(TrainingError, match=f"training_step must return .*; .*{message}"):
+        bare_trainer(tmp_path, max_steps=1).fit(Returns(form), loader())
+
+
+def without_gradients(loss):
+    torch.set_grad_enabled(False)
+    return loss.detach()
+
+
+class Frozen(Regression):
+    def on_train_start(self):
+        self.freeze()
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (Returns(lambda loss: loss.detach()), "it was detached, made anew by torch.tensor"),
+        (Returns(lambda loss: {"loss": torch.tensor(loss.item())}), "it was detached, made anew by torch.tensor"),
+        (Returns(lambda loss: (loss.detach(), 3)), "it was detached"),
+        (Returns(without_gradients), r"gradients are switched off, by torch.set_grad_enabled\(False\)"),
+        (Frozen(), "no parameter of the task has requires_grad. Unfreeze"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_loss_without_a_gradient_is_one_clear_error(tmp_path, task, message, precision):
+    trainer = bare_trainer(tmp_path, max_steps=1, precision=precision)
+    try:
+        with pytest.raises(TrainingError, match=f"a loss without a gradient .*: {message}"):
+            trainer.fit(task, loader())
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def test_a_constant_of_weight_0_leaves_a_micro_batch_out(tmp_path):
+    def every_second(loss):
+        task.calls += 1
+        return (torch.zeros(()), 0) if task.calls % 2 else (loss, 1)
+
+    task = Returns(every_second)
+    task.calls = 0
+    trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(task, loader(32, 8))
+    assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("form", [lambda loss: None, lambda loss: {"loss": None}, lambda loss: (None, 3)])
+@pytest.mark.parametrize("limit", [{"max_steps": 1}, {"max_epochs": 2}])
+def test_a_run_that_never_makes_a_step_is_an_error(tmp_path, form, limit):
+    endless = ", so training would never end" if "max_steps" in limit else ""
+    why = "training_step returned None, or the weight 0, for all of its 7 micro-batches. Does it end with `return loss`"
+    with pytest.raises(TrainingError, match=f"epoch 0 made no optimizer step{endless}: {why}"):
+        bare_trainer(tmp_path, **limit).fit(Returns(form), loader())
+
+
+def test_a_later_epoch_of_none_changes_nothing_and_ends(tmp_path, caplog):
+    class Late(Regression):
+        def training_step(self, batch):
+            return None if self.current_epoch else super().training_step(batch)
+
+        def on_train_epoch_start(self):
+            self.before = [parameter.clone() for parameter in self.parameters()]
+
+    task = Late()
+    trainer = bare_trainer(tmp_path, max_epochs=2, log_level="WARNING")
+    trainer.fit(task, loader(16, 8))
+    assert (trainer.global_step, trainer.current_epoch) == (2, 2)
+    assert all(torch.equal(*pair) for pair in zip(task.before, task.parameters(), strict=True))
+    assert "the weights of its micro-batches sum to 0" in caplog.text
+    assert "epoch 1 made no optimizer step" in caplog.text
+
+
+# ---------------------------------------------------------------------- what a step does itself, and Lumen does too
+
+
+def stepping(kind=torch.optim.SGD, scheduler=False, inside=lambda optimizer: optimizer, **options):
+    """A task with an optimizer, perhaps with a scheduler, which wraps its step, or within another optimizer."""
+
+    class Stepping(Returns):
+        def configure_optimizers(self):
+            optimizer = inside(kind(self.parameters(), **{"lr": 0.01} | options))
+            if not scheduler:
+                return optimizer
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    return Stepping
+
+
+OPTIMIZERS = {
+    "plain": stepping(),
+    "with a scheduler": stepping(scheduler=True),
+    "in Lookahead": stepping(inside=Lookahead),
+    "in MultiOptimizer": stepping(inside=lambda optimizer: MultiOptimizer([optimizer])),
+    "with a closure": stepping(torch.optim.LBFGS, max_iter=3),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_step_of_the_optimizer_by_the_user_is_an_error(tmp_path, kind, at):
+    def also_steps(loss):
+        if task.global_step + 1 == at:
+            task.optimizers().step(*[lambda: loss] * (kind == "with a closure"))
+        return loss
+
+    task = OPTIMIZERS[kind](also_steps)
+    trainer = bare_trainer(tmp_path, max_steps=4)
+    with pytest.raises(TrainingError, match="step was called in a training step, where Lumen calls it once"):
+        trainer.fit(task, loader())
+    assert trainer.global_step == at - 1
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_steps_of_the_run_and_after_it_are_nobodys_error(tmp_path, kind, precision):
+    if kind == "with a closure" and precision == "fp16":
+        pytest.skip("refused")
+    task = OPTIMIZERS[kind](lambda loss: loss)
+    trainer = bare_trainer(tmp_path, max_steps=3, precision=precision)
+    trainer.fit(task, loader())
+    assert trainer.global_step == 3
+    before = weights(task)
+    loss = loss_of(task, next(iter(loader())))
+    loss.backward()
+    trainer.optimizers[0].step(*[lambda: loss.detach()] * (kind == "with a closure"))
+    assert not torch.equal(weights(task), before)
+
+
+def backward_too(loss):
+    loss.backward()
+    return loss
+
+
+def backward_with_the_graph_kept(loss):
+    loss.backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("form", [backward_too, backward_with_the_graph_kept])
+def test_a_backward_by_the_user_is_an_error(tmp_path, form):
+    with pytest.raises(TrainingError, match="training_step has called a backward itself"):
+        bare_trainer(tmp_path, max_steps=2).fit(Returns(form), loader())
+
+
+def test_a_zero_grad_by_the_user_within_a_step_is_an_error(tmp_path):
+    def drop(loss):
+        task.optimizers().zero_grad()
+        return loss
+
+    task = Returns(drop)
+    bare_trainer(tmp_path, max_steps=2).fit(task, loader())  # alone in its step it does nothing
+    with pytest.raises(TrainingError, match="training_step has called zero_grad itself"):
+        bare_trainer(tmp_path, max_steps=2, accumulate_grad_batches=2).fit(task, loader())
+
+
+def test_gradients_that_leave_those_of_parameters_alone_are_the_users_own(tmp_path):
+    class Penalised(Regression):
+        def training_step(self, batch):
+            inputs, targets = batch[0].requires_grad_(), batch[1]
+            loss = nn.functional.mse_loss(self(inputs), targets)
+            (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            return loss + gradient.square().mean()
+
+    trainer = bare_trainer(tmp_path, max_steps=3, accumulate_grad_batches=2)
+    trainer.fit(Penalised(), loader())
+    assert trainer.global_step == 3
+
+
+def test_a_graph_kept_from_an_earlier_step_is_a_clear_error(tmp_path):
+    class Recurrent(Regression):
+        hidden = torch.zeros(())
+
+        def training_step(self, batch):
+            self.hidden = (self.hidden + self(batch[0]).mean()).tanh()
+            return self.hidden.square()
+
+    with pytest.raises(TrainingError, match=r"has had its backward already\. .*a hidden state.* has to be detached"):
+        bare_trainer(tmp_path, max_steps=3).fit(Recurrent(), loader())
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def test_gradients_can_be_read_after_the_update_until_the_next_step_begins(tmp_path):
+    class Reading(Regression):
+        norms = ()
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            gradient = torch.cat([parameter.grad.flatten() for parameter in self.parameters()])
+            self.norms = (*self.norms, gradient.norm().item())
+
+        def on_before_zero_grad(self, optimizer):
+            if self.norms:
+                gradient = torch.cat([parameter.grad.flatten() for parameter in self.parameters()])
+                assert gradient.norm().item() == self.norms[-1]
+
+    task = Reading()
+    bare_trainer(tmp_path, max_steps=4).fit(task, loader())
+    assert len(set(task.norms)) == 4
+
+
+def test_frozen_parameters_stay_as_they_are(tmp_path):
+    task = Regression()
+    task.net[0].requires_grad_(False)
+    frozen = task.net[0].weight.clone()
+    bare_trainer(tmp_path, max_steps=3, gradient_clip_val=0.1).fit(task, loader())
+    assert torch.equal(task.net[0].weight, frozen)
+    assert not torch.equal(task.net[3].weight, network()[3].weight)
+
+
+def test_loaders_have_one_source(tmp_path):
+    class Data(lumen.DataModule):
+        def train_dataloader(self):
+            return loader()
+
+    with pytest.raises(ConfigError, match="val_dataloaders was given beside a DataModule"):
+        bare_trainer(tmp_path, max_epochs=1).fit(Regression(), Data(), val_dataloaders=loader())
+
+
+def test_loaders_may_live_on_the_task(tmp_path):
+    class Complete(Recorded):
+        opened = ()
+
+        def train_dataloader(self):
+            self.opened = (*self.opened, "train")
+            return DataLoader(TensorDataset(torch.randn(16, FEATURES), torch.randn(16, 1)), 8)
+
+        def val_dataloader(self):
+            self.opened = (*self.opened, "validate")
+            return loader(16, 8)
+
+    for limit, opened in ((None, ("train", "validate")), (0, ("train",))):
+        task = Complete()
+        bare_trainer(tmp_path, max_epochs=3, limit_val_batches=limit).fit(task)
+        assert task.opened == opened  # once, and never for a disabled stage

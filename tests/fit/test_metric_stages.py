@@ -1,0 +1,257 @@
+"""One torchmetrics object in several stages: each computes over its own samples, as if it had its own object."""
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, MinMaxMetric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
+
+import lumen
+from lumen.errors import ConfigError
+from tests.distributed.test_metrics_over_ranks import Memory, numbers, predictions
+from tests.helpers.tasks import Saving, bare_trainer, quiet_trainer
+
+TRAINING, VALIDATION = 8, 5
+
+
+def held_out(count=VALIDATION):
+    """Batches of the numbers 100, 101, ..."""
+    loader = numbers(count)
+    loader.dataset.tensors[0].add_(100)
+    return loader
+
+
+class Shared(lumen.TaskModule):
+    """Feeds one metric in all stages; `log` and hooks say what is done with it."""
+
+    def __init__(self, metric, feed=lambda metric, batch: metric.update(batch), log_in=("train", "val", "test")):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.metric, self.feed, self.log_in = metric, feed, log_in
+        self.found = []
+
+    def follow(self, stage, batch):
+        self.feed(self.metric, batch[0])
+        if stage in self.log_in:
+            named = self.metric if isinstance(self.metric, MetricCollection) else {"metric": self.metric}
+            self.log_dict({f"{stage}_{name}": metric for name, metric in named.items()})
+
+    def training_step(self, batch):
+        self.follow("train", batch)
+        return self.weight * batch[0].mean()
+
+    def validation_step(self, batch):
+        self.follow("val", batch)
+
+    def test_step(self, batch):
+        self.follow("test", batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fit(folder, task, **options):
+    memory = Memory()
+    options = {"max_epochs": 2, "val_check_interval": 0.5, "enable_checkpointing": False} | options
+    trainer = quiet_trainer(folder, logger=memory, **options)
+    trainer.fit(task, numbers(TRAINING), val_dataloaders=held_out())
+    return [(step, row) for step, row in memory.rows if row]
+
+
+def expected(make, feed, prefixes=("train", "val")):
+    """What objects of their own give over all samples of a stage."""
+    values = {}
+    for stage, data in zip(prefixes, (numbers(TRAINING), held_out()), strict=True):
+        metric = make()
+        for (batch,) in data:
+            feed(metric, batch)
+        found = metric.compute()
+        found = found if isinstance(metric, MetricCollection) else {"metric": found}
+        values[stage] = {f"{stage}_{name}": float(value) for name, value in found.items()}
+    return values
+
+
+def update(metric, batch):
+    metric.update(batch)
+
+
+def forward(metric, batch):
+    metric(batch)
+
+
+def classify(metric, batch):
+    metric.update(*predictions(batch))
+
+
+class Total(CatMetric):
+    def compute(self):
+        return super().compute().sum()
+
+
+def collection():
+    """Three of them share their states; the fourth has its own."""
+    return MetricCollection(
+        {
+            "accuracy": MulticlassAccuracy(3),
+            "precision": MulticlassPrecision(3),
+            "recall": MulticlassRecall(3),
+            "top": MulticlassAccuracy(3, top_k=2, average="micro"),
+        }
+    )
+
+
+KINDS = {
+    "mean": (MeanMetric, update),
+    "forward": (MeanMetric, forward),
+    "list": (Total, update),
+    "collection": (collection, classify),
+    "collection, forward": (collection, lambda metric, batch: metric(*predictions(batch))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_stage_computes_over_its_own_samples(tmp_path, kind):
+    make, feed = KINDS[kind]
+    values = expected(make, feed)
+    rows = fit(tmp_path, Shared(make(), feed))
+    assert rows == [
+        (step, values[stage])
+        for first in (0, 8)
+        for step, stage in ((first + 4, "val"), (first + 8, "val"), (first + 8, "train"))
+    ]
+
+
+@pytest.mark.parametrize("logged", ["train", "val"])
+def test_a_stage_that_feeds_an_object_without_logging_it_is_kept_apart_too(tmp_path, logged):
+    """As where the other logs what `forward` gave: `self.log("acc", self.accuracy(scores, classes))`."""
+    values = expected(MeanMetric, update)
+    task = Shared(MeanMetric(), forward, log_in=(logged, "test"))
+    rows = fit(tmp_path, task)
+    if logged == "val":
+        assert [row for _, row in rows] == [values["val"]] * 4
+        found = bare_trainer(tmp_path).test(task, held_out(3))
+        assert found == [{"test_metric": 101.0}]  # not of the training that was before, which is never reset
+    else:
+        assert [row for _, row in rows] == [values["train"]] * 2
+
+
+class Reading(Shared):
+    """Trains with the metric alone, and looks at it where validations end."""
+
+    resets = False
+
+    def validation_step(self, batch):
+        pass
+
+    def on_validation_epoch_start(self):
+        self.found.append(self.metric.compute().item() if self.metric.update_called else None)
+
+    def on_validation_epoch_end(self):
+        self.on_validation_epoch_start()
+        if self.resets:
+            self.metric.reset()
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_metric_of_training_can_be_read_and_reset_in_a_validation(tmp_path, resets):
+    task = Reading(SumMetric(), lambda metric, batch: metric.update(batch + 1), log_in=())
+    task.resets = resets
+    fit(tmp_path, task, max_epochs=1, num_sanity_val_steps=0)
+    at_start, at_end, at_second_start, at_second_end = task.found
+    assert at_start == at_end > 0
+    assert at_second_start == at_second_end == sum(range(1, 9)) - at_start * resets
+
+
+def test_a_metric_that_nobody_resets_goes_on_from_evaluation_to_evaluation(tmp_path):
+    class Counting(Shared):
+        def follow(self, stage, batch):
+            if stage != "train":
+                super().follow(stage, batch)
+
+        def on_validation_epoch_end(self):
+            self.found.append(self.metric.compute().item())
+
+    task = Counting(SumMetric(), lambda metric, batch: metric.update(torch.ones(len(batch))), log_in=())
+    fit(tmp_path, task)
+    assert task.found[1:] == [5, 10, 15, 20]  # without what the sanity check counted, which is the first
+    trainer = bare_trainer(tmp_path)
+    trainer.validate(task, held_out())
+    assert task.found[-1] == 25
+
+
+def test_an_evaluation_that_resets_by_hand_takes_nothing_from_training(tmp_path):
+    class Manual(Shared):
+        def on_validation_epoch_end(self):
+            self.log("val", self.metric.compute())
+            self.metric.reset()
+
+        def on_train_epoch_end(self):
+            self.log("train", self.metric.compute())
+            self.metric.reset()
+
+    rows = fit(tmp_path, Manual(MeanMetric(), log_in=()))
+    assert [row for _, row in rows] == [{"val": 102.0}, {"val": 102.0}, {"train": 3.5}] * 2
+
+
+def test_a_wrapper_and_what_it_wraps_are_kept_apart_together(tmp_path):
+    class Manual(Shared):
+        def on_validation_epoch_end(self):
+            self.log("val", self.metric.compute()["raw"])
+            self.metric.reset()
+
+        def on_train_epoch_end(self):
+            self.log("train", self.metric.compute()["raw"])
+            self.metric.reset()
+
+    rows = fit(tmp_path, Manual(MinMaxMetric(MeanMetric()), log_in=()))
+    assert [row for _, row in rows] == [{"val": 102.0}, {"val": 102.0}, {"train": 3.5}] * 2
+
+
+def test_a_value_of_a_validation_batch_is_not_logged_as_that_of_a_step(tmp_path):
+    class Mixed(Shared):
+        def training_step(self, batch):
+            self.metric.update(batch[0])  # keeps no value of this batch
+            if self.global_step:
+                self.log("x", self.metric, on_step=True)
+            return self.weight * batch[0].mean()
+
+        def validation_step(self, batch):
+            self.metric(batch[0])
+
+    with pytest.raises(ConfigError, match="has no number for this batch"):
+        fit(tmp_path, Mixed(MeanMetric()), max_epochs=1, val_check_interval=1, log_every_n_steps=1)
+
+
+@pytest.mark.parametrize("step", [3, 4, 6])
+def test_a_resumed_run_keeps_them_apart(tmp_path, step):
+    """Of a checkpoint before, at and after the validation in the middle of an epoch of 8 steps."""
+    whole = fit(tmp_path, Shared(Total()), max_epochs=1, callbacks=[Saving(step, tmp_path / "saved")])
+    resumed = fit(tmp_path / "again", Shared(Total()), max_epochs=1, resume=tmp_path / "saved")
+    assert resumed == [(at, row) for at, row in whole if at > step]
+    assert len(whole) == 3
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def fit_on_ranks(folder, training, validation):
+    memory = Memory()
+    task = Shared(Total())
+    trainer = quiet_trainer(
+        folder, logger=memory, strategy="ddp", max_epochs=2, val_check_interval=1, enable_checkpointing=False,
+        num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(task, numbers(training), val_dataloaders=held_out(validation))
+    return [row for _, row in memory.rows if row], {
+        name: value.item() for name, value in trainer.callback_metrics.items()
+    }
+
+
+@pytest.mark.parametrize(("training", "validation"), [(5, 1), (1, 5), (4, 3)])
+def test_they_are_kept_apart_on_processes_that_had_no_batch(group, tmp_path, training, validation):
+    of_training = {"train_metric": sum(range(training))}
+    of_validation = {"val_metric": sum(range(100, 100 + validation))}
+    epoch = [of_validation] * -(-training // 2) + [of_training]
+    for rank, (rows, values) in enumerate(group(2).run(fit_on_ranks, tmp_path, training, validation)):
+        assert rows == (epoch * 2 if rank == 0 else [])
+        assert values == of_training | of_validation

@@ -1,0 +1,215 @@
+"""Whatever code can do with optimizers and schedules, a configuration can."""
+
+import math
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from lumen.checkpoint import Checkpoint, find_checkpoints
+from lumen.cli import main
+from lumen.optim import Lookahead, layer_decay_groups
+from tests.helpers.cli_tasks import Line, Spy
+from tests.helpers.tasks import weights
+
+FULL = """
+seed_everything: 7
+model: {class_path: tests.fit.test_optim_config.Layered, init_args: {width: 3}}
+data: {class_path: tests.helpers.cli_tasks.Points, init_args: {samples: 24}}
+optimizer: {class_path: lumen.optim.adamw, init_args: {lr: 0.1, weight_decay: 0.3, betas: [0.8, 0.9]}}
+parameter_groups: {no_decay: module type, layer_decay: 0.5, blocks: blocks, embeddings: [layer]}
+lookahead: {k: 3}
+lr_scheduler: {class_path: ReduceLROnPlateau, init_args: {factor: 0.5, patience: 0}}
+lr_schedule: {monitor: rising, warmup_steps: 8, warmup_start: 0.25}
+trainer:
+  max_epochs: 4
+  enable_progress_bar: false
+  enable_model_summary: false
+  num_sanity_val_steps: 0
+  log_every_n_steps: 1
+  callbacks: [tests.helpers.cli_tasks.Spy, lumen.LearningRateMonitor]
+"""
+
+
+class Layered(Line):
+    """A line through two blocks."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.blocks = nn.Sequential(nn.Linear(1, 4), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)))
+        self.head = nn.Linear(4, 1)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.layer(x)))
+
+    def validation_step(self, batch):
+        super().validation_step(batch)
+        self.log("rising", float(self.current_epoch))
+
+
+class Counted(Layered):
+    """Says how many units a batch holds."""
+
+    def batch_weight(self, batch):
+        return 10 * len(batch[0])
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full.yaml").write_text(FULL)
+    Spy.trainer = Spy.task = None
+
+
+def fit(*words, config="full.yaml"):
+    assert main(["fit", "--config", config, *words]) == 0
+    return Spy.trainer, Spy.task
+
+
+def refused(capsys, *words):
+    assert main(["fit", "--config", "full.yaml", *words]) != 0
+    return capsys.readouterr().err
+
+
+def rates(path):
+    rows = [row.split(",") for row in (path / "metrics.csv").read_text().splitlines()]
+    column = rows[0].index("lr/head no decay" if "lr/head no decay" in rows[0] else "lr")
+    return [float(row[column]) for row in rows[1:] if row[column]]
+
+
+def test_groups_rates_lookahead_warm_up_and_plateau_come_from_yaml(tmp_path):
+    trainer, task = fit()
+    (optimizer,) = trainer.optimizers
+    assert (type(optimizer), type(optimizer.optimizer)) == (Lookahead, torch.optim.AdamW)
+    assert (optimizer.k, optimizer.alpha) == (3, 0.5)
+    expected = layer_decay_groups(task, 0.1, 0.5, "blocks", weight_decay=0.3, by="module type", embeddings=["layer"])
+    assert len(optimizer.param_groups) == len(expected) == 8
+    for ours, theirs in zip(optimizer.param_groups, expected, strict=True):
+        assert ours["params"] == theirs["params"]
+        assert ours["weight_decay"] == theirs["weight_decay"]
+        assert ours["initial_lr"] == pytest.approx(theirs["lr"]) if "initial_lr" in ours else True
+        assert (ours["fused"], ours["betas"]) == (True, (0.8, 0.9))
+    top = [0.1 * min(1.0, 0.25 + 0.75 * step / 8) for step in range(8)] + [0.1] * 10
+    plateau = [0.1] * 4 + [0.05] * 6  # watched from the first epoch on; the second ends after the warm-up and acts
+    found = rates(tmp_path / "runs/full")
+    assert found[:8] == pytest.approx(top[:8])
+    assert found[8:12] == pytest.approx(plateau[:4])
+    assert found[12:18] == pytest.approx(plateau[4:])
+    assert found[18:] == pytest.approx([0.025] * 6)
+
+
+def test_the_saved_configuration_repeats_the_run_and_goes_on_with_it(tmp_path):
+    _, first = fit()
+    saved = tmp_path / "runs/full/config.yaml"
+    kept = yaml.safe_load(saved.read_text())
+    assert kept["parameter_groups"] == {
+        "no_decay": "module type", "layer_decay": 0.5, "blocks": "blocks", "embeddings": ["layer"]
+    }  # fmt: skip
+    assert kept["lookahead"] == {"k": 3, "alpha": 0.5}
+    _, second = fit("--trainer.name=again", config=str(saved))
+    assert torch.equal(weights(first), weights(second))
+    for epochs in (2, 4):
+        _, third = fit("--trainer.name=parts", "--trainer.resume=auto", f"--trainer.max_epochs={epochs}")
+    assert torch.equal(weights(first), weights(third))
+    assert main(["validate", "--config", str(saved), "--ckpt_path", "last"]) == 0
+
+
+def test_the_command_line_changes_single_values(tmp_path):
+    trainer, task = fit("--lookahead.k=2", "--lookahead.alpha", "0.8", "--parameter_groups.layer_decay=1.0",
+                        "--parameter_groups.no_decay=[blocks.*]")  # fmt: skip
+    (optimizer,) = trainer.optimizers
+    assert (optimizer.k, optimizer.alpha) == (2, 0.8)
+    assert len({group["lr"] for group in optimizer.param_groups}) == 1
+    spared = {id(each) for group in optimizer.param_groups if not group["weight_decay"] for each in group["params"]}
+    assert spared == {id(parameter) for parameter in task.blocks.parameters()}
+
+
+def test_what_is_set_to_null_is_off():
+    off = ["parameter_groups.no_decay", "parameter_groups.layer_decay", "parameter_groups.blocks"]
+    trainer, task = fit(*(f"--{name}=null" for name in (*off, "lookahead.k", "lr_scheduler")))
+    (optimizer,) = trainer.optimizers
+    assert type(optimizer) is torch.optim.AdamW
+    (group,) = optimizer.param_groups
+    assert len(group["params"]) == len(list(task.parameters())) - 1  # without the frozen one
+
+
+def test_any_optimizer_of_torch_can_be_split_into_groups():
+    alone = ["--parameter_groups.layer_decay=null", "--parameter_groups.blocks=null", "--lr_scheduler=null"]
+    trainer, task = fit("--optimizer=SGD", "--optimizer.lr=0.1", "--optimizer.weight_decay=0.2", *alone)
+    (decaying, other) = trainer.optimizers[0].param_groups
+    assert [decaying["weight_decay"], other["weight_decay"]] == [0.2, 0.0]
+    assert {id(each) for each in decaying["params"]} == {
+        id(each) for name, each in task.named_parameters() if each.ndim == 2
+    }
+
+
+@pytest.mark.parametrize("scheduler", ["lumen.optim.cosine", "StepLR", "OneCycleLR"])
+def test_a_warm_up_comes_before_any_schedule(tmp_path, scheduler):
+    words = {"lumen.optim.cosine": ["--lr_scheduler.steps=16", "--lr_schedule.interval=step"],
+             "StepLR": ["--lr_scheduler.step_size=1", "--lr_scheduler.gamma=0.5"],
+             "OneCycleLR": ["--lr_scheduler.total_steps=16", "--lr_schedule.interval=step",
+                            "--lr_scheduler.max_lr=0.2"]}[scheduler]  # fmt: skip
+    fit(f"--lr_scheduler={scheduler}", *words, "--lr_schedule.monitor=null", "--parameter_groups.layer_decay=null",
+        "--parameter_groups.blocks=null")  # fmt: skip
+    rows = [row.split(",") for row in (tmp_path / "runs/full/metrics.csv").read_text().splitlines()]
+    column = rows[0].index("lr/decay")
+    found = [float(row[column]) for row in rows[1:] if row[column]]
+    top = 0.2 / 25 if scheduler == "OneCycleLR" else 0.1
+    assert found[:9] == pytest.approx([top * (0.25 + 0.75 * step / 8) for step in range(9)])
+    if scheduler == "StepLR":
+        assert found[8:] == pytest.approx([0.1] * 4 + [0.05] * 6 + [0.025] * 6)
+    if scheduler == "lumen.optim.cosine":
+        assert found[8:] == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 16)) for step in range(16)])
+
+
+def test_a_schedule_counts_tokens(tmp_path):
+    plain = [
+        "--parameter_groups.layer_decay=null",
+        "--parameter_groups.blocks=null",
+        "--parameter_groups.no_decay=null",
+    ]
+    words = ["--lr_scheduler=lumen.optim.linear", "--lr_scheduler.steps=960", "--lr_schedule.interval=token"]
+    words += [
+        "--lr_schedule.warmup_steps=0",
+        "--lr_schedule.monitor=null",
+        "--model=tests.fit.test_optim_config.Counted",
+    ]
+    fit(*plain, *words)
+    assert rates(tmp_path / "runs/full") == pytest.approx([0.1 * (1 - 40 * step / 960) for step in range(24)])
+
+
+def test_lbfgs_trains_from_a_configuration():
+    off = ["parameter_groups.no_decay", "parameter_groups.layer_decay", "parameter_groups.blocks", "lookahead.k"]
+    words = ["--optimizer=LBFGS", "--optimizer.max_iter=3", "--data.batch_size=24", "--lr_scheduler=null"]
+    trainer, _ = fit(*words, *(f"--{name}=null" for name in off))
+    assert next(iter(trainer.optimizers[0].state.values()))["func_evals"] == 3 * trainer.global_step == 12
+
+
+def test_another_optimizer_inside_lookahead_is_found_when_resuming(tmp_path, capsys):
+    words = ["--trainer.resume=auto", "--parameter_groups.layer_decay=null", "--parameter_groups.blocks=null"]
+    fit(*words, "--trainer.max_epochs=1")
+    (path,) = find_checkpoints(tmp_path / "runs/full/checkpoints")
+    assert Checkpoint.open(path).state["optimizer"]["class"] == "Lookahead(AdamW)"
+    other = [*words, "--optimizer=NAdam", "--optimizer.lr=0.1", "--optimizer.weight_decay=0.3"]
+    message = refused(capsys, *other)
+    assert "saved with Lookahead(AdamW) over [4, 6] parameters per group; this run has Lookahead(NAdam)" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--parameter_groups.blocks=null"], "parameter_groups: layer_decay and blocks need each other."),
+        (["--parameter_groups.blocks=layers"], "no parameter of Layered lies below 'layers'. It has frozen, layer"),
+        (["--parameter_groups.no_decay=norms"], "parameter_groups.no_decay (the command line): expected"),
+        (["--parameter_groups.blockz=a"], "ParameterGroups has no option blockz. Did you mean blocks?"),
+        (["--parameter_groups=3"], "parameter_groups (the command line): expected `name: value` lines"),
+        (["--optimizer=Rprop"], "parameter_groups.no_decay: torch.optim.Rprop has no weight_decay."),
+        (["--optimizer=null", "--lr_scheduler=null"], "lookahead and parameter_groups: they need the optimizer"),
+        (["--lookahead.k=0"], "Lookahead: k = 0, alpha = 0.5; k must be at least 1"),
+        (["--optimizer=LBFGS", "--parameter_groups.no_decay=null"], "LBFGS doesn't support per-parameter options"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_named(capsys, words, message):
+    assert message in refused(capsys, *words)

@@ -1,0 +1,401 @@
+"""In which dtypes a run computes, and what a dtype that cannot be had is answered with."""
+
+import re
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from lumen.errors import CheckpointMismatch, ConfigError
+from tests.helpers import ROOT
+from tests.helpers.tasks import FEATURES, Regression, loader, network, quiet_trainer, regression_data
+
+DOCS = (ROOT / "docs/precision.md").read_text()
+
+
+def fit(tmp_path, task, data=None, **options):
+    trainer = quiet_trainer(tmp_path, **({"max_epochs": 2, "enable_checkpointing": False} | options))
+    trainer.fit(task, loader(40) if data is None else data)
+    return trainer
+
+
+def dtypes(task):
+    return {parameter.dtype for parameter in task.parameters()}
+
+
+# ---------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("names", "parameters", "outputs"),
+    [
+        (["fp32", "32", "32-true", 32], torch.float32, torch.float32),
+        (["bf16", "bf16-mixed"], torch.float32, torch.bfloat16),
+        (["fp16", "16", "16-mixed", 16], torch.float32, torch.float16),
+        (["bf16-true"], torch.bfloat16, torch.bfloat16),
+        (["fp64", "64", "64-true", 64], torch.float64, torch.float64),
+    ],
+)
+def test_every_name_trains_evaluates_and_predicts_in_its_dtypes(tmp_path, names, parameters, outputs):
+    for name in names:
+        task = Regression()
+        trainer = fit(tmp_path, task, max_epochs=1, precision=name)
+        assert dtypes(task) == {parameters}
+        (values,) = trainer.validate(task, loader(20))
+        assert values["val_loss"] < 10
+        predictions = trainer.predict(task, loader(20, shuffle=False))
+        assert {batch.dtype for batch in predictions} == {outputs}
+        assert not any(batch.requires_grad for batch in predictions)
+        reference = Regression()
+        reference.load_state_dict(task.state_dict())
+        expected = reference(regression_data(20)[0])
+        torch.testing.assert_close(torch.cat(predictions).float(), expected, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("16-true", "Use fp16 .* or bf16-true"),
+        ("fp16-true", "Use fp16 .* or bf16-true"),
+        ("transformer-engine", "no precision is named 'transformer-engine'; use one of fp32, .*bf16-true.*fp64"),
+        (8, "no precision is named 8"),
+        (16.0, "precision: expected a string or an int, found 16.0"),
+    ],
+)
+def test_a_name_that_cannot_be_had_is_refused_at_once(name, answer):
+    with pytest.raises(ConfigError, match=answer):
+        lumen.Trainer(max_epochs=1, precision=name)
+
+
+# ---------------------------------------------------------------------- everything in one dtype
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("fp64", torch.float64)])
+def test_one_dtype_equals_the_loop_by_hand(tmp_path, precision, dtype):
+    inputs, targets = regression_data(40)
+    task = Regression()
+    fit(tmp_path, task, DataLoader(TensorDataset(inputs, targets), 8), precision=precision, gradient_clip_val=0.5)
+
+    net = network().to(dtype)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for _ in range(2):
+        for batch in torch.arange(40).split(8):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(inputs[batch].to(dtype)), targets[batch].to(dtype)).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+    for ours, by_hand in zip(task.net.parameters(), net.parameters(), strict=True):
+        assert torch.equal(ours, by_hand)
+
+
+class Buffers(Regression):
+    """Layers built late, buffers of several kinds, a metric that counts far."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(FEATURES))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.seen = torchmetrics.SumMetric()
+
+    def configure_model(self):
+        self.norm = nn.BatchNorm1d(FEATURES)
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        self.seen.update(torch.ones(3))
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return super().training_step((self.norm(inputs * self.table), targets))
+
+
+def test_parameters_and_buffers_are_converted_but_not_integers_and_sums(tmp_path):
+    task = Buffers()
+    trainer = fit(tmp_path, task, loader(400, 2), max_epochs=1, precision="bf16-true")
+    assert dtypes(task) == {torch.bfloat16}
+    assert {task.table.dtype, task.norm.running_mean.dtype} == {torch.bfloat16}
+    assert {task.count.dtype, task.norm.num_batches_tracked.dtype} == {torch.int64}
+    assert trainer.callback_metrics["seen"] == 600  # bfloat16 cannot count beyond 256
+    state = trainer.optimizers[0].state[task.norm.weight]
+    assert state["exp_avg"].dtype == torch.bfloat16
+
+
+class Looking(Regression):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def training_step(self, batch):
+        self.found.append((batch["inputs"].dtype, batch["more"][0].dtype, batch["more"][1].dtype))
+        return super().training_step((batch["inputs"].to(self.net[0].weight), batch["more"][0].to(self.net[0].weight)))
+
+
+class Deciding(Looking):
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return {"inputs": batch["inputs"].bfloat16(), "more": batch["more"]}
+
+
+class LastWord(Looking):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch | {"inputs": batch["inputs"].double()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (Looking, (torch.bfloat16, torch.bfloat16, torch.int64)),
+        (Deciding, (torch.bfloat16, torch.float32, torch.int64)),
+        (LastWord, (torch.float64, torch.bfloat16, torch.int64)),
+    ],
+)
+def test_floating_tensors_of_a_batch_are_converted_unless_the_task_does_it(tmp_path, kind, found):
+    inputs, targets = regression_data(8)
+    data = [{"inputs": inputs[i], "more": (targets[i], torch.tensor(i))} for i in range(8)]
+    task = kind()
+    fit(tmp_path, task, DataLoader(data, 4), max_epochs=1, precision="bf16-true")
+    assert task.found == [found] * 2
+
+
+def test_a_bfloat16_run_goes_on_exactly_and_only_as_one(tmp_path):
+    def trainer(**options):
+        return quiet_trainer(tmp_path, **({"precision": "bf16-true", "resume": "auto"} | options))
+
+    whole = Regression(dropout=0.2)
+    quiet_trainer(tmp_path / "whole", max_steps=9, precision="bf16-true").fit(whole, loader())
+    trainer(max_steps=4).fit(Regression(dropout=0.2), loader())
+    for precision in ("fp32", "bf16"):
+        with pytest.raises(CheckpointMismatch, match=r"precision: bf16-true.*bfloat16 saved.*float32 in the model"):
+            trainer(max_steps=9, precision=precision).fit(Regression(dropout=0.2), loader())
+    resumed = Regression(dropout=0.2)
+    trainer(max_steps=9).fit(resumed, loader())
+    for ours, theirs in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+    loaded = Regression.load_from_checkpoint(tmp_path / "runs/run")
+    assert dtypes(loaded) == {torch.bfloat16}
+    for ours, theirs in zip(loaded.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_float32_run_does_not_go_on_in_bfloat16(tmp_path):
+    quiet_trainer(tmp_path, max_steps=2).fit(Regression(), loader())
+    with pytest.raises(CheckpointMismatch, match=r"precision: fp32, bf16 or fp16.*Set the same precision"):
+        quiet_trainer(tmp_path, max_steps=4, resume="auto", precision="bf16-true").fit(Regression(), loader())
+
+
+def test_a_float32_run_may_go_on_under_autocast(tmp_path):
+    for steps, precision in ((2, "fp32"), (4, "fp16"), (6, "bf16"), (8, "fp32")):
+        trainer = quiet_trainer(tmp_path, max_steps=steps, resume="auto", precision=precision)
+        trainer.fit(Regression(), loader())
+        assert trainer.global_step == steps
+
+
+# ---------------------------------------------------------------------- what torch cannot run
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cell=nn.LSTM):
+        super().__init__()
+        self.cells = nn.ModuleList([nn.Identity(), cell(FEATURES, 4, batch_first=True)])
+
+    def forward(self, inputs):
+        return self.cells[1](inputs[:, None])[0][:, -1]
+
+
+class Sequences(Regression):
+    def __init__(self, cell=nn.LSTM):
+        super().__init__()
+        self.encoder = Recurrent(cell)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, inputs):
+        return self.head(self.encoder(inputs))
+
+
+def test_a_layer_that_has_no_float16_kernel_is_named_with_its_place(tmp_path):
+    with pytest.raises(ConfigError, match=r"fp16.*'encoder\.cells\.1' \(LSTM\) on cpu.*Use precision: bf16 or fp32"):
+        fit(tmp_path, Sequences(), precision="fp16")
+    for precision in ("bf16", "bf16-true", "fp64"):
+        fit(tmp_path, Sequences(), max_epochs=1, precision=precision)
+    fit(tmp_path, Sequences(nn.GRU), max_epochs=1, precision="fp16")
+
+
+def test_so_it_is_in_evaluation(tmp_path):
+    with pytest.raises(ConfigError, match=r"'encoder\.cells\.1' \(LSTM\)"):
+        quiet_trainer(tmp_path, precision="fp16").validate(Sequences(), loader())
+
+
+class Adaptive(Regression):
+    def __init__(self):
+        super().__init__()
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(FEATURES, 20, [5])
+
+    def training_step(self, batch):
+        return self.loss(batch[0], torch.arange(len(batch[0]))).loss
+
+
+class Pooling(Regression):
+    def training_step(self, batch):
+        return nn.functional.avg_pool3d(self.net[0](batch[0]).reshape(1, -1, 2, 2, 2), 2).mean()
+
+
+class OwnTensor(Regression):
+    def training_step(self, batch):
+        return self(torch.zeros(4, FEATURES)).mean()
+
+
+@pytest.mark.parametrize(
+    ("task", "precision", "named"),
+    [
+        (Adaptive, "bf16", r"'loss' \(AdaptiveLogSoftmaxWithLoss\)"),
+        (Adaptive, "fp16", r"'loss' \(AdaptiveLogSoftmaxWithLoss\)"),
+        (Pooling, "bf16-true", "a step of Pooling"),
+        (OwnTensor, "bf16-true", r"'net\.0' \(Linear\).*has to be given the dtype"),
+        (OwnTensor, "fp64", r"'net\.0' \(Linear\).*has to be given the dtype"),
+    ],
+)
+def test_other_operations_without_a_dtype_are_named_too(tmp_path, task, precision, named):
+    with pytest.raises(ConfigError, match=rf"under {precision} .*{named}"):
+        fit(tmp_path, task(), precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-true", "fp64"])
+def test_a_mistake_that_has_nothing_to_do_with_dtypes_stays_what_it_is(tmp_path, precision):
+    class Mistaken(Regression):
+        def training_step(self, batch):
+            return self(batch[0][:, 1:]).mean()
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fit(tmp_path, Mistaken(), precision=precision)
+
+
+# ---------------------------------------------------------------------- float32 inside autocast
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_part_without_autocast_computes_what_float32_computes(tmp_path, precision):
+    class Island(Regression):
+        def training_step(self, batch):
+            inputs, targets = batch
+            outside = self.net[:3](inputs)
+            with torch.autocast(inputs.device.type, enabled=False):
+                features = outside.float()
+                inside = self.net[3](features)
+            self.seen = outside, inside, features.detach()
+            return nn.functional.mse_loss(inside, targets)
+
+        def on_before_optimizer_step(self, optimizer):
+            outside, inside, features = self.seen
+            assert outside.dtype == (torch.bfloat16 if precision == "bf16" else torch.float16)
+            assert inside.dtype == torch.float32
+            assert torch.equal(inside, self.net[3](features))
+            for parameter in self.parameters():
+                assert parameter.grad.dtype == torch.float32
+                assert parameter.grad.abs().sum() > 0
+            self.looked = True
+
+    task = Island()
+    fit(tmp_path, task, precision=precision)
+    assert task.looked
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_documentation_runs_as_shown(tmp_path, precision):
+    task_block, trainer_block = re.findall(r"```python\n(.*?)```", DOCS, re.S)
+    names = {"__name__": "documentation"}
+    exec(task_block, names)
+    fit(tmp_path, names["Classifier"](), precision=precision)
+    exec(trainer_block, names)
+    assert names["trainer"].plan.max_steps == 4
+
+
+# ---------------------------------------------------------------------- float32 matrices, cuDNN
+
+
+def switches():
+    matmul = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    return *matmul, torch.backends.cudnn.benchmark
+
+
+class Watching(Regression):
+    def __init__(self, fail=False):
+        super().__init__()
+        self.fail = fail
+
+    def training_step(self, batch):
+        self.precision = torch.get_float32_matmul_precision()
+        self.switches = switches()
+        if self.fail:
+            raise KeyError("on purpose")
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_matmul_precision_holds_for_the_run_and_is_put_back(tmp_path, precision, fail):
+    before, task = switches(), Watching(fail)
+    try:
+        fit(tmp_path, task, max_epochs=1, matmul_precision=precision, benchmark=True)
+    except KeyError:
+        assert fail
+    assert task.precision == precision
+    assert task.switches[2] is True
+    assert switches() == before
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_what_is_not_asked_for_is_left_alone(tmp_path):
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as who uses torch's newer switches
+    try:
+        before = switches()
+        fit(tmp_path, Regression(), max_epochs=1)
+        assert switches() == before
+        task = Watching()
+        fit(tmp_path, task, max_epochs=1, matmul_precision="highest")
+        assert task.switches[0] == "ieee"
+        assert switches() == before
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    with pytest.raises(
+        ConfigError, match="matmul_precision: expected 'highest', 'high', 'medium' or None, found 'tf32'"
+    ):
+        lumen.Trainer(max_epochs=1, matmul_precision="tf32")
+
+
+# ---------------------------------------------------------------------- MPS
+
+HAS_MPS = torch.backends.mps.is_available()
+
+
+@pytest.mark.skipif(HAS_MPS, reason="there is MPS")
+def test_an_accelerator_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(ConfigError, match=r"accelerator: 'mps' is not available here; there are: auto, .*cpu"):
+        lumen.Trainer(max_epochs=1, accelerator="mps")
+
+
+@pytest.mark.skipif(not HAS_MPS, reason="there is no MPS")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-true"])
+def test_training_on_mps(tmp_path, precision):
+    task = Regression(dropout=0.1)
+    data = loader(40, pin_memory=True)
+    trainer = quiet_trainer(tmp_path, max_epochs=1, accelerator="mps", precision=precision)
+    trainer.fit(task, data, val_dataloaders=data)
+    assert task.device.type == "mps"
+    assert trainer.callback_metrics["val_loss"] < 10
+    assert any((tmp_path / "runs/run/checkpoints").iterdir())
+    with pytest.raises(ConfigError, match="float64, which MPS does not have"):
+        lumen.Trainer(max_epochs=1, accelerator="mps", precision="fp64")
+
+
+@pytest.mark.parametrize(
+    ("precision", "text"), [("fp64", "double check the labels"), ("fp16", "Half of them are empty")]
+)
+def test_an_error_that_the_user_raises_is_left_alone(tmp_path, precision, text):
+    class Raising(Regression):
+        def training_step(self, batch):
+            raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError, match=text) as caught:
+        quiet_trainer(tmp_path, max_steps=1, precision=precision).fit(Raising(), loader())
+    assert type(caught.value) is RuntimeError

@@ -1,0 +1,525 @@
+"""Profilers: they find where the time goes, change nothing, and leave nothing behind."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+import yaml
+from torch.utils.data import DataLoader, Dataset
+
+import lumen
+from lumen.cli import main
+from lumen.errors import ConfigError
+from tests.helpers.tasks import Regression, loader, quiet_trainer, regression_data
+
+SLEEP_S = 0.04
+
+
+class Slow(Dataset):
+    """Takes 40 ms for a batch of 8."""
+
+    def __init__(self, samples=40):
+        self.inputs, self.targets = regression_data(samples)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        time.sleep(SLEEP_S / 8)
+        return self.inputs[index], self.targets[index]
+
+
+def slow_loader(**options):
+    return DataLoader(Slow(), 8, **options)
+
+
+class SlowCallback(lumen.Callback):
+    def on_after_backward(self, trainer, task):
+        time.sleep(SLEEP_S)
+
+
+class SlowLogger(lumen.Logger):
+    def open(self, directory, *, resumed):
+        pass
+
+    def log_metrics(self, metrics, step, epoch):
+        time.sleep(SLEEP_S)
+
+    def flush(self):
+        time.sleep(SLEEP_S)
+
+
+class SlowStep(Regression):
+    def training_step(self, batch):
+        time.sleep(SLEEP_S)
+        return super().training_step(batch)
+
+
+class SlowTransfer(Regression):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        time.sleep(SLEEP_S)
+        return batch
+
+
+class SlowOptimizer(torch.optim.SGD):
+    def step(self, closure=None):
+        time.sleep(SLEEP_S)
+        return super().step(closure)
+
+
+class Scheduled(Regression):
+    """With a schedule that moves each step."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class SlowUpdate(Regression):
+    def configure_optimizers(self):
+        return SlowOptimizer(self.parameters(), lr=0.1)
+
+
+def shares(profiler):
+    total_s = sum(row.total_s for row in profiler.rows)
+    return {row.name: row.total_s / total_s for row in profiler.rows}
+
+
+def calls(profiler):
+    return {row.name: row.calls for row in profiler.rows}
+
+
+def simple_fit(tmp_path, task, data, **options):
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": False, "logger": False} | options
+    val = options.pop("val", None)
+    trainer = quiet_trainer(tmp_path, profiler="simple", **options)
+    trainer.fit(task, data, val_dataloaders=val)
+    return trainer
+
+
+# ---------------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize(
+    ("part", "task", "data", "options"),
+    [
+        ("data wait", Regression, slow_loader, {}),
+        ("data wait", Regression, lambda: slow_loader(sampler=range(40)), {}),
+        ("data wait (validation)", Regression, lambda: loader(8), {"val": slow_loader()}),
+        ("transfer", SlowTransfer, loader, {}),
+        ("training_step", SlowStep, loader, {}),
+        ("optimizer.step", SlowUpdate, loader, {}),
+        ("SlowCallback.on_after_backward", Regression, loader, {"callbacks": [SlowCallback()]}),
+        ("SlowLogger.log_metrics", Regression, loader, {"logger": SlowLogger(), "log_every_n_steps": 1}),
+    ],
+)
+def test_what_sleeps_is_named(tmp_path, part, task, data, options):
+    profiler = simple_fit(tmp_path, task(), data(), **options).profiler
+    assert profiler.rows[0].name == part
+    assert shares(profiler)[part] > 0.5
+
+
+def test_workers_that_are_too_slow_are_waited_for(tmp_path):
+    profiler = simple_fit(tmp_path, Regression(), slow_loader(num_workers=2)).profiler
+    assert profiler.rows[0].name == "data wait"
+    assert calls(profiler)["data wait"] == 10
+
+
+def test_workers_that_are_fast_enough_are_not(tmp_path):
+    data = slow_loader(num_workers=2, persistent_workers=True)
+    profiler = simple_fit(tmp_path, SlowStep(), data, max_epochs=5).profiler
+    assert profiler.rows[0].name == "training_step"
+
+
+def test_the_calls_of_each_part_are_counted(tmp_path):
+    """50 samples in batches of 8 are 7 micro-batches and 4 steps an epoch; 20 of validation are 3 batches."""
+    trainer = simple_fit(
+        tmp_path, Scheduled(), loader(50, 8), val=loader(20, 8), accumulate_grad_batches=2, gradient_clip_val=0.1,
+        logger=True, log_every_n_steps=4, enable_checkpointing=True, num_sanity_val_steps=1,
+    )  # fmt: skip
+    found = calls(trainer.profiler)
+    expected = {
+        "data wait": 14, "transfer": 14, "training_step": 14, "backward": 14,
+        "clip_grad_norm": 8, "optimizer.step": 8, "optimizer.zero_grad": 8, "StepLR.step": 8,
+        "data wait (validation)": 7, "transfer (validation)": 7, "validation_step": 7,
+        "ModelCheckpoint.on_step_checkpoint": 8, "save_checkpoint": 2, "CSVLogger.flush": 2, "CSVLogger.log_system": 2,
+        "loop": 0, "loop (validation)": 0,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert "unscale" not in found  # fp32 has nothing to unscale
+
+
+def test_loaders_that_are_opened_anew_are_timed_too(tmp_path):
+    class Reloaded(Regression):
+        def train_dataloader(self):
+            return loader(40, 8)
+
+        def val_dataloader(self):
+            return loader(16, 8)
+
+    profiler = simple_fit(tmp_path, Reloaded(), None, max_epochs=3, reload_dataloaders_every_n_epochs=1).profiler
+    assert calls(profiler)["data wait"] == 15
+    assert calls(profiler)["data wait (validation)"] == 6
+
+
+def test_the_times_add_up_to_the_whole(tmp_path):
+    class Clock(Regression):
+        def on_fit_start(self):
+            self.times = [time.perf_counter()]
+
+        def on_fit_end(self):
+            self.times.append(time.perf_counter())
+
+    task, before = Clock(), time.perf_counter()
+    profiler = simple_fit(tmp_path, task, loader(), val=loader()).profiler
+    total_s = sum(row.total_s for row in profiler.rows)
+    assert task.times[1] - task.times[0] <= total_s <= time.perf_counter() - before
+
+
+def test_a_part_inside_of_another_one_counts_once(tmp_path):
+    class Saving(lumen.Callback):
+        def on_step_end(self, trainer, task):
+            trainer.save_checkpoint(tmp_path / f"mine-{trainer.global_step}-{trainer.current_epoch}")
+
+    profiler = simple_fit(tmp_path, Regression(), loader(8), logger=SlowLogger(), callbacks=[Saving()]).profiler
+    rows = {row.name: row for row in profiler.rows}
+    assert rows["SlowLogger.flush"].total_s >= 2 * SLEEP_S
+    assert rows["save_checkpoint"].calls == rows["Saving.on_step_end"].calls == 2
+    assert rows["Saving.on_step_end"].total_s < SLEEP_S < rows["SlowLogger.flush"].total_s
+
+
+def test_the_table_is_printed_and_kept(tmp_path, capsys):
+    trainer = simple_fit(tmp_path, SlowStep(), loader(50, 8), max_epochs=1, logger=True)
+    printed, text = capsys.readouterr().err, (trainer.run_directory / "profile.txt").read_text()
+    assert printed == text
+    assert (trainer.run_directory / "run.log").read_text().endswith(text)
+    title, header, *rows = text.splitlines()
+    assert re.fullmatch(r"fit: 7 steps in \d+\.\d\d s", title)
+    assert header.split() == ["part", "calls", "total", "s", "mean", "ms", "ms/step", "share", "%"]
+    name, count, total_s, mean_ms, per_step_ms, share = rows[0].split()
+    assert (name, count) == ("training_step", "7")
+    assert float(mean_ms) == float(per_step_ms) == pytest.approx(float(total_s) / 7 * 1e3, abs=0.2)
+    assert float(share) == pytest.approx(100 * shares(trainer.profiler)["training_step"], abs=0.06)
+    assert sum(float(row.split()[-1]) for row in rows[:-1]) == pytest.approx(100, abs=0.05 * len(rows))
+    assert rows[-1].split()[0] == "total"
+    assert rows[-1].split()[-1] == "100.0"
+
+
+def test_a_resumed_run_adds_its_table(tmp_path):
+    for epochs in (1, 2):
+        trainer = quiet_trainer(tmp_path, max_epochs=epochs, resume="auto", profiler="simple")
+        trainer.fit(Regression(), loader())
+    titles = [line for line in (trainer.run_directory / "profile.txt").read_text().splitlines() if "fit: " in line]
+    assert [title.split(" in ")[0] for title in titles] == ["fit: 7 steps", "fit: 7 steps"]
+
+
+@pytest.mark.parametrize(("stage", "word"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
+def test_an_evaluation_has_its_own_table(tmp_path, capsys, stage, word):
+    trainer = simple_fit(tmp_path, Regression(), loader(), logger=True)
+    record = (trainer.run_directory / "profile.txt").read_bytes()
+    capsys.readouterr()
+    getattr(trainer, stage)(Regression(), slow_loader())
+    assert trainer.profiler.rows[0].name == f"data wait ({word})"
+    found = calls(trainer.profiler)
+    assert found[f"{word}_step"] == found[f"data wait ({word})"] == 5
+    assert "training_step" not in found
+    assert capsys.readouterr().err.startswith(f"{stage}: 5 batches in ")
+    assert (trainer.run_directory / "profile.txt").read_bytes() == record
+
+
+def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
+    trainer = quiet_trainer(tmp_path, fast_dev_run=True, profiler="simple")
+    trainer.fit(Regression(), loader(), val_dataloaders=loader())
+    assert capsys.readouterr().err.startswith("fit: 1 steps in ")
+    assert list(tmp_path.rglob("*")) == []
+
+
+# ---------------------------------------------------------------------- nothing else changes
+
+SHORT_TRACE = {"wait": 1, "warmup": 1, "active": 2}
+
+
+@pytest.mark.parametrize("profiler", ["simple", lumen.TorchProfiler(**SHORT_TRACE, repeat=0)])
+def test_a_profiled_run_has_the_bits_of_one_without(tmp_path, profiler):
+    runs = []
+    for name, chosen in (("off", None), ("on", profiler)):
+        task = Scheduled(dropout=0.2)
+        trainer = quiet_trainer(
+            tmp_path / name, max_epochs=2, profiler=chosen, accumulate_grad_batches=2, gradient_clip_val=0.1,
+            log_every_n_steps=1,
+        )  # fmt: skip
+        trainer.fit(task, loader(50, 8), val_dataloaders=loader(20, 8))
+        predictions = torch.cat(trainer.predict(task, loader(20, 8)))
+        runs.append(
+            (task.state_dict(), predictions, (trainer.run_directory / "metrics.csv").read_bytes(), torch.rand(4))
+        )
+    (ours, predicted, metrics, drawn), (theirs, *others) = runs
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert torch.equal(predicted, others[0])
+    assert metrics == others[1]
+    assert torch.equal(drawn, others[2])
+
+
+def attributes(trainer):
+    """What every object that the loop calls holds of its own."""
+    run = trainer.run
+    owners = [trainer, run, run.strategy, run.precision, run.calls, run.records, run.saves, run.optim.optimizer]
+    owners += [run.loaders.train, *run.loaders.evaluation]
+    owners += [*run.records.loggers, *run.optim.schedulers, *run.trainer.callbacks, run.task]
+    hooks = {name: len(calls) for name, calls in vars(run.hooks).items() if name.startswith("on_")}
+    return [(type(owner).__name__, sorted(vars(owner))) for owner in owners], hooks
+
+
+class Failing(lumen.Callback):
+    """Ends a run in its fifth step, as it is asked to."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def on_before_optimizer_step(self, trainer, task, optimizer):
+        if trainer.global_step == 4 and self.how == "error":
+            raise RuntimeError("broken")
+        if trainer.global_step == 4 and self.how == "signal":
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+ENDS = {"end": None, "error": RuntimeError, "signal": KeyboardInterrupt}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_run_is_left_as_it_was_found(tmp_path, how):
+    left = []
+    for name, profiler in (("off", None), ("simple", "simple"), ("torch", lumen.TorchProfiler(**SHORT_TRACE))):
+        trainer = quiet_trainer(
+            tmp_path / name, max_epochs=1, profiler=profiler, callbacks=[Failing(how)], gradient_clip_val=0.1
+        )
+        expected = ENDS[how]
+        with pytest.raises(expected) if expected else contextmanager(lambda: (yield))():
+            trainer.fit(Scheduled(), loader(), val_dataloaders=loader())
+        left.append(attributes(trainer))
+    (owners, hooks), *others = left
+    for found_owners, found_hooks in others:
+        assert found_owners == owners
+        assert {name: found_hooks[name] for name in hooks} == hooks
+
+
+@pytest.mark.parametrize("how", ["error", "signal"])
+def test_what_there_is_is_reported_after_an_early_end(tmp_path, how):
+    trainer = quiet_trainer(
+        tmp_path, max_epochs=1, profiler="simple", callbacks=[Failing(how)], log_level="INFO", seed=1
+    )
+    with pytest.raises(ENDS[how]):
+        trainer.fit(SlowStep(), loader())
+    text = (trainer.run_directory / "profile.txt").read_text()
+    assert text.startswith("fit: 4 steps" if how == "error" else "fit: 5 steps")
+    assert text.splitlines()[2].startswith("training_step")
+    log = (trainer.run_directory / "run.log").read_text()
+    if how == "signal":
+        assert log.index("Go on with:") > log.index(text)  # the last line is the command that goes on
+    else:
+        assert text in log
+
+
+def test_a_report_that_fails_does_not_hide_the_error_of_the_run(tmp_path):
+    class Unwritable(lumen.Callback):
+        def on_train_start(self, trainer, task):
+            (trainer.run_directory / "profile.txt").mkdir()
+
+    for how, error in (("error", RuntimeError), ("end", IsADirectoryError)):
+        trainer = quiet_trainer(
+            tmp_path / how,
+            max_epochs=1,
+            profiler="simple",
+            callbacks=[Unwritable(), Failing(how)],
+            log_level="CRITICAL",
+        )
+        with pytest.raises(error):
+            trainer.fit(Regression(), loader())
+
+
+def test_a_run_that_never_began_has_no_table(tmp_path, capsys):
+    class Broken(Regression):
+        def configure_optimizers(self):
+            raise RuntimeError("broken")
+
+    trainer = quiet_trainer(tmp_path, max_epochs=1, profiler="simple")
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(Broken(), loader())
+    assert capsys.readouterr().err == ""
+
+
+# ---------------------------------------------------------------------- traces
+
+
+def traces(directory):
+    """Names and labels of the traces in a directory: how often each annotation is in it."""
+    found = {}
+    for path in sorted(directory.iterdir()):
+        with gzip.open(path, "rt") as file:
+            events = json.load(file)["traceEvents"]
+        labels = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+        operators = {event["name"] for event in events if event.get("cat") == "cpu_op"}
+        found[path.name] = labels, operators, events
+    return found
+
+
+def test_a_trace_holds_the_labels_and_operators_of_the_active_steps(tmp_path, capsys):
+    trainer = quiet_trainer(
+        tmp_path, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.1, num_sanity_val_steps=0,
+        profiler=lumen.TorchProfiler(**SHORT_TRACE), callbacks=[SlowCallback()],
+    )  # fmt: skip
+    trainer.fit(Scheduled(), loader(64, 4), val_dataloaders=loader(8, 8))
+    ((name, (labels, operators, _)),) = traces(trainer.run_directory / "profile").items()
+    assert name.startswith("fit-step-00000004-rank0.")
+    assert name.endswith(".pt.trace.json.gz")  # as TensorBoard's plugin wants it
+    expected = {
+        "ProfilerStep#2": 1, "ProfilerStep#3": 1, "training_step": 4, "backward": 4, "optimizer.step": 2,
+        "optimizer.zero_grad": 2, "clip_grad_norm": 2, "StepLR.step": 2, "SlowCallback.on_after_backward": 4,
+    }  # fmt: skip
+    assert {label: labels[label] for label in expected} == expected
+    assert labels["data wait"] >= 4
+    assert "validation_step" not in labels
+    assert {"aten::addmm", "aten::tanh"} <= operators
+    title, header, *rows = capsys.readouterr().err.splitlines()
+    assert title == "fit: operators until step 4"
+    assert header.split() == ["operator", "calls", "self", "%", "self", "cpu", "ms", "cpu", "ms"]
+    assert rows[0].startswith("SlowCallback.on_after_backward")
+    assert len(rows) == 20
+    assert (trainer.run_directory / "profile.txt").read_text().startswith(title)
+
+
+def test_each_cycle_and_each_resumed_part_has_its_own_trace(tmp_path):
+    for epochs in (1, 2):
+        trainer = quiet_trainer(
+            tmp_path,
+            max_epochs=epochs,
+            resume="auto",
+            profiler=lumen.TorchProfiler(wait=0, warmup=1, active=2, repeat=2),
+        )
+        trainer.fit(Regression(), loader(64, 8))
+    names = [name.split("-rank")[0] for name in traces(trainer.run_directory / "profile")]
+    assert names == [f"fit-step-{step:08d}" for step in (3, 6, 11, 14)]
+
+
+def test_an_unfinished_cycle_is_written_too(tmp_path):
+    trainer = quiet_trainer(
+        tmp_path, max_epochs=1, profiler=lumen.TorchProfiler(wait=1, warmup=1, active=50), callbacks=[Failing("error")]
+    )
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(Regression(), loader())
+    ((labels, *_),) = traces(trainer.run_directory / "profile").values()
+    assert (labels["training_step"], labels["optimizer.step"]) == (3, 2)
+
+
+def test_a_run_too_short_to_record_says_so(tmp_path, caplog):
+    trainer = quiet_trainer(tmp_path, max_epochs=1, profiler="torch", log_level="WARNING")
+    trainer.fit(Regression(), loader(40, 8))
+    assert "nothing was recorded, because fit ended after 5 steps, before wait + warmup = 7" in caplog.text
+    assert not (trainer.run_directory / "profile").exists()
+
+
+def test_shapes_memory_and_stacks_are_recorded_on_demand(tmp_path, capsys):
+    profiler = lumen.TorchProfiler(
+        wait=0, warmup=1, active=2, record_shapes=True, profile_memory=True, with_stack=True, row_limit=200,
+        dirpath=tmp_path / "traces",
+    )  # fmt: skip
+    quiet_trainer(tmp_path, profiler=profiler).predict(Regression(), loader(50, 8, shuffle=False))
+    ((name, (labels, _, events)),) = traces(tmp_path / "traces").items()
+    assert name.startswith("predict-batch-00000003-rank0.")
+    assert labels["predict_step"] == 2
+    assert any(event["args"]["Input Dims"][1] == [8, 6] for event in events if event["name"] == "aten::addmm")
+    assert any("test_profiler.py" in event["name"] or "tasks.py" in event["name"] for event in events)
+    assert any(event["name"] == "[memory]" for event in events)
+    _, header, *rows = capsys.readouterr().err.splitlines()
+    assert header.split()[-4:] == ["self", "MB", "input", "shapes"]
+    assert any(row.startswith("aten::addmm") and row.endswith("[[16], [8, 6], [6, 16]]") for row in rows)
+    assert not any(".py(" in row or row.startswith("<built-in") for row in rows)  # those are in the trace alone
+
+
+# ---------------------------------------------------------------------- which one
+
+
+def test_a_profiler_goes_by_its_name():
+    assert isinstance(lumen.Trainer(max_epochs=1, profiler="simple").profiler, lumen.SimpleProfiler)
+    for name in ("torch", "pytorch"):
+        assert isinstance(lumen.Trainer(max_epochs=1, profiler=name).profiler, lumen.TorchProfiler)
+    assert lumen.Trainer(max_epochs=1).profiler is None
+    with pytest.raises(ConfigError, match=r"profiler: expected 'simple', 'torch', 'pytorch', .* found 'advanced'"):
+        lumen.Trainer(max_epochs=1, profiler="advanced")
+
+
+@pytest.mark.parametrize("options", [{"wait": -1}, {"warmup": 0}, {"active": 0}, {"repeat": -1}])
+def test_a_schedule_that_cannot_be_is_refused(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=f"TorchProfiler: {name} must be at least ., found {value}"):
+        lumen.TorchProfiler(**options)
+
+
+def test_a_profiler_of_the_users_own_sees_every_part(tmp_path):
+    class Journal(lumen.Profiler):
+        def start(self, run, directory):
+            self.lines, self.depth = [f"start {run.stage}"], 0
+
+        @contextmanager
+        def part(self, name, calls=1):
+            self.lines.append("  " * self.depth + name)
+            self.depth += 1
+            yield
+            self.depth -= 1
+
+        def step(self):
+            assert self.depth == 0
+            self.lines.append("step")
+
+        def stop(self):
+            self.lines.append("stop")
+
+    journal = Journal()
+    trainer = quiet_trainer(tmp_path, max_steps=2, profiler=journal, logger=False, enable_checkpointing=False)
+    trainer.fit(Regression(), loader(50, 8))
+    step = ["data wait", "data wait", "transfer", "optimizer.zero_grad", "training_step", "backward", "optimizer.step"]
+    assert journal.lines == ["start fit", *step, "step", *step, "step", "logging", "stop"]
+
+
+@pytest.fixture
+def configured(tmp_path, monkeypatch):
+    """A config file whose trainer has a profiler, in a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(profiler):
+        trainer = {"max_epochs": 1, "enable_progress_bar": False, "enable_model_summary": False, "profiler": profiler}
+        data = {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 12}}
+        settings = {"model": {"class_path": "tests.helpers.cli_tasks.Line"}, "data": data, "trainer": trainer}
+        (tmp_path / "line.yaml").write_text(yaml.safe_dump(settings))
+        return "line.yaml"
+
+    return write
+
+
+def test_a_config_names_a_profiler_or_describes_it(configured, tmp_path, capsys):
+    described = {"class_path": "lumen.TorchProfiler", "init_args": {"wait": 0, "warmup": 1, "active": 1}}
+    kind, length = "--trainer.profiler", "--trainer.profiler.row_limit"
+    assert main(["fit", "--config", configured(described)]) == 0
+    assert main(["fit", "--config", "runs/line/config.yaml", "--trainer.name", "again", length, "3"]) == 0
+    assert main(["fit", "--config", configured("simple")]) == 0
+    assert main(["fit", "--config", configured("simple"), kind, "null"]) == 0
+    assert main(["fit", "--config", configured(None), kind, "lumen.SimpleProfiler"]) == 0
+    assert main(["fit", "--config", configured("simple"), kind, "TorchProfiler", f"{kind}.wait", "0", length, "2"]) == 0
+    runs = tmp_path / "runs"
+    for name in ("line", "again", "line-5"):
+        assert len(list((runs / name / "profile").iterdir())) == 1
+    assert len((runs / "again" / "profile.txt").read_text().splitlines()) == 5
+    for name in ("line-2", "line-4"):
+        assert (runs / name / "profile.txt").read_text().startswith("fit: 3 steps")
+    assert not (runs / "line-3" / "profile.txt").exists()
+    capsys.readouterr()
+    assert main(["fit", "--config", configured("advanced")]) == 2
+    assert "trainer.profiler" in capsys.readouterr().err

@@ -1,0 +1,609 @@
+"""ProgressBar: the right numbers, on any terminal and without one, and a terminal left as it was."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import lumen
+from lumen.callbacks import Callback, ProgressBar
+from lumen.callbacks.display import duration, number, size, speed
+from lumen.errors import ConfigError
+from tests.helpers import ROOT
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+BATCH = 4
+
+
+class Task(lumen.TaskModule):
+    """Logs the number of the step in progress, so that what is shown can be checked against the step beside it."""
+
+    def __init__(self, pause_s: float = 0.0, at: dict[int, Callable[[], Any]] | None = None, bar: bool = True) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+        self.pause_s = pause_s
+        self.at = at or {}
+        self.bar = bar
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        time.sleep(self.pause_s)
+        step = self.global_step + 1
+        self.at.get(step, lambda: None)()
+        self.log("number", float(step), prog_bar=self.bar)
+        loss = (self.net(batch[0]) - 1.0).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor]) -> None:
+        time.sleep(self.pause_s)
+        self.log("val_number", 1000.0 + self.global_step, prog_bar=self.bar)
+        self.log("unasked", 7.0)
+
+    def predict_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.net(batch[0])
+
+    def test_step(self, batch: list[torch.Tensor]) -> None:
+        self.log_dict({f"test_{name}": float(place) for place, name in enumerate("abcd")})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def loader(batches: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.linspace(0, 1, 2 * BATCH * batches).reshape(-1, 2)), batch_size=BATCH)
+
+
+def show_on(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, width: int = 80) -> Callable[[], str]:
+    """Give Lumen a console; returns what reads everything written to it."""
+    file = io.StringIO()
+    screen = Console(file=file, force_terminal=terminal, width=width, soft_wrap=True, _environ={"TERM": "xterm"})
+    monkeypatch.setattr("lumen.console.console", screen)
+    return file.getvalue
+
+
+@pytest.fixture
+def every_step(monkeypatch: pytest.MonkeyPatch) -> ProgressBar:
+    """A bar that draws at every step, however long drawing takes."""
+    monkeypatch.setattr("lumen.callbacks.display._DRAWING_SHARE", math.inf)
+    return ProgressBar(refresh_per_second=1e9, plain_every_s=0.0)
+
+
+def trainer(folder: Path, bar: ProgressBar | None = None, **options: Any) -> lumen.Trainer:
+    settings = {"default_root_dir": folder, "logger": False, "enable_checkpointing": False, "seed": 1, **options}
+    return lumen.Trainer(callbacks=bar or ProgressBar(), enable_model_summary=False, **settings)
+
+
+def without_escapes(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def frames(written: str) -> list[str]:
+    """What the terminal showed, one text per drawing."""
+    return [without_escapes(frame) for frame in re.split(r"\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*", written)]
+
+
+def pairs(text: str) -> Iterator[tuple[int, int]]:
+    """The step, and the number that was logged at the step shown."""
+    for step, value in re.findall(r"step (\d+)\D.*?\bnumber ([\d.]+)", text, re.DOTALL):
+        yield int(step), int(float(value))
+
+
+# ---------------------------------------------------------------------- plain lines
+
+
+def test_plain_lines_hold_everything_in_one_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = show_on(monkeypatch, terminal=False)
+    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_epochs=2).fit(
+        Task(pause_s=0.002), loader(6), val_dataloaders=loader(2)
+    )
+    lines = [line for line in written().splitlines() if re.match(r"step \d+/12 · epoch 2/2 · ", line)]
+    assert re.fullmatch(
+        r"step 8/12 · epoch 2/2 · number 8\.000 · val_number 1006 · [\d,.]+ steps/s · [\d,.]+ samples/s · "
+        r"data \d+ % · [\d.]+ [MG]B · 0:00:0\d left",
+        lines[1],
+    )
+    assert "\x1b" not in written()
+
+
+def test_the_total_follows_data_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written, data = show_on(monkeypatch, terminal=False), [(torch.ones(2),)] * 8
+    growing = lumen.LambdaCallback(on_train_epoch_end=lambda trainer, task: data.extend(data[:4]))
+    bar = ProgressBar(plain_every_s=0.0)
+    settings: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    growing_run = lumen.Trainer(default_root_dir=tmp_path, callbacks=[bar, growing], max_epochs=3, **settings)
+    growing_run.fit(Task(), DataLoader(data, batch_size=BATCH))
+    totals = [int(total) for _, total in re.findall(r"step (\d+)/(\d+) · epoch", written())]
+    assert list(dict.fromkeys(totals)) == [6, 8, 9]  # 3 x 2, 2 + 2 x 3, 2 + 3 + 4
+
+
+def test_each_plain_line_shows_the_values_of_its_own_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = show_on(monkeypatch, terminal=False)
+    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=9).fit(Task(), loader(20))
+    assert list(pairs(written())) == [(step, step) for step in range(1, 10)]
+
+
+def test_samples_per_second_are_steps_per_second_times_the_batch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written = show_on(monkeypatch, terminal=False)
+    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=30, accumulate_grad_batches=3).fit(
+        Task(pause_s=0.003), loader(90)
+    )
+    rates = [
+        (float(steps), float(samples.replace(",", "")))
+        for steps, samples in re.findall(r"([\d.]+) steps/s · ([\d.,]+) samples/s", written())
+    ]
+    assert len(rates) >= 25  # a step that takes a second is written as s/step
+    assert all(samples == pytest.approx(steps * 3 * BATCH, rel=0.02) for steps, samples in rates)
+    assert rates[-1][0] < 1 / 0.009
+
+
+@pytest.mark.parametrize("plain_every_s", [0.0, 0.1, 1000.0])
+def test_plain_lines_come_at_the_end_and_at_validations_that_are_no_closer_than_the_interval(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain_every_s: float
+) -> None:
+    due_at_s, epochs = 0.0, []
+
+    class Expects(Callback):
+        def on_validation_end(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
+            nonlocal due_at_s
+            if time.perf_counter() >= due_at_s or trainer.current_epoch == 3:
+                epochs.append(trainer.current_epoch + 1)
+                due_at_s = time.perf_counter() + plain_every_s
+            time.sleep(0.06)
+
+    written = show_on(monkeypatch, terminal=False)
+    run = trainer(tmp_path, ProgressBar(plain_every_s=plain_every_s), max_epochs=4, num_sanity_val_steps=0)
+    run.callbacks.append(Expects())
+    run.fit(Task(), loader(6), val_dataloaders=loader(2))
+    shown = [line.split(" · ")[:4] for line in written().splitlines() if line.startswith("step")]
+    expected = [
+        [f"step {6 * epoch}/24", f"epoch {epoch}/4", f"number {number(6 * epoch, 4)}", f"val_number {1000 + 6 * epoch}"]
+        for epoch in epochs
+    ]
+    assert [line for line in shown if line in expected] == expected
+    if plain_every_s == 1000.0:  # else there are lines of single steps too
+        assert shown == expected
+        assert epochs == [1, 4]
+    assert "took 0:00:0" in written().splitlines()[-2]
+
+
+def test_no_time_is_left_when_no_step_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = show_on(monkeypatch, terminal=False)
+    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=5).fit(Task(pause_s=0.01), loader(5))
+    assert re.findall(r"step (\d)/5 .* · (0:00:\d\d left|took)", written()) == [
+        *((str(step), "0:00:01 left") for step in range(1, 5)), ("5", "took"),
+    ]  # fmt: skip
+
+
+def test_without_values_for_the_bar_the_last_loss_and_the_first_validation_values_are_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written = show_on(monkeypatch, terminal=False)
+    task = Task(bar=False)
+    trainer(tmp_path, max_epochs=1).fit(task, loader(5), val_dataloaders=loader(2))
+    assert f"loss {number(task.losses[-1], 4)} · val_number 1005 · unasked 7.000 · " in written()
+
+
+def test_an_epoch_mean_asked_for_is_shown_once_it_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Means(Task):
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            self.log("mean", float(self.global_step), on_step=False, on_epoch=True, prog_bar=True)
+            return super().training_step(batch)
+
+    written = show_on(monkeypatch, terminal=False)
+    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_epochs=2).fit(Means(), loader(3))
+    shown = re.findall(r"step (\d)/6 .*? · mean ([\d.]+)", written())
+    assert shown == [(step, "1.000") for step in "345"] + [("6", "4.000")]
+
+
+def test_the_sanity_check_leaves_no_values_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = show_on(monkeypatch, terminal=False)
+    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=2).fit(Task(), loader(5), val_dataloaders=loader(2))
+    assert "sanity check 1/2" in written()
+    assert "val_number" not in written()
+
+
+def test_a_time_limit_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = show_on(monkeypatch, terminal=False)
+    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_time=timedelta(hours=30), max_epochs=1).fit(Task(), loader(3))
+    assert "step 3/3 " in written()
+    written = show_on(monkeypatch, terminal=False)
+    stop = Task()
+    stop.at[2] = lambda: setattr(stop.trainer, "should_stop", True)
+    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_time=timedelta(hours=30)).fit(stop, loader(3))
+    assert re.search(r"^step 1 · epoch 1 · number 1.000 .* · 1 day, [56]:\d\d:\d\d left$", written(), re.MULTILINE)
+
+
+def test_data_without_a_length_is_shown_without_a_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Stream(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[list[torch.Tensor]]:
+            return iter([[torch.ones(BATCH, 2)]] * 3)
+
+    written = show_on(monkeypatch, terminal=True)
+    task = Task(pause_s=0.01)
+    task.at[8] = lambda: setattr(task.trainer, "should_stop", True)
+    trainer(tmp_path, max_time=timedelta(hours=1)).fit(task, DataLoader(Stream(), batch_size=None))
+    assert "step 0 · epoch 0 ━" in without_escapes(written())  # the bar of the time limit
+    written = show_on(monkeypatch, terminal=True)
+    trainer(tmp_path, max_epochs=2).fit(Task(pause_s=0.01), DataLoader(Stream(), batch_size=None))
+    assert re.search(r"step 6 · epoch 2/2 · took", frames(written())[-1])
+    assert "━" not in written()
+
+
+def test_evaluations_of_their_own_end_in_one_line_with_their_values(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for terminal in (False, True):
+        written = show_on(monkeypatch, terminal=terminal)
+        task, judge = Task(), trainer(tmp_path)
+        judge.test(task, [loader(2), loader(3)])
+        judge.validate(task, loader(4))
+        judge.predict(task, loader(3))
+        text = re.sub(r"\s+", " ", without_escapes(written()))
+        assert re.search(r"test 5/5 · (took 0:00:00 |)test_a/dataloader_idx_0 0.000 · test_b/dataloader_idx_0 1", text)
+        assert re.search(r"validation 4/4 · (took 0:00:00 |)val_number 1000", text)
+        assert "predict 3/3 · took 0:00:00" in text
+        assert "step" not in text
+        assert written().count(HIDE) == written().count(SHOW) == 3 * terminal
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_processes_other_than_the_first_show_nothing(group: Any, tmp_path: Path, terminal: bool) -> None:
+    first, second = group(2).run(shown_by_one_of_two, tmp_path, terminal)
+    assert "step 2/2 · epoch 1/1" in without_escapes(first)
+    assert "validation 3/3" in without_escapes(first) or terminal
+    assert second == ""
+
+
+def shown_by_one_of_two(tmp_path: Path, terminal: bool) -> str:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        written = show_on(monkeypatch, terminal=terminal)
+        options: dict[str, Any] = {"strategy": "ddp", "max_epochs": 1, "log_level": "WARNING"}
+        trainer(tmp_path, ProgressBar(plain_every_s=0.0), **options).fit(Task(), loader(3), val_dataloaders=loader(3))
+        return written()
+
+
+# ---------------------------------------------------------------------- the live bar
+
+
+@pytest.mark.parametrize("width", [50, 80, 140])
+def test_a_terminal_shows_everything_within_its_width(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every_step: ProgressBar, width: int
+) -> None:
+    written = show_on(monkeypatch, terminal=True, width=width)
+    trainer(tmp_path, every_step, max_epochs=2, log_level="WARNING").fit(
+        Task(pause_s=0.002), loader(20), val_dataloaders=loader(8)
+    )
+    seen = frames(written())
+    assert all(len(line) <= width for frame in seen for line in frame.splitlines())
+    training = [frame for frame in seen if re.search(r"step (2[1-9]|3\d)/40 · epoch 2/2", frame)]
+    assert len(training) == 19
+    rest = re.sub(r"\s+", " ", training[-2])
+    assert re.search(
+        r"(━|2/2) \d+ % · 0:00:0\d left number \d\d.00 · val_number 1020 (· )?[\d.,]+ steps/s · "
+        r"[\d.,]+ samples/s (· )?data \d+ % · [\d.]+ [MG]B",
+        rest,
+    ), rest
+    assert any("━" in frame and "validation " in frame for frame in seen)
+    assert all(any(f"validation {done}/8" in frame for frame in seen) for done in range(9))
+    assert "step 40/40 · epoch 2/2 · took 0:00:0" in seen[-1]
+    assert "validation" not in seen[-1]
+
+
+def test_each_picture_shows_the_values_of_its_own_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every_step: ProgressBar
+) -> None:
+    written = show_on(monkeypatch, terminal=True)
+    trainer(tmp_path, every_step, max_steps=30).fit(Task(), loader(20))
+    shown = [pair for frame in frames(written()) for pair in pairs(frame)]
+    assert all(step == value for step, value in shown)
+    assert {step for step, _ in shown} == set(range(1, 31))
+
+
+def test_the_bar_is_the_epochs_in_a_run_of_several_and_else_the_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every_step: ProgressBar
+) -> None:
+    written = show_on(monkeypatch, terminal=True)
+    trainer(tmp_path, every_step, max_epochs=3).fit(Task(), loader(20))
+    shown = re.findall(r"step (\d+)/60 · epoch (\d)/3 [━╸╺]+ (\d+) %", without_escapes(written()))
+    assert len(shown) >= 60
+    expected = {(step, step // 20 + 1, step % 20 * 5) for step in range(1, 60) if step % 20}
+    expected |= {(0, 0, 0), (20, 1, 100), (40, 2, 100)}
+    assert {(int(step), int(epoch), int(percent)) for step, epoch, percent in shown} == expected
+
+    written = show_on(monkeypatch, terminal=True)
+    trainer(tmp_path, every_step, max_steps=10).fit(Task(), loader(20))
+    shown = re.findall(r"step (\d+)/10 · epoch [01] [━╸╺]+ (\d+) %", without_escapes(written()))
+    assert len(shown) >= 10
+    assert all(int(percent) == 10 * int(step) for step, percent in shown)
+
+
+def test_a_terminal_is_drawn_no_more_often_than_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = show_on(monkeypatch, terminal=True)
+    start = time.perf_counter()
+    trainer(tmp_path, ProgressBar(refresh_per_second=5), max_steps=100).fit(Task(pause_s=0.01), loader(100))
+    took_s = time.perf_counter() - start
+    assert 3 <= len(frames(written())) <= 5 * took_s + 4  # and at the start, at the end, and at closing
+
+
+def test_a_slow_terminal_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            time.sleep(0.003)
+            return super().write(text)
+
+    screen = Console(file=Slow(), force_terminal=True, width=80, soft_wrap=True, _environ={"TERM": "xterm"})
+    monkeypatch.setattr("lumen.console.console", screen)
+    start = time.perf_counter()
+    trainer(tmp_path, ProgressBar(refresh_per_second=1e9), max_steps=100).fit(Task(pause_s=0.01), loader(100))
+    took_s = time.perf_counter() - start
+    assert 3 <= len(frames(screen.file.getvalue())) <= took_s / 0.3 + 4  # 0.003 s is 1 % of 0.3 s
+
+
+def test_messages_stay_whole_above_the_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = show_on(monkeypatch, terminal=True)
+    task = Task(pause_s=0.01)
+    task.at[5] = lambda: task.print("[first] message")
+    trainer(tmp_path, max_steps=20).fit(task, loader(20))
+    above = next(frame for frame in frames(written()) if "message" in frame)
+    message, bar, *_ = above.splitlines()
+    assert message == "[first] message"
+    assert bar.startswith("step ")
+    assert frames(written())[-1].splitlines()[-1] == "finished: max_steps=20 reached at step 20, epoch 1"
+
+
+def fail() -> None:
+    raise RuntimeError("a mistake of the user")
+
+
+class FailsInValidation(Callback):
+    def on_validation_batch_end(self, *arguments: Any, **more: Any) -> None:
+        fail()
+
+
+@pytest.mark.parametrize("place", ["step", "validation", "stop"])
+def test_nothing_stays_live_after_an_error_or_a_stop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    written = show_on(monkeypatch, terminal=True)
+    task = Task(pause_s=0.01)
+    task.at = {12: {"step": fail, "stop": lambda: os.kill(os.getpid(), signal.SIGINT)}.get(place, lambda: None)}
+    run = trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0)
+    run.callbacks += [FailsInValidation()] * (place == "validation")
+    with pytest.raises(KeyboardInterrupt if place == "stop" else RuntimeError):
+        run.fit(task, loader(20), val_dataloaders=loader(2))
+    assert written().count(HIDE) == 1
+    assert SHOW in written().rpartition(HIDE)[2]
+    if place == "stop":
+        assert "step 12/20" in frames(written())[-1]
+        assert (12, 12) in pairs(frames(written())[-1])
+    before = written()
+    lumen.console.console.print("afterwards")
+    assert written().removeprefix(before) == "afterwards\n"
+
+
+def run_in_a_terminal(script: str) -> tuple[str, str, int]:
+    """Run Python with a terminal as stderr and a pipe as stdout. Returns what came out of both, and the exit code."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    os.close(theirs)
+    screen = b""
+    try:
+        while select.select([ours], [], [], 60)[0] and (part := os.read(ours, 65536)):
+            screen += part
+    except OSError:  # Linux: the other end is closed
+        pass
+    os.close(ours)
+    out, _ = process.communicate(timeout=60)
+    return out.decode(), screen.decode(), process.returncode
+
+
+def test_a_real_terminal_gets_its_cursor_back_and_a_piped_output_stays_in_its_pipe(tmp_path: Path) -> None:
+    out, screen, code = run_in_a_terminal(f"""
+        from tests.fit import test_progress_bar as t
+        task = t.Task(pause_s=0.01)
+        task.at = {{5: lambda: print("a result"), 15: t.fail}}
+        t.trainer(t.Path({str(tmp_path)!r}), max_steps=30).fit(task, t.loader(30))
+    """)
+    assert code == 1
+    assert out == "a result\n"
+    assert "step 0/30 · epoch 0 ━" in without_escapes(screen)
+    assert screen.count(HIDE) == 1
+    assert "RuntimeError: a mistake of the user" in screen.rpartition(SHOW)[2]
+
+
+def test_a_callback_that_fails_while_closing_does_not_cost_the_cursor(tmp_path: Path) -> None:
+    _, screen, code = run_in_a_terminal(f"""
+        from tests.fit import test_progress_bar as t
+        class Bad(t.Callback):
+            def on_exception(self, *arguments): raise ValueError("first")
+            def teardown(self, *arguments): raise ValueError("second")
+        run = t.trainer(t.Path({str(tmp_path)!r}), max_steps=30)
+        run.callbacks.insert(0, Bad())
+        run.fit(t.Task(pause_s=0.01, at={{5: t.fail}}), t.loader(30))
+    """)
+    assert code == 1
+    assert "ValueError: second" in screen
+    assert screen.rfind(SHOW) > screen.rfind(HIDE) >= 0
+
+
+# ---------------------------------------------------------------------- a debugger has the terminal for itself
+
+
+def screen_of(written: str) -> list[str]:
+    """The lines that a terminal shows which has got all this."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b.|[^\x1b]", written):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part == "\x1b[K":
+            lines[row] = lines[row][:column]
+        elif re.fullmatch(r"\x1b\[\d*A", part):
+            row -= int(part[2:-1] or 1)
+        elif not part.startswith(("\x1b", "\a", "\b")):
+            lines[row] = lines[row].ljust(column)[:column] + part + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in "\n".join(lines).rstrip().split("\n")]
+
+
+def debug_in_a_terminal(script: str, commands: list[str]) -> tuple[list[list[str]], str, int]:
+    """Run Python in a terminal, and give a debugger a command at each of its prompts.
+
+    Returns:
+        What the terminal showed at each prompt, all that was written, and the exit code.
+    """
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )  # fmt: skip
+    os.close(theirs)
+    written, shown = "", []
+    try:
+        while select.select([ours], [], [], 60)[0] and (part := os.read(ours, 65536)):
+            written += part.decode()
+            if commands and without_escapes(written).endswith("(Pdb) "):
+                shown.append(screen_of(written))
+                os.write(ours, (commands.pop(0) + "\n").encode())
+    except OSError:  # Linux: the other end is closed
+        pass
+    os.close(ours)
+    return shown, written, process.wait(60)
+
+
+def test_a_debugger_gets_the_terminal_without_the_bar_and_leaves_it_to_the_bar(tmp_path: Path) -> None:
+    shown, written, code = debug_in_a_terminal(
+        f"""
+        from tests.fit import test_progress_bar as t
+        t.lumen.callbacks.display._DRAWING_SHARE = t.math.inf
+        def set_trace(): import pdb; pdb.set_trace()
+        task = t.Task(pause_s=0.01)
+        task.at = {{5: lambda: breakpoint(), 9: set_trace}}
+        bar = t.ProgressBar(refresh_per_second=1e9)
+        t.trainer(t.Path({str(tmp_path)!r}), bar, max_steps=12).fit(task, t.loader(12))
+        import pdb, sys
+        print("as it was:", pdb.Pdb.interaction.__module__, type(sys.stdout).__name__)
+        """,
+        ["p 6 * 7", "up", "p step", "c", "n", "n", "n", "c"],
+    )
+    assert code == 0, written
+    assert len(shown) == 8
+    for screen in shown:
+        assert screen[-1] == "(Pdb)"
+        assert not any("━" in line or line.startswith("step ") for line in screen)
+    assert [line for line in shown[1] if line.isdigit()] == ["42"]
+    assert shown[3][-2] == "5"
+    end = screen_of(written)
+    assert sum(line.startswith("step 12/12") for line in end) == 1
+    assert "as it was: pdb TextIOWrapper" in end
+    assert written.rfind(SHOW) > written.rfind(HIDE)
+    assert "step 5/12" in without_escapes(written)  # it was back between the two
+
+
+# ---------------------------------------------------------------------- what it costs
+
+
+def test_the_bar_does_not_change_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Drops(Task):
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            return super().training_step([torch.nn.functional.dropout(batch[0])])
+
+    weights = []
+    for shown in (True, False):
+        show_on(monkeypatch, terminal=True)
+        torch.manual_seed(0)
+        task = Drops()
+        lumen.Trainer(
+            max_epochs=3, seed=1, logger=False, enable_checkpointing=False, enable_progress_bar=shown,
+            callbacks=ProgressBar(refresh_per_second=1e6) if shown else None, default_root_dir=tmp_path,
+        ).fit(task, loader(20), val_dataloaders=loader(3))  # fmt: skip
+        weights.append(task.net.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.cuda
+def test_showing_never_waits_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Allows(Callback):
+        def __init__(self, mode: str) -> None:
+            self.mode = mode
+
+        def on_step_end(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
+            torch.cuda.set_sync_debug_mode(self.mode)
+
+    class OnDevice(Task):
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            loss = super().training_step(batch)
+            self.log("on_device", loss * 0 + self.global_step + 1, prog_bar=True)
+            return loss
+
+    written = show_on(monkeypatch, terminal=False)
+    run = trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=50, accelerator="cuda")
+    run.callbacks = [Allows("error"), *run.callbacks, Allows("default")]
+    run.fit(OnDevice(), loader(50))
+    shown = re.findall(r"step (\d+)/50 .*number ([\d.]+) · on_device ([\d.]+) ", written())
+    assert len(shown) >= 10
+    assert all(int(step) == float(value) == float(on_device) for step, value, on_device in shown)
+
+
+# ---------------------------------------------------------------------- how numbers are written
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (2.7312, 4, "2.731"), (2.8, 4, "2.800"), (0.0, 4, "0.000"), (1234.4, 4, "1234"), (12345.6, 4, "12,346"),
+        (-98765.4, 4, "-98,765"), (2.7312e-5, 4, "2.731e-05"), (3e12, 4, "3.000e+12"), (float("nan"), 4, "nan"),
+        (517.2, 3, "517"), (43.14, 3, "43.1"),
+    ],
+)  # fmt: skip
+def test_numbers_have_as_many_digits_as_say_something(value: float, digits: int, text: str) -> None:
+    assert number(value, digits) == text
+
+
+def test_slow_steps_are_written_as_seconds_per_step() -> None:
+    assert speed(43.14, "step") == "43.1 steps/s"
+    assert speed(0.4, "step") == "2.50 s/step"
+    assert size(612.4) == "612 MB"
+    assert size(12_345.0) == "12.3 GB"
+    assert duration(3723.4) == "1:02:03"
+
+
+def test_settings_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="refresh_per_second must be more than 0, found 0"):
+        ProgressBar(refresh_per_second=0)
+    with pytest.raises(ConfigError, match="plain_every_s must be at least 0, found -1"):
+        ProgressBar(plain_every_s=-1)

@@ -1,0 +1,426 @@
+"""Runs that go on: from where, into which directory, and what stands in the way."""
+
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import lumen
+from lumen.checkpoint import Checkpoint, find_checkpoints
+from lumen.errors import CheckpointError, CheckpointMismatch, ConfigError, RunDirectoryError
+from tests.helpers import ROOT
+from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
+
+
+def fit(tmp_path, task=None, *, validate=True, **options):
+    """Train a small regression; returns its trainer and task."""
+    task = task or Regression(dropout=0.2)
+    options = {"max_epochs": 2, "log_every_n_steps": 1} | options
+    trainer = quiet_trainer(tmp_path, **options)
+    trainer.fit(task, loader(), val_dataloaders=loader(20, shuffle=False) if validate else None)
+    return trainer, task
+
+
+def newest(tmp_path, name="run"):
+    return find_checkpoints(tmp_path / "runs" / name / "checkpoints")[-1]
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_every_fit_gets_a_directory_of_its_own(tmp_path):
+    assert [fit(tmp_path)[0].run_directory.name for _ in range(3)] == ["run", "run-2", "run-3"]
+
+
+def test_auto_starts_a_run_that_does_not_exist(tmp_path):
+    trainer, _ = fit(tmp_path, resume="auto")
+    assert trainer.global_step == 14
+    assert trainer.run_directory.name == "run"
+
+
+def test_a_longer_run_in_two_parts_equals_one_part(tmp_path):
+    fit(tmp_path, max_epochs=2)
+    _, resumed = fit(tmp_path, max_epochs=4, resume="auto")
+    _, whole = fit(tmp_path / "whole", max_epochs=4)
+    assert torch.equal(weights(resumed), weights(whole))
+    files = [tmp_path / part / "runs/run/metrics.csv" for part in ("", "whole")]
+    assert files[0].read_text() == files[1].read_text()
+
+
+def test_a_run_that_ended_inside_an_epoch_goes_on_inside_it(tmp_path):
+    fit(tmp_path, max_steps=10, max_epochs=None)
+    _, resumed = fit(tmp_path, max_steps=24, max_epochs=None, resume="auto")
+    _, whole = fit(tmp_path / "whole", max_steps=24, max_epochs=None)
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_auto_on_a_finished_run_says_so_and_trains_nothing(tmp_path, caplog):
+    fit(tmp_path)
+    task = Regression()
+    trainer, _ = fit(tmp_path, task, resume="auto", log_level="INFO")
+    assert "nothing to do" in (trainer.run_directory / "run.log").read_text()
+    assert trainer.global_step == 14
+
+
+def test_a_run_stopped_early_is_finished(tmp_path):
+    stopping = {"callbacks": [lumen.EarlyStopping("val_loss", patience=0, min_delta=100.0)], "max_epochs": 9}
+    first, _ = fit(tmp_path, **stopping)
+    again, _ = fit(tmp_path, resume="auto", log_level="INFO", **stopping)
+    assert first.global_step == again.global_step < 9 * 7
+    assert "stopped early" in (again.run_directory / "run.log").read_text()
+
+
+def test_last_needs_a_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+        fit(tmp_path, resume="last")
+
+
+def test_best_and_a_path_start_a_new_directory(tmp_path):
+    saving = {
+        "callbacks": [lumen.ModelCheckpoint(monitor="val_loss", every_n_train_steps=5, every_n_epochs=1, keep_last=-1)]
+    }
+    first, _ = fit(tmp_path, **saving)
+    before = sorted(first.run_directory.rglob("*"))
+    middle = first.run_directory / "checkpoints" / "step-00000005"
+    from_best, _ = fit(tmp_path, resume="best", max_epochs=3)
+    from_path, task = fit(tmp_path, resume=middle, max_epochs=2)
+    assert (from_best.run_directory.name, from_path.run_directory.name) == ("run-2", "run-3")
+    assert sorted(first.run_directory.rglob("*")) == before
+    _, whole = fit(tmp_path / "whole")
+    assert torch.equal(weights(task), weights(whole))
+
+
+@pytest.mark.parametrize("victim", ["model/00000-00000.safetensors", "state.json", "manifest.json"])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(tmp_path, victim):
+    _, whole = fit(tmp_path)
+    damaged = newest(tmp_path)
+    flip_a_byte(damaged / victim)
+    trainer, task = fit(tmp_path, resume="auto", log_level="INFO")
+    log = (trainer.run_directory / "run.log").read_text()
+    assert damaged.name in log
+    assert victim in log
+    assert "going on from" in log
+    assert torch.equal(weights(task), weights(whole))
+    Checkpoint.open(damaged)  # written anew when the run came to that step again
+    assert list(damaged.parent.glob(f"{damaged.name}.damaged-*"))
+
+
+def test_nothing_is_started_over_when_every_checkpoint_is_damaged(tmp_path):
+    first, _ = fit(tmp_path)
+    metrics = (first.run_directory / "metrics.csv").read_text()
+    for path in find_checkpoints(first.run_directory / "checkpoints"):
+        flip_a_byte(path / "state.json")
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+        fit(tmp_path, resume="auto")
+    assert (first.run_directory / "metrics.csv").read_text() == metrics
+
+
+def test_another_seed_on_resume_is_an_error(tmp_path):
+    fit(tmp_path, seed=3)
+    with pytest.raises(ConfigError, match="seed: 4 is not the seed 3"):
+        fit(tmp_path, resume="auto", seed=4)
+    trainer, _ = fit(tmp_path, resume="auto", seed=None, max_epochs=3)
+    assert trainer.run.seed == 3
+
+
+class Wider(Regression):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 17), torch.nn.Linear(17, 1))
+
+
+def test_a_checkpoint_of_another_model_names_keys_and_shapes(tmp_path):
+    fit(tmp_path)
+    with pytest.raises(CheckpointMismatch, match=r"net\.0\.weight: \(16, 6\).*\(17, 6\)") as caught:
+        fit(tmp_path, Wider(), resume="auto", max_epochs=3)
+    assert "net.1.weight" in str(caught.value)
+    assert "net.3.weight" in str(caught.value)
+
+
+def test_another_optimizer_is_an_error(tmp_path):
+    fit(tmp_path)
+    with pytest.raises(CheckpointMismatch, match=r"saved with AdamW.*this run has SGD"):
+        fit(tmp_path, Regression(optimizer="SGD"), resume="auto", max_epochs=3)
+
+
+def test_a_run_directory_of_a_live_job_is_refused(tmp_path):
+    class Second(lumen.Callback):
+        def on_train_start(self, trainer, task):
+            with pytest.raises(RunDirectoryError, match=r"live|another|holds|held|in use"):
+                fit(tmp_path, resume="auto")
+
+    fit(tmp_path, callbacks=[Second()], resume="auto")
+
+
+def test_a_run_directory_that_cannot_be_made_is_one_clear_error(tmp_path):
+    (tmp_path / "runs").write_text("a file in the way")
+    with pytest.raises(RunDirectoryError, match="runs"):
+        fit(tmp_path)
+
+
+def test_what_cannot_be_saved_is_found_before_training(tmp_path):
+    class Unsavable(lumen.Callback):
+        def state_dict(self):
+            return {"function": print}
+
+    class Counting(Regression):
+        steps = 0
+
+        def training_step(self, batch):
+            Counting.steps += 1
+            return super().training_step(batch)
+
+    with pytest.raises(CheckpointError, match=r"Unsavable.*function"):
+        fit(tmp_path, Counting(), callbacks=[Unsavable()])
+    assert Counting.steps == 0
+
+
+def test_states_of_callbacks_task_and_data_survive(tmp_path):
+    class Count(lumen.Callback):
+        batches = 0
+
+        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+            self.batches += 1
+
+        def state_dict(self):
+            return {"batches": self.batches, "mean": torch.tensor(2.5), "pair": (1, 2)}
+
+        def load_state_dict(self, state):
+            assert state["pair"] == (1, 2)
+            assert state["mean"].item() == 2.5
+            self.batches = state["batches"]
+
+    class Remembering(Regression):
+        memory = None
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["memory"] = {"numbers": [1, 2], "tensor": torch.arange(3)}
+
+        def on_load_checkpoint(self, checkpoint):
+            self.memory = checkpoint["memory"]
+
+    class Data(lumen.DataModule):
+        loaded = None
+
+        def train_dataloader(self):
+            return loader()
+
+        def state_dict(self):
+            return {"shard": 4}
+
+        def load_state_dict(self, state):
+            self.loaded = state
+
+    quiet_trainer(tmp_path, max_epochs=1, callbacks=[Count()]).fit(Remembering(), Data())
+    count, task, data = Count(), Remembering(), Data()
+    quiet_trainer(tmp_path, max_epochs=2, callbacks=[count], resume="auto").fit(task, data)
+    assert count.batches == 14
+    assert task.memory["numbers"] == [1, 2]
+    assert task.memory["tensor"].tolist() == [0, 1, 2]
+    assert data.loaded == {"shard": 4}
+
+
+STOPPED = """
+import sys, torch, lumen
+from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
+from pathlib import Path
+where = sys.argv[1]
+class Slow(Regression):
+    def training_step(self, batch):
+        print("train", flush=True)
+        return super().training_step(batch)
+    def validation_step(self, batch):
+        if not self.trainer.sanity_checking:
+            print("validate", flush=True)
+        return super().validation_step(batch)
+trainer = quiet_trainer(Path(sys.argv[1]), max_epochs=3, log_level="INFO", log_every_n_steps=1, resume="auto",
+    callbacks=[lumen.ModelCheckpoint(every_n_epochs=0)])
+class Wait(lumen.Callback):
+    def on_train_batch_start(self, *_):
+        import time; time.sleep(0.02)
+    on_validation_batch_start = on_train_batch_start
+trainer.callbacks.insert(0, Wait())
+task = Slow(dropout=0.3)
+trainer.fit(task, loader(num_workers=2), val_dataloaders=loader(20, 4, shuffle=False))
+"""
+
+
+def stop_at(directory, event, occurrence, signal_number):
+    """Run the script above, send a signal at an event, and return the exit code and what was shown."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(directory)], cwd=ROOT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as child:  # fmt: skip
+        for line in child.stdout:
+            occurrence -= line.strip() == event
+            if occurrence == 0:
+                os.killpg(child.pid, signal_number)  # as a terminal does: the data workers get it too
+                break
+        shown = child.communicate()[1]
+    return child.returncode, shown
+
+
+@pytest.mark.parametrize(
+    ("event", "occurrence", "signal_number", "code"),
+    [
+        pytest.param("train", 9, signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
+        ("validate", 7, signal.SIGTERM, 143),
+    ],
+)
+def test_a_stopped_run_saves_says_how_to_go_on_and_loses_nothing(tmp_path, event, occurrence, signal_number, code):
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    returned, shown = stop_at(stopped, event, occurrence, signal_number)
+    assert returned == code, shown
+    assert 'resume="auto"' in shown
+    assert shown.count("finishing this step") == 1
+    assert len(find_checkpoints(stopped / "runs/run/checkpoints")) == 1
+    assert stop_at(stopped, "never", 1, None)[0] == 0
+    assert stop_at(whole, "never", 1, None)[0] == 0
+    ends = [Checkpoint.open(newest(directory)) for directory in (stopped, whole)]
+    for name in ends[1].names("model"):
+        assert torch.equal(ends[0].tensor("model", name), ends[1].tensor("model", name))
+    assert (stopped / "runs/run/metrics.csv").read_text() == (whole / "runs/run/metrics.csv").read_text()
+
+
+def test_signal_handlers_are_put_back(tmp_path):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    fit(tmp_path)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_full_disk_ends_the_run_with_its_older_checkpoints_intact(tmp_path):
+    class FillTheDisk(lumen.Callback):
+        def on_train_epoch_start(self, trainer, task):
+            if trainer.current_epoch == 2:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (700, resource.RLIM_INFINITY))
+
+    try:
+        with pytest.raises(CheckpointError, match=r"File too large|No space"):
+            fit(tmp_path, callbacks=[FillTheDisk()], max_epochs=5, logger=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    kept = find_checkpoints(tmp_path / "runs/run/checkpoints")
+    assert [path.name for path in kept] == ["step-00000007", "step-00000014"]
+    for path in kept:
+        Checkpoint.open(path)
+    assert not list((tmp_path / "runs/run/checkpoints").glob("*.tmp-*"))
+    trainer, _ = fit(tmp_path, resume="auto", max_epochs=3)
+    assert trainer.global_step == 21
+
+
+def test_state_json_is_json_and_nothing_is_pickled(tmp_path):
+    fit(tmp_path)
+    files = [path for path in newest(tmp_path).rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    assert json.loads((newest(tmp_path) / "state.json").read_text())
+
+
+def test_a_run_that_never_started_leaves_no_directory(tmp_path):
+    with pytest.raises(ConfigError):
+        fit(tmp_path, task=Regression(optimizer="SGD"), limit_train_batches=0.0001)
+    assert not (tmp_path / "runs" / "run").exists()
+    trainer, _ = fit(tmp_path)
+    assert trainer.run_directory.name == "run"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_persistent_workers_end_with_the_run(tmp_path, fails):
+    class Failing(Regression):
+        def training_step(self, batch, batch_idx):
+            if fails and self.global_step == 3:
+                raise RuntimeError("on purpose")
+            return super().training_step(batch)
+
+    before = multiprocessing.active_children()  # other tests' processes
+    trainer = quiet_trainer(tmp_path, max_epochs=2)
+    data = loader(num_workers=2, persistent_workers=True)
+    with pytest.raises(RuntimeError, match="on purpose") if fails else nullcontext():
+        trainer.fit(Failing(), data, val_dataloaders=loader(10, num_workers=1, persistent_workers=True))
+    gc.collect()
+    assert set(multiprocessing.active_children()) <= set(before)
+
+
+def test_what_hooks_froze_and_put_into_eval_mode_stays_so(tmp_path):
+    class Unfreezing(Regression):
+        def __init__(self):
+            super().__init__(dropout=0.5)
+            self.net[0].requires_grad_(False)
+
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.net[0].requires_grad_(True)
+                self.net[2].eval()
+
+    def fit(name, **options):
+        task, saver = Unfreezing(), lumen.ModelCheckpoint(every_n_train_steps=1)
+        trainer = quiet_trainer(tmp_path / name, resume="auto", callbacks=[saver], **{"max_epochs": 3} | options)
+        trainer.fit(task, loader())
+        return {key: value.tolist() for key, value in task.state_dict().items()}
+
+    fit("stopped", max_steps=9)
+    assert fit("stopped") == fit("whole")
+
+
+class Expanded(Regression):
+    """Buffers that show one number, or one column, several times; and one that is a view of another."""
+
+    def __init__(self, **options):
+        super().__init__(**options | {"dtype": torch.float64})
+        self.register_buffer("wide", torch.full((1,), 2.0).expand(4))
+        self.register_buffer("rows", torch.arange(3.0).reshape(3, 1).expand(3, 5))
+        self.register_buffer("part", self.rows[:, :2])
+        self.register_buffer("unknown", torch.full((), torch.nan).expand(2))
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            return None
+        with torch.no_grad():
+            self.rows[:, 0] += 1
+        return super().training_step(batch) * self.part.mean()
+
+
+def fit_expanded(folder, strategy="auto"):
+    """A run in two parts and a whole one."""
+    ends = []
+    for name, cuts in (("whole", (9,)), ("parts", (4, 9))):
+        for max_steps in cuts:
+            task = Expanded()
+            options = {"max_steps": max_steps, "resume": "auto", "strategy": strategy}
+            quiet_trainer(folder / name, **options).fit(task, loader(dtype=torch.float64))
+        ends.append({key: value.tolist() for key, value in task.state_dict().items() if key != "unknown"})
+        assert strategy == "fsdp" or task.rows.stride() == task.part.stride() == (1, 0)
+    assert ends[0] == ends[1]
+    assert ends[0]["rows"][0][0] > 2
+
+
+def test_expanded_buffers_are_loaded_as_what_they_are(tmp_path):
+    fit_expanded(tmp_path)
+    task = Expanded.load_from_checkpoint(newest(tmp_path / "whole"))
+    assert task.rows[:, 4].tolist() == task.part[:, 0].tolist() == [9.0, 10.0, 11.0]
+
+
+def test_so_they_are_on_two_processes(group, tmp_path):
+    group(2).run(fit_expanded, tmp_path, "ddp")
+
+
+def test_values_that_an_expanded_buffer_cannot_hold_are_refused(tmp_path):
+    class Whole(Expanded):
+        def __init__(self):
+            super().__init__()
+            self.rows = torch.arange(15.0).reshape(3, 5)
+
+    quiet_trainer(tmp_path, max_steps=2).fit(Whole(), loader(dtype=torch.float64))
+    with pytest.raises(CheckpointMismatch, match=r"model/rows has different values .* Register it with clone\(\)"):
+        quiet_trainer(tmp_path, max_steps=4, resume="auto").fit(Expanded(), loader(dtype=torch.float64))

@@ -1,0 +1,316 @@
+"""The end of a run, and interruptions near it: the places where a step, an epoch or a validation is half done."""
+
+import csv
+import io
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from torchmetrics import MeanSquaredError
+
+import lumen
+import lumen.console
+from lumen.checkpoint import find_checkpoints
+from lumen.errors import ConfigError, RunDirectoryError, TrainingError
+from tests.helpers import ROOT
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+
+class Logging(Regression):
+    """Logs a training value per epoch and a metric object at a validation's end; may send itself a signal there."""
+
+    def __init__(self, stop_in_validation_of=None):
+        super().__init__()
+        self.error = MeanSquaredError()
+        self.stop_in_validation_of = stop_in_validation_of
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.log("epoch_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch)
+        self.error.update(self(batch[0]), batch[1])
+        if self.global_step == self.stop_in_validation_of and batch_idx == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def on_validation_epoch_end(self):
+        self.log("val_error", self.error)
+
+
+def fit(tmp_path, task=None, **options):
+    trainer = quiet_trainer(tmp_path, **{"log_every_n_steps": 1, "resume": "auto", **options})
+    trainer.fit(task or Logging(), loader(40, 8), val_dataloaders=loader(20, 8, shuffle=False))
+    return trainer
+
+
+def rows(tmp_path):
+    with (tmp_path / "runs/run/metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def names(tmp_path, run="run"):
+    return [path.name for path in find_checkpoints(tmp_path / "runs" / run / "checkpoints")]
+
+
+def test_a_run_that_ends_inside_an_epoch_keeps_its_last_row_when_started_again(tmp_path):
+    fit(tmp_path, max_steps=7)
+    before = rows(tmp_path)
+    assert before[-1]["epoch_loss"]
+    fit(tmp_path, max_steps=7)
+    assert rows(tmp_path) == before
+
+
+@pytest.mark.parametrize("last", [5, 7], ids=["at an epoch's end", "inside an epoch"])
+def test_a_stop_in_the_last_validation_leaves_it_to_be_done(tmp_path, last):
+    whole = fit(tmp_path / "whole", max_steps=last, val_check_interval=last)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, Logging(stop_in_validation_of=last), max_steps=last, val_check_interval=last)
+    assert names(tmp_path)[-1] == f"step-{last:08d}-validating"
+    resumed = fit(tmp_path, max_steps=last, val_check_interval=last)
+    assert rows(tmp_path) == rows(tmp_path / "whole")
+    assert resumed.callback_metrics["val_error"] == whole.callback_metrics["val_error"]
+    assert names(tmp_path)[-1] == f"step-{last:08d}"
+    assert not list((tmp_path / "runs/run/checkpoints").glob("*damaged*"))
+
+
+def test_a_monitor_is_not_missed_before_its_first_turn(tmp_path):
+    monitors = [lumen.EarlyStopping("val_loss", patience=9), lumen.ModelCheckpoint(monitor="val_loss")]
+    fit(tmp_path, max_steps=12, check_val_every_n_epoch=2, callbacks=monitors)
+    assert monitors[1].best_model_path.endswith("step-00000010")
+    saving = lumen.ModelCheckpoint(monitor="epoch_loss")
+    fit(tmp_path / "b", max_steps=4, val_check_interval=3, callbacks=[saving])
+    assert names(tmp_path / "b") == ["step-00000004"]
+
+
+@pytest.mark.parametrize("callback", [lumen.EarlyStopping, lumen.ModelCheckpoint])
+def test_a_misspelt_monitor_is_an_error_without_validation_too(tmp_path, callback):
+    trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=[callback(monitor="los")])
+    with pytest.raises(ConfigError, match="'los' was never logged"):
+        trainer.fit(Logging(), loader())
+    assert names(tmp_path)[-1] == "step-00000007"
+
+
+def test_a_stop_that_waits_for_min_epochs_survives_a_resume(tmp_path):
+    def stopping():
+        return [lumen.EarlyStopping("val_loss", patience=0, min_delta=1e9)]
+
+    whole = fit(tmp_path / "whole", max_epochs=9, min_epochs=5, callbacks=stopping())
+
+    class Cut(lumen.Callback):
+        def on_train_epoch_start(self, trainer, task):
+            if trainer.current_epoch == 3:
+                raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        fit(tmp_path, max_epochs=9, min_epochs=5, callbacks=[*stopping(), Cut()])
+    assert fit(tmp_path, max_epochs=9, min_epochs=5, callbacks=stopping()).current_epoch == whole.current_epoch == 5
+
+
+def test_two_savers_leave_each_others_checkpoints(tmp_path):
+    best = lumen.ModelCheckpoint(monitor="val_loss", mode="max", every_n_epochs=0, at_end=False, keep_last=0)
+    newest = lumen.ModelCheckpoint(every_n_train_steps=5, keep_last=1)
+    fit(tmp_path, max_epochs=4, callbacks=[best, newest])
+    assert names(tmp_path) == sorted({best.best_model_path.rsplit("/", 1)[1], "step-00000020"})
+
+
+def test_an_epoch_whose_last_update_is_skipped_is_saved_all_the_same(tmp_path):
+    class SkipsTheLast(Regression):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 4 else super().training_step(batch)
+
+    saving = [lumen.ModelCheckpoint(every_n_train_steps=4, keep_last=-1)]
+    fit(tmp_path, SkipsTheLast(), max_epochs=1, callbacks=saving, log_level="CRITICAL")
+    assert names(tmp_path) == ["step-00000004", "step-00000004-1"]
+    assert fit(tmp_path, SkipsTheLast(), max_epochs=1).current_epoch == 1
+
+
+class Impatient(io.StringIO):
+    """A terminal before which somebody presses Ctrl-C once more while the first one is being answered."""
+
+    def write(self, text):
+        written = super().write(text)
+        if "once more leaves at once" in text and self.getvalue().count("once more") == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return written
+
+
+class Pressed(Regression):
+    def training_step(self, batch):
+        if self.global_step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch)
+
+
+def test_an_interrupt_while_the_first_is_answered_leaves_after_the_answer_and_nothing_is_told_twice(
+    tmp_path, monkeypatch
+):
+    assert lumen.console.console is not None  # rich's, as beside a progress bar
+    terminal = Impatient()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    task = Pressed()
+    with pytest.raises(KeyboardInterrupt):
+        quiet_trainer(tmp_path, max_steps=9, log_level="INFO").fit(task, loader())
+    assert terminal.getvalue().splitlines()[-2:] == [
+        "SIGINT: finishing this step; once more leaves at once",
+        "stopped at once: SIGINT",
+    ]
+    assert terminal.getvalue().count("SIGINT") == 2
+    assert task.global_step == 2
+
+
+def test_fast_dev_run_touches_no_run_directory(tmp_path):
+    fit(tmp_path, max_steps=2)
+    before = sorted(tmp_path.rglob("*"))
+    fit(tmp_path, fast_dev_run=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_plateau_may_watch_the_training_loss_of_each_step(tmp_path):
+    class Plateau(Regression):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "monitor": "loss", "interval": "step"},
+            }
+
+    trainer = fit(tmp_path, Plateau(), max_steps=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] < 1e-2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_training_that_never_counts_anything_ends_with_an_error(tmp_path, precision):
+    class Nothing(Regression):
+        def training_step(self, batch):
+            return None
+
+    with pytest.raises(TrainingError, match="training would never end"):
+        fit(tmp_path, Nothing(), max_steps=3, precision=precision)
+
+
+def test_what_lightning_calls_and_lumen_does_not_is_an_error(tmp_path):
+    class Overriding(Regression):
+        def optimizer_step(self, *args):
+            raise AssertionError("never called")
+
+    with pytest.raises(ConfigError, match="optimizer_step: Write on_before_optimizer_step"):
+        fit(tmp_path, Overriding(), max_steps=1)
+
+
+def test_after_an_evaluation_what_only_training_has_says_so(tmp_path):
+    trainer = quiet_trainer(tmp_path)
+    trainer.validate(Regression(), loader())
+    for use in (
+        lambda: trainer.optimizers,
+        lambda: trainer.save_checkpoint(tmp_path / "c"),
+        lambda: trainer.num_training_batches,
+    ):
+        with pytest.raises(ConfigError, match="during fit"):
+            use()
+
+
+def test_a_sparse_buffer_is_refused_before_training(tmp_path):
+    task = Regression()
+    task.register_buffer("sparse", torch.eye(3).to_sparse())
+    with pytest.raises(lumen.LumenError, match="sparse"):
+        fit(tmp_path, task, max_steps=1)
+
+
+# ---------------------------------------------------------------------- a display that is gone
+
+TALKING = """
+import time
+from pathlib import Path
+import lumen
+from tests.helpers.tasks import Regression, loader
+
+class Talking(Regression):
+    def training_step(self, batch):
+        time.sleep(0.01)
+        self.print("step", self.global_step)
+        return super().training_step(batch)
+
+def on_train_epoch_end(trainer, task):
+    while not Path("closed").exists():
+        time.sleep(0.01)
+
+lumen.Trainer(
+    max_epochs=4, name="run", profiler="simple", logger=[lumen.CSVLogger()],
+    callbacks=[lumen.ProgressBar(plain_every_s=0), lumen.LambdaCallback(on_train_epoch_end=on_train_epoch_end)],
+).fit(Talking(), loader(), val_dataloaders=loader())
+"""
+
+
+@pytest.mark.parametrize(
+    "display",
+    [pytest.param("pipe", marks=pytest.mark.slow), "terminal", pytest.param("closed", marks=pytest.mark.slow)],
+)
+def test_a_display_that_is_gone_does_not_end_the_run(tmp_path, display):
+    ours, theirs = pty.openpty() if display == "terminal" else os.pipe()
+    words = [sys.executable, "-c", TALKING]
+    if display == "closed":  # from the beginning
+        words = ["bash", "-c", 'exec "$@" >&- 2>&-', "bash", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        while shown.count(b"\n") < 2 and display != "closed":
+            shown += os.read(ours, 100)
+        os.close(ours)
+        (tmp_path / "closed").touch()
+    assert process.returncode == 0
+    said = (tmp_path / "runs/run/run.log").read_text()
+    assert "finished: max_epochs=4 reached at step 28, epoch 4" in said
+    assert names(tmp_path)[-1] == "step-00000028"
+
+
+# ---------------------------------------------------------------------- a directory that goes away
+
+
+def replace(directory):
+    directory.rename(directory.with_name("elsewhere"))
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / ".lock").write_text("{}")
+
+
+@pytest.mark.parametrize("act", [shutil.rmtree, replace, lambda directory: (directory / ".lock").unlink()])
+@pytest.mark.parametrize("options", [{"enable_checkpointing": False}, {}], ids=["records alone", "checkpoints"])
+@pytest.mark.parametrize("log_every_n_steps", [1, 50])
+def test_a_run_whose_directory_was_removed_or_replaced_does_not_say_that_it_finished(
+    tmp_path, caplog, act, options, log_every_n_steps
+):
+    def at_the_third_step(trainer, task, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            act(trainer.run_directory)
+
+    options |= {"callbacks": [lumen.LambdaCallback(on_train_batch_end=at_the_third_step)]}
+    with pytest.raises(RunDirectoryError, match=r"was removed.*[Ss]tart (it|the run) anew"):
+        fit(tmp_path, Regression(), max_steps=6, log_every_n_steps=log_every_n_steps, **options)
+    assert "finished" not in caplog.text
+
+
+def test_a_record_that_cannot_be_written_is_one_error_that_names_it(tmp_path):
+    def obstruct(trainer, task):
+        (tmp_path / "runs/run/metrics.csv").mkdir()
+
+    with pytest.raises(RunDirectoryError, match=r"metrics\.csv cannot be written: Is a directory.*resume the run"):
+        fit(tmp_path, max_steps=2, callbacks=[lumen.LambdaCallback(on_train_start=obstruct)])
+
+
+def test_a_log_that_cannot_be_written_is_told_once_and_ends_nothing(tmp_path, capfd):
+    run = tmp_path / "runs/run"
+    run.mkdir(parents=True)
+    (run / "run.log").symlink_to("/dev/full")
+    trainer = quiet_trainer(tmp_path, max_steps=3, resume="auto", log_level="INFO")
+    trainer.fit(Regression(), loader())
+    assert trainer.global_step == 3
+    told = [line for line in capfd.readouterr().err.splitlines() if "cannot be written" in line]
+    assert told == [f"warning: {run / 'run.log'} cannot be written: [Errno 28] No space left on device"]

@@ -1,0 +1,517 @@
+"""Learning rates move as in the hand-written loop, and what configure_optimizers returned is checked."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+import lumen
+from lumen.checkpoint import Checkpoint, find_checkpoints
+from lumen.errors import ConfigError
+from lumen.optim import Warmup, cosine
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
+
+
+class Scheduled(Regression):
+    """Trains with what a function makes of its parameters, and notes the learning rate of each step."""
+
+    def __init__(self, configure):
+        super().__init__()
+        self.hparams.clear()  # a function is no plain data
+        self.configure = configure
+        self.rates = []
+
+    def on_before_optimizer_step(self, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def validation_step(self, batch):
+        self.log("val_loss", float((self.global_step // 5) % 3))  # 1, 2, 0, 1, 2, 0, ... over epochs of 5 steps
+
+    def configure_optimizers(self):
+        return self.configure(self.parameters())
+
+
+SCHEDULES = {
+    "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.9),
+    "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 13),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.5, total_steps=40),
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    "SequentialLR": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, total_iters=3), ExponentialLR(optimizer, 0.5)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("interval", "frequency"), [("step", 1), ("step", 3), ("epoch", 1), ("epoch", 2)])
+@pytest.mark.parametrize(("accumulate", "per_epoch"), [(1, 5), (2, 3)])
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # torch's SequentialLR passes it itself
+def test_rates_are_those_of_the_hand_written_loop(tmp_path, schedule, interval, frequency, accumulate, per_epoch):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        scheduler = SCHEDULES[schedule](optimizer)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": interval, "frequency": frequency},
+        }
+
+    task = Scheduled(configure)
+    bare_trainer(tmp_path, max_epochs=4, accumulate_grad_batches=accumulate).fit(task, loader(40, 8))
+
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = SCHEDULES[schedule](optimizer)
+    expected = []
+    for epoch in range(4):
+        for step in range(per_epoch):
+            expected.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            if interval == "step" and (epoch * per_epoch + step + 1) % frequency == 0:
+                scheduler.step()
+        if interval == "epoch" and (epoch + 1) % frequency == 0:
+            scheduler.step()
+    assert task.rates == expected
+    assert len(set(expected)) > 1
+
+
+# ---------------------------------------------------------------------- a warm-up in steps before what counts epochs
+
+LATER = {
+    "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.5),
+    "StepLR": lambda optimizer: StepLR(optimizer, 2),
+    "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 5),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.5, total_steps=9),
+    "cosine": lambda optimizer: cosine(optimizer, 6),
+}
+
+
+def with_warmup(form, schedule, steps, **options):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        scheduler = schedule(optimizer)
+        if form == "one entry":
+            return [optimizer], [{"scheduler": scheduler, "warmup_steps": steps, "warmup_start": 0.2, **options}]
+        warmup = {"scheduler": Warmup(scheduler, steps, 0.2), "interval": "step"}
+        return [optimizer], [warmup, {"scheduler": scheduler, **options}]
+
+    return configure
+
+
+@pytest.mark.parametrize("form", ["one entry", "two entries"])
+@pytest.mark.parametrize("schedule", LATER)
+@pytest.mark.parametrize("steps", [1, 5, 7])
+@pytest.mark.parametrize("frequency", [1, 2])
+def test_epochs_count_from_the_one_whose_end_comes_after_the_warm_up(tmp_path, form, schedule, steps, frequency):
+    task = Scheduled(with_warmup(form, LATER[schedule], steps, interval="epoch", frequency=frequency))
+    bare_trainer(tmp_path, max_epochs=6).fit(task, loader(40, 8))
+
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = LATER[schedule](optimizer)
+    target = optimizer.param_groups[0]["lr"]
+    expected = []
+    for step in range(30):
+        warming = step < steps
+        expected.append(target * (0.2 + 0.8 * step / steps) if warming else optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if (step + 1) % (5 * frequency) == 0 and step + 1 >= steps:
+            scheduler.step()
+    assert task.rates == pytest.approx(expected, rel=1e-14)
+    assert len(set(expected)) > 2
+
+
+@pytest.mark.parametrize("form", ["one entry", "two entries"])
+@pytest.mark.parametrize("schedule", LATER)
+def test_a_warm_up_in_steps_before_what_counts_steps_is_warmup_itself(tmp_path, form, schedule):
+    tasks = [
+        Scheduled(with_warmup(form, LATER[schedule], 4, interval="step")),
+        Scheduled(with_schedule(lambda optimizer, _: ([optimizer], [
+            {"scheduler": Warmup(LATER[schedule](optimizer), 4, 0.2), "interval": "step"}
+        ]))),
+    ]  # fmt: skip
+    for task in tasks:
+        bare_trainer(tmp_path, max_steps=9).fit(task, loader(40, 8))
+    assert tasks[0].rates == tasks[1].rates
+    assert len(set(tasks[0].rates)) >= 6
+
+
+@pytest.mark.parametrize("schedule", ["StepLR", "OneCycleLR", "ReduceLROnPlateau"])
+@pytest.mark.parametrize("cut", [3, 5, 7, 10, 12])
+def test_a_warm_up_before_epochs_resumes_with_every_bit(tmp_path, schedule, cut):
+    """Within the warm-up of seven steps, at its end, at an epoch's end before and after it, and later."""
+
+    def train(folder, **options):
+        later = LATER.get(schedule, lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0))
+        task = Scheduled(with_warmup("one entry", later, 7, monitor="val_loss"))
+        trainer = quiet_trainer(folder, num_sanity_val_steps=0, log_level="CRITICAL", **options)
+        trainer.fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
+        return task
+
+    whole = train(tmp_path / "whole", max_steps=24)
+    first, second = train(tmp_path, max_steps=cut), train(tmp_path, max_steps=24, resume="auto")
+    assert first.rates + second.rates == whole.rates
+    assert len(set(whole.rates)) > 7
+    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("form", "interval"), [("Warmup", "step"), ("Warmup", "epoch"), ("warmup_steps", "step")])
+def test_a_plateau_in_a_warm_up_is_one_entry(tmp_path, form, interval):
+    steps = 7 if interval == "step" else 2
+
+    def plateau(optimizer):
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+    def one(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        if form == "warmup_steps":
+            return [optimizer], [{"scheduler": plateau(optimizer), "monitor": "val_loss", "warmup_steps": steps}]
+        entry = {"scheduler": Warmup(plateau(optimizer), steps), "interval": interval, "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": entry}
+
+    def two(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        scheduler = plateau(optimizer)
+        warmup = {"scheduler": Warmup(scheduler, steps), "interval": interval}
+        return [optimizer], [warmup, {"scheduler": scheduler, "monitor": "val_loss"}]
+
+    tasks = [Scheduled(one), Scheduled(two)]
+    for task in tasks:
+        trainer = bare_trainer(tmp_path, max_epochs=6, num_sanity_val_steps=0)
+        trainer.fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
+    assert tasks[0].rates == tasks[1].rates
+    assert tasks[0].rates[-1] < 0.1
+    assert tasks[0].rates[0] == 0.0
+
+
+def test_a_plateau_is_looked_at_every_so_many_epochs(tmp_path):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return [optimizer], [{"scheduler": plateau, "monitor": "val_loss", "frequency": 2}]
+
+    task = Scheduled(configure)
+    trainer = bare_trainer(tmp_path, max_epochs=9, num_sanity_val_steps=0)
+    trainer.fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    plateau, expected = ReduceLROnPlateau(optimizer, factor=0.5, patience=0), []
+    for epoch, value in enumerate((1, 2, 0, 1, 2, 0, 1, 2, 0)):
+        expected += [optimizer.param_groups[0]["lr"]] * 5
+        if epoch % 2:
+            plateau.step(value)
+    assert task.rates == expected
+    assert len(set(expected)) > 1
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_checkpoint_holds_the_schedule_after_the_update(tmp_path, interval):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.5), "interval": interval}]
+
+    class Saving(lumen.Callback):
+        def on_step_end(self, trainer, task):
+            trainer.save_checkpoint(tmp_path / f"step-{trainer.global_step:08d}")
+
+    bare_trainer(tmp_path, max_epochs=2, callbacks=[Saving()]).fit(Scheduled(configure), loader(40, 8))
+    found = find_checkpoints(tmp_path)
+    moves = [Checkpoint.open(path).state["schedulers"][0]["last_epoch"] for path in found]
+    assert moves == (list(range(1, 11)) if interval == "step" else [0, 0, 0, 0, 1, 1, 1, 1, 1, 2])
+    rates = [Checkpoint.open(path).state["optimizer"]["groups"][0]["lr"] for path in found]
+    assert rates == [0.1 * 0.5**move for move in moves]
+
+
+@pytest.mark.parametrize("form", ["dictionary", "two lists", "monitor beside it"])
+def test_a_plateau_follows_its_monitor(tmp_path, form):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        entry = {"scheduler": plateau, "monitor": "val_loss"}
+        return {
+            "dictionary": {"optimizer": optimizer, "lr_scheduler": entry},
+            "two lists": ([optimizer], [entry]),
+            "monitor beside it": {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_loss"},
+        }[form]
+
+    task = Scheduled(configure)
+    bare_trainer(tmp_path, max_epochs=6, num_sanity_val_steps=0).fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
+
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    expected = []
+    for value in (1, 2, 0, 1, 2, 0):
+        expected += [optimizer.param_groups[0]["lr"]] * 5
+        plateau.step(value)
+    assert task.rates == expected
+
+
+class Improving(Scheduled):
+    """Each validation is better than the one before, unless it says something else than its step."""
+
+    def __init__(self, *, names=("val_loss",), worse_at=None, **options):
+        def configure(parameters):
+            optimizer = SGD(parameters, lr=0.1)
+            plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            return [optimizer], [{"scheduler": plateau, "monitor": "val_loss", **options}]
+
+        super().__init__(configure)
+        self.names, self.worse_at = names, worse_at
+
+    def validation_step(self, batch):
+        for name in self.names:
+            self.log(name, 9.0 if self.global_step == self.worse_at else -float(self.global_step))
+
+
+def improve(tmp_path, task, **options):
+    trainer = quiet_trainer(tmp_path, num_sanity_val_steps=0, log_level="CRITICAL", **options)
+    trainer.fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
+    return task.rates
+
+
+@pytest.mark.parametrize(
+    ("moves", "validates", "worse_at", "first"),
+    [
+        ({"strict": False}, {"check_val_every_n_epoch": 2}, 20, 20),
+        ({"strict": False, "interval": "step"}, {}, 10, 10),
+        ({"strict": False, "interval": "step", "frequency": 3}, {"val_check_interval": 7}, 14, 15),
+        ({}, {"val_check_interval": 0.4}, 14, 15),
+    ],
+)
+@pytest.mark.parametrize("cut", [None, 3, 14])
+def test_a_plateau_moves_only_with_a_new_value(tmp_path, moves, validates, worse_at, first, cut):
+    """Every value is better but that of one validation: one step down, wherever the run was cut."""
+    tasks = [Improving(worse_at=worse_at, **moves) for _ in range(2)]
+    before = improve(tmp_path, tasks[0], max_steps=cut, **validates) if cut else []
+    rates = before + improve(tmp_path, tasks[1], max_steps=30, resume="auto", **validates)
+    assert rates == [0.1] * first + [0.05] * (30 - first)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_restored_value_does_not_hide_that_a_monitor_is_missing(tmp_path, interval):
+    moves = {"interval": interval, "frequency": 5 if interval == "step" else 1}
+    improve(tmp_path, Improving(**moves), max_epochs=2)
+    with pytest.raises(ConfigError, match=r"the monitor 'val_loss' has no value .* there are: (loss, )?other\."):
+        improve(tmp_path, Improving(names=["other"], **moves), max_epochs=4, resume="auto")
+    lenient = Improving(names=["other"], strict=False, **moves)
+    assert improve(tmp_path, lenient, max_epochs=4, resume="auto")[-1] == 0.1
+
+
+def test_a_missing_monitor_is_an_error_that_names_what_was_logged(tmp_path):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        return [optimizer], [{"scheduler": ReduceLROnPlateau(optimizer), "monitor": "valid_loss"}]
+
+    with pytest.raises(ConfigError, match=r"the monitor 'valid_loss' has no value of .* there are: .*val_loss"):
+        bare_trainer(tmp_path, max_epochs=2).fit(Scheduled(configure), loader(), val_dataloaders=loader(8, 8))
+
+
+def test_a_missing_monitor_that_is_not_strict_leaves_the_rate_alone(tmp_path):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "valid_loss", "strict": False}
+        return [optimizer], [scheduler]
+
+    task = Scheduled(configure)
+    bare_trainer(tmp_path, max_epochs=2).fit(task, loader(40, 8))
+    assert task.rates == [0.1] * 10
+
+
+def with_schedule(wrap):
+    """A `configure_optimizers` that halves the rate after every epoch, in a given form."""
+
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        return wrap(optimizer, StepLR(optimizer, 1, gamma=0.5))
+
+    return configure
+
+
+@pytest.mark.parametrize(
+    ("wrap", "last_rate"),
+    [
+        (lambda optimizer, scheduler: optimizer, 0.1),
+        (lambda optimizer, scheduler: [optimizer], 0.1),
+        (lambda optimizer, scheduler: (optimizer,), 0.1),
+        (lambda optimizer, scheduler: ([optimizer], []), 0.1),
+        (lambda optimizer, scheduler: {"optimizer": optimizer}, 0.1),
+        (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": None}, 0.1),
+        (lambda optimizer, scheduler: ([optimizer], [scheduler]), 0.05),
+        (lambda optimizer, scheduler: [[optimizer], [scheduler]], 0.05),
+        (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": scheduler}, 0.05),
+        (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}}, 0.05),
+        (lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "name": "halving"}]), 0.05),
+        (lambda optimizer, scheduler: ([optimizer], scheduler), 0.05),
+        (lambda optimizer, scheduler: ([optimizer], {"scheduler": scheduler, "reduce_on_plateau": False}), 0.05),
+        (lambda optimizer, scheduler: [{"optimizer": optimizer, "lr_scheduler": scheduler}], 0.05),
+        (lambda optimizer, scheduler: ({"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}},), 0.05),
+        (lambda optimizer, scheduler: ([optimizer], [scheduler, StepLR(optimizer, 1, gamma=0.1)]), 0.1 * 0.5 * 0.1),
+    ],
+)
+def test_every_documented_form_is_understood(tmp_path, wrap, last_rate):
+    task = Scheduled(with_schedule(wrap))
+    trainer = bare_trainer(tmp_path, max_epochs=2)
+    trainer.fit(task, loader(40, 8))
+    assert task.rates[-1] == pytest.approx(last_rate, rel=1e-12)
+    assert task.optimizers() is trainer.optimizers[0]
+
+
+@pytest.mark.parametrize(
+    ("configure", "message"),
+    [
+        (lambda parameters: None, "returned NoneType; expected a torch.optim.Optimizer"),
+        (lambda parameters: 0.1, "returned float"),
+        (
+            with_schedule(lambda optimizer, scheduler: (optimizer, scheduler)),
+            r"returned StepLR; expected a torch.optim.Optimizer, \(\[optimizer\], \[scheduler\]\)",
+        ),
+        (
+            with_schedule(
+                lambda optimizer, scheduler: ([optimizer], {"scheduler": scheduler, "reduce_on_plateau": True})
+            ),
+            "reduce_on_plateau is set for StepLR",
+        ),
+        (lambda parameters: [], "returned 0 optimizers"),
+        (lambda parameters: [SGD(parameters, lr=0.1)] * 2, "returned 2 optimizers"),
+        (lambda parameters: {"optimiser": SGD(parameters, lr=0.1)}, "the keys optimiser"),
+        (lambda parameters: {"optimizer": SGD(parameters, lr=0.1), "scheduler": 1}, "the keys optimizer, scheduler"),
+        (lambda parameters: SGD([], lr=0.1), "an optimizer without parameters"),
+        (lambda parameters: AdamW(nn.Linear(2, 2).parameters()), "2 parameters that are not the task's"),
+        (with_schedule(lambda optimizer, scheduler: ([optimizer], [3])), "expected a scheduler, found int"),
+        (with_schedule(lambda optimizer, scheduler: ([optimizer], [{"interval": "step"}])), "'scheduler'"),
+        (
+            with_schedule(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "intervall": "step"}])),
+            "unknown key intervall",
+        ),
+        (
+            with_schedule(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "interval": "batch"}])),
+            "interval must be .* found 'batch'",
+        ),
+        (
+            with_schedule(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "frequency": 0}])),
+            "frequency must be .* found 0",
+        ),
+        (
+            with_schedule(lambda optimizer, scheduler: ([optimizer], [ReduceLROnPlateau(optimizer)])),
+            "ReduceLROnPlateau needs the name of a logged value",
+        ),
+        (
+            with_schedule(lambda optimizer, scheduler: ([optimizer], [Warmup(ReduceLROnPlateau(optimizer), 3)])),
+            "ReduceLROnPlateau needs the name of a logged value",
+        ),
+        (
+            with_schedule(lambda optimizer, scheduler: ([optimizer], [scheduler, {"scheduler": scheduler}])),
+            "a scheduler has two entries and would move twice",
+        ),
+        (
+            with_schedule(
+                lambda optimizer, scheduler: (
+                    [optimizer],
+                    [{"scheduler": cosine(optimizer, 9, warmup=3), "warmup_steps": 3}],
+                )
+            ),
+            "warmup_steps = 3, but this Warmup warms up itself",
+        ),
+        (
+            with_schedule(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "warmup_steps": -3}])),
+            "warm-up steps = -3: it must be at least 1",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(tmp_path, configure, message):
+    task = Scheduled(configure)
+    with pytest.raises(ConfigError, match=message):
+        bare_trainer(tmp_path, max_epochs=1).fit(task, loader())
+    assert task.rates == []
+
+
+def test_a_parameter_that_the_optimizer_does_not_hold_is_named(tmp_path, caplog):
+    task = Scheduled(lambda parameters: SGD(list(parameters)[1:], lr=0.1))
+    with caplog.at_level("WARNING", "lumen"):
+        bare_trainer(tmp_path, max_steps=2, log_level="WARNING").fit(task, loader())
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert said.startswith(
+            "the optimizer does not hold 1 trainable parameters, which will not change: net.0.weight."
+        )
+        caplog.clear()
+        task = Scheduled(lambda parameters: SGD(list(parameters)[1:], lr=0.1))
+        task.net[0].weight.requires_grad_(False)
+        bare_trainer(tmp_path, max_steps=2, log_level="WARNING").fit(task, loader())
+        assert not caplog.records
+
+
+def test_a_function_given_to_fit_replaces_the_tasks(tmp_path):
+    task = Scheduled(lambda parameters: SGD(parameters, lr=0.1))
+    bare_trainer(tmp_path, max_steps=1).fit(
+        task, loader(), configure_optimizers=lambda: AdamW(task.parameters(), lr=0.3)
+    )
+    assert task.rates == [0.3]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_epochs": 3}, 21),
+        ({"max_epochs": 3, "accumulate_grad_batches": 2}, 12),
+        ({"max_epochs": 3, "global_batch_size": 20}, 9),
+        ({"max_steps": 5}, 5),
+        ({"max_steps": 5, "max_epochs": 3}, 5),
+        ({"max_steps": 500, "max_epochs": 3, "limit_train_batches": 2}, 6),
+    ],
+)
+def test_the_length_of_the_run_is_known_when_schedules_are_built(tmp_path, options, steps):
+    class Planned(Scheduled):
+        def configure_optimizers(self):
+            self.planned = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    task = Planned(lambda parameters: SGD(parameters, lr=0.1))
+    trainer = bare_trainer(tmp_path, **options)
+    trainer.fit(task, loader(50, 8))
+    assert task.planned == trainer.global_step == steps
+
+
+def test_the_schedulers_can_be_read_from_the_task(tmp_path):
+    task = Scheduled(with_schedule(lambda optimizer, scheduler: ([optimizer], [scheduler])))
+    bare_trainer(tmp_path, max_steps=1).fit(task, loader())
+    assert isinstance(task.lr_schedulers(), StepLR)
+    task = Scheduled(with_schedule(lambda optimizer, scheduler: optimizer))
+    bare_trainer(tmp_path, max_steps=1).fit(task, loader())
+    assert task.lr_schedulers() is None
+
+
+def test_a_plateau_that_moves_by_steps_reads_the_validation_of_its_step(tmp_path):
+    class Worse(Regression):
+        validated = 0
+
+        def validation_step(self, batch):
+            type(self).validated += 1
+            self.log("val_loss", float(type(self).validated))
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            moves = {"scheduler": plateau, "interval": "step", "frequency": 3, "monitor": "val_loss"}
+            return [optimizer], [moves]
+
+    options = {"val_check_interval": 3, "num_sanity_val_steps": 0, "gradient_clip_val": 0.01}
+    trainer = bare_trainer(tmp_path, max_steps=9, **options)
+    trainer.fit(Worse(), loader(), val_dataloaders=loader(8, 8))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25  # the first value is the best one, two are worse
+
+
+def test_a_scheduler_of_another_optimizer_is_an_error(tmp_path):
+    class Wrong(Regression):
+        def configure_optimizers(self):
+            other = torch.optim.SGD(self.parameters(), lr=1.0)
+            return [torch.optim.SGD(self.parameters(), lr=1.0)], [torch.optim.lr_scheduler.StepLR(other, 1)]
+
+    with pytest.raises(ConfigError, match="the StepLR moves the learning rates of another optimizer"):
+        bare_trainer(tmp_path, max_steps=1).fit(Wrong(), loader())

@@ -1,0 +1,102 @@
+"""`seed_everything` chooses the seed of the runs of its process, as the option of the command line does."""
+
+import logging
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import lumen
+from lumen.errors import ConfigError
+from tests.helpers.tasks import Drawing, Regression, Seeing, loader, quiet_trainer, weights
+
+
+def trainer_of(tmp_path, **options):
+    return quiet_trainer(tmp_path, **{"seed": None, "max_epochs": 1} | options)
+
+
+def order(trainer):
+    """The seed of a run, and which samples its steps saw, in which order."""
+    task = Seeing()
+    trainer.fit(task, DataLoader(Drawing(), 8, shuffle=True))
+    return trainer.run.seed, [batch[2].tolist() for batch in task.epochs[0]]
+
+
+def test_two_runs_after_the_same_seed_see_the_same_order(tmp_path):
+    lumen.seed_everything(123, workers=True)
+    first = order(trainer_of(tmp_path))
+    lumen.seed_everything(123)
+    assert order(trainer_of(tmp_path)) == first
+    assert first[0] == 123
+    assert order(trainer_of(tmp_path)) == first, "a second fit of the process has the seed too"
+    assert order(trainer_of(tmp_path, seed=123)) == first, "as the trainer's own argument"
+
+
+def test_the_seed_of_the_trainer_goes_before_and_the_last_one_chosen_counts(tmp_path):
+    early = trainer_of(tmp_path)
+    lumen.seed_everything(1)
+    lumen.seed_everything(2)
+    assert order(early)[0] == 2, "a trainer may be built before"
+    assert order(trainer_of(tmp_path, seed=5))[0] == 5
+    assert order(trainer_of(tmp_path))[0] == 2
+
+
+def test_a_model_built_after_it_is_the_same(tmp_path):
+    def built():
+        lumen.seed_everything(7, verbose=False)
+        return torch.nn.Linear(3, 3).weight
+
+    assert torch.equal(built(), built())
+
+
+def test_it_is_recorded_and_the_run_resumes_with_it(tmp_path):
+    lumen.seed_everything(123)
+    task, data = Regression(dropout=0.3), loader()
+    trainer_of(tmp_path, max_epochs=2).fit(task, data)
+    expected = weights(task)
+    trainer_of(tmp_path / "again").fit(Regression(dropout=0.3), data)
+    resumed, task = trainer_of(tmp_path / "again", max_epochs=2, resume="auto"), Regression(dropout=0.3)
+    resumed.fit(task, data)
+    assert resumed.run.checkpoint.state["seed"] == 123
+    assert torch.equal(weights(task), expected)
+    lumen.seed_everything(124)
+    with pytest.raises(ConfigError, match="seed_everything: 124 is not the seed 123 of"):
+        trainer_of(tmp_path / "again", max_epochs=3, resume="auto").fit(task, data)
+
+
+def test_without_a_seed_it_is_0_and_says_so_unless_told_not_to(caplog):
+    assert lumen.seed_everything() == 0
+    assert "it is 0" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "lumen"):
+        assert lumen.seed_everything(np.int64(4)) == 4
+        assert "the seed is 4" in caplog.text
+        caplog.clear()
+        lumen.seed_everything(None, verbose=False)
+        lumen.seed_everything(4, verbose=False)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "7", True])
+def test_what_is_no_seed_is_an_error(tmp_path, seed):
+    said = re.escape("a seed is an integer from 0 to 2**63 - 1, found")
+    with pytest.raises(ConfigError, match=f"^seed_everything: {said}"):
+        lumen.seed_everything(seed)
+    with pytest.raises(ConfigError, match=f"seed: ({said}|expected an int or None, found)"):
+        lumen.Trainer(seed=seed)
+
+
+def fit_with_a_seed_on_rank_0(path):
+    if dist.get_rank() == 0:
+        lumen.seed_everything(9)
+    try:
+        return order(trainer_of(path, devices=2))[0]
+    finally:
+        lumen.random._chosen = None  # these processes run other tests
+
+
+def test_several_processes_take_that_of_rank_0(group, tmp_path):
+    assert group(2).run(fit_with_a_seed_on_rank_0, tmp_path) == [9, 9]

@@ -1,0 +1,178 @@
+"""Several ModelCheckpoints in one run: each its own best, one rule for which is the run's, and all of them resumed."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from lumen.checkpoint import find_checkpoint, find_checkpoints
+from lumen.cli import main
+from lumen.errors import CheckpointError, ConfigError
+from tests.fit.test_state_keys import Both
+from tests.helpers.tasks import quiet_trainer
+
+DATA = DataLoader(TensorDataset(torch.arange(4.0)), 2)
+#: Of `Both`, whose loss is best at step 4 and worst at step 12.
+BEST, WORST, PLAIN = {"monitor": "loss"}, {"monitor": "loss", "mode": "max"}, {"every_n_train_steps": 1}
+
+
+def savers(*options):
+    return [lumen.ModelCheckpoint(**{"keep_last": 1} | each) for each in options]
+
+
+def fit(tmp_path, callbacks, epochs=6, task=None, **options):
+    options = {"num_sanity_val_steps": 0, "logger": False} | options
+    trainer = quiet_trainer(tmp_path, callbacks=callbacks, max_epochs=epochs, **options)
+    trainer.fit(Both() if task is None else task, DATA, val_dataloaders=DATA)
+    return trainer
+
+
+def step(path):
+    return path and int(Path(path).name[5:])
+
+
+def shown(directory, capsys):
+    """The checkpoint that `lumen runs` marks as best."""
+    capsys.readouterr()
+    assert main(["runs", str(directory), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    return [step(each["path"]) for each in run["checkpoints"] if each["best"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "best", "own"),
+    [
+        ((BEST, WORST), 4, [4, 12]),
+        ((WORST, BEST), 12, [12, 4]),
+        ((PLAIN, BEST, WORST), 4, [12, 4, 12]),
+        ((WORST | {"save_top_k": 0}, BEST, PLAIN), 4, ["", 4, 12]),
+        ((PLAIN, WORST, PLAIN), 12, [12, 12, 12]),
+        ((PLAIN, BEST | {"every_n_epochs": 0, "keep_last": 0, "at_end": False}), 4, [12, 4]),
+    ],
+)
+def test_everybody_names_one_checkpoint_as_the_best(tmp_path, capsys, caplog, options, best, own):
+    trainer = fit(tmp_path, each := savers(*options))
+    assert [step(callback.best_model_path) for callback in each] == own
+    directory = tmp_path / "runs/run"
+    assert step(trainer.checkpoint_callback.best_model_path) == best
+    assert step(find_checkpoint("best", directory / "checkpoints").path) == best
+    assert shown(directory, capsys) == [best]
+    assert main(["export", str(directory), "--which", "best", "--output", str(tmp_path / "w.safetensors")]) == 0
+    task = Both.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["weight"], task.weight)
+    evaluated = Both()
+    fit(tmp_path, savers(*options), epochs=6, resume="auto").validate(evaluated, DATA, ckpt_path="best")
+    assert torch.equal(evaluated.weight, task.weight)
+    with caplog.at_level(logging.INFO, "lumen"):
+        fit(tmp_path, savers(*options), epochs=6, resume="best", log_level="INFO")
+    assert f"going on from {directory}/checkpoints/step-{best:08d}" in caplog.text
+
+
+@pytest.mark.parametrize("options", [(PLAIN, BEST), (PLAIN, WORST, BEST), (BEST | {"on_best": False}, PLAIN)])
+def test_at_each_moment_the_directory_names_the_callbacks_best(tmp_path, options):
+    said = []
+
+    def look(trainer, task, *_):
+        newest = find_checkpoints(trainer.run_directory / "checkpoints")
+        if newest:
+            there = find_checkpoint("best", newest[0].parent).path if trainer.current_epoch else ""
+            said.append((str(there), trainer.checkpoint_callback.best_model_path))
+
+    fit(tmp_path, [lumen.LambdaCallback(on_train_batch_start=look), *savers(*options)])
+    assert len(said) >= 10
+    assert all(there == known for there, known in said)
+
+
+@pytest.mark.parametrize("options", [(PLAIN, BEST), (PLAIN, WORST | {"save_top_k": 3}, BEST)])
+@pytest.mark.parametrize("cut", [2, 4])
+def test_a_checkpoint_holds_the_scores_of_all_whoever_saves_it(tmp_path, options, cut):
+    fit(tmp_path / "whole", whole := savers(*options))
+    fit(tmp_path, savers(*options), epochs=cut)
+    fit(tmp_path, resumed := savers(*options), resume="auto")
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert ours.scores == theirs.scores
+        assert step(ours.best_model_path) == step(theirs.best_model_path)
+    kept = [
+        sorted(path.name for path in find_checkpoints(root / "runs/run/checkpoints"))
+        for root in (tmp_path, tmp_path / "whole")
+    ]
+    assert kept[0] == kept[1]
+
+
+# ---------------------------------------------------------------------- several directories
+
+
+def places(tmp_path, *options):
+    return savers(*[given | {"dirpath": tmp_path / name} for name, given in zip("abc", options, strict=False)])
+
+
+def contents(tmp_path):
+    return {name: sorted(path.name for path in (tmp_path / name).iterdir()) for name in "ab"}
+
+
+@pytest.mark.parametrize("options", [(BEST, PLAIN), (PLAIN, BEST), (BEST | {"keep_last": 3}, BEST), (WORST, BEST)])
+def test_a_run_goes_on_from_the_newest_of_all_its_directories(tmp_path, options):
+    fit(tmp_path / "whole", places(tmp_path / "whole", *options))
+    fit(tmp_path, places(tmp_path, *options), epochs=3)
+    trainer = fit(tmp_path, resumed := places(tmp_path, *options), resume="auto")
+    assert trainer.run.checkpoint.info["step"] == 6
+    assert contents(tmp_path) == contents(tmp_path / "whole")
+    decides = resumed[0] if options[0] is not PLAIN else resumed[1]
+    assert trainer.checkpoint_callback is decides
+    evaluated = Both()
+    trainer.validate(evaluated, DATA, ckpt_path="best")
+    assert torch.equal(evaluated.weight, Both.load_from_checkpoint(decides.best_model_path).weight)
+
+
+@pytest.mark.parametrize(("lacks", "damaged"), [("a", None), ("b", None), (None, "a"), (None, "b")])
+def test_what_one_directory_lacks_is_taken_from_the_other(tmp_path, lacks, damaged):
+    often, seldom = {"every_n_train_steps": 1, "keep_last": 9}, {"every_n_train_steps": 2, "keep_last": 9}
+    fit(tmp_path / "whole", places(tmp_path / "whole", often, seldom), task=(whole := Both()))
+    fit(tmp_path, places(tmp_path, often, seldom), epochs=3)
+    for name in filter(None, (lacks, damaged)):
+        for number in (5, 6):
+            path = tmp_path / name / f"step-{number:08d}"
+            if lacks and path.is_dir():
+                shutil.rmtree(path)
+            for file in path.glob("model/*"):
+                file.write_bytes(bytes(file.stat().st_size))
+    trainer = fit(tmp_path, places(tmp_path, often, seldom), resume="auto", log_level="CRITICAL", task=(task := Both()))
+    assert trainer.run.checkpoint.path == tmp_path / ("b" if "a" in (lacks, damaged) else "a") / "step-00000006"
+    assert torch.equal(task.weight, whole.weight)
+
+
+def test_checkpoints_of_another_run_are_left_alone(tmp_path):
+    fit(tmp_path, places(tmp_path, PLAIN, BEST))
+    before = contents(tmp_path)
+    for number, resume in enumerate((None, tmp_path / "b/step-00000004")):
+        with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+            fit(tmp_path / str(number), places(tmp_path, PLAIN, BEST), resume=resume)
+    with pytest.raises(ConfigError, match="b holds the checkpoints of another run"):  # newer ones than that
+        fit(tmp_path / "2", [lumen.ModelCheckpoint(dirpath=tmp_path / "b")], resume=tmp_path / "b/step-00000004")
+    assert contents(tmp_path) == before
+
+
+def test_without_a_monitor_where_it_is_looked_for_there_is_no_best_one(tmp_path):
+    trainer = fit(tmp_path, savers(PLAIN, {"monitor": "loss", "save_top_k": 0}))
+    plain, silent = trainer.checkpoint_callback, trainer.callbacks[-1]
+    assert (plain.monitor, silent.monitor) == (None, "loss")
+    assert plain.best_model_path == plain.last_model_path != ""  # as in Lightning
+    assert silent.best_model_path == ""
+    with pytest.raises(CheckpointError, match="no ModelCheckpoint that saves there has a monitor"):
+        trainer.validate(Both(), DATA, ckpt_path="best")
+
+
+def test_a_checkpoint_that_is_never_gone_on_from_does_not_say_which_is_best(tmp_path, capsys):
+    fit(tmp_path, savers(BEST, PLAIN))
+    folder = tmp_path / "runs/run/checkpoints"
+    shutil.copytree(folder / "step-00000004", folder / "exception-step-00000013")
+    assert shown(tmp_path / "runs/run", capsys) == [4]
+    for file in (folder / "step-00000012").glob("model/*"):
+        file.unlink()
+    assert shown(tmp_path / "runs/run", capsys) == [4]

@@ -1,0 +1,220 @@
+"""What is saved of a callback or a scheduler goes back to what it is of, wherever that stands in a list, or to none."""
+
+import logging
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from lumen.errors import CheckpointMismatch, ConfigError
+from lumen.optim import Warmup
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+LOSSES, SCORES = [5, 4, 6, 7, 8, 9], [10, 30, 20, 15, 12, 11]
+
+
+class Both(lumen.TaskModule):
+    """Logs a loss, of which less is better, and a score, of which more is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch):
+        return (self.weight - batch[0]).pow(2).mean()
+
+    def validation_step(self, batch):
+        self.log("loss", LOSSES[self.current_epoch])
+        self.log("score", SCORES[self.current_epoch])
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), lr=0.1)
+
+
+def fit(tmp_path, callbacks, epochs=3, **options):
+    data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
+    options = {"resume": "auto", "num_sanity_val_steps": 0, "log_level": "INFO"} | options
+    trainer = quiet_trainer(tmp_path, callbacks=callbacks, max_epochs=epochs, **options)
+    trainer.fit(Both(), data, val_dataloaders=data)
+    return trainer
+
+
+def told(caplog):
+    return [
+        record.getMessage().partition("step-00000006 ")[2] for record in caplog.records if "begin" in record.message
+    ]
+
+
+def stoppers():
+    return [lumen.EarlyStopping("loss", patience=9), lumen.EarlyStopping("score", patience=9, mode="max")]
+
+
+def savers():
+    return [lumen.ModelCheckpoint(monitor="loss", save_top_k=2), lumen.ModelCheckpoint(monitor="score", mode="max")]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_swapped_callbacks_go_on_with_their_own_state(tmp_path, caplog, order):
+    fit(tmp_path, [*stoppers(), *savers(), lumen.ModelCheckpoint(every_n_epochs=1, keep_last=9)])
+    stopping, saving = stoppers()[::order], savers()[::order]
+    with caplog.at_level(logging.INFO, "lumen"):
+        fit(tmp_path, [*stopping, *saving], epochs=6)
+    assert [(each.best_score, each.wait_count) for each in stopping[::order]] == [(4, 4), (30, 4)]
+    assert [[*each.best_k_models.values()] for each in saving[::order]] == [[4, 5], [30]]
+    assert told(caplog) == []
+
+
+@pytest.mark.parametrize("change", [{"monitor": "score"}, {"mode": "max"}])
+def test_a_state_of_another_monitor_or_mode_is_not_taken_over_and_this_is_one_line(tmp_path, caplog, change):
+    fit(tmp_path, [lumen.EarlyStopping("loss", patience=9), lumen.ModelCheckpoint(monitor="loss")])
+    other = {"monitor": "loss", "mode": "min"} | change
+    stopping, saving = lumen.EarlyStopping(patience=9, **other), lumen.ModelCheckpoint(**other)
+    with caplog.at_level(logging.INFO, "lumen"):
+        fit(tmp_path, [stopping, saving], epochs=6)
+    seen = {"score": 11, "loss": 9}[other["monitor"]]  # of epochs 3 to 5 only
+    assert (stopping.best_score, stopping.wait_count) == (saving.best_model_score, 0) == (seen, 0)
+    old, new = "{'monitor': 'loss', 'mode': 'min'}", repr(other)
+    assert told(caplog) == [
+        f"holds the state of EarlyStopping{old}, ModelCheckpoint{old}, which this run does not have; "
+        f"EarlyStopping{new}, ModelCheckpoint{new} begin anew"
+    ]
+
+
+def test_a_callback_that_finds_no_state_begins_anew(tmp_path, caplog):
+    fit(tmp_path, [])
+    with caplog.at_level(logging.INFO, "lumen"):
+        fit(tmp_path, [stopping := lumen.EarlyStopping("loss", patience=9)], epochs=6)
+    assert (stopping.best_score, stopping.wait_count) == (7, 2)
+    assert told(caplog) == ["holds no state of all: EarlyStopping{'monitor': 'loss', 'mode': 'min'} begins anew"]
+
+
+class Counting(lumen.Callback):
+    """Adds up the steps, times a factor."""
+
+    def __init__(self, factor):
+        self.factor, self.total = factor, 0
+
+    def on_step_end(self, trainer, task):
+        self.total += self.factor
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+class Named(Counting):
+    """Says what it is."""
+
+    @property
+    def state_key(self):
+        return self._generate_state_key(factor=self.factor)
+
+
+def test_callbacks_of_a_users_class_are_told_apart_by_their_key(tmp_path):
+    fit(tmp_path, [Named(1), Named(10)])
+    ten, one = swapped = [Named(10), Named(1)]
+    fit(tmp_path, swapped, epochs=6)
+    assert (one.total, ten.total) == (12, 120)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "key"),
+    [
+        (lambda: [Counting(1), Counting(10)], "Counting"),
+        (lambda: [lumen.EarlyStopping("loss"), lumen.EarlyStopping("loss", patience=9)], "EarlyStopping{'monitor'"),
+        (lambda: savers()[:1] * 1 + savers()[:1], "ModelCheckpoint{'monitor': 'loss'"),
+    ],
+)
+def test_states_that_could_not_be_told_apart_are_an_error_at_the_start(tmp_path, callbacks, key):
+    class Untrained(Both):
+        def training_step(self, batch):
+            raise AssertionError
+
+    trainer = quiet_trainer(tmp_path, callbacks=callbacks(), max_epochs=1)
+    with pytest.raises(ConfigError, match=f"the same state_key: {key}") as caught:
+        trainer.fit(Untrained(), loader())
+    assert "define the property state_key" in str(caught.value)
+
+
+def test_a_state_that_may_be_of_several_is_an_error(tmp_path):
+    fit(tmp_path, [Counting(1)])
+    with pytest.raises(ConfigError, match="the same state_key: Counting"):
+        fit(tmp_path, [Counting(1), Counting(10)], epochs=6, enable_checkpointing=False)
+
+
+def test_what_has_no_state_may_be_there_twice(tmp_path):
+    class Stateless(lumen.Callback):
+        pass
+
+    plain = [lumen.ModelCheckpoint(every_n_epochs=1), lumen.ModelCheckpoint(every_n_train_steps=5)]
+    fit(tmp_path, [Stateless(), Stateless(), *plain])
+    assert fit(tmp_path, [Stateless(), Stateless(), *plain], epochs=6).current_epoch == 6
+
+
+# ---------------------------------------------------------------------- schedulers
+
+
+class Scheduled(Regression):
+    """Two groups, and schedulers that a function makes."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.hparams.clear()
+        self.make = make
+
+    def configure_optimizers(self):
+        first, *rest = self.parameters()
+        optimizer = lumen.optim.MultiOptimizer([SGD([first], lr=0.5), SGD(rest, lr=0.25)])
+        return [optimizer], self.make(*optimizer.optimizers, optimizer)
+
+
+def one(kind, **options):
+    return lambda first, rest, both: [{"scheduler": kind(both), **options}]
+
+
+def plateau(monitor, **options):
+    return one(ReduceLROnPlateau, monitor=monitor, **options)
+
+
+HALVING = [lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step), lambda optimizer: StepLR(optimizer, 3)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [
+        (
+            lambda first, rest, both: [HALVING[0](first), HALVING[0](rest)],
+            lambda first, rest, both: [HALVING[0](rest), HALVING[0](first)],
+            ["LambdaLR of groups [0] every epoch", "LambdaLR of groups [1] every epoch"],
+        ),
+        (plateau("val_loss"), plateau("loss_epoch"), ["ReduceLROnPlateau of val_loss every epoch", "of loss_epoch"]),
+        (one(HALVING[1]), one(HALVING[1], interval="step"), ["StepLR every epoch", "StepLR every step"]),
+        (one(HALVING[1]), one(HALVING[1], frequency=2), ["StepLR every epoch", "StepLR every 2 epochs"]),
+        (
+            one(lambda both: Warmup(StepLR(both, 3), 2)),
+            one(lambda both: Warmup(CosineAnnealingLR(both, 9), 2)),
+            ["Warmup(StepLR) every epoch", "Warmup(CosineAnnealingLR) every epoch"],
+        ),
+        (
+            one(lambda both: SequentialLR(both, [StepLR(both, 3), HALVING[0](both)], [2])),
+            one(lambda both: SequentialLR(both, [HALVING[0](both), StepLR(both, 3)], [2])),
+            ["SequentialLR(StepLR, LambdaLR)", "SequentialLR(LambdaLR, StepLR)"],
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # torch's SequentialLR passes it itself
+def test_a_schedule_of_something_else_is_refused(tmp_path, before, after, names):
+    def train(make, **options):
+        trainer = quiet_trainer(tmp_path, log_level="CRITICAL", num_sanity_val_steps=0, **options)
+        trainer.fit(Scheduled(make), loader(16), val_dataloaders=loader(8))
+
+    train(before, max_epochs=1)
+    with pytest.raises(CheckpointMismatch) as caught:
+        train(after, max_epochs=2, resume="auto")
+    assert all(name in str(caught.value) for name in names)
+    train(before, max_epochs=2, resume="auto")

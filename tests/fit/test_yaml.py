@@ -1,0 +1,229 @@
+# ruff: noqa: E501 - a message stands on one line with what causes it
+"""YAML that would lose a setting, or the memory of the machine, is one error, wherever Lumen reads any."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lumen.cli import main, yaml_text
+from lumen.cli.yaml_text import MOST_LEVELS, dump_yaml, load_yaml
+from tests.helpers.cli_tasks import Spy
+
+CONFIG = """\
+seed_everything: 7
+model: {class_path: tests.helpers.cli_tasks.Line, init_args: {lr: 0.05}}
+data: {class_path: tests.helpers.cli_tasks.Points}
+trainer:
+  max_steps: 2
+  callbacks: {spy: tests.helpers.cli_tasks.Spy}
+  enable_progress_bar: false
+  enable_model_summary: false
+"""
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("line.yaml").write_text(CONFIG)
+    Spy.trainer = Spy.task = None
+
+
+@pytest.fixture
+def refused(capsys):
+    """What the command line says, in one line, about a config file, a file included after it, or words."""
+
+    def run(*words, config=None):
+        if config is not None:
+            Path("second.yaml").write_text(config)
+            words = ("--config", "second.yaml", *words)
+        assert main(["fit", "--config", "line.yaml", *words]) == 2
+        out, message = capsys.readouterr()
+        assert (out, message.count("\n"), message[:7]) == ("", 1, "error: ")
+        assert not Path("runs").exists()
+        return message.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+def bomb(levels, width=9):
+    """Nine lines are a billion values."""
+    lines = ["l0: &l0 [" + ", ".join(["lol"] * width) + "]"]
+    for level in range(1, levels):
+        lines.append(f"l{level}: &l{level} [" + ", ".join([f"*l{level - 1}"] * width) + "]")
+    return "model: {init_args: {widths:\n  {" + ",\n   ".join(lines) + "}}}\n"
+
+
+# ---------------------------------------------------------------------- a key twice
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("trainer:\n  max_steps: 3\n  min_steps: 1\n  max_steps: 4\n", "trainer.max_steps is set twice, in lines 2 and 4"),
+        ("trainer: {min_steps: 1}\nmodel: {}\ntrainer: {max_steps: 3}\n", "trainer is set twice, in lines 1 and 3"),
+        ("trainer:\n  callbacks:\n  - class_path: x\n    'class_path': y\n", "trainer.callbacks.0.class_path is set twice, in lines 3 and 4"),
+        ("trainer: {max_steps: 3, max_steps: 3}\n", "trainer.max_steps is set twice, in line 1"),
+        ("model: {init_args: {of: {yes: 1,\n true: 2}}}\n", "model.init_args.of.true is set twice, in lines 1 and 2"),
+    ],
+)  # fmt: skip
+def test_a_key_that_a_config_has_twice_is_named_with_both_its_lines(refused, config, said):
+    assert refused(config=config) == f"cannot read the config file second.yaml: {said}. Leave one of them out."
+
+
+def test_a_key_twice_in_a_value_of_the_command_line_or_the_environment_is_named(refused, monkeypatch):
+    said = "trainer.callbacks: early.patience is set twice, in line 1. Leave one of them out."
+    value = "{early: {class_path: EarlyStopping, patience: 1, patience: 2}}"
+    assert refused("--trainer.callbacks", value) == said
+    monkeypatch.setenv("LUMEN_FIT__TRAINER__CALLBACKS", value)
+    assert refused() == said
+
+
+def test_a_key_that_an_edited_config_of_a_run_has_twice_is_named(capsys):
+    assert main(["fit", "--config", "line.yaml"]) == 0
+    config = Path("runs/line/config.yaml")
+    config.write_text(config.read_text() + "seed_everything: 8\n")
+    for command in (["fit", "--config", str(config)], ["validate", "--ckpt_path", "runs/line"]):
+        capsys.readouterr()
+        assert main(command) == 2
+        assert "runs/line/config.yaml: seed_everything is set twice, in lines 1 and " in capsys.readouterr().err
+    assert main(["fit", "--config", "line.yaml", "--trainer.resume", "auto", "--trainer.max_steps", "3"]) == 0
+    assert load_yaml(config.read_text())["trainer"]["max_steps"] == 3
+    assert Path("runs/line/config-1.yaml").read_text().endswith("seed_everything: 8\n")  # it is kept, as any other
+
+
+def test_merge_keys_and_aliases_mean_what_they_mean_in_yaml():
+    text = "base: &base {lr: 1, width: 2}\nmore: &more {lr: 3}\nmodel: {<<: *base, <<: *more, width: 4}\nagain: *base\n"
+    assert load_yaml(text) == yaml.safe_load(text)
+    assert load_yaml(text)["model"]["width"] == 4
+    shared = CONFIG.replace("{lr: 0.05}", "&given {lr: 0.25}").replace("trainer:\n", "trainer: &trainer\n")
+    shared += "optimizer: {class_path: SGD, init_args: *given}\n"
+    Path("shared.yaml").write_text(shared)
+    assert main(["fit", "--config", "shared.yaml"]) == 0
+    assert (Spy.task.hparams.lr, Spy.trainer.optimizers[0].param_groups[0]["lr"]) == (0.25, 0.25)
+
+
+# ---------------------------------------------------------------------- more than can be meant
+
+
+def test_aliases_that_stand_for_more_than_memory_holds_are_an_error_before_they_do(refused):
+    assert refused(config=bomb(9)).startswith(
+        "cannot read the config file second.yaml: its aliases stand for more than 100,000 values (line "
+    )
+    merged = "a: &a {x0: 1}\n" + "".join(
+        f"{letter}: &{letter} {{<<: [{', '.join([f'*{before}'] * 30)}]}}\n" for before, letter in zip("abcde", "bcdef", strict=True)
+    )  # fmt: skip
+    assert "its aliases stand for more than 100,000 values" in refused(config=merged)
+    in_words = bomb(9).replace("\n", " ").removeprefix("model: {init_args: {widths:").strip()[:-2]
+    assert "its aliases stand for more than 100,000 values" in refused("--model.widths", in_words)
+
+
+def test_as_many_as_are_said_may_be_repeated(monkeypatch):
+    monkeypatch.setattr(yaml_text, "MOST_REPEATED", 100)
+    half = f"a: &a [{', '.join(['1'] * 49)}]\nb: *a\nc: *a\n"
+    found = load_yaml(half)
+    assert found["a"] == found["b"] == found["c"]
+    with pytest.raises(yaml.YAMLError, match="aliases stand for more than 100 values"):
+        load_yaml(half + "d: &d 1\ne: *d\n")
+    assert load_yaml(f"[{', '.join(['1'] * 1000)}]") == [1] * 1000  # written out there may be any number
+
+
+@pytest.mark.parametrize("config", ["a: &a [*a]\n", "a: &a {b: {c: *a}}\n", "model: &m {init_args: *m}\n"])
+def test_an_alias_of_what_it_is_part_of_is_an_error(refused, config):
+    said = refused(config=config)
+    assert said.startswith("cannot read the config file second.yaml: the alias *")
+    assert "stands for what it is part of (line 1, column " in said
+
+
+@pytest.mark.parametrize("nested", ["[" * 10_000, "{a: " * 10_000, "- " * 10_000, "? " * 10_000])
+def test_nesting_that_is_too_deep_is_an_error_before_the_stack_ends(refused, nested):
+    said = "it is nested more than 100 levels deep (line 1, column "
+    assert refused(config=nested).startswith(f"cannot read the config file second.yaml: {said}")
+    if nested[0] in "[{":
+        assert said in refused("--trainer.callbacks", nested)
+        widths = refused("--model.widths", nested)  # "[" is left to jsonargparse, for which it is no list then
+        assert "expected a list of int" in widths if nested[0] == "[" else said in widths
+
+
+def test_nesting_by_aliases_counts_too(refused):
+    steps = 40
+    chain = "a0: &a0 " + "[" * steps + "]" * steps + "\n"
+    chain += "".join(f"a{k}: &a{k} {'[' * steps}*a{k - 1}{']' * steps}\n" for k in range(1, 50))
+    assert "its aliases are nested more than 100 levels deep (line 3, column " in refused(config=chain)
+
+
+def test_what_is_nested_as_deep_as_may_be_is_used(capsys):
+    levels = MOST_LEVELS - 4  # model, init_args, label and the scalar
+    value = "[" * levels + "1" + "]" * levels
+    Path("second.yaml").write_text(f"model: {{class_path: deep.Deep, init_args: {{label: {value}}}}}\n")
+    Path("deep.py").write_text(
+        "from tests.helpers.cli_tasks import Line\n\nclass Deep(Line):\n"
+        "    def __init__(self, width: int, label=None):\n        super().__init__(width)\n"
+    )
+    words = ["fit", "--config", "line.yaml", "--config", "second.yaml"]
+    assert main([*words, "--print_config"]) == 0
+    assert load_yaml(capsys.readouterr().out)["model"]["init_args"]["label"] == load_yaml(value)
+    assert main(words) == 0
+    assert load_yaml(Path("runs/line/config.yaml").read_text())["model"]["init_args"]["label"] == load_yaml(value)
+
+
+# ---------------------------------------------------------------------- what is no YAML
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"trainer:\n\tmax_steps: 3\n", "while scanning for the next token: found character '\\t' that cannot start any token (line 2, column 1). YAML is indented by spaces, not by tabs."),
+        (b"name: \xff\xfe\n", "'utf-8' codec can't decode byte 0xff in position 6: invalid start byte. Save it as UTF-8."),
+        (b"a: b: c\n", "mapping values are not allowed here (line 1, column 5)."),
+        (b"a: \x00\n", "unacceptable character #x0000: special characters are not allowed in \"<unicode string>\", position 3."),
+        (b"a: 1\n---\nb: 2\n", "expected a single document in the stream: but found another document (line 2, column 1)."),
+        (b"a: !!int x\n", "invalid literal for int() with base 10: 'x'."),
+        (b"a: *b\n", "found undefined alias 'b' (line 1, column 4)."),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_yaml_is_one_line_that_says_where(refused, content, said):
+    Path("second.yaml").write_bytes(content)
+    assert refused("--config", "second.yaml") == f"cannot read the config file second.yaml: {said}"
+
+
+@pytest.mark.parametrize("content", ["- a\n", "3\n", "0\n", "false\n", "text\n", "[]\n", '""\n'])
+def test_a_file_of_anything_but_keys_is_said_to_be_so(refused, content):
+    said = refused(config=content)
+    assert said.startswith("the config file second.yaml: expected `key: value` lines, found ")
+
+
+def test_an_empty_file_sets_nothing():
+    for content in ("", "# nothing\n", "---\n", "null\n"):
+        Path("second.yaml").write_text(content)
+        assert main(["fit", "--config", "line.yaml", "--config", "second.yaml"]) == 0
+
+
+def test_what_is_no_file_is_said_to_be_so(refused):
+    Path("folder").mkdir()
+    assert refused("--config", "folder") == "cannot read the config file folder: Is a directory."
+    assert refused("--config", "nothing") == "cannot read the config file nothing: No such file or directory."
+    assert refused("--config") == "--config: no file is named. Write --config FILE."
+
+
+# ---------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1e-4", "010", "08", "00:15:00", "2026-01-31", "yes", "null", "~", "1_000", "0x1F", "1.", ".5", "<<", "=", "*a"],
+)
+def test_text_that_looks_like_something_else_is_text_again(value):
+    assert load_yaml(dump_yaml({"a": value})) == yaml.safe_load(dump_yaml({"a": value})) == {"a": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-4", 1e-4), ("010", 10), ("08", 8), ("1_000", 1000), ("-3", -3), ("00:15:00", "00:15:00"),
+     ("2026-01-31", "2026-01-31"), (".inf", float("inf")), ("yes", True), ("~", None)],
+)  # fmt: skip
+def test_values_are_those_of_yaml_1_2(text, value):
+    assert load_yaml(text) == value
+    assert type(load_yaml(text)) is type(value)

@@ -1,0 +1,312 @@
+"""What only a CUDA device can show; in which order it is asked for things is in `test_cuda_order.py`."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from lumen.errors import ConfigError, NonFiniteLoss
+from tests.helpers import ROOT
+from tests.helpers.tasks import bare_trainer, quiet_trainer, weights
+
+pytestmark = pytest.mark.cuda
+
+
+class Classifier(lumen.TaskModule):
+    """Forbids the host to wait for the device from step 5 to step 105."""
+
+    def __init__(self, *, logs=False, weighs=False):
+        super().__init__()
+        self.logs, self.weighs = logs, weighs
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+        self.losses = []
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        loss = torch.nn.functional.cross_entropy(self.net(inputs), targets)
+        self.losses.append(loss.detach())
+        if self.logs:
+            self.log("loss", loss, on_epoch=True)
+            self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        return (loss, float(len(inputs))) if self.weighs else loss
+
+    def on_before_zero_grad(self, optimizer):
+        if self.global_step in (5, 105):
+            torch.cuda.set_sync_debug_mode("error" if self.global_step == 5 else "default")
+
+    def on_exception(self, exception):
+        torch.cuda.set_sync_debug_mode("default")
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def batches(*, pin_memory):
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(7200, 16, generator=generator), torch.randint(4, (7200,), generator=generator)
+    return DataLoader(TensorDataset(inputs, targets), batch_size=32, pin_memory=pin_memory)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ({}, {}),
+        ({"logs": True}, {}),
+        ({"logs": True}, {"log_every_n_steps": 1, "logger": lumen.CSVLogger()}),
+        ({"weighs": True}, {}),
+        ({}, {"gradient_clip_val": 0.1}),
+        ({}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
+        ({}, {"accumulate_grad_batches": 2}),
+        ({"logs": True, "weighs": True}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    ],
+    ids=str,
+)
+def test_no_step_waits_for_what_it_has_queued(tmp_path, precision, task, options):
+    options = {"max_steps": 110, "precision": precision, "log_every_n_steps": 1000} | options
+    trainer = quiet_trainer(tmp_path, accelerator="cuda", **options)
+    trainer.fit(Classifier(**task), batches(pin_memory=True))  # no epoch ends, where it may wait
+    assert trainer.global_step == 110
+
+
+def test_batches_copied_on_a_stream_of_their_own_are_the_same(tmp_path):
+    losses = []
+    for device, pin_memory in (("cpu", False), ("cuda", False), ("cuda", True)):
+        torch.manual_seed(0)
+        task = Classifier()
+        quiet_trainer(tmp_path, accelerator=device, max_steps=4).fit(task, batches(pin_memory=pin_memory))
+        losses.append(torch.stack(task.losses).cpu())
+    torch.testing.assert_close(losses[1], losses[0])
+    assert torch.equal(losses[1], losses[2])
+
+
+# ---------------------------------------------------------------------- compiled, replayed as graphs
+
+
+class TwoModules(Classifier):
+    """Two modules that are compiled, one behind the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(4, 4)
+
+    def forward_loss(self, batch):
+        return torch.nn.functional.cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+    def training_step(self, batch):
+        return self.forward_loss(batch)
+
+    def validation_step(self, batch):
+        self.log("val", self.forward_loss(batch))
+
+    def predict_step(self, batch):
+        return self.head(self.net(batch[0]))
+
+
+GRAPHS = {"mode": "reduce-overhead"}
+
+
+@pytest.mark.time_limit(300)
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_graphs_train_validate_and_predict_what_the_plain_modules_do(tmp_path):
+    found = []
+    for setting in (None, GRAPHS):
+        torch.manual_seed(0)
+        task = TwoModules()
+        options = {"accelerator": "cuda", "compile": setting, "matmul_precision": "highest"}
+        trainer = bare_trainer(tmp_path, max_steps=24, val_check_interval=8, limit_val_batches=20, **options)
+        trainer.fit(task, batches(pin_memory=True), batches(pin_memory=True))
+        predictions = trainer.predict(task, batches(pin_memory=True))
+        assert {each.device.type for each in predictions} == {"cpu"}
+        found.append((weights(task).cpu(), trainer.callback_metrics["val"], torch.cat(predictions)))
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(compiled), torch.as_tensor(plain), rtol=1e-3, atol=1e-4)
+
+
+def test_graphs_and_several_micro_batches_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="gradients of a micro-batch"):
+        bare_trainer(tmp_path, accelerator="cuda", compile=GRAPHS, accumulate_grad_batches=2, max_steps=1).fit(
+            TwoModules(), batches(pin_memory=True)
+        )
+
+
+# ---------------------------------------------------------------------- losses, resume, fp16, memory
+
+
+class Breaks(Classifier):
+    """Its loss is NaN from one step on."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        return loss * float("nan") if self.global_step + 1 >= 7 else loss
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_loss_that_is_nan_is_named_by_its_step_and_no_checkpoint_comes_after_it(tmp_path, asynchronous):
+    saves = lumen.ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, asynchronous=asynchronous)
+    trainer = quiet_trainer(tmp_path, accelerator="cuda", max_steps=50, callbacks=[saves])
+    with pytest.raises(NonFiniteLoss, match="the loss of step 7 "):
+        trainer.fit(Breaks(), batches(pin_memory=True))
+    steps = sorted(path.name for path in (tmp_path / "runs/run/checkpoints").glob("step-*"))
+    assert steps[-1] == "step-00000006"
+
+
+class Drops(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, torch.nn.Dropout(0.3))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(tmp_path, precision, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    ends = []
+    for folder, parts in (("whole", [20]), ("parts", [7, 20])):
+        for steps in parts:
+            torch.manual_seed(0)
+            task = Drops()
+            trainer = quiet_trainer(
+                tmp_path / folder, accelerator="cuda", precision=precision, max_steps=steps, resume="auto",
+                deterministic=True,
+            )  # fmt: skip
+            trainer.fit(task, batches(pin_memory=True))
+        ends.append(weights(task).cpu())
+    assert torch.equal(*ends)
+
+
+class Overflows(Classifier):
+    """Its gradients overflow in the third step."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        return loss * 1e38 if self.trainer.run.progress.micro_batches == 3 else loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2, fused=True)
+
+
+def test_a_fused_optimizer_skips_an_update_that_overflows_and_it_counts_no_step(tmp_path):
+    trainer = bare_trainer(tmp_path, accelerator="cuda", precision="fp16", max_epochs=1, limit_train_batches=10)
+    trainer.fit(task := Overflows(), batches(pin_memory=True))
+    assert trainer.global_step == 9
+    assert torch.isfinite(weights(task)).all()
+
+
+class Slow(Classifier):
+    """The host is done with a step long before the device."""
+
+    def training_step(self, batch):
+        torch.cuda._sleep(20_000_000)
+        return super().training_step((batch[0][:32, :16], batch[1][:32]))
+
+
+def test_batches_that_the_host_has_sent_ahead_do_not_pile_up(tmp_path):
+    size = 1 << 22
+    data = TensorDataset(torch.zeros(64, size), torch.zeros(64, dtype=torch.int64))
+    trainer = bare_trainer(tmp_path, accelerator="cuda", max_steps=60)
+    trainer.fit(Slow(), DataLoader(data, 1, pin_memory=True))
+    assert torch.cuda.max_memory_allocated() < 6 * 4 * size
+
+
+@pytest.mark.cuda(devices=2)
+def test_a_loss_on_another_device_is_checked_there(tmp_path):
+    class Elsewhere(Breaks):
+        def training_step(self, batch):
+            return super().training_step(batch).to("cuda:1")
+
+    with pytest.raises(NonFiniteLoss, match="the loss of step 7 "):
+        bare_trainer(tmp_path, accelerator="cuda", max_steps=50).fit(Elsewhere(), batches(pin_memory=True))
+
+
+# ---------------------------------------------------------------------- several processes
+
+PREDICT = """
+import sys, torch, torch.distributed as dist, lumen
+from torch.utils.data import DataLoader, TensorDataset
+
+class Late(lumen.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(1024))
+
+    def predict_step(self, batch):
+        inputs = batch[0]
+        for _ in range(40):  # keeps the device behind the host
+            inputs = inputs @ self.weight
+        return inputs
+
+dist.init_process_group("gloo")  # NCCL refuses two processes on one device
+inputs = torch.arange(64 * 1024, dtype=torch.float32).reshape(64, 1024)
+trainer = lumen.Trainer(
+    accelerator="cuda", strategy="ddp", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, matmul_precision="highest",
+)
+predictions = trainer.predict(Late(), DataLoader(TensorDataset(inputs), 2, pin_memory=True))
+assert {each.device.type for each in predictions} == {"cpu"}
+assert torch.equal(torch.cat(predictions), inputs)
+print("the same")
+"""
+FAIL = """
+import lumen, os, torch
+from lumen.errors import TrainingError
+from tests.system.test_cuda import Classifier, batches
+
+class Fails(Classifier):
+    def training_step(self, batch):
+        if self.global_step == 3 and os.environ["RANK"] == "1":
+            raise TrainingError("a mistake on one rank")
+        return super().training_step(batch)
+
+lumen.Trainer(accelerator="cuda", strategy="ddp", max_steps=50, enable_progress_bar=False).fit(
+    Fails(), batches(pin_memory=True))
+"""
+
+
+def two(code, folder, limit_s, *, own_device):
+    """Run code in two processes; return their exit codes, outputs, and how long both took in seconds."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    began_s, started = time.monotonic(), []
+    for rank in (0, 1):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank if own_device else 0)}
+        place |= {"LOCAL_WORLD_SIZE": "2"} if own_device else {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
+        place |= {"GROUP_RANK": "0" if own_device else str(rank)}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                cwd=folder,
+                env={**os.environ, **world, **place},
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=limit_s)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [process.returncode for process in started], outputs, time.monotonic() - began_s
+
+
+def test_predictions_of_two_processes_are_those_of_their_samples(tmp_path):
+    codes, outputs, _ = two(PREDICT, tmp_path, 80, own_device=False)
+    assert codes == [0, 0], outputs
+    assert all("the same" in output for output in outputs)
+
+
+@pytest.mark.cuda(devices=2)
+def test_an_error_on_one_of_two_processes_ends_both_in_seconds(tmp_path):
+    codes, outputs, took_s = two(FAIL, tmp_path, 100, own_device=True)
+    assert codes == [1, 1], outputs
+    assert "a mistake on one rank" in outputs[1]
+    assert took_s < 60

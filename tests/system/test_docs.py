@@ -1,0 +1,118 @@
+"""What the documentation shows works as shown."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from lumen.cli import main
+from tests.helpers import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+def test_the_readme_task_runs_and_goes_on_when_run_again(tmp_path):
+    (script,) = blocks("python")
+    (tmp_path / "train.py").write_text(script)
+    for said in ("finished: ", "nothing to do"):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert said in done.stderr
+        assert "val_loss" in done.stdout
+    assert (tmp_path / "runs/regression/metrics.csv").exists()
+
+
+def test_the_readme_commands_run(tmp_path, monkeypatch, capsys):
+    """In their order, with few steps and small data."""
+    commands = [line.split("#")[0].split() for line in README.splitlines() if line.startswith("lumen ")]
+    assert [command[1] for command in commands] == ["fit", "fit", "fit", "validate", "predict", "runs", "export"]
+    small = {
+        "fit": ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=2"],
+        "validate": ["--trainer.limit_val_batches=2"],
+        "predict": ["--model.max_new_tokens=3"],
+        "runs": ["--verify"],
+        "export": [],
+    }
+    for entry in ("models", "datamodules"):
+        (tmp_path / entry).symlink_to(ROOT / entry)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for command in commands:
+        words = [word.strip('"') for word in _joined(command[1:])]
+        assert main([*words, *small[command[1]]]) == 0, command
+    printed = capsys.readouterr().out
+    assert "In the beginning" in printed
+    assert "runs/gpt-2 " in printed
+    assert "transformer.head.weight" in load_file("gpt.safetensors")
+
+
+def _joined(words):
+    """Words of a shell line, with a quoted one kept whole."""
+    line = " ".join(words)
+    return re.findall(r'"[^"]*"|\S+', line)
+
+
+DEVICES = (ROOT / "docs/devices.md").read_text()
+SHELL = [line.split("  #")[0] for line in DEVICES.splitlines() if line.startswith(("lumen ", "torchrun "))]
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("line", SHELL)
+def test_a_command_for_several_devices_runs(line, tmp_path):
+    small = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=2"]
+    _run_in_checkout(line.split() + small, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("config", re.findall(r"```yaml\n(.*?)```", DEVICES, re.S), ids=["DDP", "FSDP"])
+def test_a_config_for_several_devices_trains_the_gpt(config, tmp_path):
+    (tmp_path / "more.yaml").write_text(config)
+    words = ["lumen", "fit", "--config", "models/gpt.yaml", "--config", str(tmp_path / "more.yaml")]
+    _run_in_checkout([*words, "--trainer.max_steps=2", "--trainer.limit_val_batches=2"], tmp_path)
+
+
+def _run_in_checkout(words, tmp_path):
+    """Run a command line with the programs of this environment, on small models and short texts."""
+    words[:1] = [str(Path(sys.executable).with_name(words[0]))]
+    words += ["--model.preset=gpt-nano", f"--trainer.default_root_dir={tmp_path}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "finished: max_steps=2" in done.stderr
+
+
+def test_every_linked_file_exists():
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+        for link in re.findall(r"\]\(([^)#]+)\)", text):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "models").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_config_trains(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    overrides = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.val_check_interval=2"]
+    assert main(["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}", *overrides]) == 0
+    assert (tmp_path / config.stem / "config.yaml").exists()
+
+
+def test_the_readme_config_trains_on_top_of_an_example(tmp_path, monkeypatch):
+    (config,) = blocks("yaml")
+    (tmp_path / "more.yaml").write_text(config)
+    monkeypatch.chdir(ROOT)
+    words = ["--config", "models/digits.yaml", "--config", str(tmp_path / "more.yaml")]
+    small = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", f"--trainer.default_root_dir={tmp_path}"]
+    assert main(["fit", *words, *small]) == 0
+    saved = (tmp_path / "digits/config.yaml").read_text()
+    assert "class_path: torch.optim.AdamW" in saved
+    assert "interval: step" in saved

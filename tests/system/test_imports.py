@@ -1,0 +1,160 @@
+"""What a program imports and starts on its way to the first step."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+
+#: What takes longer to import than all of Lumen, and is not needed by each run.
+HEAVY = {
+    "fsspec", "jsonargparse", "rich", "tensorboard", "threadpoolctl", "torch.distributed.fsdp",
+    "torch.distributed.tensor", "torch.utils.flop_counter", "torchmetrics", "yaml",
+}  # fmt: skip
+TRAIN = """
+import lumen
+from tests.helpers.tasks import Regression, loader
+lumen.Trainer(max_steps=2, seed=1, num_sanity_val_steps=1, **{options}).fit(
+    Regression(), loader(), val_dataloaders=loader())
+"""
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+#: Prints the processes that are started from here on, by any means that Python knows.
+WATCH = """
+import os, sys
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system")
+sys.addaudithook(lambda event, args: print("started:", event, args, flush=True) if event in STARTS else None)
+"""
+
+
+def python(code, folder, *arguments):
+    """What a fresh interpreter prints."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=folder, env=environment, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def imported(code, folder):
+    """The modules that are there after some code."""
+    return set(
+        json.loads(python(f"{code}\nimport json, sys\nprint(json.dumps(list(sys.modules)))", folder).split("\n")[-2])
+    )
+
+
+def packages(modules):
+    """Those of them that do not come with Python."""
+    return {name.split(".")[0] for name in modules} - sys.stdlib_module_names
+
+
+def test_lumen_itself_waits_for_nothing(tmp_path):
+    assert packages(imported("import lumen", tmp_path) - imported("", tmp_path)) == {"lumen"}
+
+
+def test_the_names_of_a_script_bring_lumen_and_little_else(tmp_path):
+    before = imported("import torch", tmp_path)
+    added = imported("import torch\nfrom lumen import TaskModule, DataModule, Trainer", tmp_path) - before
+    found = {name for name in packages(added) if not name.startswith(("_cython", "cython"))}  # numpy's own
+    assert found <= {"lumen", "numpy"}  # numpy's generators, which are seeded
+    assert not HEAVY & (added | packages(added))
+
+
+def test_every_public_name_can_be_had_without_what_is_heavy(tmp_path):
+    before = imported("import torch", tmp_path)
+    sharded = {"DDP", "FSDP"}
+    added = imported(f"import lumen\nfor name in set(lumen.__all__) - {sharded}: getattr(lumen, name)", tmp_path)
+    assert not HEAVY & (added - before)
+
+
+#: Prints what is opened by a run, after some and after many others, but for source that torch reads where it is seeded.
+OPENED = """
+import os, sys, tempfile
+import lumen
+from tests.helpers.tasks import Regression, loader
+
+def fit():
+    trainer = lumen.Trainer(max_steps=2, seed=1, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(Regression(), loader())
+
+fit()
+kinds, opened = ("open", "os.listdir", "os.scandir"), []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event in kinds else None)
+for directories in (10, 100):
+    for number in range(2, directories):
+        os.makedirs(f"runs/regression-{number}", exist_ok=True)
+    opened.clear()
+    fit()
+    name = f"regression-{directories}"
+    paths = {os.path.relpath(each).replace(name, "NAME") for each in opened if not each.isdigit()}
+    print(*sorted(path for path in paths - {os.path.relpath(tempfile.gettempdir())} if not path.endswith(".py")))
+"""
+
+
+def test_a_later_run_opens_its_own_files_only_however_many_there_are_before_it(tmp_path):
+    few, many = python(OPENED, tmp_path).splitlines()[-2:]
+    assert few == many
+    assert {path for path in few.split() if not path.startswith("runs/NAME")} == {"runs"}
+
+
+def test_a_run_imports_nothing_heavy_that_it_does_not_use(tmp_path):
+    before = imported(
+        "from tests.helpers.tasks import Regression, loader\nRegression().configure_optimizers()", tmp_path
+    )
+    assert "torch._dynamo" in before  # of any optimizer
+    added = imported(TRAIN.format(options=QUIET), tmp_path) - before
+    assert not HEAVY & added
+
+
+def test_torchmetrics_is_not_imported_before_a_metric_is_logged(tmp_path):
+    assert "torchmetrics" not in imported(TRAIN.format(options={}), tmp_path)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"]])
+def test_the_command_says_what_it_can_do_without_torch(tmp_path, words):
+    modules = imported(f"from lumen.cli import main\nmain({words})", tmp_path)
+    assert not {"torch", "numpy", "rich", "yaml", "jsonargparse"} & modules
+
+
+def test_the_help_of_a_command_imports_neither_the_compiler_nor_torchmetrics(tmp_path):
+    modules = imported("from lumen.cli import main\ntry: main(['fit', '--help'])\nexcept SystemExit: print()", tmp_path)
+    assert not {"torch._dynamo", "torchmetrics", "fsspec", "tensorboard", "torch.distributed.fsdp"} & modules
+
+
+def started(printed):
+    """Which processes were started while a program printed."""
+    return {line for line in printed.split("\n") if line.startswith("started:")}
+
+
+def started_by_torch(folder):
+    """Those that the imports of an optimizer start: torch's builds for CUDA look for libraries."""
+    return started(
+        python(f"{WATCH}from tests.helpers.tasks import Regression\nRegression().configure_optimizers()", folder)
+    )
+
+
+def test_a_script_on_one_device_starts_no_other_process(tmp_path):
+    assert started(python(WATCH + TRAIN.format(options={}), tmp_path)) == started_by_torch(tmp_path)
+
+
+def test_the_command_that_is_started_is_the_process_that_trains(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom tests.helpers.tasks import Seeing, numbers\nimport lumen\n"
+        "from torch.utils.data import DataLoader\n"
+        "class Task(Seeing):\n"
+        "    def training_step(self, batch):\n"
+        "        print('trains in', os.getpid(), flush=True)\n"
+        "        return super().training_step(batch)\n"
+        "class Data(lumen.DataModule):\n"
+        "    def train_dataloader(self):\n"
+        "        return DataLoader(numbers(), 8)\n"
+    )
+    code = f"{WATCH}\nprint('command', os.getpid())\nfrom lumen.cli import main\nsys.exit(main())"
+    printed = python(code, tmp_path, "fit", "--model", "mine.Task", "--data", "mine.Data", "--trainer.max_steps", "2")
+    assert started(printed) == started_by_torch(tmp_path)
+    printed = printed.split("\n")
+    (command,) = [line.split()[-1] for line in printed if line.startswith("command")]
+    assert [line.split()[-1] for line in printed if line.startswith("trains in")] == [command] * 2

@@ -1,0 +1,584 @@
+"""Several processes: who starts them, how they end, and what is seen of it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import lumen
+from lumen.cli import main
+from lumen.distributed.cluster_environment import find
+from lumen.errors import ConfigError
+from lumen.strategies.factory import make_strategy, processes_of
+from tests.helpers import ROOT
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+SCRIPT = """
+import atexit, os, signal, sys, time
+from pathlib import Path
+import lumen
+from tests.helpers.tasks import Regression, loader
+
+class Task(Regression):
+    def training_step(self, batch):
+        if self.trainer.global_step == 1:
+            self.trouble()
+        if WAIT:
+            time.sleep(0.05)
+            Path("training").touch()
+        return super().training_step(batch)
+
+    def trouble(self):
+        rank = self.trainer.strategy.rank
+        if MODE == "error" and rank == 1:
+            raise KeyError("what the user did")
+        if MODE == "hang" and rank == 1:
+            this_is_where_it_hangs()
+        if MODE == "killed" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if MODE == "left" and rank == 1:
+            sys.exit(5)
+
+def threads():
+    return [(thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir()]
+
+def this_is_where_it_hangs():
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    MODE, steps, *rest = sys.argv[1:]
+    if MODE == "threads":  # fatal if one of them wants Python after its end
+        atexit.register(lambda: print(f"gloo's threads: {[name for name in threads() if 'gloo' in name]}"))
+    WAIT = MODE == "slow"
+    hanging = lumen.DDP(timeout_s=2, startup_timeout_s=8)
+    strategy = hanging if MODE == "hang" else os.environ.get("TEST_STRATEGY", "auto")
+    trainer = lumen.Trainer(
+        max_steps=int(steps), devices=int(rest[0]) if rest else None, strategy=strategy, name="run", resume="auto",
+        fast_dev_run=MODE == "fast",
+        accelerator=os.environ.get("TEST_ON", "cpu"), enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Task(), loader(40, 8))
+    with open("after", "a") as file:
+        file.write(f"{os.environ.get('RANK')} of {trainer.world_size}, step {trainer.global_step}\\n")
+"""
+SEEDED = """
+import os, torch
+from tests.helpers.cli_tasks import Line
+
+class Seeded(Line):
+    def __init__(self, width: int):
+        super().__init__(width)
+        open("drawn-" + os.environ["RANK"], "w").write(str(torch.rand(1)))
+"""
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    """A working directory and a temporary directory of its own, a script, and no processes from outside."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in os.environ:
+        if name.startswith(("LUMEN_", "SLURM_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+    Path("train.py").write_text(SCRIPT)
+    config = {
+        "seed_everything": 7,
+        "model": {"class_path": "tests.helpers.cli_tasks.Line", "init_args": {"lr": 0.05}},
+        "data": {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 24}},
+        "trainer": {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False},
+    }
+    Path("line.yaml").write_text(yaml.safe_dump(config))
+
+
+def start(*words, **environment):
+    return subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, **environment}, start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process, limit_s=90):
+    """The exit code and all output; no process of this test is left then."""
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its workers end with it
+        pytest.fail(f"not done after {limit_s} s\n{process.communicate()[0]}")
+    for _ in range(50):
+        if not (left := processes_here()):
+            return process.returncode, output
+        time.sleep(0.1)
+    pytest.fail(f"left behind: {left}\n{output}")
+
+
+def processes_here():
+    """The command and the number of every process that works in this test's directory, other than this one."""
+    here, found = os.getcwd(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(folder.name) != os.getpid() and os.readlink(folder / "cwd") == here:
+                found.append(((folder / "cmdline").read_text().replace("\0", " "), int(folder.name)))
+        except OSError:
+            continue
+    return [(command, number) for command, number in found if command]
+
+
+def run(*words, **environment):
+    return finish(start(*words, **environment))
+
+
+def left_in_tmp():
+    return [path for path in Path(os.environ["TMPDIR"]).iterdir() if path.name.startswith("lumen")]
+
+
+def steps():
+    return sorted(path.name for path in Path("runs/run/checkpoints").glob("step-*"))
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+def test_one_flag_runs_a_command_in_two_processes_and_the_saved_config_runs_again(tmp_path):
+    code, output = run("-m", "lumen", "fit", "--config", "line.yaml", "--trainer.devices", "2")
+    assert code == 0, output
+    assert output.count("the run is in runs/line\n") == output.count("model.width is 3, from data.width\n") == 1
+    assert output.count("finished: max_epochs=2 reached at step 6") == 1
+    saved = yaml.safe_load(Path("runs/line/config.yaml").read_text())
+    assert (saved["trainer"]["devices"], saved["trainer"]["strategy"], saved["seed_everything"]) == (2, "auto", 7)
+    assert not left_in_tmp()
+    words = ["test", "--config", "runs/line/config.yaml", "--ckpt_path", "last", "--output"]
+    code, output = run("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lumen", *words, "two.json")
+    assert code == 0, output
+    assert output.count("test_loss") == 1
+    assert main([*words, "one.json", "--trainer.devices", "1"]) == 0
+    one, two = (yaml.safe_load(Path(name).read_text())[0]["test_loss"] for name in ("one.json", "two.json"))
+    assert one == pytest.approx(two, rel=1e-6)
+
+
+def test_a_seed_that_nobody_set_is_the_same_in_all_processes():
+    Path("line.yaml").write_text(Path("line.yaml").read_text().replace("seed_everything: 7\n", ""))
+    Path("seeds.py").write_text(SEEDED)
+    words = ["--model", "seeds.Seeded", "--trainer.fast_dev_run", "true", "--trainer.devices", "2"]
+    code, output = run("-m", "lumen", "fit", "--config", "line.yaml", *words)
+    assert code == 0, output
+    assert Path("drawn-0").read_text() == Path("drawn-1").read_text()
+
+
+def test_what_is_wrong_in_all_processes_is_said_once_with_exit_code_2():
+    words = ["--trainer.devices", "2", "--trainer.gradient_clip_val", "-1"]
+    code, output = run("-m", "lumen", "fit", "--config", "line.yaml", *words)
+    assert code == 2
+    assert output.splitlines()[1:] == ["error: gradient_clip_val: must be more than 0 (None: no clipping), found -1.0."]
+    assert not left_in_tmp()
+
+
+def test_help_and_print_config_start_nothing():
+    words = ["-m", "lumen", "fit", "--config", "line.yaml", "--trainer.devices", "2"]
+    code, output = run(*words, "--print_config", LUMEN_LAUNCHER="1")  # it lives, and started somebody else
+    assert (code, yaml.safe_load(output)["trainer"]["devices"]) == (0, 2)
+
+
+# ---------------------------------------------------------------------- scripts
+
+
+@pytest.mark.slow
+def test_a_script_runs_anew_in_its_workers_and_what_follows_fit_never_in_an_untrained_process():
+    code, output = run("train.py", "fine", "4", "2")
+    assert code == 0, output
+    assert sorted(Path("after").read_text().splitlines()) == ["0 of 2, step 4", "1 of 2, step 4"]
+    assert output.count("finished: max_steps=4") == 1
+    assert not left_in_tmp()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["-c", "-m"])
+def test_a_program_of_another_kind_runs_anew_as_it_was_started(way):
+    words = {"-m": ["-m", "train"], "-c": ["-c", "import sys, runpy; runpy.run_path('train.py', run_name='__main__')"]}
+    code, output = run(*words[way], "fine", "2", "2")
+    assert code == 0, output
+    assert len(Path("after").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["-"], ["-i", "train.py", "fine", "2", "2"]])
+def test_a_program_that_cannot_be_started_again_is_refused_with_advice(words):
+    code = SCRIPT.replace("sys.argv[1:]", '["fine", "2", "2"]')
+    done = subprocess.run(
+        [sys.executable, *words], input=code if words == ["-"] else "", text=True, capture_output=True
+    )
+    assert "ConfigError: 2 devices need a process each" in done.stderr
+    assert "Write a script and run that" in done.stderr
+    assert not Path("after").exists()
+
+
+def test_several_devices_are_refused_under_pytest(tmp_path):
+    trainer = lumen.Trainer(max_steps=1, accelerator="cpu", devices=2, default_root_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"pytest runs it.*lumen fit.*torchrun --nproc-per-node 2"):
+        trainer.fit(Regression(), loader())
+    assert not list(tmp_path.glob("runs*"))
+
+
+# ---------------------------------------------------------------------- a rank that fails
+
+
+def fails_with_its_own_error_last():
+    code, output = run("train.py", "error", "9", "2")
+    lines = output.splitlines()
+    assert code == 1, output
+    assert lines[-2:] == ["KeyError: 'what the user did'", "The tracebacks of all ranks are in runs/run/logs."], output
+    assert output.count("Traceback") == 1, output
+    (folder,) = left_in_tmp()
+    assert f"rank 1 failed; the output of the ranks above 0 is in {folder}" in lines
+    assert not Path("after").exists()
+    (log,) = Path("runs/run/logs").glob("*-rank1.log")
+    assert log.read_text().endswith("KeyError: 'what the user did'\n")
+    assert "Traceback (most recent call last):" in log.read_text()
+    (first,) = Path("runs/run/logs").glob("*-rank0.log")
+    assert "failed: ProcessLost: rank 0 lost another process of the run" in first.read_text()
+    run_log = Path("runs/run/run.log").read_text()
+    assert run_log.endswith(first.read_text()[-200:])
+    code, output = run("-m", "lumen", "runs", "--json")
+    (shown,) = json.loads(output)
+    assert (code, shown["status"], shown["error"]) == (0, "failed", "KeyError: 'what the user did' (step 1)")
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_ends_the_job_with_its_own_traceback_last():
+    fails_with_its_own_error_last()
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(600)
+@pytest.mark.parametrize("time", range(20))
+def test_a_rank_that_raises_ends_the_job_20_times_of_20(time):
+    fails_with_its_own_error_last()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_an_error_with_the_stacks_of_all_ranks():
+    code, output = run("train.py", "hang", "9", "2")
+    assert code == 1, output
+    assert "lumen.errors.ProcessStuck: rank 0 waited for the other processes longer than timeout_s allows" in output
+    here, there = output.split("rank 0 waits here")[1].split("stands here:")
+    assert re.search(r"rank 1 \(pid \d+\)", here)
+    assert "in train_step" in here  # where rank 0 waits for gradients
+    assert re.search(r"line \d+ in this_is_where_it_hangs", there)
+    assert "set a longer timeout_s" in there
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "code", "said"),
+    [
+        ("killed", 137, "error: rank 1 was killed by SIGKILL. If nobody sent it, the system may have been short"),
+        ("left", 5, "error: rank 1 ended with exit code 5."),
+    ],
+)
+def test_a_rank_that_says_nothing_is_named(mode, code, said):
+    found, output = run("train.py", mode, "9", "2")
+    assert found == code, output
+    assert output.splitlines()[-1].startswith(said)
+    assert "ProcessLost" not in output
+
+
+@pytest.mark.slow
+def test_no_thread_of_gloo_outlives_the_run_of_a_process():
+    code, output = run("train.py", "threads", "4", "2")
+    assert (code, output.splitlines()[-1]) == (0, "gloo's threads: []")
+
+
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(2, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.torture)]
+)
+def test_exit_codes_are_right_for_all_of_five_jobs_at_a_time(rounds):
+    for number in range(rounds):
+        options = {"TEST_STRATEGY": ("ddp", "fsdp")[number % 2]}
+        jobs = [start("train.py", "fast", "1", "2", **options) for _ in range(5)]
+        outputs = [job.communicate()[0] for job in jobs]
+        assert [job.returncode for job in jobs] == [0] * 5, outputs
+
+
+# ---------------------------------------------------------------------- signals
+
+
+def wait_until_trained(process):
+    deadline = time.monotonic() + 60
+    while not Path("training").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_job_saves_and_goes_on_where_it_was(number):
+    process = start("train.py", "slow", "100000", "2")
+    wait_until_trained(process)
+    os.killpg(process.pid, number)  # as a terminal does
+    code, output = finish(process)
+    assert code == 128 + number, output
+    assert output.count(f"{number.name}: finishing this step") == 1
+    assert 'train.py slow 100000 2   # with Trainer(..., name="run", resume="auto")' in output
+    assert not Path("after").exists()
+    stopped = steps()[-1]
+    assert not left_in_tmp()
+    number = int(stopped.removeprefix("step-")) + 2
+    code, output = run("train.py", "fine", str(number), "2")
+    assert code == 0, output
+    assert f"going on from runs/run/checkpoints/{stopped}" in output
+    assert f"1 of 2, step {number}" in Path("after").read_text()
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", "slow", "100000")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("train.py", "slow", "100000", "2"), TORCHRUN], ids=["own launcher", "torchrun"])
+def test_one_request_to_all_processes_of_a_job_is_one_request(words):
+    process = start(*words)
+    wait_until_trained(process)
+    for _, number in processes_here():  # as systemd does for a service
+        os.kill(number, signal.SIGTERM)
+    code, output = finish(process)
+    assert code == (143 if words is not TORCHRUN else 1), output
+    assert output.count("SIGTERM: finishing this step") == 1
+    (stopped,) = set(re.findall(r"stopped at step (\d+)\. Go on with", output))
+    assert steps()[-1] == f"step-{int(stopped):08d}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("train.py", "slow", "100000", "2"), TORCHRUN], ids=["own launcher", "torchrun"])
+def test_workers_do_not_outlive_their_launcher(words):
+    process = start(*words)
+    wait_until_trained(process)
+    process.kill()
+    finish(process)
+    assert steps()
+
+
+@pytest.mark.slow
+def test_workers_whose_launcher_is_killed_while_they_import_torch_do_not_train():
+    importing = 'from pathlib import Path; import os, time; rank = os.environ.get("RANK"); Path(f"at-{rank}").touch()\n'
+    Path("train.py").write_text(importing + "time.sleep(2 * (rank is not None))\n" + SCRIPT)
+    process = start("train.py", "slow", "100000", "2")
+    while not (Path("at-0").exists() and Path("at-1").exists()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.kill()
+    _, output = finish(process)
+    assert f"the launcher of this job (process {process.pid}) has ended" in output
+    assert not Path("training").exists()
+
+
+# ---------------------------------------------------------------------- processes that others start
+
+
+def free_port():
+    with socket.socket() as place:
+        place.bind(("localhost", 0))
+        return place.getsockname()[1]
+
+
+def test_the_launcher_that_passes_the_local_rank_to_the_program_starts_a_run_too():
+    port = str(free_port())
+    launcher = ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "--master-port", port]
+    code, output = run(*launcher, "-m", "lumen", "fit", "--config", "line.yaml")
+    assert code == 0, output
+    assert output.count("finished: max_epochs=2 reached at step 6") == 1
+    assert "option" not in output
+    assert json.loads(Path("runs/line/environment.json").read_text())["processes"] == 2
+
+
+@pytest.mark.parametrize("spelt", ["--local-rank", "--local_rank"])
+def test_a_local_rank_is_only_taken_from_the_launcher_that_says_so_in_the_environment_too(monkeypatch, capsys, spelt):
+    words = [f"{spelt}=0", "fit", "--config=line.yaml", "--print_config"]
+    assert main(words) == 2
+    assert "local" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main(words) == 0
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(words) == 2
+
+
+@pytest.mark.slow
+def test_two_agents_complete_a_run_on_two_nodes():
+    port = free_port()
+    agent = [
+        "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", f"localhost:{port}", "--local-addr", "localhost", "train.py", "fine", "4",
+    ]  # fmt: skip
+    nodes = [start(*agent) for _ in range(2)]
+    outputs = [node.communicate(timeout=90)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert sorted(Path("after").read_text().splitlines()) == ["0 of 2, step 4", "1 of 2, step 4"]
+    assert "".join(outputs).count("finished: max_steps=4") == 1
+
+
+RESTARTED = """
+import os, signal, sys, time
+import lumen
+from tests.helpers.tasks import Regression, loader
+
+ATTEMPT, RANK, KILLS = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"]), int(sys.argv[1])
+
+class Task(Regression):
+    def training_step(self, batch):
+        if self.trainer.global_step == 2 + ATTEMPT and ATTEMPT < KILLS and RANK == ATTEMPT % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch)
+
+if ATTEMPT and RANK == 1:
+    time.sleep(float(sys.argv[2]))  # the other one is there long before
+for steps in (1, 6):
+    trainer = lumen.Trainer(
+        max_steps=steps, accelerator="cpu", name="run", seed=5,
+        callbacks=[lumen.ModelCheckpoint(every_n_train_steps=1)],
+        log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Task(), loader(40, 8))
+"""
+
+
+def restarted(kills, late_s, *options):
+    """The records of both runs of a program that torchrun starts again `kills` times."""
+    Path("restarted.py").write_text(RESTARTED)
+    code, output = run(
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(kills), *options,
+        "restarted.py", str(kills), str(late_s),
+    )  # fmt: skip
+    assert code == 0, output
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["run", "run-2"], output
+    assert output.count("going on from runs/run-2/checkpoints/") == kills
+    records = [Path("runs", name, "metrics.csv").read_bytes() for name in ("run", "run-2")]
+    shutil.rmtree("runs")
+    return records
+
+
+SHARED_STORE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize(
+    ("times", "kills", "late_s"),
+    [(1, 2, 4), pytest.param(20, 1, 0, marks=pytest.mark.torture)],
+    ids=["a late rank", "20 times of 20"],
+)
+def test_what_torchrun_starts_again_goes_on_in_the_directories_that_it_had(times, kills, late_s):
+    undisturbed = restarted(0, 0)
+    for _ in range(times):
+        assert restarted(kills, late_s, *SHARED_STORE) == undisturbed
+
+
+def test_the_tasks_of_a_slurm_step_are_used_as_they_are():
+    common = {
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0",
+    }  # fmt: skip
+    ranks = [
+        start("train.py", "fine", "4", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **common) for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert Path("after").read_text().splitlines() == ["None of 2, step 4"] * 2
+    assert "".join(outputs).count("finished: max_steps=4") == 1
+
+
+SLURM = {
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "5", "SLURM_PROCID": "4", "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2", "SLURM_NNODES": "3", "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_NODELIST": "gpu[03-05,9],big1",
+}  # fmt: skip
+
+
+def test_slurm_says_who_a_process_is():
+    found = find(SLURM)
+    assert (found.by, found.rank, found.world_size, found.local_rank, found.local_world_size) == ("SLURM", 4, 5, 0, 1)
+    assert (found.node, found.nodes) == (2, 3)
+    assert re.fullmatch(r"tcp://gpu03:(1[5-9]|2\d)\d{3}", found.address)
+    assert find({**SLURM, "SLURM_JOB_ID": "78"}).address != found.address
+    assert find({**SLURM, "MASTER_ADDR": "there", "MASTER_PORT": "99"}).address == "tcp://there:99"
+    assert find({**SLURM, "SLURM_NODELIST": "login1,gpu[1-2]"}).address.startswith("tcp://login1:")
+
+
+@pytest.mark.parametrize(
+    "change", [{"SLURM_STEP_ID": ""}, {"SLURM_STEP_ID": "4294967290"}, {"SLURM_STEP_NUM_TASKS": "1"}],
+    ids=["batch script", "interactive step", "one task"],
+)  # fmt: skip
+def test_one_process_of_slurm_is_alone(change):
+    assert find({**SLURM, **change}).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "message"),
+    [
+        ({}, {"devices": 4}, "devices: 4 asked for, but torchrun started 2 processes of this run on this node"),
+        ({}, {"devices": 1}, "devices: 1 asked for, but torchrun started 2"),
+        ({}, {"num_nodes": 2}, "num_nodes: 2 asked for, but torchrun started 1 nodes"),
+        ({}, {"strategy": "single"}, "SingleDevice runs one process, but torchrun started 2. Use strategy: ddp"),
+        ({"RANK": "2"}, {}, "says process 2 of 2"),
+        ({"RANK": "first"}, {}, "RANK: expected a number, found 'first'"),
+        (None, {"num_nodes": 2, "devices": 4}, "torchrun --nnodes 2 --nproc-per-node 4"),
+        (None, {"devices": 0}, "devices: expected a number of devices or auto, found 0"),
+        (None, {"strategy": "single", "devices": 2}, "runs one process, but devices asks for 2"),
+        (None, {"strategy": "dp"}, "one process for several devices.*Use ddp"),
+        (None, {"strategy": "ddp_find_unused_parameters_true"}, "lumen.DDP.*find_unused_parameters: true"),
+    ],
+)
+def test_what_is_asked_for_and_what_is_there_must_agree(monkeypatch, environment, options, message):
+    found = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {} if environment is None else {**found, **environment}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        lumen.Trainer(max_steps=1, accelerator="cpu", **options)
+
+
+def test_a_strategy_follows_from_the_processes(monkeypatch):
+    assert isinstance(make_strategy("auto", "cpu"), lumen.SingleDevice)
+    assert processes_of("auto", None, "cpu").world_size == processes_of(-1, None, "cpu").world_size == 1
+    asked = make_strategy("auto", "cpu", 2)
+    assert isinstance(asked, lumen.DDP)
+    assert asked.processes.are_missing
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    mine = lumen.DDP(bucket_cap_mb=1)
+    assert make_strategy(mine, "cpu", 2) is mine
+    assert (mine.rank, mine.world_size, mine.processes.are_missing) == (1, 2, False)
+    assert mine.device == torch.device("cpu")
+
+
+def test_ddp_with_one_process_starts_no_other(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_steps=2, accelerator="cpu", strategy="ddp", enable_checkpointing=False)
+    trainer.fit(Regression(), loader())
+    assert (trainer.global_step, trainer.world_size) == (2, 1)
+    trainer.strategy.processes.close()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.cuda(devices=2)
+def test_two_gpus_train_over_nccl():
+    code, output = run("train.py", "fine", "4", "2", TEST_ON="cuda")
+    assert code == 0, output
+    assert sorted(Path("after").read_text().splitlines()) == ["0 of 2, step 4", "1 of 2, step 4"]
+
+
+@pytest.mark.cuda
+def test_one_gpu_opens_nccl_and_closes_it():
+    code, output = run("train.py", "fine", "4", TEST_ON="cuda", TEST_STRATEGY="ddp")
+    assert code == 0, output

@@ -1,0 +1,864 @@
+"""Checkpoints in an object store: a real server, real HTTP, real kills."""
+
+import errno
+import hashlib
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import count
+from pathlib import Path, PurePath
+
+import fsspec
+import pytest
+import safetensors.torch
+import torch
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+import lumen
+from lumen.checkpoint import as_place, object_store, storage_of
+from lumen.checkpoint.files import new_file
+from lumen.checkpoint.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
+from lumen.checkpoint.object_store import ObjectStore
+from lumen.checkpoint.places import exists
+from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.writer import write_checkpoint
+from lumen.cli import main
+from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone, ConfigError
+from tests.helpers import ROOT
+from tests.helpers.checkpoints import FILES, assert_small, small
+from tests.helpers.tasks import Regression, Saving, loader, quiet_trainer
+
+SERVER = """
+import logging
+from moto.server import ThreadedMotoServer
+logging.getLogger("werkzeug").disabled = True
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(*server.get_host_and_port(), flush=True)
+input()
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    """What a process needs in its environment to use the store."""
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=-1, stdout=-1, stderr=-3, text=True)
+    host, port = process.stdout.readline().split()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing",
+        "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "2",
+    }  # fmt: skip
+    yield environment
+    forget_clients()
+    store.cache_clear()
+    process.communicate("")
+
+
+@pytest.fixture
+def bucket(server, monkeypatch, buckets=count()):  # noqa: B008 (one counter for all tests)
+    """A new bucket, as this process sees it."""
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    name = f"bucket-{next(buckets)}"
+    store().mkdir(name)
+    return as_place(f"s3://{name}")
+
+
+@pytest.fixture
+def memory():
+    """A place in the memory of this process."""
+    yield as_place("memory://bucket")
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(params=["memory", "bucket"])
+def place(request):
+    """Each kind of store."""
+    return request.getfixturevalue(request.param)
+
+
+@cache
+def store():
+    """A client of its own, which shares no cache with Lumen's."""
+    return fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+
+
+def forget_clients():
+    """The next client looks at the environment again."""
+    fsspec.filesystem("s3").clear_instance_cache()
+
+
+def flip(path):
+    """Change the last byte of an object."""
+    files, name = fsspec.core.url_to_fs(str(path))
+    data = bytearray(files.cat_file(name))
+    data[-1] ^= 1
+    files.pipe_file(name, bytes(data))
+
+
+def put(path, data=b"x"):
+    files, name = fsspec.core.url_to_fs(str(path))
+    files.pipe_file(name, data)
+
+
+def data_of(path):
+    files, name = fsspec.core.url_to_fs(str(path))
+    return files.cat_file(name)
+
+
+def drop(path):
+    files, name = fsspec.core.url_to_fs(str(path))
+    files.rm_file(name)
+
+
+def copy(path, other):
+    put(other, data_of(path))
+
+
+def names(place):
+    return storage_of(place).names(place)
+
+
+# ---------------------------------------------------------------------- places
+
+
+def files_of(checkpoint):
+    """The objects of a checkpoint, by their names without what sets them apart from those of another save."""
+    found = storage_of(checkpoint).files(checkpoint)
+    return {re.sub(r"-[0-9a-f]{8}\b", "", name): checkpoint / name for name in found}
+
+
+def test_a_url_is_joined_and_compared_as_a_path_and_no_file_function_takes_it():
+    folder = as_place("s3://bucket/run/checkpoints/")
+    path = folder / "step-1"
+    assert str(path) == f"{path}" == "s3://bucket/run/checkpoints/step-1"
+    assert (path.name, path.parent, path.with_name("b")) == ("step-1", folder, folder / "b")
+    assert {path, as_place(str(path)), pickle.loads(pickle.dumps(path))} == {path}
+    assert str(pickle.loads(pickle.dumps(path))) == str(path)
+    assert str(as_place("memory://a") / "b") == "memory://a/b"
+    assert not isinstance(path, Path)
+    assert isinstance(path, PurePath)
+    for use in (
+        open,
+        os.listdir,
+        shutil.rmtree,
+        os.path.realpath,
+        os.mkdir,
+        os.stat,
+        Path.mkdir,
+        Path.stat,
+        Path.touch,
+    ):
+        with pytest.raises(TypeError, match="s3://bucket/run/checkpoints/step-1 is not on this machine"):
+            use(path)
+
+
+def test_a_url_that_pathlib_has_spoilt_and_one_with_wildcards_are_refused(tmp_path):
+    assert as_place(f"file://{tmp_path}") == as_place(tmp_path) == tmp_path
+    assert type(as_place("runs/a*b")) is type(tmp_path)
+    with pytest.raises(ConfigError, match=r"s3:/bucket: pathlib takes slashes out of URLs\. Give a string"):
+        lumen.ModelCheckpoint(dirpath=Path("s3://bucket"))
+    with pytest.raises(ConfigError, match=r"'\*' would be a wildcard"):
+        lumen.ModelCheckpoint(dirpath="s3://bucket/*")
+
+
+def test_checkpoints_are_written_found_and_read_there(place):
+    folder = place / "run"
+    assert find_checkpoints(folder) == []
+    assert newest_valid(folder, print) is None
+    for step in (9, 10, 100, 1):
+        assert_small(small(folder / f"step-{step}", value=float(step)), value=float(step))
+    assert [path.name for path in find_checkpoints(folder)] == ["step-1", "step-9", "step-10", "step-100"]
+    assert newest_valid(folder, print).path == folder / "step-100"
+    assert sorted(files_of(folder / "step-1")) == sorted(FILES)
+    remove_checkpoint(folder / "step-1")
+    assert [path.name for path in find_checkpoints(folder)] == ["step-9", "step-10", "step-100"]
+    assert sorted(names(folder)) == ["step-10", "step-100", "step-9"]
+    assert_small(folder / "step-10", value=10.0)
+
+
+def test_a_committed_checkpoint_is_never_overwritten(place):
+    small(place / "step-1")
+    with pytest.raises(CheckpointError, match=r"/step-1 holds a committed checkpoint, which is never overwritten"):
+        small(place / "step-1", value=2.0)
+    assert_small(place / "step-1")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_damaged_file_is_found_and_named_and_the_checkpoint_before_it_is_used(memory, name):
+    for damage in (flip, lambda path: put(path, data_of(path)[:-1]), drop):
+        small(memory / "step-1")
+        file = files_of(small(memory / "step-2"))[name]
+        damage(file)
+        is_gone = name == "manifest.json" and damage is drop
+        with pytest.raises(CheckpointDamaged, match="/step-2 is not there" if is_gone else file.name):
+            Checkpoint.open(memory / "step-2")
+        reports = []
+        assert newest_valid(memory, reports.append).path == memory / "step-1"
+        assert len(reports) == (not is_gone)
+        MemoryFileSystem.store.clear()
+
+
+def test_setting_aside_frees_the_name_and_keeps_the_bytes(place):
+    for k in (1, 2):
+        small(place / "step-1", value=float(k))
+        assert set_aside(place / "step-1") == place / f"step-1.damaged-{k}"
+        assert_small(place / f"step-1.damaged-{k}", value=float(k))
+    assert find_checkpoints(place) == []
+    assert not exists(place / "step-1")
+
+
+def test_a_removal_cut_short_leaves_no_half_checkpoint(place, monkeypatch):
+    path = small(place / "step-1")
+
+    def fail(objects):
+        raise OSError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_store, "remove_objects", fail)
+        with pytest.raises(CheckpointError, match=r"cannot remove .*step-1: gone"):
+            remove_checkpoint(path)
+    assert exists(path / "state.json")
+    assert find_checkpoints(place) == []
+    assert newest_valid(place, pytest.fail) is None
+    assert_small(small(path, value=2.0), value=2.0)  # what is left is in nobody's way
+
+
+@pytest.mark.parametrize("how", ["removed", "being removed"])
+def test_what_is_removed_before_its_turn_is_no_damage_and_the_place_is_looked_at_again(place, how):
+    for step in (1, 2, 3):
+        small(place / f"step-{step}", value=float(step))
+    flip(files_of(place / "step-3")["state.json"])
+    reports = []
+
+    def report(said):
+        reports.append(said)
+        small(place / "step-4", value=4.0)
+        if how == "removed":
+            remove_checkpoint(place / "step-2")
+        else:  # the manifest goes first
+            drop(place / "step-2/manifest.json")
+
+    assert newest_valid(place, report).path == place / "step-4"
+    assert [said[:17] for said in reports] == ["step-3 is damaged"]
+    flip(place / "step-4/manifest.json")
+    assert newest_valid(place, reports.append).path == place / "step-1"
+    assert [said[:17] for said in reports[1:]] == ["step-4 is damaged", "step-3 is damaged"]
+
+
+@pytest.mark.parametrize("how", ["removed", "being removed"])
+def test_what_is_removed_while_it_is_verified_is_no_damage(place, how, monkeypatch):
+    small(place / "step-1")
+    last = files_of(small(place / "step-2"))["optimizer/00000-00000.safetensors"]
+    digest = hashlib.file_digest
+
+    def removing(file, algorithm):
+        patch.undo()
+        if how == "removed":
+            remove_checkpoint(place / "step-2")
+        else:
+            drop(place / "step-2/manifest.json")
+            drop(last)
+        return digest(file, algorithm)
+
+    with monkeypatch.context() as patch:  # the place needs its environment
+        patch.setattr(hashlib, "file_digest", removing)
+        assert newest_valid(place, pytest.fail).path == place / "step-1"
+
+
+def test_what_is_removed_after_it_was_opened_is_said_to_be_gone(place):
+    checkpoint = Checkpoint.open(small(place / "step-1"))
+    remove_checkpoint(place / "step-1")
+    for read in (partial(checkpoint.tensor, "model", "a"), partial(Checkpoint.open, checkpoint.path)):
+        with pytest.raises(CheckpointGone, match=r"/step-1 is not there, or was removed while it was read"):
+            read()
+
+
+def test_what_is_left_over_is_cleaned_and_nothing_else(place):
+    kept = [small(place / "step-1"), place / "exception-step-00000002"]
+    for path in files_of(kept[0]).values():
+        copy(path, kept[1] / path.relative_to(kept[0]))
+    flip(small(place / "step-4") / "manifest.json")
+    for name in (
+        "step-3/model/00000-00000.safetensors",
+        "step-3-validating/state.json",
+        "probe.tmp-01234567/state.json",
+    ):
+        put(place / name)
+    for name in ("notes.txt", "probe.tmp-0123abcd", "step-8", "step-5/model.safetensors", "step-6/model/x.safetensors"):
+        put(place / name)  # of others
+    put(place / "exception-step-00000009/state.json")
+    put(place / "step-100/state.json")
+    clean_leftovers(place)
+    of_others = ["notes.txt", "probe.tmp-0123abcd", "step-8", "step-5", "step-6"]
+    assert sorted(names(place)) == sorted(["exception-step-00000002", "step-1", "step-4", *of_others])
+    for path in kept:
+        assert_small(path)
+
+
+@pytest.mark.parametrize(
+    ("at", "name"), [("", "notes.txt"), ("app", "manifest.json"), ("step-1", "model.safetensors"), ("step-1", "a/b")]
+)
+def test_what_was_never_a_checkpoint_is_left_alone(place, at, name):
+    folder = place / at if at else place
+    put(folder / name)
+    with pytest.raises(CheckpointError, match="is there already and is no checkpoint"):
+        write_checkpoint(folder, {"model": {"w": torch.ones(2)}}, {}, info={})
+    assert storage_of(folder).files(folder) == [name]
+
+
+def test_no_name_of_an_object_comes_again_although_the_checkpoint_does(place):
+    before = set(files_of(small(place / "step-1")).values())
+    remove_checkpoint(place / "step-1")
+    again = set(files_of(small(place / "step-1")).values())
+    assert before & again == {place / "step-1/manifest.json", place / "step-1/state.json"}
+
+
+def test_what_another_process_does_is_seen_at_once(bucket):
+    small(bucket / "step-1")
+    assert [path.name for path in find_checkpoints(bucket)] == ["step-1"]
+    other = store()
+    other.copy(f"{bucket.name}/step-1", f"{bucket.name}/step-2", recursive=True)
+    assert [path.name for path in find_checkpoints(bucket)] == ["step-1", "step-2"]
+    assert_small(bucket / "step-2")
+    other.rm(f"{bucket.name}/step-1", recursive=True)
+    assert [path.name for path in find_checkpoints(bucket)] == ["step-2"]
+    assert names(bucket) == ["step-2"]
+    assert not exists(bucket / "step-1")
+
+
+# ---------------------------------------------------------------------- uploads
+
+
+@pytest.mark.parametrize("megabytes", [1, 40], ids=["one request", "in parts"])
+def test_an_upload_that_fails_leaves_no_object_and_no_parts(bucket, megabytes):
+    def upload(path):
+        with new_file(path) as file:
+            file.write(bytes(megabytes << 20))
+            raise KeyError(path.name)
+
+    with pytest.raises(KeyError):
+        upload(bucket / "a")
+    assert not exists(bucket / "a")
+    assert store().list_multipart_uploads(bucket.name) == []
+
+
+def test_an_object_of_another_size_than_was_written_is_an_error(memory, monkeypatch):
+    monkeypatch.setattr(MemoryFile, "write", lambda self, data: super(MemoryFile, self).write(data[:-1]))
+    with pytest.raises(CheckpointError, match=r"memory://bucket/a: it has 9 bytes instead of 10 after the upload"):  # noqa: SIM117
+        with new_file(memory / "a") as file:
+            file.write(bytes(10))
+
+
+def test_a_large_object_is_read_where_one_wants(bucket):
+    data = os.urandom(40 << 20)
+    with new_file(bucket / "a") as file:
+        file.write(data)
+    for whole in (False, True):
+        with storage_of(bucket).open(bucket / "a", whole=whole) as file:
+            assert file.read(8) == data[:8]
+            file.seek(17 << 20)
+            into = bytearray(20 << 20)
+            assert file.readinto(into) == len(into)
+            assert into == data[17 << 20 : 37 << 20]
+            assert file.read() == data[37 << 20 :]
+            assert file.read(1) == b""
+
+
+@pytest.fixture
+def requests(memory, monkeypatch):
+    """How often each file in memory was asked for, and in what way."""
+    counted = Counter()
+
+    def counting(method):
+        asked = getattr(MemoryFileSystem, method)
+
+        def ask(self, path, *args, **options):
+            counted[method, path.rpartition("/")[2]] += 1
+            return asked(self, path, *args, **options)
+
+        monkeypatch.setattr(MemoryFileSystem, method, ask)
+
+    for method in ("info", "cat_file", "ls"):
+        counting(method)
+    return counted
+
+
+def mixed(path):
+    """A checkpoint of one file of 10 MiB: many small tensors of several dtypes, and a few large ones."""
+    tensors = {}
+    for k in range(100):
+        tensors[f"{k}.weight"] = torch.randn(100 if k % 25 else 500_000 + k)
+        tensors[f"{k}.half"] = torch.randn(9001).bfloat16()
+        tensors[f"{k}.count"] = torch.tensor(k)
+        tensors[f"{k}.empty"] = torch.empty(0, 3)
+    write_checkpoint(path, {"model": tensors}, {}, info={})
+    return tensors
+
+
+def test_to_read_many_tensors_takes_few_requests(memory, requests):
+    tensors = mixed(memory / "step-1")
+    requests.clear()
+    checkpoint = Checkpoint.open(memory / "step-1")
+    assert requests.total() < 20
+    requests.clear()
+    assert all(torch.equal(checkpoint.tensor("model", name), tensor) for name, tensor in tensors.items())
+    mebibytes = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
+    large = sum(tensor.nbytes > 2**20 for tensor in tensors.values())
+    assert large == 4
+    assert requests.total() <= mebibytes + 1 + 2 * large
+    assert {method for method, _ in requests} == {"cat_file"}
+
+
+def test_a_few_tensors_far_apart_are_read_without_the_others(memory, requests):
+    tensors = mixed(memory / "step-1")
+    checkpoint = Checkpoint.open(memory / "step-1")
+    requests.clear()
+    for name in ("3.count", "99.half"):
+        assert torch.equal(checkpoint.tensor("model", name), tensors[name])
+    assert requests.total() == 2
+
+
+def test_several_threads_read_one_checkpoint(place):
+    tensors = mixed(place / "step-1")
+    checkpoint = Checkpoint.open(place / "step-1")
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(partial(checkpoint.tensor, "model"), tensors))
+    assert all(map(torch.equal, found, tensors.values()))
+
+
+def test_a_box_of_a_large_tensor_is_read_there(memory):
+    tensor = torch.randn(3000, 1000)
+    write_checkpoint(memory / "step-1", {"model": {"w": tensor}}, {}, info={})
+    checkpoint = Checkpoint.open(memory / "step-1")
+    for rows, columns in ((7, 2500), (0, 1000)), ((1, 3000), (3, 998)), ((2998, 3000), (999, 1000)), ((5, 5), (0, 9)):
+        box = checkpoint.part("model", "w", (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
+        assert torch.equal(box, tensor[slice(*rows), slice(*columns)])
+
+
+@pytest.mark.parametrize("left", [0, 1000, 3 << 20])
+def test_an_object_that_becomes_shorter_after_the_checkpoint_was_opened_is_named(place, left):
+    write_checkpoint(place / "step-1", {"model": {"w": torch.ones(1 << 20), "b": torch.ones(9)}}, {}, info={})
+    checkpoint = Checkpoint.open(place / "step-1")
+    file = files_of(place / "step-1")["model/00000-00000.safetensors"]
+    put(file, data_of(file)[:left])
+    for name in ("w", "b"):
+        with pytest.raises(CheckpointError, match=f"{file.name} (became shorter|cannot be read)"):
+            checkpoint.tensor("model", name)
+
+
+MEMORY = """
+import resource, sys, torch
+from lumen.checkpoint import Checkpoint, as_place
+from lumen.checkpoint.writer import write_checkpoint
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+tensors = {f"t{i}": torch.ones(1024, 1024).T for i in range(50)}
+write_checkpoint(as_place(sys.argv[1]) / "step-1", {"model": {"w": torch.ones(2, 3).T}}, {}, info={})
+Checkpoint.open(as_place(sys.argv[1]) / "step-1")
+start = peak()
+write_checkpoint(as_place(sys.argv[1]) / "step-2", {"model": tensors}, {}, info={})
+written = peak()
+checkpoint = Checkpoint.open(as_place(sys.argv[1]) / "step-2")
+for name, tensor in tensors.items():
+    checkpoint.copy_into("model", name, tensor)
+print(written - start, peak() - start)
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_streamed_both_ways(bucket):
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(bucket)], check=True, capture_output=True, text=True)
+    written, both = map(float, done.stdout.split())  # MiB; the tensors have 200, a part of an upload 16
+    print(written, both)
+    assert written < 100
+    assert both < 100
+
+
+def test_a_save_that_fails_at_any_object_is_one_error_and_leaves_nothing(memory, monkeypatch):
+    small(memory / "step-1")
+    upload = ObjectStore.create
+    for failing in range(1, len(FILES) + 1):
+        uploads = count(1)
+
+        def create(self, path, failing=failing, uploads=uploads):
+            if next(uploads) == failing:
+                raise OSError(errno.EACCES, "the quota is used up", str(path))
+            return upload(self, path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectStore, "create", create)
+            with pytest.raises(CheckpointError, match=r"cannot write memory://bucket/step-2/.*: the quota is used up"):
+                small(memory / "step-2")
+        assert names(memory) == ["step-1"]
+        assert_small(memory / "step-1")
+
+
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["lumen.checkpoint.writer", "s3fs"])
+
+
+def save_until(place, last, environment):
+    """Save a second checkpoint, and die by kill -9 in the middle of its `last`-th object."""
+    os.environ.update(environment)  # the server of processes may be older than that of objects
+    uploads, upload = count(1), ObjectStore.create
+
+    @contextmanager
+    def create(self, path):
+        with upload(self, path) as write:
+            yield write
+            if next(uploads) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    ObjectStore.create = create
+    small(place / "step-2", value=2.0)
+
+
+@pytest.mark.slow
+def test_kill_9_at_any_object_of_a_save_leaves_all_of_it_or_nothing_that_is_seen(bucket, server):
+    small(bucket / "step-1")
+    for last in count(1):
+        process = processes.Process(target=save_until, args=(bucket, last, server))
+        process.start()
+        process.join()
+        found = find_checkpoints(bucket)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        for path in found:
+            assert_small(path, value=float(path.name[-1]))
+        clean_leftovers(bucket)
+        assert sorted(names(bucket)) == [path.name for path in found]
+        if len(found) == 2:
+            remove_checkpoint(bucket / "step-2")
+    assert last == len(FILES) + 1
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def saving(place, **options):
+    return lumen.ModelCheckpoint(**{"dirpath": str(place), "every_n_train_steps": 2} | options)
+
+
+def fit(tmp_path, place, steps, *, task=None, workers=0, saver=None, **options):
+    task = Regression(dropout=0.2) if task is None else task
+    trainer = quiet_trainer(tmp_path, max_steps=steps, callbacks=saver or saving(place), **options)
+    trainer.fit(task, loader(50, 8, num_workers=workers), val_dataloaders=loader(20))
+    return trainer
+
+
+def state_of(trainer):
+    """Every bit that a run has learned."""
+    task, (optimizer,) = trainer.run.task, trainer.optimizers
+    parts = [*task.state_dict().values(), *(v for s in optimizer.state_dict()["state"].values() for v in s.values())]
+    return [torch.as_tensor(getattr(part, "full_tensor", lambda part=part: part)()).tolist() for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "workers"),
+    [pytest.param(False, 0, id="at once"), pytest.param(True, 2, id="later, with workers", marks=pytest.mark.slow)],
+)
+def test_a_run_goes_on_there_bit_by_bit_although_its_machine_is_gone(tmp_path, bucket, asynchronous, workers):
+    straight = fit(tmp_path / "straight", bucket / "a", 10)
+    saver = saving(bucket / "b", asynchronous=asynchronous)
+    fit(tmp_path, bucket / "b", 5, saver=saver, workers=workers, log_every_n_steps=1)
+    assert [path.name for path in find_checkpoints(bucket / "b")] == ["step-00000004", "step-00000005"]
+    assert saver.last_model_path == f"{bucket}/b/step-00000005"
+    assert {"metrics.csv", "run.log", "environment.json"} < set(os.listdir(tmp_path / "runs/run"))
+    assert os.listdir(tmp_path / "runs/run/checkpoints") == []
+    shutil.rmtree(tmp_path / "runs")
+    trainer = fit(tmp_path, bucket / "b", 10, workers=workers, resume="auto", seed=None, log_every_n_steps=1)
+    assert (tmp_path / "runs/run/metrics.csv").read_text().splitlines()[1].startswith("6,")
+    assert state_of(trainer) == state_of(straight)
+    assert sorted(names(bucket / "b")) == ["step-00000008", "step-00000010"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_there_can_be_named_in_every_way(tmp_path, bucket):
+    saver = saving(bucket / "run/checkpoints", monitor="val_loss", every_n_epochs=1, keep_last=-1)
+    trained = fit(tmp_path, None, 14, saver=saver, max_epochs=2)
+    (first, *_, last), wanted = find_checkpoints(bucket / "run/checkpoints"), trained.run.task.state_dict()
+    learned = state_of(trained)
+    for url in (last, bucket / "run/checkpoints", bucket / "run"):
+        found = Regression.load_from_checkpoint(str(url)).state_dict()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    value = trained.validate(trained.run.task, loader(20))[0]["val_loss"]
+    for url in (str(last), f"{bucket}/run", "last"):
+        assert trained.validate(Regression(dropout=0.5), loader(20), ckpt_path=url)[0]["val_loss"] == pytest.approx(
+            value
+        )
+    assert trained.validate(Regression(), loader(20), ckpt_path="best")[0]["val_loss"] == saver.best_model_score
+    options = {"max_epochs": 0, "num_sanity_val_steps": 0}
+    for url in (str(last), f"{bucket}/run", lumen.Weights(f"{bucket}/run/checkpoints")):
+        begun = fit(tmp_path / "begun", bucket / "begun", 1, init_from=url, **options).run.task.state_dict()
+        assert all(torch.equal(begun[name], wanted[name]) for name in wanted)
+    again = fit(tmp_path / "again", bucket / "again", 14, resume=str(first), seed=None)
+    assert state_of(again) == learned
+    with pytest.raises(CheckpointError, match=r"no valid checkpoint found in s3://bucket-\d+/nothing"):
+        Regression.load_from_checkpoint(f"{bucket}/nothing")
+
+
+def test_a_run_passes_over_a_damaged_checkpoint_and_cleans_up(tmp_path, place, caplog):
+    wanted = state_of(fit(tmp_path / "straight", place / "straight", 8))
+    fit(tmp_path, place / "run", 6)
+    flip(files_of(place / "run/step-00000006")["model/00000-00000.safetensors"])
+    put(place / "run/step-00000008/model/00000-00000.safetensors", b"of a killed save")
+    trainer = fit(tmp_path, place / "run", 8, resume="auto", seed=None, log_level="WARNING")
+    assert "step-00000006 is damaged and is not used" in caplog.text
+    assert "step-00000008" not in caplog.text
+    assert state_of(trainer) == wanted
+    assert sorted(names(place / "run")) == ["step-00000006", "step-00000006.damaged-1", "step-00000008"]
+
+
+def test_the_checkpoints_of_another_run_are_refused_and_left_alone(tmp_path, memory):
+    fit(tmp_path, memory, 4)
+    put(memory / "step-00000099/state.json")
+    before = sorted(MemoryFileSystem.store)
+    with pytest.raises(ConfigError, match=r"memory://bucket holds the checkpoints of another run"):
+        fit(tmp_path, memory, 4)
+    assert sorted(MemoryFileSystem.store) == before
+
+
+class Unwilling(Regression):
+    """A task that must not begin."""
+
+    def prepare_data(self):
+        pytest.fail("the place should have been looked at before")
+
+
+def refused(tmp_path, dirpath, error=CheckpointError):
+    with pytest.raises(error) as caught:
+        fit(tmp_path, dirpath, 2, task=Unwilling())
+    assert not (tmp_path / "runs").exists()
+    return str(caught.value)
+
+
+def test_a_place_that_cannot_be_used_is_one_error_before_anything_is_done(tmp_path, bucket, monkeypatch):
+    assert "bucket does not exist. Create it" in refused(tmp_path, "s3://no-such-bucket/run")
+    assert "nothing opens such a URL: Protocol not known: s33" in refused(tmp_path, "s33://bucket", ConfigError)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "s3fs", None)
+        patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+        assert "pip install 'lumen[remote]'" in refused(tmp_path, str(bucket), ConfigError)
+    for name, value, message in (
+        ("AWS_ACCESS_KEY_ID", None, "Unable to locate credentials.* Check the network"),
+        ("AWS_ENDPOINT_URL", "http://127.0.0.1:9", "kept in s3://bucket-.*Could not connect.*127.0.0.1:9.* Check the"),
+    ):
+        forget_clients()
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value) if value else patch.delenv(name)
+            assert re.search(message, refused(tmp_path, str(bucket)))
+    forget_clients()
+
+
+def test_a_place_for_what_a_failing_run_saves_is_looked_at_too(tmp_path, bucket):
+    callbacks = [lumen.OnExceptionCheckpoint("s3://no-such-bucket/run"), saving(bucket)]
+    with pytest.raises(CheckpointError, match="bucket does not exist"):
+        fit(tmp_path, None, 2, task=Unwilling(), saver=callbacks)
+    assert not (tmp_path / "runs").exists()
+    assert names(bucket) == []
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError("Forbidden"), TimeoutError(), RuntimeError("503"), OSError(5, "I/O")]
+)
+@pytest.mark.parametrize("method", ["info", "cat_file", "ls"])
+def test_a_store_that_does_not_answer_is_no_damage_and_starts_no_new_run(tmp_path, memory, monkeypatch, error, method):
+    fit(tmp_path, memory / "run", 4)
+
+    def fail(self, *args, **kwargs):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, method, fail)
+        for look in (partial(newest_valid, report=pytest.fail), find_checkpoints):
+            with pytest.raises(CheckpointError, match="cannot be read: ") as caught:
+                look(memory / "run")
+            assert not isinstance(caught.value, CheckpointDamaged)
+        with pytest.raises(CheckpointError, match=r"checkpoints cannot be kept in memory://bucket/run: "):
+            fit(tmp_path, memory / "run", 8, resume="auto", seed=None)
+    assert len(find_checkpoints(memory / "run")) == 2
+
+
+def test_a_failing_run_and_a_callback_save_there_too(tmp_path, memory):
+    class Failing(Regression):
+        def validation_step(self, batch):
+            raise KeyError("mine")
+
+    callbacks = [Saving(1, f"{memory}/mine/x"), saving(memory / "run"), lumen.OnExceptionCheckpoint(f"{memory}/failed")]
+    with pytest.raises(KeyError, match="mine"):
+        fit(tmp_path, None, 9, task=Failing(), saver=callbacks, val_check_interval=3, num_sanity_val_steps=0)
+    assert Checkpoint.open(memory / "mine/x").info["step"] == 1
+    assert [path.name for path in find_checkpoints(memory / "run")] == ["step-00000002"]
+    assert Checkpoint.open(memory / "failed/exception-step-00000003").info["step"] == 3
+
+
+class Removing(lumen.Callback):
+    """Removes the bucket at a step, as somebody else might."""
+
+    def on_step_end(self, trainer, task):
+        if trainer.global_step == 3:
+            trainer.run.saves.settle()
+            store().rm(trainer.checkpoint_callback.dirpath.name, recursive=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "later"])
+def test_a_bucket_that_is_removed_meanwhile_ends_the_run_with_one_error(tmp_path, bucket, asynchronous):
+    callbacks = [Removing(), saving(bucket, asynchronous=asynchronous)]
+    with pytest.raises(CheckpointError, match=r"cannot write s3://bucket-\d+/step-00000004.*bucket does not exist"):
+        fit(tmp_path, bucket, 20, saver=callbacks)
+    assert not store().exists(bucket.name)
+
+
+SCRIPT = """
+import sys, time
+from lumen.checkpoint.object_store import ObjectStore
+from pathlib import Path
+from tests.system.test_remote import Regression, fit
+from lumen.checkpoint import as_place
+upload = ObjectStore.create
+def create(self, path):
+    if str(path).endswith("step-00000004/state.json"):
+        print("uploading", flush=True)
+        time.sleep(100)
+    return upload(self, path)
+ObjectStore.create = create
+fit(Path(sys.argv[1]), as_place(sys.argv[2]), 8)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_of_an_upload_goes_on_from_the_checkpoint_before(tmp_path, bucket):
+    wanted = state_of(fit(tmp_path / "straight", bucket / "straight", 8))
+    place = bucket / "run"
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path, str(place)], stdout=-1, text=True) as process:
+        assert process.stdout.readline() == "uploading\n"
+        process.kill()
+    assert sorted(names(place)) == ["step-00000002", "step-00000004"]
+    assert [path.name for path in find_checkpoints(place)] == ["step-00000002"]
+    seen = []
+
+    class Looking(lumen.Callback):
+        def on_train_batch_start(self, trainer, task, batch, batch_idx):
+            seen.append(sorted(names(place)))
+
+    trainer = fit(tmp_path, place, 8, saver=[saving(place), Looking()], resume="auto", seed=None)
+    assert seen[0] == ["step-00000002"]
+    assert state_of(trainer) == wanted
+
+
+def on_ranks(tmp_path, place, server, strategy, asynchronous):
+    """Train, go on with new processes' eyes, and train at one go; on every rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.items():
+            patch.setenv(name, value)
+        make = {"ddp": lambda: "ddp", "fsdp": lambda: lumen.FSDP(wrap="Linear")}[strategy]
+        straight = state_of(fit(tmp_path / "straight", place / "straight", 6, strategy=make()))
+        fit(tmp_path, place / "run", 4, strategy=make(), saver=saving(place / "run", asynchronous=asynchronous))
+        went_on = state_of(fit(tmp_path, place / "run", 6, strategy=make(), resume="auto", seed=None))
+    forget_clients()
+    assert went_on == straight
+    return went_on
+
+
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "later"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_every_rank_writes_its_share_there(group, tmp_path, bucket, server, strategy, asynchronous):
+    first, second = group(2).run(on_ranks, tmp_path, bucket, server, strategy, asynchronous)
+    assert first == second
+    assert [path.name for path in find_checkpoints(bucket / "run")] == ["step-00000004", "step-00000006"]
+    written = {name for name in files_of(bucket / "run/step-00000006") if name.startswith("model/")}
+    assert written == {"model/00000-00000.safetensors", "model/00001-00000.safetensors"}
+    alone = fit(tmp_path / "alone", bucket / "alone", 6, resume=f"{bucket}/run/step-00000006", seed=None)
+    assert alone.global_step == 6
+
+
+def failing_on_one(tmp_path, place, server):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.items():
+            patch.setenv(name, value)
+        if os.environ["RANK"] == "1":
+            patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        forget_clients()
+        message = refused(tmp_path, place)
+    forget_clients()
+    return message
+
+
+def test_a_place_that_one_rank_cannot_reach_is_the_same_error_on_all(group, tmp_path, bucket, server):
+    for message in group(2).run(failing_on_one, tmp_path, str(bucket), server):
+        assert "Could not connect" in message
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+DOCUMENT = (ROOT / "docs/object-stores.md").read_text()
+
+
+def test_the_documentation_works_as_shown(tmp_path, bucket, monkeypatch, capsys):
+    (config,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.S)
+    (commands,) = re.findall(r"```sh\n(.*?)```", DOCUMENT, re.S)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT)
+    model = "model: tests.helpers.cli_tasks.Line\ndata: tests.helpers.cli_tasks.Points\noptimizer: torch.optim.AdamW\n"
+    Path("gpt.yaml").write_text(model)
+    Path("store.yaml").write_text(config.replace("s3://my-bucket", str(bucket)))
+    fit, *others = [
+        line.split("  #")[0].replace("models/gpt.yaml", "gpt.yaml").replace("s3://my-bucket", str(bucket)).split()[1:]
+        for line in commands.splitlines()
+    ]
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+    for steps in (4, 8):
+        assert main([*fit, *quiet, f"--trainer.max_steps={steps}"]) == 0
+        shutil.rmtree("runs")
+    found = find_checkpoints(bucket / "gpt")
+    assert [path.name for path in found] == ["step-00000004", "step-00000008"]
+    for words in others:
+        assert main(words) == 0
+    wanted = Checkpoint.open(found[-1]).tensors("model")
+    exported = safetensors.torch.load_file("gpt.safetensors")
+    assert exported.keys() == set(wanted)
+    assert all(torch.equal(exported[name], wanted[name]) for name in wanted)
+
+
+def test_the_seed_of_a_run_is_taken_from_checkpoints_that_lie_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT)
+    words = ["fit", "--model=tests.helpers.cli_tasks.Line", "--data=tests.helpers.cli_tasks.Points"]
+    words += ["--trainer.resume=auto"]
+    words += ["--trainer.callbacks.saver=ModelCheckpoint", "--trainer.callbacks.saver.dirpath=elsewhere"]
+    for steps in (2, 4):
+        assert main([*words, f"--trainer.max_steps={steps}", "--trainer.enable_progress_bar=false"]) == 0
+    assert find_checkpoints(tmp_path / "elsewhere")[-1].name == "step-00000004"
+
+
+def test_the_bytes_of_a_checkpoint_are_verified_once_although_the_seed_is_taken_from_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT)
+    words = ["fit", "--model=tests.helpers.cli_tasks.Line", "--data=tests.helpers.cli_tasks.Points", "--optimizer=SGD"]
+    words += ["--trainer.name=line", "--trainer.enable_progress_bar=false", "--trainer.max_steps"]
+    assert main([*words, "2"]) == 0
+    read, digest = Counter(), hashlib.file_digest
+
+    def counting(file, algorithm):
+        read[Path(file.name).parent.name] += 1
+        return digest(file, algorithm)
+
+    for where in ("auto", "runs/line", "runs/line/checkpoints/step-00000002"):
+        read.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(hashlib, "file_digest", counting)
+            assert main([*words, "3", f"--trainer.resume={where}"]) == 0
+        assert read["model"] == 1
+        shutil.rmtree("runs/line/checkpoints/step-00000003", ignore_errors=True)

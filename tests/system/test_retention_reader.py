@@ -1,0 +1,149 @@
+"""Checkpoints that one process reads while the run that made them removes them: whole, or one clear error."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import lumen
+from lumen.checkpoint import Checkpoint, find_checkpoints, newest_valid
+from lumen.cli import main
+from lumen.errors import CheckpointDamaged
+from tests.helpers import ROOT
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+
+class Uniform(Regression):
+    """Every number of a checkpoint is that of its step, so that parts of two of them would be seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ParameterList(nn.Parameter(torch.zeros(64, 256)) for _ in range(8))
+        self.register_buffer("last", torch.zeros(3))
+
+    def training_step(self, batch):
+        time.sleep(0.02)
+        return super().training_step(batch) + 0.0 * sum(table[0, 0] for table in self.tables)
+
+
+def fill(trainer, task):
+    with torch.no_grad():
+        for tensor in (*task.parameters(), *task.buffers()):
+            tensor.fill_(trainer.global_step / 1024)
+
+
+def train(folder, asynchronous):
+    """Until it is killed."""
+    saver = lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=2, asynchronous=asynchronous)
+    callbacks = [lumen.LambdaCallback(on_step_end=fill), saver]
+    quiet_trainer(folder, max_epochs=1_000_000, callbacks=callbacks, logger=False).fit(Uniform(), loader())
+
+
+@contextmanager
+def running(folder, asynchronous=False):
+    """A run in a process of its own; gives where its checkpoints are."""
+    code = f"from tests.system.test_retention_reader import *\ntrain(Path({str(folder)!r}), {asynchronous})"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+        checkpoints = folder / "runs/run/checkpoints"
+        try:
+            wait_until(lambda: checkpoints.is_dir() and find_checkpoints(checkpoints))
+            yield checkpoints
+            assert process.poll() is None  # nobody who reads disturbs it
+        finally:
+            process.kill()
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def found_in(checkpoints):
+    """Oldest first; between two looks all of them may have gone."""
+    while not (found := find_checkpoints(checkpoints)):
+        pass
+    return found
+
+
+def read(path, after_opening):
+    """All of a checkpoint; the error, where it is one."""
+    try:
+        checkpoint = Checkpoint.open(path)
+        after_opening(path)
+        model = dict(checkpoint.tensors("model"))
+        moments = dict(checkpoint.tensors("optimizer"))
+    except CheckpointDamaged as error:
+        return error
+    assert all((tensor == checkpoint.info["step"] / 1024).all() for tensor in model.values())
+    assert len(moments) == 3 * (len(model) - 1)  # all but the buffer
+    return None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_whole_or_an_error_that_names_it(tmp_path, asynchronous):
+    with running(tmp_path, asynchronous) as checkpoints:
+        wait_until(lambda: read(found_in(checkpoints)[-1], lambda path: None) is None)
+        for which, after_opening in ((-1, wait_until_removed), (0, lambda path: None)):  # once it is open; anywhere
+            errors = []
+            deadline_s = time.monotonic() + 60
+            while len(errors) < 3:
+                assert time.monotonic() < deadline_s
+                path = found_in(checkpoints)[which]
+                if error := read(path, after_opening):
+                    assert str(path) in str(error)
+                    assert "was removed while it was read" in str(error)
+                    assert not path.exists()
+                    errors.append(error)
+
+
+def wait_until_removed(path):
+    wait_until(lambda: not path.exists())
+
+
+def test_the_newest_one_of_a_run_that_goes_on_is_found_although_it_was_removed_meanwhile(tmp_path, monkeypatch):
+    digest, looked_at = hashlib.file_digest, set()
+
+    def waiting(file, algorithm):
+        monkeypatch.undo()
+        looked_at.add(path := Path(file.name).parent)
+        wait_until_removed(path)
+        return digest(file, algorithm)
+
+    with running(tmp_path) as checkpoints:
+        wait_until(lambda: read(found_in(checkpoints)[-1], lambda path: None) is None)
+        for _ in range(3):
+            monkeypatch.setattr(hashlib, "file_digest", waiting)
+            assert newest_valid(checkpoints, pytest.fail).path > max(looked_at)
+    assert len(looked_at) == 3
+
+
+def test_an_export_from_a_run_that_goes_on_is_whole_or_leaves_nothing(tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    output, codes = Path("x.safetensors"), []
+    with running(tmp_path) as checkpoints:
+        deadline_s = time.monotonic() + 60
+        while codes.count(0) < 2 or codes.count(1) < 2:
+            assert time.monotonic() < deadline_s
+            path = found_in(checkpoints)[0]
+            codes.append(main(["export", str(path), "--output", str(output)]))
+            said = capsys.readouterr().err
+            if codes[-1] == 0:
+                values = {float(each) for tensor in load_file(output).values() for each in (tensor.min(), tensor.max())}
+                assert values == {int(path.name[5:]) / 1024}
+                output.unlink()
+            else:
+                assert said.count("error: ") == 1
+                assert str(path) in said
+                assert "is damaged" not in said
+            assert os.listdir() == []

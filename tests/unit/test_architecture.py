@@ -1,0 +1,566 @@
+"""The house stands as it is drawn: floors, frames, public names, and strategies that nobody asks for their name."""
+
+import ast
+import enum
+import importlib
+import inspect
+import pkgutil
+import sys
+from contextlib import contextmanager
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lumen
+from lumen.checkpoint.storage import Storage
+from lumen.task.hooks import HOOKS
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
+
+ROOT = Path(lumen.__file__).parent
+#: From the ground up. A module imports only from floors below its own; a package is one unit.
+FLOORS = (
+    {"errors", "console"},
+    {"internals", "random"},
+    {"data", "metrics", "optim", "precision", "distributed", "loggers"},
+    {"task"},
+    {"strategies"},
+    {"run"},
+    {"checkpoint"},
+    {"loop", "callbacks", "profilers"},
+    {"trainer"},
+    {"cli"},
+)
+DOORS = {"lumen", "lumen.__main__"}
+LAZY_WAYS_UP = {("task", "checkpoint")}
+MIXINS = {"HasHyperparameters", "ModelHooks", "DataHooks", "Attached"}
+OPEN_CLASSES = {"TaskModule", "DataModule", "Callback"} | MIXINS
+PUBLIC = [
+    "CSVLogger",
+    "Callback",
+    "CombinedLoader",
+    "DDP",
+    "DataModule",
+    "EarlyStopping",
+    "FSDP",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "Logger",
+    "LumenError",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "OnExceptionCheckpoint",
+    "Precision",
+    "Profiler",
+    "ProgressBar",
+    "SimpleProfiler",
+    "SingleDevice",
+    "Strategy",
+    "TaskModule",
+    "TensorBoardLogger",
+    "ThroughputMonitor",
+    "Timer",
+    "TorchProfiler",
+    "Trainer",
+    "Weights",
+    "seed_everything",
+]
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): ast.parse(path.read_text(), str(path)) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def is_type_checking(node):
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in {
+        part.id if isinstance(part, ast.Name) else getattr(part, "attr", "") for part in ast.walk(node.test)
+    }
+
+
+def imported_by(module, *, lazily):
+    """Names of the modules that a module imports: on its own level, or inside functions."""
+
+    def visit(node, inside):
+        for child in ast.iter_child_nodes(node):
+            if is_type_checking(child):
+                yield from (found for alternative in child.orelse for found in visit(alternative, inside))
+            elif isinstance(child, ast.Import) and inside == lazily:
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and inside == lazily:
+                assert child.level == 0, f"{module}: a relative import"
+                names = [f"{child.module}.{alias.name}" for alias in child.names]
+                yield from (name if name in SOURCES else child.module for name in names)
+            else:
+                yield from visit(
+                    child, inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                )
+
+    return set(visit(SOURCES[module], False))
+
+
+def unit(module):
+    """The part of Lumen that a module belongs to: "loop" for `lumen.loop.loop`, "data" for `lumen.data.permutation`."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def floor(name):
+    for number, units in enumerate(FLOORS):
+        if name in units:
+            return number
+    pytest.fail(f"lumen.{name} has no floor; write it into FLOORS")
+
+
+def ways(*, lazily):
+    """(importer, imported) of every import inside Lumen from one unit to another."""
+    for module in SOURCES:
+        for found in imported_by(module, lazily=lazily):
+            if found.startswith("lumen.") and module not in DOORS and unit(module) != unit(found):
+                yield unit(module), unit(found)
+
+
+# ---------------------------------------------------------------------- floors
+
+
+def test_a_module_imports_only_from_floors_below_its_own():
+    upward = {(importer, found) for importer, found in ways(lazily=False) if floor(found) >= floor(importer)}
+    assert upward == set()
+    for name in FLOORS:
+        for each in name:
+            assert any(unit(module) == each for module in SOURCES), f"FLOORS names {each}, which does not exist"
+
+
+def test_the_one_way_up_is_the_one_that_is_listed():
+    upward = {(importer, found) for importer, found in ways(lazily=True) if floor(found) >= floor(importer)}
+    assert upward == LAZY_WAYS_UP
+
+
+def test_no_module_imports_itself_in_a_circle():
+    graph = {module: imported_by(module, lazily=False) & SOURCES.keys() for module in SOURCES}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(SOURCES)
+
+
+def test_the_package_itself_imports_nothing_until_it_is_asked():
+    assert {name.split(".")[0] for name in imported_by("lumen", lazily=False)} <= {
+        "__future__",
+        "importlib",
+        "os",
+        "typing",
+    }
+
+
+def test_lumen_does_not_know_the_models_that_use_it():
+    for module in SOURCES:
+        for lazily in (False, True):
+            found = {name.split(".")[0] for name in imported_by(module, lazily=lazily)}
+            assert not found & {"models", "datamodules", "tests", "benchmarks"}, module
+
+
+# ---------------------------------------------------------------------- frames
+
+
+def lumens_frames():
+    """Names of Lumen's functions on the stack, the innermost first."""
+    frame, stack = sys._getframe(2), []
+    while frame is not None:
+        if Path(frame.f_code.co_filename).is_relative_to(ROOT):
+            stack.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return stack
+
+
+class Looking(torch.optim.SGD):
+    def step(self, closure=None):
+        self.stacks.append(("optimizer.step", lumens_frames()))
+        return super().step(closure)
+
+
+class Looked(Regression):
+    """Notes how deep it is called."""
+
+    def training_step(self, batch):
+        self.stacks.append(("training_step", lumens_frames()))
+        return super().training_step(batch)
+
+    def validation_step(self, batch):
+        self.stacks.append(("validation_step", lumens_frames()))
+        return super().validation_step(batch)
+
+    def configure_optimizers(self):
+        optimizer = Looking(self.parameters(), lr=0.1)
+        optimizer.stacks = self.stacks
+        return optimizer
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({}, 0),
+        ({"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}, 0),
+        ({"precision": "bf16"}, 0),
+        ({"strategy": "ddp"}, 1),
+    ],
+)
+def test_few_frames_lie_between_fit_and_what_a_user_steps_through(tmp_path, options, more):
+    task = Looked()
+    task.stacks = []
+    quiet_trainer(tmp_path, max_steps=2, val_check_interval=2, num_sanity_val_steps=0, **options).fit(
+        task, loader(), val_dataloaders=loader()
+    )
+    deepest = {"optimizer.step": 6, "training_step": 6 + more, "validation_step": 7 + more}
+    assert {name for name, _ in task.stacks} == deepest.keys()
+    for name, stack in task.stacks:
+        assert stack[-1] == "fit"
+        assert len(stack) <= deepest[name], (name, stack)
+
+
+# ---------------------------------------------------------------------- public names
+
+
+def test_the_public_names_are_these_and_each_resolves():
+    assert sorted(lumen.__all__) == PUBLIC == dir(lumen)
+    for name in PUBLIC:
+        assert getattr(lumen, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Traner'"):
+        _ = lumen.Traner
+
+
+def test_type_checkers_see_the_same_names():
+    (block,) = [node for node in SOURCES["lumen"].body if is_type_checking(node)]
+    names = {alias.asname or alias.name for node in block.body for alias in node.names}
+    assert sorted(names) == PUBLIC
+
+
+def parameters(function, skip):
+    """(name, kind, default) of a method's parameters after the first ones."""
+    found = list(inspect.signature(function).parameters.values())
+    return [(each.name, each.kind, each.default) for each in found[skip:]]
+
+
+def test_every_hook_exists_on_callback_and_task_with_the_same_arguments():
+    not_hooks = {"state_key", "state_dict", "load_state_dict"}
+    hooks = [name for name in vars(lumen.Callback) if not name.startswith("_") and name not in not_hooks]
+    assert sorted(hooks) == sorted(HOOKS)
+    assert len(set(HOOKS)) == len(HOOKS)
+    for name in HOOKS:
+        of_callback = parameters(getattr(lumen.Callback, name), skip=3)
+        assert of_callback == parameters(getattr(lumen.TaskModule, name), skip=1), name
+        assert [each[0] for each in parameters(getattr(lumen.Callback, name), skip=0)][:3] == [
+            "self",
+            "trainer",
+            "task",
+        ]
+
+
+def test_every_hook_of_the_task_is_a_hook_of_callbacks_or_of_transfers():
+    of_the_task_alone = {
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
+    }
+    hooks = {name for name in dir(lumen.TaskModule) if name.startswith("on_")}
+    assert hooks == {name for name in HOOKS if name.startswith("on_")} | of_the_task_alone
+
+
+# ---------------------------------------------------------------------- strategies
+
+
+class Counting(lumen.Strategy):
+    """A strategy that Lumen has never heard of: it counts what it is asked for, and changes nothing."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.calls = {}
+
+    def count(self, name):
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def setup(self, task):
+        self.count("setup")
+        self.task = task
+
+    def call(self, step, *args):
+        self.count(step)
+        return getattr(self.task, step)(*args)
+
+    @contextmanager
+    def gradient_sync(self, last):
+        self.count("last micro-batch" if last else "micro-batch")
+        yield
+
+    def correct_gradients(self, parameters, factor):
+        self.count("correct_gradients")
+        for parameter in parameters:
+            parameter.grad *= factor
+
+    def clip_grad_norm(self, parameters, max_norm):
+        self.count("clip_grad_norm")
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_grad_value(self, parameters, max_value):
+        self.count("clip_grad_value")
+        nn.utils.clip_grad_value_(parameters, max_value)
+
+    def barrier(self):
+        pass
+
+    def broadcast(self, value, source=0):
+        return value
+
+    def gather(self, value):
+        return [value]
+
+    def reduce(self, tensor):
+        return tensor
+
+    def teardown(self):
+        self.count("teardown")
+
+
+class Weighted(Regression):
+    def training_step(self, batch):
+        return super().training_step(batch), batch[0].abs().sum()
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_strategy_of_the_users_own_trains_with_the_same_bits(tmp_path, algorithm):
+    counting, tasks = Counting(), (Weighted(dropout=0.2), Weighted(dropout=0.2))
+    for task, strategy in zip(tasks, ("auto", counting), strict=True):
+        trainer = quiet_trainer(
+            tmp_path, max_epochs=2, strategy=strategy, accumulate_grad_batches=2, gradient_clip_val=0.1,
+            gradient_clip_algorithm=algorithm, num_sanity_val_steps=0,
+        )  # fmt: skip
+        trainer.fit(task, loader(50, 8), val_dataloaders=loader(20, 8))
+    for ours, theirs in zip(*(task.parameters() for task in tasks), strict=True):
+        assert torch.equal(ours, theirs)
+    assert counting.calls == {
+        "setup": 1,
+        "training_step": 14,
+        "validation_step": 6,
+        "micro-batch": 6,
+        "last micro-batch": 8,
+        "correct_gradients": counting.calls["correct_gradients"],
+        f"clip_grad_{algorithm}": 8,
+        "teardown": 1,
+    }
+    assert 6 <= counting.calls["correct_gradients"] <= 8  # a step of one micro-batch needs none
+
+
+def test_nobody_asks_a_strategy_for_its_name():
+    concrete = {cls.__name__ for cls in all_classes() if issubclass(cls, lumen.Strategy)} - {"Strategy"}
+    assert "SingleDevice" in concrete
+    for module, tree in SOURCES.items():
+        if module == "lumen" or unit(module) in ("strategies", "cli"):
+            continue
+        for node in ast.walk(tree):
+            names = {getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "value", None)}
+            names |= {alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)}
+            assert not {name for name in names if isinstance(name, str)} & concrete, f"{module}:{node.lineno}"
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass", "type"):
+                asked = {getattr(part, "id", getattr(part, "attr", None)) for part in ast.walk(node)}
+                assert not asked & {"Strategy", "strategy"}, f"{module}:{node.lineno}"
+
+
+def test_the_house_is_no_larger_than_one_can_remember():
+    assert len(FLOORS) <= 10
+    assert len([each for each in ROOT.iterdir() if each.name != "__pycache__"]) <= 22
+
+
+def test_a_run_and_each_of_its_parts_have_twenty_members_at_most(tmp_path):
+    trainer = bare_trainer(tmp_path, max_steps=1)
+    trainer.fit(Regression(), loader())
+    parts = [part for part in vars(trainer.run).values() if type(part).__module__.startswith("lumen.run.")]
+    parts.remove(trainer.plan)  # the user's settings, of which there are more
+    assert {type(part).__name__ for part in parts} >= {"Progress", "Loaders", "StepContext", "LoggedValues", "Ending"}
+    for each in (trainer.run, *parts):
+        members = {name for name in {*vars(each), *dir(type(each))} if not name.startswith("_")}
+        assert len(members) <= 20, (type(each).__name__, sorted(members))
+
+
+# ---------------------------------------------------------------------- callbacks
+
+
+def test_callbacks_use_what_a_users_callback_may_use():
+    """The trainer's public names: not the run behind it, and nothing of any object that begins with an underscore."""
+    for module, tree in SOURCES.items():
+        if unit(module) != "callbacks":
+            continue
+        for node in ast.walk(tree):
+            owner = ast.unparse(node.value).rpartition(".")[2] if isinstance(node, ast.Attribute) else ""
+            if owner in ("trainer", "_trainer"):
+                assert node.attr != "run", f"{module}:{node.lineno}"
+                assert not node.attr.startswith("_"), f"{module}:{node.lineno}"
+            if isinstance(node, ast.ImportFrom):
+                assert (node.module, "Run") not in [(node.module, alias.name) for alias in node.names], module
+
+
+# ---------------------------------------------------------------------- storage
+
+#: What a place is kept by, and what only these modules know.
+SIDES = {"LocalStorage", "ObjectStore", "Url"}
+HOMES = {f"lumen.checkpoint.{name}" for name in ("local_storage", "object_store", "places")}
+
+
+def test_nobody_asks_what_a_place_is_kept_by():
+    assert {cls.__name__ for cls in all_classes() if issubclass(cls, Storage)} == SIDES - {"Url"} | {"Storage"}
+    asking = []
+    for module, tree in SOURCES.items():
+        for node in ast.walk(tree):
+            names = {getattr(node, "id", None), getattr(node, "attr", None)}
+            names |= {alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)}
+            assert module in HOMES or not names & SIDES, f"{module}:{node.lineno}"
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass", "type"):
+                parts = {getattr(part, "id", getattr(part, "attr", None)) for part in ast.walk(node)}
+                asking += [module] * bool(parts & (SIDES | {"Storage", "storage", "storage_of"}))
+    assert asking == ["lumen.checkpoint.places"]
+
+
+def test_what_only_a_path_of_this_machine_has_is_asked_for_where_locks_logs_and_links_are():
+    assert {module for module in SOURCES if "lumen.checkpoint.places.as_local" in names_imported_by(module)} == {
+        "lumen.callbacks.checkpoint_names",
+        "lumen.checkpoint.weights_source",
+        "lumen.cli.runs",
+    }
+
+
+def names_imported_by(module):
+    imports = (node for node in ast.walk(SOURCES[module]) if isinstance(node, ast.ImportFrom))
+    return {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+
+
+# ---------------------------------------------------------------------- classes
+
+
+def all_classes():
+    """Every class that is defined on the level of a module of Lumen."""
+    names = [found.name for found in pkgutil.walk_packages(lumen.__path__, "lumen.") if "__main__" not in found.name]
+    for name in ["lumen", *names]:
+        module = importlib.import_module(name)
+        for cls in vars(module).values():
+            if inspect.isclass(cls) and cls.__module__ == name:
+                yield cls
+
+
+def is_final(cls):
+    return vars(cls).get("__final__", False)
+
+
+def is_record(cls):
+    return issubclass(cls, enum.Enum) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
+
+
+def is_method(member):
+    return inspect.isroutine(member) or isinstance(member, property)
+
+
+def test_every_class_is_abstract_or_final_or_made_for_users():
+    for cls in all_classes():
+        assert (
+            inspect.isabstract(cls)
+            or is_final(cls)
+            or is_record(cls)
+            or issubclass(cls, BaseException)
+            or cls.__name__ in OPEN_CLASSES
+            or Protocol in cls.__bases__
+        ), f"{cls.__module__}.{cls.__name__} is neither abstract nor final"
+        assert not any(is_final(base) for base in cls.__mro__[1:]), f"{cls.__name__} inherits from a final class"
+
+
+def test_no_method_is_overridden_twice():
+    for cls in all_classes():
+        lineage = [base for base in cls.__mro__ if base.__module__.split(".")[0] == "lumen"]
+        for name in {name for base in lineage for name in vars(base) if not name.startswith("__")}:
+            owners = [base.__name__ for base in lineage if is_method(vars(base).get(name))]
+            assert len(owners) <= 2, f"{name} is defined by {', '.join(owners)}"
+
+
+def test_nothing_is_defined_where_the_class_test_does_not_look():
+    """A class inside a function or another class would escape the tests above."""
+    for module, tree in SOURCES.items():
+        on_top = {node for node in ast.walk(tree) if isinstance(node, ast.Module) for node in node.body}
+        on_top |= {child for node in on_top if isinstance(node, ast.If) for child in node.body}
+        hidden = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node not in on_top]
+        assert hidden == [], module
+
+
+# ---------------------------------------------------------------------- private names of torch
+
+#: Underscore names that are neither Lumen's nor torch's.
+OTHERS = {
+    "_asdict", "_fields", "_make", "_replace",  # named tuples
+    "_distributed",  # Hugging Face's data sets
+    "_strip_protocol",  # fsspec
+    "_computed", "_defaults", "_forward_cache", "_reductions", "_sync_dist", "_to_sync",  # torchmetrics
+    "_update_count",
+}  # fmt: skip
+#: Lumen's own, put where no assignment shows it.
+LUMENS = {"_", "_hparams"}
+#: What those objects of torch call private that Lumen is given, or makes classes of.
+OF_TORCH = {
+    name
+    for owner in (nn.Module(), torch.Tensor, torch.optim.Optimizer, DataLoader, torch)
+    for name in dir(owner)
+    if name.startswith("_") and not name.startswith("__")
+}
+
+
+def is_private(name):
+    return isinstance(name, str) and name.isidentifier() and name.startswith("_") and not name.endswith("__")
+
+
+def underscores_defined_in(tree):
+    """Underscore names that a module gives to something: functions, classes, variables, attributes of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def underscores_used_in(tree):
+    """(line, name) of underscore names that are attributes, imported, or spelled out for `getattr` and the like."""
+    own = set(underscores_defined_in(tree))
+    parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if not (ast.unparse(node.value) == "self" and node.attr in own):
+                yield node.lineno, node.attr
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            origin = (getattr(node, "module", None) or "").split(".")
+            for name in (*origin, *(part for alias in node.names for part in alias.name.split("."))):
+                yield node.lineno, name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in parts:
+            for name in node.value.split("."):
+                yield node.lineno, name
+
+
+def test_private_names_of_torch_stand_in_one_room():
+    others = {module: tree for module, tree in SOURCES.items() if unit(module) != "internals"}
+    own = {name for tree in others.values() for name in underscores_defined_in(tree)} - OF_TORCH
+    for module, tree in others.items():
+        for line, name in underscores_used_in(tree):
+            assert not is_private(name) or name in OTHERS | LUMENS | own, f"{module}:{line} {name}"
+
+
+# ---------------------------------------------------------------------- sizes
+
+#: Files that are too long, each to be split; nothing may be added.
+TOO_LONG: set[str] = set()
+
+
+def test_no_file_has_four_hundred_lines():
+    lengths = {module_file(path): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+    assert {name for name, lines in lengths.items() if lines >= 400} == TOO_LONG
+
+
+def module_file(path):
+    return str(path.relative_to(ROOT))

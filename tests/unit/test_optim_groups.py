@@ -1,0 +1,297 @@
+"""Parameter groups: each trainable parameter exactly once, with the decay and the learning rate of its kind."""
+
+import pytest
+import torch
+from torch import nn
+
+import lumen
+from lumen.errors import ConfigError
+from lumen.optim import Lookahead, check_groups, cosine, decay_groups, layer_decay_groups
+from models.gpt import GPT
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+
+class RootMeanSquareNorm(nn.Module):
+    """A norm that torch does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+class Mixed(nn.Module):
+    """One of each kind, nested, with a head that is tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 4))
+        self.embed = nn.Embedding(5, 4)
+        self.stem = nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4))
+        self.body = nn.ModuleDict(
+            {
+                "attention": nn.MultiheadAttention(4, 2),
+                "drop": nn.Dropout(),
+                "recurrent": nn.LSTM(4, 4),
+                "rms": RootMeanSquareNorm(),
+            }
+        )
+        self.scale = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def names_of(module, groups):
+    """Sorted first names of the parameters in each group."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [sorted(names[id(parameter)] for parameter in group["params"]) for group in groups]
+
+
+# ---------------------------------------------------------------------- weight decay
+
+MATRICES = {
+    "token",
+    "embed.weight",
+    "stem.0.weight",
+    "body.attention.in_proj_weight",
+    "body.attention.out_proj.weight",
+    "body.recurrent.weight_ih_l0",
+    "body.recurrent.weight_hh_l0",
+}
+BIASES = {
+    "stem.0.bias",
+    "stem.1.bias",
+    "body.attention.in_proj_bias",
+    "body.attention.out_proj.bias",
+    "body.recurrent.bias_ih_l0",
+    "body.recurrent.bias_hh_l0",
+}
+NORMS = {"stem.1.weight", "body.rms.weight"}
+
+
+@pytest.mark.parametrize(
+    ("by", "undecayed"),
+    [
+        ("dimension", BIASES | NORMS | {"scale"}),
+        ("module type", BIASES | NORMS | {"embed.weight"}),
+        (["*.bias", "body.recurrent.*", "token"], {name for name in BIASES if name.endswith(".bias")}
+         | {f"body.recurrent.{kind}_{way}_l0" for kind in ("weight", "bias") for way in ("ih", "hh")} | {"token"}),
+        (["head.*"], {"embed.weight"}),
+        ([], set()),
+    ],
+)  # fmt: skip
+def test_what_does_not_decay_is_said_by_dimension_module_type_or_name(by, undecayed):
+    module = Mixed()
+    groups = decay_groups(module, 0.3, by=by)
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    everything = MATRICES | BIASES | NORMS | {"scale"}
+    assert names_of(module, groups) == [sorted(everything - undecayed), sorted(undecayed)]
+    check_groups(module, groups)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4), nn.BatchNorm2d(4),
+                                  nn.InstanceNorm3d(4, affine=True), nn.SyncBatchNorm(4)])  # fmt: skip
+def test_a_norm_is_known_also_under_the_name_of_a_subclass(norm):
+    class Standardise(type(norm)):
+        pass
+
+    standardise = Standardise.__new__(Standardise)
+    standardise.__dict__.update(norm.__dict__)
+    for module in (norm, standardise):
+        decaying, other = decay_groups(nn.Sequential(nn.Linear(4, 4), module), 0.1, by="module type")
+        assert (len(decaying["params"]), len(other["params"])) == (1, 1 + len(list(norm.parameters())))
+
+
+def test_only_the_decaying_group_shrinks():
+    module = Mixed()
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    optimizer = torch.optim.AdamW(decay_groups(module, 0.5), lr=0.1)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if name in MATRICES else 1.0))
+
+
+@pytest.mark.parametrize("by", ["dimension", "module type", ["*.bias"]])
+def test_frozen_parameters_are_left_out(by):
+    module = Mixed()
+    module.body.requires_grad_(False)
+    groups = decay_groups(module, 0.1, by=by)
+    assert not any(name.startswith("body") for names in names_of(module, groups) for name in names)
+    check_groups(module, groups)
+    with pytest.raises(ConfigError, match=r"Mixed has no trainable parameter. Unfreeze some"):
+        decay_groups(module.requires_grad_(False), 0.1, by=by)
+
+
+def test_a_name_that_matches_nothing_is_an_error_that_lists_what_there_is():
+    with pytest.raises(ConfigError, match=r"no parameter of Mixed is named '\*\.biass'.*token, .*stem\.0\.bias.*head"):
+        decay_groups(Mixed(), 0.1, by=["*.bias", "*.biass"])
+    with pytest.raises(ConfigError, match=r"by = 'module': there are \"dimension\", \"module type\" and a list"):
+        decay_groups(Mixed(), 0.1, by="module")
+
+
+# ---------------------------------------------------------------------- the check
+
+
+def test_hand_made_groups_are_checked_with_one_error_that_names_every_fault():
+    module = Mixed()
+    groups = [{"params": list(module.stem.parameters())}, {"params": list(module.body.parameters())}]
+    groups += [{"params": [module.token, module.stem[0].bias, *nn.Linear(2, 2).parameters()]}]
+    with pytest.raises(ConfigError) as error:
+        check_groups(module, groups)
+    assert str(error.value) == (
+        "parameters in no group: scale, embed.weight; in several groups: stem.0.bias; not of Mixed: 2. "
+        "Put each trainable parameter into exactly one group."
+    )
+    module.scale.requires_grad_(False)
+    groups = [{"params": [*module.stem.parameters(), *module.body.parameters()]}]
+    groups += [{"params": [module.token, module.head.weight]}]
+    check_groups(module, groups)
+    check_groups(module, torch.optim.SGD(groups, lr=0.1).param_groups)
+
+
+# ---------------------------------------------------------------------- layer-wise learning rates
+
+
+def rates(module, groups):
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {
+        names[id(parameter)]: (group["lr"], group["weight_decay"]) for group in groups for parameter in group["params"]
+    }
+
+
+@pytest.mark.parametrize("blocks", ["transformer.blocks", [f"transformer.blocks.{number}" for number in range(3)]])
+@pytest.mark.parametrize("embeddings", [None, ["transformer.tokens", "transformer.positions"]])
+def test_rates_fall_from_the_head_through_the_blocks_to_the_embeddings(blocks, embeddings):
+    gpt = GPT(11, preset="gpt-nano")
+    groups = layer_decay_groups(gpt, 0.8, 0.5, blocks, weight_decay=0.1, embeddings=embeddings)
+    check_groups(gpt, groups)
+    assert [group["lr"] for group in groups] == [0.05, 0.1, 0.1, 0.2, 0.2, 0.4, 0.4, 0.8]
+    for name, (rate, decay) in rates(gpt, groups).items():
+        layer = name.split(".")[1:3]
+        expected = {"tokens": 0.05, "positions": 0.05, "norm": 0.8}.get(layer[0]) or 0.1 * 2 ** int(layer[1])
+        assert rate == pytest.approx(expected), name
+        assert decay == (0.1 if gpt.get_parameter(name).ndim >= 2 else 0.0), name
+
+
+def test_blocks_may_be_listed_for_a_network_without_a_stack():
+    module = Mixed()
+    groups = layer_decay_groups(module, 1.0, 0.1, ["stem", "body.recurrent"], weight_decay=0.2, by="module type",
+                                embeddings=["token", "head"])  # fmt: skip
+    found = rates(module, groups)
+    check_groups(module, groups)
+    assert found["token"] == pytest.approx((0.001, 0.2))
+    assert found["embed.weight"] == pytest.approx((0.001, 0.0))
+    assert found["stem.0.weight"] == pytest.approx((0.01, 0.2))
+    assert found["stem.1.weight"] == pytest.approx((0.01, 0.0))
+    assert found["body.recurrent.weight_hh_l0"] == pytest.approx((0.1, 0.2))
+    assert found["body.attention.in_proj_weight"] == found["scale"] == (1.0, 0.2)
+
+
+def test_a_stack_counts_the_blocks_that_have_parameters():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    found = rates(net, layer_decay_groups(net, 1.0, 0.5, "1", weight_decay=0.0))
+    assert [found[name][0] for name in ("0.weight", "1.1.weight", "1.3.bias")] == [0.125, 0.25, 0.5]
+
+
+def test_a_layer_shared_by_blocks_learns_as_the_lowest_of_them():
+    shared = nn.Linear(2, 2)
+    net = nn.Sequential(shared, nn.Linear(2, 2), shared, nn.Linear(2, 1))
+    groups = layer_decay_groups(net, 1.0, 0.5, ["0", "1", "2"], weight_decay=0.0)
+    check_groups(net, groups)
+    assert {name: rate for name, (rate, _) in rates(net, groups).items() if "weight" in name} == {
+        "0.weight": 0.125,
+        "1.weight": 0.25,
+        "3.weight": 1.0,
+    }
+
+
+def test_each_group_has_a_name_of_its_own():
+    def names(*arguments, **options):
+        return [group["name"] for group in layer_decay_groups(*arguments, weight_decay=0.1, **options)]
+
+    assert [group["name"] for group in decay_groups(Mixed(), 0.1)] == ["decay", "no decay"]
+    gpt = GPT(11, preset="gpt-nano")
+    inner = [f"transformer.blocks.{block} {kind}" for block in range(3) for kind in ("decay", "no decay")]
+    assert names(gpt, 0.8, 0.5, "transformer.blocks") == ["embeddings decay", *inner, "head no decay"]
+    net = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("first", "embeddings", "head", "last")})
+    assert names(net, 0.8, 0.5, ["embeddings", "head"]) == [
+        "embeddings decay", "block embeddings decay", "block head decay", "head decay"
+    ]  # fmt: skip
+
+
+def test_groups_keep_their_names_through_a_checkpoint_and_a_resumed_run_is_exact(tmp_path):
+    class Layered(Regression):
+        def configure_optimizers(self):
+            groups = layer_decay_groups(self, 0.1, 0.5, ["net.0"], weight_decay=0.1)
+            return Lookahead(torch.optim.AdamW(groups), k=3)
+
+    def run(folder, steps):
+        task = Layered()
+        options = {"max_steps": steps, "resume": "auto", "log_every_n_steps": 1}
+        trainer = quiet_trainer(tmp_path / folder, callbacks=[lumen.LearningRateMonitor()], **options)
+        trainer.fit(task, loader())
+        return task, [group["name"] for group in trainer.optimizers[0].param_groups]
+
+    whole, names = run("whole", 9)
+    run("parts", 4)
+    resumed, kept = run("parts", 9)
+    assert kept == names == ["net.0 decay", "net.0 no decay", "head decay", "head no decay"]
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    metrics = [(tmp_path / folder / "runs/run/metrics.csv").read_text() for folder in ("whole", "parts")]
+    assert metrics[0] == metrics[1]
+    assert {f"lr/{name}" for name in names} <= set(metrics[0].splitlines()[0].split(","))
+
+
+def test_frozen_layers_have_no_group_and_change_no_other_rate():
+    gpt = GPT(11, preset="gpt-nano")
+    everything = rates(gpt, layer_decay_groups(gpt, 0.8, 0.5, "transformer.blocks", weight_decay=0.1))
+    gpt.transformer.blocks[:2].requires_grad_(False)
+    gpt.transformer.tokens.requires_grad_(False)
+    groups = layer_decay_groups(gpt, 0.8, 0.5, "transformer.blocks", weight_decay=0.1)
+    check_groups(gpt, groups)
+    found = rates(gpt, groups)
+    assert found == {name: everything[name] for name in found}
+    assert len(groups) == 1 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"blocks": "transformer.block"},
+            r"below 'transformer\.block'\. transformer has tokens, positions, blocks, norm",
+        ),
+        ({"blocks": "layers"}, r"no parameter of GPT lies below 'layers'\. It has transformer\."),
+        ({"blocks": ["transformer.blocks.0", "transformer.blocks.7.norm_1"]}, r"transformer\.blocks has 0, 1, 2\."),
+        ({"blocks": "transformer.head"}, r"blocks: transformer\.head holds no blocks"),
+        ({"blocks": []}, r"blocks: \[\] holds no blocks"),
+        ({"embeddings": ["transformer.wte"]}, r"'transformer\.wte'\. transformer has tokens"),
+        ({"decay": 0.0}, r"decay = 0\.0: it must be in \(0, 1\]"),
+        ({"decay": 1.1}, r"decay = 1\.1"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_there_is(arguments, message):
+    options = {"lr": 0.1, "decay": 0.9, "blocks": "transformer.blocks", "weight_decay": 0.1} | arguments
+    with pytest.raises(ConfigError, match=message):
+        layer_decay_groups(GPT(11, preset="gpt-nano"), **options)
+
+
+def test_a_schedule_keeps_the_ratios_of_the_layers_in_a_real_run(tmp_path):
+    seen = []
+
+    class Layered(Regression):
+        def configure_optimizers(self):
+            groups = layer_decay_groups(self, 0.1, 0.5, ["net.0"], weight_decay=0.0, embeddings=[])
+            optimizer = torch.optim.AdamW(groups)
+            schedule = cosine(optimizer, self.trainer.estimated_stepping_batches, warmup=2)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def on_before_optimizer_step(self, optimizer):
+            seen.append([group["lr"] for group in optimizer.param_groups])
+
+    quiet_trainer(tmp_path, max_epochs=1, logger=False, enable_checkpointing=False).fit(Layered(), loader())
+    assert len({rates[-1] for rates in seen}) > 4
+    for lower, lower_bias, head, head_bias in seen:
+        assert lower == lower_bias == pytest.approx(head / 2)
+        assert head == head_bias

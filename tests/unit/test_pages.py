@@ -1,0 +1,198 @@
+"""What the pages for contributors say of the code is so."""
+
+import ast
+import inspect
+import re
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lumen.distributed.processes import Processes
+from lumen.strategies import Strategy
+from tests.distributed import test_communication
+from tests.unit.test_architecture import FLOORS, ROOT, SOURCES
+
+HOME = ROOT.parent
+NAMES = ("docs/architecture.md", "docs/checkpoint-format.md", "docs/distributed.md", "CONTRIBUTING.md")
+PAGES = {name: (HOME / name).read_text() for name in NAMES}
+TESTS = [str(path.relative_to(HOME)) for path in HOME.glob("tests/**/*.py")]
+PATH = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
+
+
+def rows(page, heading):
+    """The cells of the first table below a heading, but for its own heading."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGES[page], re.S | re.M)
+    table = re.search(r"^\|.*?(?=\n\n|\Z)", section, re.S | re.M)[0]
+    return [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in table.splitlines()[2:]]
+
+
+def defined_in(tree, prefix=""):
+    """Functions, classes and methods of a module, as `name` and `Class.name`."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from defined_in(node, f"{prefix}{node.name}.")
+
+
+# ---------------------------------------------------------------------- what is named
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_every_file_and_function_that_a_page_names_exists(page):
+    named = PATH.findall(PAGES[page])
+    for path, name in named:
+        if (ROOT / path).exists():
+            assert not name or name in defined_in(ast.parse((ROOT / path).read_text())), f"{path}:{name}"
+        else:
+            assert not name, f"{path}:{name}: there is no such file in lumen/"
+            assert any(each.endswith(f"/{path.removeprefix('tests/')}") for each in TESTS), path
+    assert named or page == "docs/checkpoint-format.md"
+
+
+def test_the_page_on_architecture_has_every_room_on_its_floor():
+    of_page = [{name.strip("`") for floor, name, _ in rows(NAMES[0], "Rooms") if floor == str(number)}
+               for number in range(1, len(FLOORS) + 1)]  # fmt: skip
+    assert of_page == [*FLOORS]
+    on_disk = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert {name for floor in of_page for name in floor} == on_disk - {"__init__", "__main__"}
+
+
+def test_the_page_on_architecture_names_the_parts_that_a_run_has():
+    parts = {name.strip("`") for name, _, _ in rows(NAMES[0], "The parts of a run")}
+    tree = ast.parse((ROOT / "run/run.py").read_text())
+    (run,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run")
+    fields = {ast.unparse(node.target) for node in run.body if isinstance(node, ast.AnnAssign)}
+    stored = (node for node in ast.walk(run) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    assigned = {node.attr for node in stored}
+    given = {"trainer", "stage", "task", "datamodule", "seed", "checkpoint"}
+    assert parts == (fields | assigned) - given
+
+
+def test_each_walk_has_its_stations_in_their_order():
+    for walk, stations in (("One step", 12), ("One parameter, to disk and back", 12), ("One config key", 8)):
+        assert [row[0] for row in rows(NAMES[0], walk)] == [str(number) for number in range(1, stations + 1)]
+        assert all(PATH.search(where) for _, where, _ in rows(NAMES[0], walk))
+
+
+def test_each_word_has_one_meaning():
+    words = rows(NAMES[0], "Words")
+    assert len({word for word, _, _ in words}) == len(words)
+    assert 15 <= len(words) <= 20
+    assert all(PATH.search(where) for _, _, where in words)
+
+
+def test_each_promise_names_files_and_tests_and_is_one_of_the_readme():
+    of_readme = re.findall(r"^\| \*\*(.+?)\*\* \|", (HOME / "README.md").read_text(), re.M)
+    assert [promise for promise, _, _ in rows(NAMES[0], "Promises")] == [name.lower() for name in of_readme]
+    assert all(PATH.search(files) and "test_" in tests for _, files, tests in rows(NAMES[0], "Promises"))
+
+
+# ---------------------------------------------------------------------- who agrees on what
+
+COLLECTIVE = {
+    name for name, method in vars(Processes).items()
+    if inspect.isfunction(method) and "Collective" in (method.__doc__ or "")
+}  # fmt: skip
+OF_TORCH = {"all_reduce", "all_gather", "broadcast_object_list", "gather_object", "all_gather_object", "full_tensor"}
+
+
+def test_the_page_on_processes_tells_of_each_collective_method():
+    assert {name.strip("`") for name, _, _ in rows("docs/distributed.md", "The methods")} == COLLECTIVE
+
+
+def said_of(method, table):
+    """How many collectives of each kind a row of the table says, itself or by the names of other rows."""
+    found = Counter({kind: int(times) for times, kind in re.findall(r"(\d) (\w+)", table[method])})
+    for other in re.findall(r"`(\w+)`", table[method]):
+        found += said_of(other, table)
+    return found
+
+
+def test_each_method_has_the_collectives_that_the_page_says(group):
+    table = {name.strip("`"): text for name, _, text in rows("docs/distributed.md", "The methods")}
+    for counted in group(2).run(count_collectives):
+        assert counted == {name: said_of(name, table) for name in counted}
+        assert counted.keys() == COLLECTIVE - {"connect", "beside"}
+
+
+def count_collectives():
+    """The collectives that each method of the processes makes, in torch's own record."""
+    processes = Processes.found()
+    processes.connect(torch.device("cpu"))
+    calls = {
+        "broadcast": partial(processes.broadcast, 1),
+        "gather": partial(processes.gather, 1),
+        "gather_on_zero": partial(processes.gather_on_zero, 1),
+        "sum": partial(processes.sum, [1.0]),
+        "begin_sum": lambda: processes.begin_sum([1.0])(),
+        "barrier": processes.barrier,
+        "on_rank_zero": partial(processes.on_rank_zero, list),
+        "together": partial(processes.together, list),
+        "conclude": partial(processes.conclude, list, lambda answers: answers()),
+        "once_per_node": partial(processes.once_per_node, list),
+    }
+    return {name: recorded(call) for name, call in calls.items()}
+
+
+def recorded(call):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as record:
+        call()
+    events = [event.name.removeprefix("gloo:") for event in record.events() if event.name.startswith("gloo:")]
+    return Counter(events)
+
+
+def communicates(node):
+    """Whether a call makes the processes of a run talk to each other."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name == "sum":
+        return ast.unparse(node.func).removesuffix(".sum").endswith("processes")
+    return name in (COLLECTIVE | OF_TORCH | {"agree"}) - {"connect"}
+
+
+def test_the_page_on_processes_names_every_file_that_makes_them_communicate():
+    named = {path for path, _ in PATH.findall(PAGES["docs/distributed.md"])}
+    files = {
+        str(Path(*module.split(".")[1:]).with_suffix(".py"))
+        for module, tree in SOURCES.items()
+        if any(map(communicates, ast.walk(tree)))
+    }
+    assert files - named == set()
+
+
+def test_the_page_on_processes_tells_the_numbers_that_are_counted():
+    page, vote = PAGES["docs/distributed.md"], test_communication.VOTE
+    assert f"by a sum of **{vote} numbers**" in " ".join(page.split())
+    assert f"1 `gather` (**{test_communication.GATHER} collectives**)" in page
+    assert ("**one number** beside" in page) == hasattr(Strategy, "carry_news")
+    votes = {moment: int(numbers) for moment, _, numbers in rows("docs/distributed.md", "Some steps: the vote")}
+    assert votes["a validation is over, or an epoch whose hooks ran"] == vote + 1
+    assert votes["an epoch ends"] == votes["training begins"] == vote + 2
+
+
+def test_the_page_on_processes_counts_an_epoch_as_its_test_does():
+    name = next(name for name in vars(test_communication) if name.startswith("test_an_epoch_costs_a_small_sum"))
+    marks = {mark.args[0]: mark.args[1] for mark in getattr(test_communication, name).pytestmark if mark.args}
+    counted = [(gathers, sums) for _, gathers, sums in marks["make", "gathers", "sums"]]
+    table = re.search(r"Counted for an epoch of one step:\n\n(.*?)\n\n", PAGES["docs/distributed.md"], re.S)[1]
+    assert [tuple(map(int, re.findall(r"\| (\d+)", row))) for row in table.splitlines()[2:]] == counted
+
+
+# ---------------------------------------------------------------------- how to contribute
+
+
+def test_contributing_fits_on_a_screen_and_names_targets_that_there_are():
+    page = PAGES["CONTRIBUTING.md"]
+    assert len(page.splitlines()) <= 40
+    targets = set(re.findall(r"^([\w-]+):", (HOME / "Makefile").read_text(), re.M))
+    assert {*re.findall(r"\bmake ([\w-]+)", page)} <= targets
+
+
+def test_the_readme_leads_to_each_page():
+    linked = {*re.findall(r"\]\(([^)#]+)\)", (HOME / "README.md").read_text())}
+    assert linked >= {*NAMES}

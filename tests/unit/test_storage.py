@@ -1,0 +1,181 @@
+"""The contract of storage: each side keeps every promise, in a directory and in an object store alike."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lumen.checkpoint import as_place, storage_of
+from lumen.checkpoint.folder import clean_leftovers
+from lumen.checkpoint.places import as_local, exists, is_dir, is_file
+from lumen.checkpoint.storage import Status, Storage
+from tests.helpers.checkpoints import small
+
+OURS = ["manifest.json", "model/00000-00000.safetensors", "state.json"]
+
+
+@pytest.fixture(params=["directory", "object store"])
+def place(request, tmp_path):
+    """Where nothing is yet."""
+    yield as_place(tmp_path / "kept" if request.param == "directory" else "memory://bucket/kept")
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def storage(place) -> Storage:
+    return storage_of(place)
+
+
+def write(storage, path, data=b"x"):
+    with storage.create(path) as append:
+        assert append(data) == len(data)
+
+
+def begun(storage, directory, *, manifest=True):
+    """A draft with all its files."""
+    draft = storage.begin(directory)
+    with storage.directory(draft.root / "model"):
+        write(storage, draft.root / OURS[1], b"0123456789")
+    write(storage, draft.root / OURS[2])
+    if manifest:
+        write(storage, draft.root / OURS[0], b"{}")
+    return draft
+
+
+def committed(storage, directory):
+    storage.commit(begun(storage, directory))
+    return directory
+
+
+def test_a_draft_becomes_a_checkpoint_by_its_commit(storage, place):
+    draft = begun(storage, place / "a/step-1", manifest=False)
+    assert draft.directory == place / "a/step-1"
+    assert not is_file(draft.directory / "manifest.json")
+    assert draft.is_in_place == bool(storage.unseen(place / "a", [draft.root]))
+    write(storage, draft.root / "manifest.json")
+    storage.commit(draft)
+    assert storage.unseen(place / "a", [draft.directory]) == set()
+    assert sorted(storage.files(draft.directory)) == OURS
+    assert storage.names(place / "a") == ["step-1"]
+
+
+def test_a_draft_that_lies_in_its_place_needs_a_free_name_and_marks_its_files(storage, place):
+    first = begun(storage, committed(storage, place / "step-1").with_name("step-2"), manifest=False)
+    if first.is_in_place:
+        with pytest.raises(FileExistsError, match="step-2"):
+            storage.begin(first.directory)
+    else:
+        assert storage.begin(first.directory).root != first.root
+    assert first.is_in_place == bool(first.mark)
+
+
+def test_a_name_is_looked_at(storage, place):
+    write(storage, committed(storage, place / "step-1") / "model/b", b"12345")
+    assert storage.look(place / "step-1/model/b") == Status("file", 5)
+    assert storage.look(place / "step-1/model").kind == "directory"
+    assert storage.look(place / "step-2") is None
+    assert storage.look(place / "step-1/model/b/c") is None
+    found = [(exists(each), is_file(each), is_dir(each)) for each in (place / "step-1/state.json", place / "step-1")]
+    assert found == [(True, True, False), (True, False, True)]
+    assert not exists(place / "nothing")
+    assert storage.written_s(place / "step-1/model/b") >= storage.written_s(place / "step-1/state.json") > 1e9
+
+
+def test_files_are_those_below_and_a_file_is_one_itself(storage, place):
+    path = committed(storage, place / "step-1")
+    assert sorted(storage.names(path)) == ["manifest.json", "model", "state.json"]
+    assert sorted(storage.files(path)) == OURS
+    assert storage.files(path / "model") == ["00000-00000.safetensors"]
+    assert storage.files(path / "state.json") == [""]
+
+
+def test_a_file_is_read_whole_and_in_pieces(storage, place):
+    path = committed(storage, place / "step-1") / OURS[1]
+    for whole in (False, True):
+        with storage.open(path, whole=whole) as file:
+            assert file.read() == b"0123456789"
+            assert file.seek(3) == 3
+            assert file.read(2) == b"34"
+    read_into = storage.pieces(place / "step-1", {OURS[1]: 10})
+    for start in (5, 0, 6):
+        view = memoryview(bytearray(4))
+        assert read_into(OURS[1], start, view) == 4
+        assert bytes(view) == b"0123456789"[start : start + 4]
+    for read in (lambda: storage.open(place / "nothing").read(), lambda: read_into("no", 0, view)):
+        with pytest.raises((FileNotFoundError, KeyError)):
+            read()
+
+
+def test_a_file_that_fails_is_not_committed(storage, place):
+    draft = storage.begin(place / "step-1")
+    with suppress(ZeroDivisionError), storage.create(draft.root / "state.json") as append:
+        append(b"x" * 10)
+        raise ZeroDivisionError
+    storage.remove(draft.root)
+    assert not exists(draft.root)
+    assert not exists(place / "step-1")
+
+
+def test_which_have_a_manifest_is_told_of_one_and_of_many(storage, place):
+    paths = [committed(storage, place / f"step-{step}") for step in (1, 2, 3)]
+    write(storage, place / "step-1/model/manifest.json")  # of somebody else
+    others = [place / "step-9", place / "step-1/model"]
+    assert storage.with_manifest(place, []) == set()
+    assert storage.with_manifest(place, paths[:1]) == {paths[0]}
+    assert storage.with_manifest(place, [*paths, others[0]]) == set(paths)
+
+
+def test_another_name_keeps_the_files_and_frees_the_name(storage, place):
+    path = committed(storage, place / "step-1")
+    storage.rename(path, place / "step-1.damaged-1")
+    assert sorted(storage.files(place / "step-1.damaged-1")) == OURS
+    assert not exists(path)
+    with storage.open(place / "step-1.damaged-1" / OURS[1]) as file:
+        assert file.read() == b"0123456789"
+
+
+def test_what_is_removed_is_gone_and_nothing_else(storage, place):
+    one, other = (committed(storage, place / name) for name in ("step-1", "step-10"))
+    storage.remove(one)
+    assert not exists(one)
+    assert storage.names(place) == ["step-10"]
+    assert sorted(storage.files(other)) == OURS
+
+
+def test_a_draft_that_was_left_is_cleaned_and_a_checkpoint_is_not(storage, place):
+    small(place / "step-1")
+    begun(storage, place / "step-2", manifest=False)
+    storage.begin(place / "step-3")
+    clean_leftovers(place)
+    assert storage.names(place) == ["step-1"]
+
+
+def test_a_place_that_can_be_written_is_found_so_and_left_as_it_was(storage, place):
+    storage.check_writable(place)
+    assert not exists(place)
+
+
+def test_a_path_of_this_machine_has_what_the_system_knows_and_a_url_has_not(tmp_path):
+    assert as_local(as_place(tmp_path)) == tmp_path
+    assert isinstance(as_local(as_place(f"file://{tmp_path}")), Path)
+    assert as_local(as_place("memory://bucket")) is None
+
+
+def test_links_and_pipes_are_told_from_files(tmp_path):
+    storage = storage_of(tmp_path)
+    (tmp_path / "nowhere").symlink_to("nothing")
+    (tmp_path / "round").symlink_to("round")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    kinds = {name: storage.look(tmp_path / name).kind for name in os.listdir(tmp_path)}
+    others = dict.fromkeys(("nowhere", "round", "pipe"), "other")
+    assert kinds == others | {"folder": "directory", "link": "directory"}
+    assert storage.look(tmp_path / "a\0b") is None
+    assert storage.files(tmp_path / "link") == [""]
+    assert sorted(storage.files(tmp_path)) == ["link", "nowhere", "pipe", "round"]
+    storage.remove(tmp_path / "link")
+    assert (tmp_path / "folder").is_dir()

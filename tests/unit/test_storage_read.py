@@ -1,0 +1,312 @@
+"""No damage and no attack on a stored checkpoint goes unnoticed."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from itertools import combinations_with_replacement
+from pathlib import Path
+
+import pytest
+import torch
+
+from lumen.checkpoint.folder import find_checkpoints, newest_valid, read_info
+from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.safetensors_file import write_safetensors
+from lumen.errors import CheckpointDamaged, CheckpointError
+from tests.helpers.checkpoints import FILES, assert_small, bytes_read, same, save, small, tamper, tensor_of
+
+
+def handmade(directory, dtype, shape, regions):
+    """A checkpoint of one tensor in several chunks, each in a file of its own."""
+    save(directory, model={"w": tensor_of(dtype, shape), "other": torch.ones(2)})
+    tensor = Checkpoint.open(directory).tensor("model", "w")
+    (directory / "model/00000-00000.safetensors").unlink()
+    records, chunks = {}, []
+    for rank, region in enumerate(regions):
+        file = f"model/{rank:05d}-00000.safetensors"
+        part = tensor[tuple(slice(*bounds) for bounds in region)]
+        others = {"other": torch.ones(2)} if rank == 0 else {}
+        records[file] = write_safetensors(directory / file, {"w": part, **others})
+        chunks.append([file, [begin for begin, _ in region], list(part.shape)])
+
+    def edit(manifest):
+        manifest["files"] |= records
+        manifest["sections"]["model"]["w"]["chunks"] = chunks
+
+    tamper(directory, edit)
+    return tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e5m2, torch.complex128])
+@pytest.mark.parametrize(
+    "regions",
+    [
+        [((0, 2), (0, 3)), ((2, 5), (0, 3))],
+        [((2, 5), (1, 3)), ((0, 2), (0, 3)), ((2, 5), (0, 1))],
+        [((0, 5), (0, 1)), ((0, 5), (1, 2)), ((0, 5), (2, 3)), ((5, 5), (0, 3))],
+    ],
+    ids=["rows", "mixed", "columns"],
+)
+def test_a_tensor_in_several_chunks_is_assembled(tmp_path, dtype, regions):
+    tensor = handmade(tmp_path / "step-1", dtype, (5, 3), regions)
+    checkpoint = Checkpoint.open(tmp_path / "step-1")
+    assert same(checkpoint.tensor("model", "w"), tensor)
+    assert torch.equal(checkpoint.tensor("model", "other"), torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.complex128])
+def test_a_box_of_a_tensor_is_that_box_of_the_whole(tmp_path, dtype):
+    regions = [((2, 5), (1, 3)), ((0, 2), (0, 3)), ((2, 5), (0, 1))]
+    tensor = handmade(tmp_path / "step-1", dtype, (5, 3), regions)
+    checkpoint = Checkpoint.open(tmp_path / "step-1")
+    for rows in combinations_with_replacement(range(6), 2):
+        for columns in combinations_with_replacement(range(4), 2):
+            part = checkpoint.part("model", "w", (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
+            assert same(part, tensor[slice(*rows), slice(*columns)]), (rows, columns)
+
+
+@pytest.mark.parametrize("destination", [torch.empty(5, 3), torch.empty(3, 5).t(), torch.empty(5, 6)[:, ::2]], ids=str)
+def test_a_tensor_in_several_chunks_is_read_in_place_whatever_lies_there(tmp_path, destination):
+    tensor = handmade(
+        tmp_path / "step-1", torch.float32, (5, 3), [((3, 5), (0, 3)), ((0, 3), (0, 1)), ((0, 3), (1, 3))]
+    )
+    memory, strides = destination.data_ptr(), destination.stride()
+    Checkpoint.open(tmp_path / "step-1").copy_into("model", "w", destination)
+    assert same(destination, tensor)
+    assert (destination.data_ptr(), destination.stride()) == (memory, strides)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "shape", "mib"),
+    [((0, 0), (1024, 1024), 4), ((256, 0), (512, 1024), 2), ((100, 7), (256, 9), 1), ((1024, 0), (0, 1024), 0)],
+)
+def test_only_the_rows_of_a_box_are_read(tmp_path, offsets, shape, mib):
+    tensor = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
+    checkpoint = Checkpoint.open(save(tmp_path / "step-1", model={"w": tensor}))
+    before = bytes_read()
+    part = checkpoint.part("model", "w", offsets, shape)
+    assert mib << 20 <= bytes_read() - before < (mib << 20) + 50_000
+    assert torch.equal(part, tensor[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))])
+    assert ("w" in checkpoint.tensors("model"), "v" in checkpoint.tensors("model")) == (True, False)
+    assert bytes_read() - before < (mib << 20) + 60_000
+
+
+@pytest.mark.parametrize(
+    ("regions", "complaint"),
+    [
+        ([((0, 2), (0, 3))], "have 6 of its 15 elements"),
+        ([((0, 3), (0, 3)), ((2, 4), (0, 3))], "overlap"),
+        ([((0, 5), (0, 2)), ((0, 5), (1, 2))], "overlap"),
+        ([((0, 5), (0, 3)), ((0, 5), (0, 3))], "have 30 of its 15 elements"),
+    ],
+)
+def test_chunks_that_do_not_cover_a_tensor_exactly_are_damage(tmp_path, regions, complaint):
+    handmade(tmp_path / "step-1", torch.float32, (5, 3), regions)
+    with pytest.raises(CheckpointDamaged, match=complaint):
+        Checkpoint.open(tmp_path / "step-1")
+
+
+def test_stored_bytes_cannot_stand_for_two_chunks(tmp_path):
+    handmade(tmp_path / "step-1", torch.float32, (4, 3), [((0, 2), (0, 3)), ((2, 4), (0, 3))])
+
+    def edit(manifest):
+        first, second = manifest["sections"]["model"]["w"]["chunks"]
+        del manifest["files"][second[0]]
+        second[0] = first[0]
+
+    tamper(tmp_path / "step-1", edit)
+    with pytest.raises(CheckpointDamaged, match=r"places model/w in 'model/00000-00000\.safetensors'"):
+        Checkpoint.open(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_is_named(tmp_path, name):
+    path = small(tmp_path / "step-1")
+    data = (path / name).read_bytes()
+    for position in {*range(0, len(data), max(1, len(data) // 60)), len(data) - 1}:
+        (path / name).write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        with pytest.raises(CheckpointDamaged, match=name):
+            Checkpoint.open(path)
+    (path / name).write_bytes(data)
+    assert_small(path)
+
+
+@pytest.mark.parametrize("verify", ["checksums", "sizes"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_short_long_or_missing_file_is_named(tmp_path, name, verify):
+    path = small(tmp_path / "step-1")
+    data = (path / name).read_bytes()
+    for changed in (b"", data[:7], data[:-1], data + b"\0"):
+        (path / name).write_bytes(changed)
+        with pytest.raises(CheckpointDamaged, match=name):
+            Checkpoint.open(path, verify)
+    (path / name).unlink()
+    with pytest.raises(CheckpointDamaged, match=name):
+        Checkpoint.open(path, verify)
+    os.mkfifo(path / name)  # opening it would wait for ever
+    with pytest.raises(CheckpointDamaged, match=name):
+        Checkpoint.open(path, verify)
+
+
+def test_a_file_that_changes_after_opening_is_damage(tmp_path):
+    checkpoint = Checkpoint.open(small(tmp_path / "step-1"))
+    os.truncate(tmp_path / "step-1" / FILES[2], 100)
+    with pytest.raises(CheckpointDamaged, match=f"{FILES[2]} became shorter"):
+        checkpoint.tensor("model", "a")
+    (tmp_path / "step-1" / FILES[2]).unlink()
+    with pytest.raises(CheckpointDamaged, match=FILES[2]):
+        checkpoint.tensor("model", "a")
+
+
+def chunks_of(manifest):
+    return manifest["sections"]["model"]["a"]["chunks"]
+
+
+def renamed(name):
+    def edit(manifest):
+        manifest["files"][name] = manifest["files"].pop(FILES[2])
+        chunks_of(manifest)[0][0] = name
+
+    return edit
+
+
+TAMPERINGS = {
+    "parent path": renamed("../step-2/model/00000-00000.safetensors"),
+    "parent inside": renamed("model/../../step-2/model/00000-00000.safetensors"),
+    "absolute path": renamed("/etc/passwd"),
+    "zero byte": renamed("model/a\0.safetensors"),
+    "other suffix": renamed("model/evil.pkl"),
+    "other section": lambda m: chunks_of(m)[0].__setitem__(0, FILES[4]),
+    "unlisted file": lambda m: chunks_of(m)[0].__setitem__(0, "model/none.safetensors"),
+    "unhashable file": lambda m: chunks_of(m)[0].__setitem__(0, []),
+    "no state": lambda m: m["files"].pop("state.json"),
+    "negative size": lambda m: m["files"][FILES[2]].__setitem__("bytes", -1),
+    "boolean size": lambda m: m["files"][FILES[2]].__setitem__("bytes", True),
+    "files as list": lambda m: m.__setitem__("files", []),
+    "files as number": lambda m: m["files"].__setitem__(FILES[2], 3),
+    "no sections": lambda m: m.pop("sections"),
+    "null section": lambda m: m["sections"].__setitem__("model", None),
+    "no chunk": lambda m: chunks_of(m).clear(),
+    "a chunk twice": lambda m: chunks_of(m).append(chunks_of(m)[0]),
+    "an empty chunk twice": lambda m: chunks_of(m).append([FILES[2], [0, 0], [0, 4]]),
+    "short chunk": lambda m: chunks_of(m)[0].pop(),
+    "chunk outside": lambda m: chunks_of(m)[0].__setitem__(1, [1, 0]),
+    "fractional shape": lambda m: m["sections"]["model"]["a"].__setitem__("shape", [4.0, 4]),
+    "fractional chunk": lambda m: chunks_of(m)[0].__setitem__(2, [4.0, 4]),
+    "chunk of other rank": lambda m: chunks_of(m)[0].__setitem__(2, [16]),
+    "other dtype": lambda m: m["sections"]["model"]["a"].__setitem__("dtype", "int32"),
+    "wider dtype": lambda m: m["sections"]["model"]["a"].__setitem__("dtype", "float64"),
+    "unknown dtype": lambda m: m["sections"]["model"]["a"].__setitem__("dtype", "load"),
+    "other shape": lambda m: m["sections"]["model"].__setitem__(
+        "a", {"dtype": "float32", "shape": [2, 8], "chunks": [[FILES[2], [0, 0], [2, 8]]]}
+    ),
+    "huge shape": lambda m: m["sections"]["model"].__setitem__(
+        "a", {"dtype": "float32", "shape": [10**4000] * 2, "chunks": [[FILES[2], [0, 0], [10**4000] * 2]]}
+    ),
+    "tensor dropped": lambda m: m["sections"]["model"].pop("b"),
+    "tensor renamed": lambda m: m["sections"]["model"].__setitem__("c", m["sections"]["model"].pop("b")),
+    "tensor added": lambda m: m["sections"]["model"].__setitem__("c", m["sections"]["model"]["b"]),
+    "alias of nothing": lambda m: m["aliases"].__setitem__("x", "y"),
+    "alias unhashable": lambda m: m["aliases"].__setitem__("x", []),
+    "info as list": lambda m: m.__setitem__("info", [1]),
+    "info with tensor": lambda m: m.__setitem__("info", {"x": {"$tensor": "a"}}),
+}
+
+
+@pytest.mark.parametrize("kind", TAMPERINGS)
+def test_a_tampered_manifest_is_refused(tmp_path, kind):
+    small(tmp_path / "step-2")
+    path = small(tmp_path / "step-1")
+    tamper(path, TAMPERINGS[kind])
+    with pytest.raises(CheckpointDamaged, match=r"step-1/(manifest\.json|model/)"):
+        Checkpoint.open(path)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"null", b"\xff", b"[" * 100_000, b"9" * 5000, b'{"digest": NaN}', b'{"a": "\\ud800"}']
+)
+def test_an_unparsable_manifest_is_damage(tmp_path, text):
+    path = small(tmp_path / "step-1")
+    (path / "manifest.json").write_bytes(text)
+    with pytest.raises(CheckpointDamaged, match=r"manifest\.json"):
+        Checkpoint.open(path)
+    assert find_checkpoints(tmp_path) == []
+
+
+ENTRY = {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}
+HEADERS = [
+    *(b"", b"[]", b"{", b"[" * 50_000, b'{"a": 3}', json.dumps({"a": ENTRY | {"shape": [8, 2]}}).encode()),
+    *(json.dumps({"a": ENTRY | {"data_offsets": x}}).encode() for x in ([], [0], [4, 68], [-64, 0], ["0", 64], None)),
+    *(json.dumps({"a": ENTRY | {"dtype": "I32"}}).encode(), json.dumps({"b": ENTRY}).encode()),
+    *(json.dumps({"a": entry}).encode() for entry in ({"dtype": "F32", "shape": [4, 4]}, ENTRY | {"x": 1})),
+]
+CASES = [*((header, 64) for header in HEADERS), (json.dumps({"a": ENTRY}).encode(), 72)]
+
+
+@pytest.mark.parametrize(("header", "data_bytes"), CASES, ids=lambda x: x[:70].decode() if isinstance(x, bytes) else x)
+def test_a_header_that_disagrees_with_the_manifest_is_damage(tmp_path, header, data_bytes):
+    path = small(tmp_path / "step-1")
+    data = len(header).to_bytes(8, "little") + header + bytes(data_bytes)
+    (path / FILES[2]).write_bytes(data)
+    record = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    tamper(path, lambda manifest: manifest["files"].__setitem__(FILES[2], record))
+    with pytest.raises(CheckpointDamaged, match=FILES[2]):
+        Checkpoint.open(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_that_leaves_the_checkpoint_is_refused(tmp_path, name):
+    path = small(tmp_path / "step-1")
+    shutil.move(path / name, tmp_path / "outside")
+    (path / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointDamaged, match=f"{name} is a link that leaves"):
+        Checkpoint.open(path)
+
+
+def test_a_linked_folder_inside_a_checkpoint_is_refused_but_a_linked_checkpoint_opens(tmp_path):
+    path = small(tmp_path / "step-1")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "step-1").symlink_to(path)
+    assert_small(tmp_path / "runs" / "step-1")
+    shutil.move(path / "model", tmp_path / "outside")
+    (path / "model").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointDamaged, match="leaves the checkpoint"):
+        Checkpoint.open(path)
+
+
+class Bomb:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+def test_no_pickle_is_ever_executed(tmp_path):
+    marker = tmp_path / "executed"
+    bomb = pickle.dumps(Bomb(marker))
+    path = small(tmp_path / "step-1")
+    for name in ("model.pt", ".metadata", "model/00000-00002.safetensors", "optimizer/state.pkl"):
+        (path / name).write_bytes(bomb)
+    assert_small(path)
+    for name in FILES:
+        data = (path / name).read_bytes()
+        (path / name).write_bytes(bomb)
+        with pytest.raises(CheckpointDamaged, match=name):
+            Checkpoint.open(path, verify="sizes")
+        (path / name).write_bytes(data)
+    assert not marker.exists()
+    pickle.loads(bomb)
+    assert marker.exists()  # the bomb is live
+
+
+def test_another_format_version_is_no_damage(tmp_path):
+    path = small(tmp_path / "step-1")
+    tamper(path, lambda manifest: manifest.__setitem__("format", 9))
+    for reader in (Checkpoint.open, read_info, lambda p: newest_valid(p.parent, print), small):
+        with pytest.raises(CheckpointError, match="has format 9") as error:
+            reader(path)
+        assert not isinstance(error.value, CheckpointDamaged)
+    assert find_checkpoints(tmp_path) == [path]

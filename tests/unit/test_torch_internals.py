@@ -1,0 +1,139 @@
+"""Where a private name of torch is gone there is another way, or one error before any work that names torch's versions.
+
+That these names stand in one room is held in test_architecture.py.
+"""
+
+import re
+import runpy
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, SequentialLR
+from torch.utils.data._utils import collate, pin_memory
+
+from lumen.distributed.agent import run_workers
+from lumen.errors import ConfigError
+from lumen.internals import loaders, optimizers, tensors, torch_versions
+from tests.helpers import ROOT
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
+
+
+def missing(name, user):
+    """What the error says."""
+    tried = re.escape(", ".join(torch_versions.TRIED))
+    return (
+        rf"^torch {re.escape(torch.__version__)} has no {name}, which {user} needs. .* with torch {tried}: install one"
+    )
+
+
+def as_imported(module):
+    """A module, as a fresh process would have it."""
+    return SimpleNamespace(**runpy.run_path(module.__file__))
+
+
+class Untouched(Regression):
+    def training_step(self, batch):
+        pytest.fail("work was done")
+
+
+def test_the_versions_that_were_tried_are_those_of_the_readme_and_the_package():
+    root = ROOT
+    minor = [version.rpartition(".")[0] for version in torch_versions.TRIED]
+    *others, last = minor
+    assert f"torch {', '.join(others)} and {last}" in (root / "README.md").read_text()
+    assert f'"torch>={minor[0]}"' in (root / "pyproject.toml").read_text()
+    assert f"\nTORCH ?= {torch_versions.TRIED[-1]}\n" in (root / "Makefile").read_text()
+    assert re.search(r"^torch==(.*)$", (root / "constraints.txt").read_text(), re.M)[1] in torch_versions.TRIED
+
+
+# ---------------------------------------------------------------------- one error
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "name", "said"),
+    [
+        (tensors, torch, "_foreach_norm", "_foreach_norm"),
+        (optimizers, LRScheduler, "_update_lr", "_update_lr"),
+        (tensors, torch.utils._python_dispatch, "TorchDispatchMode", "_python_dispatch.TorchDispatchMode"),
+    ],
+)
+def test_what_every_run_needs_is_looked_for_when_lumen_is_imported(monkeypatch, module, owner, name, said):
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ConfigError, match=missing(said, "Lumen")):
+        as_imported(module)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "options", "user"),
+    [
+        (torch._dynamo.exc, "TorchRuntimeError", {"compile": True}, "compile"),
+        (dist.Reducer, "_rebuild_buckets", {"strategy": "ddp"}, "strategy: ddp"),
+        (FSDPModule, "_get_fsdp_state", {"strategy": "fsdp"}, "strategy: fsdp"),
+    ],
+)
+def test_what_some_runs_need_is_looked_for_before_their_first_step(tmp_path, monkeypatch, owner, name, options, user):
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ConfigError, match=missing(name, user)):
+        quiet_trainer(tmp_path, max_steps=1, **options).fit(Untouched(), loader())
+
+
+def test_processes_look_for_a_way_to_set_the_timeout_before_they_connect(tmp_path, monkeypatch):
+    monkeypatch.delattr(dist, "set_timeout", raising=False)
+    monkeypatch.delattr(dist.distributed_c10d, "_set_pg_timeout")
+    with pytest.raises(ConfigError, match=missing("_set_pg_timeout", "a run of several processes")):
+        quiet_trainer(tmp_path, max_steps=1, strategy="ddp").fit(Untouched(), loader())
+    assert not dist.is_initialized()
+
+
+def test_the_launcher_looks_before_it_starts_anybody(tmp_path, monkeypatch):
+    monkeypatch.delattr(LocalElasticAgent, "_monitor_workers")
+    monkeypatch.delattr(SimpleElasticAgent, "_monitor_workers")
+    monkeypatch.setattr(LocalElasticAgent, "__abstractmethods__", frozenset())
+    with pytest.raises(ConfigError, match=missing("_monitor_workers", "the launcher")):
+        run_workers(1, ["-c", f"open({str(tmp_path / 'started')!r}, 'w')"], tmp_path, [])
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_loader_looks_for_a_way_to_pin_memory_before_it_is_read(monkeypatch):
+    monkeypatch.delattr(pin_memory, "pin_memory")
+    with pytest.raises(ConfigError, match=missing("_utils.pin_memory.pin_memory", "pin_memory")):
+        loaders.pinning()
+
+
+# ---------------------------------------------------------------------- another way
+
+
+@pytest.mark.parametrize("name", ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"])
+def test_an_optimizer_steps_with_torchs_wrapper_where_nobody_can_tell_who_listens(monkeypatch, name):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
+    assert as_imported(optimizers).bare_step(optimizer) != optimizer.step
+    monkeypatch.delattr(sys.modules["torch.optim.optimizer"], name)
+    assert as_imported(optimizers).bare_step(optimizer) == optimizer.step
+
+
+def test_batches_are_made_by_torch_where_nobody_can_tell_how_it_makes_them(monkeypatch):
+    assert as_imported(loaders).collates_as_ever()
+    monkeypatch.delattr(collate, "collate_int_fn")
+    assert not as_imported(loaders).collates_as_ever()
+
+
+def test_schedules_whose_parts_are_unknown_are_not_checked():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
+    scheduler = SequentialLR(optimizer, [ConstantLR(optimizer), ConstantLR(optimizer)], milestones=[2])
+    assert len(optimizers.schedules_in(scheduler)[0]) == 2
+    del scheduler._schedulers
+    assert optimizers.schedules_in(scheduler) == ([], [2])
+
+
+def test_the_public_timeout_is_used_where_there_is_one(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(dist, "set_timeout", lambda timeout, group: asked.append(timeout), raising=False)
+    monkeypatch.delattr(dist.distributed_c10d, "_set_pg_timeout")
+    bare_trainer(tmp_path, max_steps=1, strategy="ddp").fit(Regression(), loader())
+    assert asked
