@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 import re
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lumen.errors import ConfigError, NonFiniteLoss
+from lumen.errors.arguments import checked
 from lumen.internals.optimizers import bare_step
 
 _log = logging.getLogger("lumen")
 _NO_CONTEXT = nullcontext()
 _MANY_IN_A_ROW = 5
+_GROWTH = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}  # torch's own
 #: Parts of torch's error messages about a dtype that an operator does not support.
 _COMPLAINTS = {
     torch.float16: r"\b(Half|HalfTensor|Float16)\b|primitive descriptor",
@@ -32,18 +36,42 @@ _COMPLAINTS = {
 class Precision(ABC):
     """What a precision changes in a step. The loop calls every method, whatever the precision.
 
-    Attributes:
-        name: Its name, such as "bf16"; see `make_precision`.
+    A subclass outside Lumen can be given to `Trainer(precision=...)`; it needs no entry anywhere, and no method but
+    `forward`. One object serves one trainer at a time. The order of calls in a run: `check` when the trainer is made;
+    `setup`; `convert`; `load_state_dict`, if the run goes on from a checkpoint; then for each step `forward` around
+    every micro-batch, `backward` after each, `unscale` and `step`. Evaluations call `setup`, `convert` and `forward`.
     """
 
-    name: str
-
     #: A non-finite loss is this format's own business (fp16 skips the update), not an error of the loop.
-    handles_overflow = False
+    handles_overflow: bool = False
     #: The dtype of parameters and of what reaches the steps; None: whatever they have.
     dtype: torch.dtype | None = None
     #: Updates that were skipped because gradients overflowed, in the whole run.
-    skipped_updates = 0
+    skipped_updates: int = 0
+
+    @property
+    def name(self) -> str:
+        """What checkpoints and messages call it: "bf16"; by default the name of its class."""
+        return type(self).__name__
+
+    @property
+    def numerics(self) -> dict[str, str | int | float | bool]:
+        """Its settings that change what is computed, where they are not the default; a resumed run compares them."""
+        return {}
+
+    def check(self, device: torch.device, parameter_device: torch.device) -> None:
+        """Refuse what cannot be had. Must not initialise the device, which would stay taken.
+
+        Args:
+            device: The device on which the forward runs.
+            parameter_device: The device of parameters and gradients between steps.
+
+        Raises:
+            ConfigError: It does not work there; the message says what to use instead.
+        """
+
+    def setup(self, device: torch.device) -> None:
+        """Begin a run on a device, without the state of any run before."""
 
     @abstractmethod
     def forward(self) -> AbstractContextManager[Any]:
@@ -102,10 +130,18 @@ class OneDtype(Precision):
         name: "bf16-true" or "fp64".
     """
 
-    def __init__(self, name: str) -> None:
+    name = ""
+
+    @checked
+    def __init__(self, name: Literal["bf16-true", "fp64"]) -> None:
         self.name = name
         self.dtype = torch.bfloat16 if name == "bf16-true" else torch.float64
         self._context = _Explaining(nullcontext(), name, self.dtype)
+
+    def check(self, device: torch.device, parameter_device: torch.device) -> None:
+        """MPS has no float64."""
+        if self.dtype is torch.float64 and device.type == "mps":
+            raise ConfigError("precision: fp64 needs float64, which MPS does not have. Set accelerator: cpu, or fp32.")
 
     def forward(self) -> AbstractContextManager[Any]:
         """A context that only explains errors about dtypes."""
@@ -126,7 +162,8 @@ class BFloat16(Precision):
 
     name = "bf16"
 
-    def __init__(self, device: torch.device) -> None:
+    def setup(self, device: torch.device) -> None:
+        """Make the context for a device."""
         self._context = _Explaining(torch.autocast(device.type, torch.bfloat16), "bf16", torch.bfloat16)
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -138,18 +175,62 @@ class BFloat16(Precision):
 class Float16(Precision):
     """Forward under autocast to float16 with a gradient scaler (Micikevicius et al., Mixed Precision Training, 2018).
 
-    An update whose gradients overflow is skipped and the scale halved, with a warning the first time and after several
-    in a row. A scale below 1 means that the gradients are not finite at any scale, which is an error.
+    An update whose gradients overflow is skipped and the scale lowered, with a warning the first time and after several
+    in a row. A scale below 1 means that the gradients are not finite at any scale, which is an error. The settings are
+    those of `torch.amp.GradScaler`; a run that is resumed has the checkpoint's scale and the settings given here.
+
+    Args:
+        init_scale: What the loss is multiplied by at first, at least 1.
+        growth_factor: By this the scale grows, more than 1.
+        backoff_factor: By this it shrinks when gradients overflow, between 0 and 1.
+        growth_interval: After so many updates in a row without overflow it grows, at least 1.
+
+    Raises:
+        ConfigError: A value is out of range.
     """
 
     name = "fp16"
     handles_overflow = True
 
-    def __init__(self, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000) -> None:
+    @checked
+    def __init__(
+        self,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        _check(1 <= init_scale < math.inf, "init_scale", init_scale, "at least 1")
+        _check(1 < growth_factor < math.inf, "growth_factor", growth_factor, "more than 1")
+        _check(0 < backoff_factor < 1, "backoff_factor", backoff_factor, "between 0 and 1")
+        _check(growth_interval >= 1, "growth_interval", growth_interval, "at least 1")
+        self._init_scale = float(init_scale)
+        self._growth: dict[str, Any] = {
+            "growth_factor": float(growth_factor),
+            "backoff_factor": float(backoff_factor),
+            "growth_interval": growth_interval,
+        }
+
+    @property
+    def numerics(self) -> dict[str, str | int | float | bool]:
+        """How the scale moves; where it began is over when a run is resumed."""
+        return {name: value for name, value in self._growth.items() if value != _GROWTH[name]}
+
+    def check(self, device: torch.device, parameter_device: torch.device) -> None:
+        """The scale must lie where the gradients are."""
+        if device.type != parameter_device.type:
+            raise ConfigError(
+                f"precision: fp16 with FSDP(cpu_offload=True): the loss scale lies on {device.type}, the gradients on "
+                f"the {parameter_device.type}, where torch would read it before it has arrived. Use bf16, or "
+                "cpu_offload: false."
+            )
+
+    def setup(self, device: torch.device) -> None:
+        """Make the context and a scaler for a device."""
         self._context = _Explaining(torch.autocast(device.type, torch.float16), "fp16", torch.float16)
-        self._scaler = torch.amp.GradScaler(device.type, init_scale=init_scale, growth_interval=growth_interval)
-        self._scale = init_scale
-        self._in_a_row = 0
+        self._scaler = torch.amp.GradScaler(device.type, init_scale=self._init_scale, **self._growth)
+        self._scale = self._init_scale
+        self._in_a_row = self.skipped_updates = 0
 
     def forward(self) -> AbstractContextManager[Any]:
         """Autocast to float16."""
@@ -189,8 +270,9 @@ class Float16(Precision):
         if self.skipped_updates == 1:
             _log.warning(
                 "fp16: an update was skipped, because its gradients overflow at a loss scale of %g; the scale is "
-                "halved. A few such updates at the start are usual; how many there were is said at the end",
+                "%s. A few such updates at the start are usual; how many there were is said at the end",
                 scale,
+                "halved" if self._scale == scale / 2 else f"now {self._scale:g}",
             )
         elif self._in_a_row % _MANY_IN_A_ROW == 0:
             _log.warning(
@@ -208,7 +290,8 @@ class Float16(Precision):
         """Restore the scale; the state of a run without a scaler changes nothing."""
         if "scale" in state:
             self.skipped_updates = state.get("skipped_updates", 0)
-            self._scaler.load_state_dict({key: value for key, value in state.items() if key != "skipped_updates"})
+            saved = {key: state[key] for key in self._scaler.state_dict() if key in state}
+            self._scaler.load_state_dict(self._scaler.state_dict() | saved | self._growth)
             self._scale = float(state["scale"])
 
 
@@ -264,51 +347,48 @@ def _culprit(modules: list[nn.Module]) -> str:
     return f"{path!r} ({type(culprit).__name__}){device}" if path else f"a step of {type(task).__name__}{device}"
 
 
-_FP16, _FP64 = ("fp16", "16", "16-mixed"), ("fp64", "64", "64-true")
-_KINDS: dict[str, Callable[[torch.device], Precision]] = {
-    **dict.fromkeys(("fp32", "32", "32-true"), lambda device: Float32()),
+def _check(holds: bool, name: str, found: float, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"precision: {name} must be {expected}, found {found:g}.")
+
+
+_BY_NAME: dict[str, Callable[[], Precision]] = {
+    **dict.fromkeys(("fp32", "32", "32-true"), Float32),
     **dict.fromkeys(("bf16", "bf16-mixed"), BFloat16),
-    **dict.fromkeys(_FP16, Float16),
-    "bf16-true": lambda device: OneDtype("bf16-true"),
-    **dict.fromkeys(_FP64, lambda device: OneDtype("fp64")),
+    **dict.fromkeys(("fp16", "16", "16-mixed"), Float16),
+    "bf16-true": lambda: OneDtype("bf16-true"),
+    **dict.fromkeys(("fp64", "64", "64-true"), lambda: OneDtype("fp64")),
 }
 
 
-def make_precision(name: str | int, device: torch.device) -> Precision:
-    """The precision with a name; see `check_precision` for its errors.
+def make_precision(precision: str | int | Precision | type[Precision]) -> Precision:
+    """The precision with a name, or the user's own.
 
     Args:
-        name: `fp32`, `bf16`, `fp16`, `bf16-true` or `fp64`; Lightning's `32-true`, `bf16-mixed`, `16-mixed` and
-            `64-true` mean the same.
-        device: The device on which the forward runs.
-    """
-    check_precision(name, device, device)
-    return _KINDS[str(name)](device)
-
-
-def check_precision(name: str | int, device: torch.device, parameter_device: torch.device) -> None:
-    """Refuse a precision that cannot be had. Does not initialise the device, which would stay taken.
-
-    Args:
-        name: One of the names that `make_precision` takes.
-        device: The device on which the forward runs.
-        parameter_device: The device of parameters and gradients between steps.
+        precision: `fp32`, `bf16`, `fp16`, `bf16-true` or `fp64`; Lightning's `32-true`, `bf16-mixed`, `16-mixed` and
+            `64-true` mean the same. Or an object, or a class that needs no arguments.
 
     Raises:
-        ConfigError: There is no precision of this name, or it does not work on this device.
+        ConfigError: There is no precision of this name.
     """
-    if str(name) in ("fp16-true", "16-true"):
+    if isinstance(precision, Precision):
+        return precision
+    if inspect.isclass(precision):
+        return precision()
+    if str(precision) in ("fp16-true", "16-true"):
         raise ConfigError(
-            f"precision: {name} trains float16 parameters without a loss scale, where small gradients and updates "
+            f"precision: {precision} trains float16 parameters without a loss scale, where small gradients and updates "
             "become 0. Use fp16 (autocast with a scaler), or bf16-true for parameters of 16 bits."
         )
-    if str(name) not in _KINDS:
-        raise ConfigError(f"precision: no precision is named {name!r}; use one of {', '.join(_KINDS)}.")
-    if str(name) in _FP64 and device.type == "mps":
-        raise ConfigError(f"precision: {name} needs float64, which MPS does not have. Set accelerator: cpu, or fp32.")
-    if str(name) in _FP16 and device.type != parameter_device.type:
+    if str(precision) not in _BY_NAME:
         raise ConfigError(
-            f"precision: {name} with FSDP(cpu_offload=True): the loss scale lies on {device.type}, the gradients on "
-            f"the {parameter_device.type}, where torch would read it before it has arrived. Use bf16, or cpu_offload: "
-            "false."
+            f"precision: no precision is named {precision!r}; use one of {', '.join(_BY_NAME)}, or "
+            "give a Precision, in a config as {class_path: ..., init_args: ...}."
         )
+    return _BY_NAME[str(precision)]()
+
+
+def convert_as_saved(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Cast a model as the precision did whose state was saved; one of the user's own is not known here."""
+    if (name := state.get("name")) in _BY_NAME:
+        make_precision(name).convert(model)

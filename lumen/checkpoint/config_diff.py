@@ -108,6 +108,7 @@ def trainer_settings(run: Run) -> dict[str, Setting]:
     interval = f"{plan.val_every_s:g} s" if plan.val_every_s is not None else plan.val_every_epoch_fraction
     return {
         "precision": run.precision.name,
+        **run.precision.numerics,
         **run.strategy.numerics,
         "matmul_precision": trainer.matmul_precision,
         "benchmark": trainer.benchmark,

@@ -30,7 +30,7 @@ from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.internals.garbage import only_young_collected
 from lumen.internals.optimizers import has_stepped
-from lumen.precision import make_precision
+from lumen.precision import convert_as_saved
 from lumen.run.progress import Progress
 from lumen.run.run import Run
 from lumen.task.task_module import TaskModule
@@ -279,8 +279,7 @@ def load_task(kind: type[Task], path: PurePath, *, strict: bool, overrides: Mapp
         ) from error
     task.configure_model()
     task._is_configured = True
-    if precision := checkpoint.state["precision"].get("name"):
-        make_precision(precision, torch.device("cpu")).convert(task)
+    convert_as_saved(task, checkpoint.state["precision"])
     load_model(task, checkpoint, strict=strict)
     _load_own_states(task, checkpoint, extra_of(task, checkpoint))
     return task

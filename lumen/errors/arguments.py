@@ -69,6 +69,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return value in within and type(value) in {type(each) for each in within}
     if origin is list:
         return isinstance(value, list | tuple) and all(_fits(each, within[0]) for each in value)
+    if origin is type:
+        return inspect.isclass(value) and issubclass(value, within[0])
     if origin is dict:
         return isinstance(value, dict) and all(_fits(each, within[1]) for each in value.values())
     if hint is Any:
@@ -95,6 +97,8 @@ def _names(hint: Any) -> Iterator[str]:
             yield from _names(each)
     elif origin is Literal:
         yield from map(repr, within)
+    elif origin is type:
+        yield f"a class derived from {within[0].__name__}"
     elif origin in (list, dict):
         yield f"a {origin.__name__} of " + " or ".join(_names(within[-1]))
     else:

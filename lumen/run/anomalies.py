@@ -50,6 +50,13 @@ class OperationFinder(TorchDispatchMode):
         vars(precision).update(forward=finder.forward, backward=finder.backward)
         return finder
 
+    @classmethod
+    def lift(cls, precision: Precision) -> None:
+        """Take away what `over` laid, if it did: the user's own precision may serve another run."""
+        for name in ("forward", "backward"):
+            if isinstance(getattr(vars(precision).get(name), "__self__", None), cls):
+                del vars(precision)[name]
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The context of a forward."""

@@ -26,6 +26,7 @@ from lumen.loop.fit import StopRequested
 from lumen.metrics.torchmetrics_states import unshare_metrics
 from lumen.precision import make_precision
 from lumen.profilers import profiled
+from lumen.run.anomalies import OperationFinder
 from lumen.run.run import Run
 from lumen.strategies.factory import unused_devices
 from lumen.task.data_module import DataModule
@@ -96,7 +97,9 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
             own, earlier = (checkpoints_of(trainer, place) for place in (directory or of_name, of_name))
             checkpoint = trainer.origin.find(own, earlier, strategy.processes, writes=directory is not None)
         seed = strategy.processes.on_rank_zero(partial(trainer.origin.seed_of, checkpoint, trainer.seed))
-        precision = make_precision(trainer.precision, strategy.device)
+        precision = make_precision(trainer.precision)
+        precision.setup(strategy.device)
+        closing.callback(OperationFinder.lift, precision)
         given = None if datamodule is not None else (data, val_loaders)
         run = trainer._run = Run(trainer, stage, task, datamodule, given, precision, seed, loggers)
         log, records = run.log, run.records

@@ -26,7 +26,7 @@ from lumen.errors.arguments import at_least, checked, local_path
 from lumen.errors.lightning_names import INSTEAD
 from lumen.loggers import Logger, as_loggers
 from lumen.loop.fit import sanity_check, train
-from lumen.precision import check_precision
+from lumen.precision import Precision, make_precision
 from lumen.profilers import Profiler, make_profiler
 from lumen.random import checked_seed
 from lumen.run.open_loaders import one_source, open_loaders
@@ -63,7 +63,7 @@ class Trainer(RunView):
             started processes, else 1. Processes that nobody started are started by the run.
         num_nodes: How many nodes. Default: as many as torchrun or SLURM started processes on, else 1.
         strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, or a `Strategy`.
-        precision: `fp32`; `bf16` or `fp16` (autocast); `bf16-true` or `fp64` (parameters, buffers and batches).
+        precision: `fp32`; `bf16`, `fp16` (autocast); `bf16-true`, `fp64` (parameters and batches); or a `Precision`.
         matmul_precision: With which float32 matrices are multiplied: `highest`, `high` (TF32 on CUDA) or `medium`.
             Default: as torch is set.
         benchmark: Let cuDNN time its algorithms and take the fastest, so that runs differ in the last bits. Default: as
@@ -140,7 +140,7 @@ class Trainer(RunView):
         devices: int | str | None = None,
         num_nodes: int | None = None,
         strategy: str | Strategy = "auto",
-        precision: str | int = "fp32",
+        precision: str | int | Precision | type[Precision] = "fp32",
         matmul_precision: Literal["highest", "high", "medium"] | None = None,
         benchmark: bool | None = None,
         compile: bool | str | list[str] | dict[str, Any] | None = False,
@@ -195,7 +195,7 @@ class Trainer(RunView):
             raise ConfigError(f"gradient_clip_val: must be more than 0 (None: no clipping), found {gradient_clip_val}.")
         self.strategy = make_strategy(strategy, accelerator, devices, num_nodes)
         self.precision = precision
-        check_precision(precision, self.strategy.device, self.strategy.parameter_device)
+        make_precision(precision).check(self.strategy.device, self.strategy.parameter_device)
         self.matmul_precision = matmul_precision
         self.benchmark = benchmark
         self.compilation = Compilation(compile)
@@ -311,7 +311,7 @@ class Trainer(RunView):
                 hook()
             run.saves.check_home()
             if skipped := run.precision.skipped_updates:
-                _log.info("fp16: %d updates were skipped, because their gradients overflowed", skipped)
+                _log.info("%s: %d updates were skipped: their gradients overflowed", run.precision.name, skipped)
             why, progress = run.ending.limit_reached, run.progress
             record("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_begun)
 

@@ -20,7 +20,7 @@ from lumen.data.nested import CopyStream, _copy_stream, move
 from lumen.distributed import process_groups
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError, NonFiniteLoss, TrainingError
-from lumen.precision import check_precision
+from lumen.precision import make_precision
 from lumen.run.nonfinite import NonFiniteCheck
 from lumen.strategies import SingleDevice
 from lumen.strategies.factory import device_of, make_strategy
@@ -204,14 +204,14 @@ def test_a_precisions_name_is_checked_without_a_look_at_the_device(monkeypatch):
     monkeypatch.setattr(torch, "autocast", None)
     monkeypatch.setattr(torch.amp, "GradScaler", None)
     for name in ("bf16", "16-mixed", 64):
-        check_precision(name, CUDA, CUDA)
+        make_precision(name).check(CUDA, CUDA)
 
 
 def test_fp16_with_gradients_on_the_host_is_refused():
-    check_precision("bf16", CUDA, torch.device("cpu"))
-    check_precision("fp16", torch.device("cpu"), torch.device("cpu"))
+    make_precision("bf16").check(CUDA, torch.device("cpu"))
+    make_precision("fp16").check(torch.device("cpu"), torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"fp16 with FSDP\(cpu_offload=True\): .* Use bf16"):
-        check_precision("fp16", CUDA, torch.device("cpu"))
+        make_precision("fp16").check(CUDA, torch.device("cpu"))
 
 
 def test_the_peak_of_memory_is_that_of_the_run(monkeypatch, tmp_path):

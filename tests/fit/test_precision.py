@@ -1,16 +1,22 @@
 """In which dtypes a run computes, and what a dtype that cannot be had is answered with."""
 
+import json
 import re
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torchmetrics
+import yaml
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
+from lumen.cli import main
 from lumen.errors import CheckpointMismatch, ConfigError
+from lumen.precision import Float16
 from tests.helpers import ROOT
+from tests.helpers.cli_tasks import Spy
 from tests.helpers.tasks import FEATURES, Regression, loader, network, quiet_trainer, regression_data
 
 DOCS = (ROOT / "docs/precision.md").read_text()
@@ -20,6 +26,11 @@ def fit(tmp_path, task, data=None, **options):
     trainer = quiet_trainer(tmp_path, **({"max_epochs": 2, "enable_checkpointing": False} | options))
     trainer.fit(task, loader(40) if data is None else data)
     return trainer
+
+
+def assert_same(task, other):
+    for ours, theirs in zip(task.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def dtypes(task):
@@ -62,12 +73,235 @@ def test_every_name_trains_evaluates_and_predicts_in_its_dtypes(tmp_path, names,
         ("fp16-true", "Use fp16 .* or bf16-true"),
         ("transformer-engine", "no precision is named 'transformer-engine'; use one of fp32, .*bf16-true.*fp64"),
         (8, "no precision is named 8"),
-        (16.0, "precision: expected a string or an int, found 16.0"),
+        (16.0, "precision: expected a string, an int, a Precision or a class derived from Precision, found 16.0"),
     ],
 )
 def test_a_name_that_cannot_be_had_is_refused_at_once(name, answer):
     with pytest.raises(ConfigError, match=answer):
         lumen.Trainer(max_epochs=1, precision=name)
+
+
+# ---------------------------------------------------------------------- settings of the gradient scaler
+
+
+class Scales(lumen.Callback):
+    """Notes the loss scale after every update that was tried."""
+
+    def __init__(self):
+        self.scales = []
+
+    def on_train_batch_end(self, trainer, task, *args):
+        self.scales.append(trainer.run.precision.state_dict()["scale"])
+
+
+class Bursting(Regression):
+    """Its gradients overflow at two batches, whatever the scale down to 2."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch)
+        return loss * 3e38 if batch_idx in (1, 4) else loss
+
+
+def test_the_scaler_moves_as_torchs_own_with_the_same_settings(tmp_path):
+    settings = {"init_scale": 512.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+    noted = Scales()
+    precision = Float16(**settings)
+    fit(tmp_path, Bursting(), loader(72), max_epochs=1, precision=precision, callbacks=[noted])
+    scaler, expected = torch.amp.GradScaler("cpu", **settings), []
+    weight = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for batch in range(9):
+        weight.grad = torch.tensor(torch.inf if batch in (1, 4) else 1.0) * scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        expected.append(scaler.get_scale())
+    assert noted.scales == expected
+    assert expected[:5] == [512.0, 128.0, 128.0, 512.0, 128.0]
+    assert precision.skipped_updates == 2
+
+
+def test_each_run_of_one_precision_begins_with_its_first_scale(tmp_path):
+    precision = Float16(init_scale=64.0, growth_interval=1)
+    for _ in range(2):
+        noted = Scales()
+        fit(tmp_path, Regression(), max_epochs=1, precision=precision, callbacks=[noted])
+        assert noted.scales == [128.0, 256.0, 512.0, 1024.0, 2048.0]
+
+
+def test_a_resumed_run_has_the_checkpoints_scale_and_its_own_settings_which_are_told(tmp_path, caplog):
+    quick, slow = ({"init_scale": 64.0, "growth_interval": interval} for interval in (1, 3))
+    whole, resumed = Scales(), Scales()
+    options = {"log_level": "WARNING", "resume": "auto"}
+    quiet_trainer(tmp_path / "w", max_steps=9, callbacks=[whole], precision=Float16(**quick)).fit(
+        Regression(), loader()
+    )
+    quiet_trainer(tmp_path, max_steps=4, precision=Float16(**quick)).fit(Regression(), loader())
+    quiet_trainer(tmp_path, max_steps=6, callbacks=[resumed], precision=Float16(**quick), **options).fit(
+        Regression(), loader()
+    )
+    assert resumed.scales == whole.scales[4:6]
+    assert not caplog.records
+    quiet_trainer(tmp_path, max_steps=9, callbacks=[resumed], precision=Float16(**slow), **options).fit(
+        Regression(), loader()
+    )
+    assert resumed.scales[2:] == [whole.scales[5], whole.scales[5], 2 * whole.scales[5]]
+    assert "growth_interval 1 there, 3 here. Those here count from now on" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer"),
+    [
+        ({"init_scale": 0.5}, "init_scale must be at least 1, found 0.5"),
+        ({"growth_factor": 1.0}, "growth_factor must be more than 1, found 1"),
+        ({"backoff_factor": 1}, "backoff_factor must be between 0 and 1, found 1"),
+        ({"growth_interval": 0}, "growth_interval must be at least 1, found 0"),
+        ({"growth_interval": 1.5}, "Float16: growth_interval: expected an int, found 1.5"),
+        ({"growth": 2}, "Float16 has no argument growth. Did you mean growth_factor"),
+    ],
+)
+def test_a_setting_of_the_scaler_that_cannot_be_is_refused(settings, answer):
+    with pytest.raises(ConfigError, match=answer):
+        Float16(**settings)
+
+
+SCALED = """
+model: {class_path: tests.helpers.cli_tasks.Line}
+data: {class_path: tests.helpers.cli_tasks.Points}
+trainer:
+  max_steps: 2
+  callbacks: [tests.helpers.cli_tasks.Spy]
+  logger: false
+  enable_checkpointing: false
+  precision: {class_path: lumen.precision.Float16, init_args: {init_scale: 1024, growth_interval: 1}}
+"""
+
+
+def trained(tmp_path, *words, config=SCALED):
+    """The precision of a run from a config."""
+    (tmp_path / "scaled.yaml").write_text(config)
+    assert main(["fit", "--config", str(tmp_path / "scaled.yaml"), *words]) == 0
+    return Spy.trainer.run.precision
+
+
+def test_a_config_sets_the_scaler(tmp_path, capsys):
+    assert trained(tmp_path).state_dict()["scale"] == 4096.0
+    option = "--trainer.precision.init_args.init_scale"
+    assert trained(tmp_path, option, "16").state_dict()["scale"] == 64.0
+    with pytest.raises(AssertionError):
+        trained(tmp_path, option, "much")
+    assert "expected float, found 'much'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- a precision of the user's own
+
+
+class StaticScale(lumen.Precision):
+    """A precision that Lumen has never heard of: it multiplies the loss by a power of two, and changes nothing."""
+
+    def __init__(self, scale=8.0):
+        self.scale = scale
+        self.calls = {}
+
+    def count(self, name):
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def check(self, device, parameter_device):
+        self.count("check")
+
+    def setup(self, device):
+        self.count(f"setup on {device}")
+        self.optimizer_steps = 0
+
+    def convert(self, model):
+        self.count("convert")
+
+    @contextmanager
+    def forward(self):
+        self.count("forward")
+        yield
+
+    def backward(self, loss):
+        self.count("backward")
+        (loss * self.scale).backward()
+
+    def unscale(self, optimizer):
+        self.count("unscale")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= self.scale
+
+    def step(self, optimizer, closure=None):
+        self.optimizer_steps += 1
+        return super().step(optimizer, closure)
+
+    def state_dict(self):
+        return {"name": "static", "optimizer_steps": self.optimizer_steps}
+
+    def load_state_dict(self, state):
+        self.optimizer_steps = state["optimizer_steps"]
+
+
+@pytest.mark.parametrize("options", [{}, {"detect_anomaly": True}, {"profiler": "simple"}])
+def test_a_precision_of_the_users_own_trains_with_the_same_bits(tmp_path, options):
+    strange, tasks = StaticScale(), (Regression(dropout=0.2), Regression(dropout=0.2))
+    for task, precision in zip(tasks, ("fp32", strange), strict=True):
+        trainer = quiet_trainer(
+            tmp_path, max_epochs=2, precision=precision, accumulate_grad_batches=2, gradient_clip_val=0.1,
+            num_sanity_val_steps=0, **options,
+        )  # fmt: skip
+        trainer.fit(task, loader(50, 8), val_dataloaders=loader(20, 8))
+    assert_same(*tasks)
+    assert strange.calls == {
+        "check": 1, "setup on cpu": 1, "convert": 1, "forward": 20, "backward": 14, "unscale": 8,
+    }  # fmt: skip
+    assert strange.optimizer_steps == 8
+    assert "forward" not in vars(strange)  # what looked at the run is gone with it
+    assert trainer.precision is strange
+
+
+def test_a_precision_of_the_users_own_is_saved_and_resumed(tmp_path):
+    whole, resumed = Regression(), Regression()
+    quiet_trainer(tmp_path / "whole", max_steps=9).fit(whole, loader())
+    quiet_trainer(tmp_path, max_steps=4, precision=StaticScale).fit(Regression(), loader())
+    strange = StaticScale(4.0)
+    quiet_trainer(tmp_path, max_steps=9, precision=strange, resume="auto").fit(resumed, loader())
+    assert_same(whole, resumed)
+    assert strange.optimizer_steps == 9
+    assert_same(Regression.load_from_checkpoint(tmp_path / "runs/run"), resumed)
+
+
+def test_a_change_to_a_precision_of_the_users_own_is_told(tmp_path, caplog):
+    quiet_trainer(tmp_path, max_steps=2).fit(Regression(), loader())
+    options = {"resume": "auto", "log_level": "WARNING"}
+    quiet_trainer(tmp_path, max_steps=4, precision=Bare(), **options).fit(Regression(), loader())
+    assert "precision 'fp32' there, 'Bare' here" in caplog.text
+    assert "rounding None there, 'up' here" in caplog.text
+
+
+class Bare(lumen.Precision):
+    """The least that a precision needs, and a setting."""
+
+    def forward(self):
+        return nullcontext()
+
+    @property
+    def numerics(self):
+        return {"rounding": "up"}
+
+
+def test_a_config_names_a_precision_of_the_users_own(tmp_path):
+    named = f"precision: {{class_path: {__name__}.StaticScale, init_args: {{scale: 4}}}}"
+    strange = trained(tmp_path, config=re.sub("precision: .*", named, SCALED))
+    assert (type(strange), strange.scale, strange.optimizer_steps) == (StaticScale, 4, 2)
+
+
+def test_what_is_no_precision_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"precision: expected .* a class derived from Precision, found the class DDP"
+    ):
+        lumen.Trainer(max_epochs=1, precision=lumen.DDP)
+    with pytest.raises(ConfigError, match=r"no precision is named 'Float16'.*class_path"):
+        lumen.Trainer(max_epochs=1, precision="Float16")
 
 
 # ---------------------------------------------------------------------- everything in one dtype
@@ -302,12 +536,41 @@ def test_a_part_without_autocast_computes_what_float32_computes(tmp_path, precis
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_documentation_runs_as_shown(tmp_path, precision):
-    task_block, trainer_block = re.findall(r"```python\n(.*?)```", DOCS, re.S)
+    task_block, own_block, attention_block, trainer_block = re.findall(r"```python\n(.*?)```", DOCS, re.S)
     names = {"__name__": "documentation"}
     exec(task_block, names)
     fit(tmp_path, names["Classifier"](), precision=precision)
-    exec(trainer_block, names)
+    exec(own_block + attention_block + trainer_block, names)
     assert names["trainer"].plan.max_steps == 4
+    assert names["scaled"].precision.scale == 64.0
+    heads = torch.randn(3, 2, 4, 5, 8).unbind()
+    assert names["attend"](*heads).shape == (2, 4, 5, 8)
+
+
+def test_the_documented_precision_trains_with_the_bits_of_float32(tmp_path):
+    names = {"__name__": "documentation", "lumen": lumen}
+    exec(next(block for block in re.findall(r"```python\n(.*?)```", DOCS, re.S) if "StaticScale" in block), names)
+    plain, scaled = Regression(), Regression()
+    fit(tmp_path, plain, gradient_clip_val=0.5)
+    fit(tmp_path, scaled, gradient_clip_val=0.5, precision=names["StaticScale"](64.0))
+    assert_same(plain, scaled)
+
+
+def test_the_page_has_every_member_of_a_precision():
+    table = DOCS.split("| member |")[1].split("\n\n")[0]
+    public = {name for name in dir(lumen.Precision) if not name.startswith("_")}
+    assert {
+        name.split("(")[0]
+        for row in table.splitlines()[2:]
+        for name in re.findall(r"`(\w+(?:\(.*?\))?)`", row.split("|")[1])
+    } == public
+
+
+@pytest.mark.parametrize("config", list(re.findall(r"```yaml\n(.*?)```", DOCS, re.S)))
+def test_the_documented_config_is_read(tmp_path, config):
+    precision = yaml.safe_load(config)["trainer"]["precision"]
+    text = re.sub("precision: .*", f"precision: {json.dumps(precision)}", SCALED)
+    assert trained(tmp_path, config=text).state_dict()["growth_interval"] == 500
 
 
 # ---------------------------------------------------------------------- float32 matrices, cuDNN
