@@ -84,8 +84,9 @@ class Callback:
         """Restore what `state_dict` returned, under any strategy and with any number of processes.
 
         Where FSDP cuts up the parameters, a tensor that was cut up when it was saved comes cut up over the processes of
-        now; so does, of a run that cut up nothing, an average: a tensor that lies under the name of a parameter and has
-        its shape, or in a list that has the shapes of a model's parameters. Every other one comes whole, on the host.
+        now. Of a run that cut up nothing, a tensor does so that says whose it is: it has the shape of a parameter and
+        lies under its name, as in `{name: average for name, average in ...}`. Every other one comes whole, on the host;
+        keep what belongs to parameters in such dictionaries, not in lists.
         """
 
     def on_save_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
@@ -17,8 +16,7 @@ def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[s
     """A function from a parameter's name and the parameter to the section "optimizer", placed as its state has to be.
 
     Tensors are read to the parameter's device. For a sharded parameter they are sharded or replicated as they were when
-    saved. If the saving run sharded nothing, a tensor is sharded where the parameter is sharded in a dimension of the
-    same size; but not a scalar, nor one that has the same shape for parameters of several shapes.
+    saved, or as `_is_made_like` has it if the saving run sharded nothing.
     """
     were_sharded = _sharded(checkpoint, "optimizer")
     plain = _of_one_shape(checkpoint) if were_sharded is None else set()
@@ -27,7 +25,7 @@ def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[s
         def read(name: str) -> torch.Tensor:
             _, shape = checkpoint.spec("optimizer", name)
             if were_sharded is None:
-                lies_beside = bool(shape) and name.removeprefix(owner) not in plain
+                lies_beside = _is_made_like(name.removeprefix(owner), shape, plain)
                 copied = not is_cut(parameter, shape)
             else:
                 lies_beside, copied = name in were_sharded, not were_sharded.get(name)
@@ -38,6 +36,16 @@ def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[s
         return checkpoint.tensors("optimizer", read)
 
     return state_of
+
+
+def _is_made_like(key: str, shape: torch.Size, plain: set[str]) -> bool:
+    """Whether an optimizer makes this entry of a parameter's state as a DTensor if the parameter is one: a guess.
+
+    Torch's optimizers do not say it and `zeros_like(parameter)`, row sums or a plain counter look alike in a checkpoint
+    of a run that sharded nothing. So everything counts as made from the parameter, but for scalars and for what has one
+    shape for parameters of several shapes. Without this guess such checkpoints could not be resumed under FSDP.
+    """
+    return bool(shape) and key not in plain
 
 
 def _of_one_shape(checkpoint: Checkpoint) -> set[str]:
@@ -66,9 +74,8 @@ def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tens
     Where the run cuts up its parameters, these come beside them:
 
     * what did when it was saved, cut up or copied as it was then;
-    * of a run that cut up nothing, averages and the like: what lies under the name of a parameter
-      (`average.net.0.weight` for `net.0.weight`) and has its shape, and what lies in a list with the shapes of all
-      parameters of a model or a part of it, or of all trained ones, in their order (`shadow[0]`, or `state[0].mean`).
+    * of a run that cut up nothing, what lies under the name of a parameter and has its shape, as averages do:
+      `average.net.0.weight`, or `moments.net.0.weight.mean`, for `net.0.weight`.
 
     Everything else comes whole, on the host of every process; where the run cuts up nothing, that is everything.
 
@@ -80,7 +87,7 @@ def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tens
     likes: dict[str, torch.Tensor] = {}
     if any(map(is_sharded, task.parameters())):
         if were_sharded is None:
-            likes = _of_parameters_in_order(task, checkpoint) | _of_parameters_by_name(task, checkpoint)
+            likes = _of_parameters(task, checkpoint)
         else:
             likes = dict.fromkeys(were_sharded, next(filter(is_sharded, task.parameters())))
 
@@ -99,35 +106,17 @@ def _sharded(checkpoint: Checkpoint, section: str) -> dict[str, bool] | None:
     return None if sharded is None else sharded[section]
 
 
-def _of_parameters_by_name(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def _of_parameters(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The parameter that each tensor of the section "extra" is named after, and has the shape of."""
     parameters = dict(task.named_parameters(remove_duplicate=False))
     found: dict[str, torch.Tensor] = {}
     for name in checkpoint.names("extra"):
-        ends = (name[dot + 1 :] for dot, letter in enumerate(name) if letter == ".")
-        parameter = next((parameters[end] for end in ends if end in parameters), None)
+        begins = [place + 1 for place, letter in enumerate(name) if letter == "."]
+        ends = [len(name), *(place for place, letter in enumerate(name) if letter in ".[")]
+        inner = (name[begin:end] for begin in begins for end in ends)
+        parameter = next((parameters[each] for each in inner if each in parameters), None)
         if parameter is not None and parameter.shape == checkpoint.spec("extra", name)[1]:
             found[name] = parameter
-    return found
-
-
-def _of_parameters_in_order(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    lists: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-    for name in checkpoint.names("extra"):
-        if place := re.fullmatch(r"(.*)\[(\d+)\](.*?)", name):
-            lists[place[1], place[3]][int(place[2])] = name
-    orders: dict[tuple[torch.Size, ...], list[nn.Parameter]] = {}
-    for module in task.modules():
-        if next(module.children(), None) is None:
-            continue  # the mean and the variance of features have the shapes of a norm's parameters
-        every = list(module.parameters())
-        for order in (every, [parameter for parameter in every if parameter.requires_grad]):
-            orders[tuple(parameter.shape for parameter in order)] = order
-    found: dict[str, torch.Tensor] = {}
-    for entries in lists.values():
-        names = [entries[place] for place in sorted(entries)]
-        shapes = tuple(checkpoint.spec("extra", name)[1] for name in names)
-        if len(names) > 1 and shapes in orders:  # a single tensor may have the shape of a parameter by chance
-            found |= zip(names, orders[shapes], strict=True)
     return found
 
 

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import lumen
 from lumen.checkpoint import Checkpoint, load_model_and_data
+from lumen.checkpoint.optimizer_layout import tensors_in
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError
 from tests.helpers.checkpoints import bytes_read, memory_mib, same
@@ -85,17 +86,21 @@ class Everything(lumen.TaskModule):
 
 
 class Averages(lumen.Callback):
-    """An average of the parameters by their names, their newest values as a list, and one of them gathered."""
+    """An average of the parameters by their names, their newest values below them, and one of them gathered.
+
+    Those in a list do not say whose they are.
+    """
 
     def __init__(self):
         of_a_layer = [torch.zeros(1, 7), torch.zeros(1)]  # they have the shapes of `last` by chance
-        self.state = {"average": {}, "newest": [], "gathered": {}, "chance": of_a_layer}
+        self.state = {"average": {}, "newest": {}, "listed": [], "gathered": {}, "chance": of_a_layer}
 
     def on_step_end(self, trainer, task):
         named = {name: parameter.detach() for name, parameter in task.named_parameters()}
         for name, parameter in named.items():
             self.state["average"].setdefault(name, parameter.clone()).lerp_(parameter, 0.25)
-        self.state["newest"] = [parameter.clone() for parameter in named.values()]
+        self.state["newest"] = {name: {"value": parameter.clone()} for name, parameter in named.items()}
+        self.state["listed"] = [parameter.clone() for parameter in named.values()]
         weight = named["first.weight"]
         self.state["gathered"] = {"first.weight": weight.full_tensor() if isinstance(weight, DTensor) else weight}
 
@@ -125,8 +130,7 @@ class SaveAtOnce(lumen.Callback):
 
 def kinds_of(tensors):
     """Whether tensors are cut up; all of them must be, or none."""
-    values = tensors.values() if isinstance(tensors, dict) else tensors
-    (kind,) = {isinstance(each, DTensor) for each in values}
+    (kind,) = {isinstance(each, DTensor) for each in tensors_in(tensors)}
     return kind
 
 
@@ -211,7 +215,9 @@ def check(group, root, written, pairs):
     for source, reader in pairs:
         assert_same(root / source, root / f"{source}-as-{reader}")
         cut_up, kept = reader in SHARDED, reader in SHARDED and source in SHARDED
-        expected = {"average": cut_up, "newest": cut_up, "gathered": cut_up and not kept, "chance": False}
+        expected = {
+            "average": cut_up, "newest": cut_up, "listed": kept, "gathered": cut_up and not kept, "chance": False,
+        }  # fmt: skip
         assert kinds[source, reader] == expected
 
 
@@ -297,19 +303,19 @@ MIB, TABLE_MIB = 2**20, 32
 
 
 class Newest(lumen.Callback):
-    """The trained parameters in their order, as averages are kept that know no names."""
+    """The trained parameters by their names."""
 
     def __init__(self):
-        self.values = []
+        self.values = {}
 
     def on_step_end(self, trainer, task):
-        self.values = [parameter.detach().clone() for parameter in task.parameters()]
+        self.values = {name: parameter.detach().clone() for name, parameter in task.named_parameters()}
 
     def state_dict(self):
-        return {"values": self.values}
+        return self.values
 
     def load_state_dict(self, state):
-        self.values = state["values"]
+        self.values = state
 
 
 class Watch(lumen.Callback):
