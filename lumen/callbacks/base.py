@@ -63,6 +63,11 @@ class Callback:
     in `on_step_checkpoint`, which is also called where a run is asked to leave in the middle of a step's validation.
     """
 
+    #: Its hooks between the last backward of a step and the step's end (`on_after_backward`,
+    #: `on_before_optimizer_step`, `on_train_batch_end`, `on_step_end`) may set `trainer.should_stop`. Where a callback
+    #: has them, the processes agree at the end of each step, which costs a message; one that never stops says False.
+    stops_at_steps: bool = True
+
     @property
     def state_key(self) -> str:
         """Name of this callback's state in checkpoints, by which a resumed run finds its owner in any order of a list.

@@ -43,6 +43,8 @@ class EarlyStopping(Callback):
         stopping_reason_message: Why it stopped training, or None.
     """
 
+    stops_at_steps = False  # it asks for an agreement where it does
+
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "check_on_train_epoch_end": "The monitor is looked at when it has a new value, of a validation or of an epoch.",
         "log_rank_zero_only": "Only the first process logs.",
@@ -97,6 +99,7 @@ class EarlyStopping(Callback):
             self.stopping_reason_message, self._pending = f"{self.monitor}: {self._pending}", None
             _log.info("early stopping: %s", self.stopping_reason_message)
             trainer.should_stop = True
+            trainer.request_agreement()
 
     def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Raise an error for a monitor that had no value in an epoch; that epoch's checkpoint is saved by now."""

@@ -78,6 +78,8 @@ class ModelCheckpoint(Callback):
         current_score: The newest value of the monitor, or None.
     """
 
+    stops_at_steps = False
+
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "filename": _NAMES,
         "auto_insert_metric_name": _NAMES,
@@ -194,21 +196,21 @@ class ModelCheckpoint(Callback):
         resumed = trainer.resumed_from
         if resumed is not None and resumed.path.parent == self.dirpath:
             self._prune(trainer, resumed.path)
-        newest, gone = trainer.strategy.processes.on_rank_zero(self._look_around)
+        newest, gone = trainer.processes.on_rank_zero(self._look_around)
         if not (newest is None or trainer.origin.stays or (resumed is not None and resumed.path == newest)):
             raise ConfigError(
                 f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
                 'Choose another dirpath, or go on from them with Trainer(resume="auto").'
             )
         if self.given_dirpath is not None:  # else the holder of the run's lock has done it
-            trainer.strategy.processes.on_rank_zero(partial(clean_leftovers, self.given_dirpath))
+            trainer.processes.on_rank_zero(partial(clean_leftovers, self.given_dirpath))
         self.scores = {name: score for name, score in self.scores.items() if name not in gone}
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Say whether one of the rules wants this boundary saved: then all ranks agree before on whether they end."""
         self._is_wanted = self.dirpath is not None and self._is_due(trainer)
         if self._is_wanted:
-            trainer.request_checkpoint()
+            trainer.request_agreement()
 
     def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
         """Save if one of the rules says so."""
@@ -244,7 +246,7 @@ class ModelCheckpoint(Callback):
         self.current_score = value
         if self._is_wanted:
             assert self.dirpath is not None
-            path, _ = trainer.strategy.processes.on_rank_zero(partial(place, trainer, self.dirpath))
+            path, _ = trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))
             self.scores[path.name] = value
 
     def _is_due(self, trainer: Trainer) -> bool:
@@ -265,7 +267,7 @@ class ModelCheckpoint(Callback):
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Wait for a save under way, and complain of a monitor that never had a value, now that all is saved."""
         trainer.checkpoints.settle()
-        trainer.strategy.processes.on_rank_zero(trainer.checkpoints.wait)  # what is being removed shall be gone
+        trainer.processes.on_rank_zero(trainer.checkpoints.wait)  # what is being removed shall be gone
         if self.monitor is not None:
             trainer.require_logged("ModelCheckpoint", self.monitor)
 
@@ -298,7 +300,7 @@ class ModelCheckpoint(Callback):
         moment = moment_of(trainer)
         if trainer.checkpoints.moment != moment:
             trainer.checkpoints.settle()
-        path, saved = trainer.strategy.processes.on_rank_zero(partial(place, trainer, self.dirpath))
+        path, saved = trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))
         if not saved:
             chief = deciding_first(self._sharing(trainer, self.dirpath))[0]
             best = next(iter(chief._ranked()), None)
@@ -334,7 +336,7 @@ class ModelCheckpoint(Callback):
     def _prune(self, trainer: Trainer, newest: PurePath) -> None:
         """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
         doomed = self._account(trainer, newest, True)
-        trainer.strategy.processes.on_rank_zero(partial(remove_checkpoints, doomed))
+        trainer.processes.on_rank_zero(partial(remove_checkpoints, doomed))
 
     def _account(self, trainer: Trainer, newest: PurePath, committed: bool) -> list[PurePath]:
         """What is to be removed, now that the newest is committed; it has no score any more. Collective."""
@@ -347,7 +349,7 @@ class ModelCheckpoint(Callback):
             self._seen = {*found}
             return names.unkept(rules, newest, found)
 
-        doomed = trainer.strategy.processes.on_rank_zero(find) if committed else []
+        doomed = trainer.processes.on_rank_zero(find) if committed else []
         for path in doomed if committed else [newest]:
             for saver in sharing:
                 saver.scores.pop(path.name, None)

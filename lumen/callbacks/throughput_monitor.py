@@ -50,6 +50,8 @@ class ThroughputMonitor(Callback):
         window_s: Seconds to average over, >= 0; 0: since the last record.
     """
 
+    stops_at_steps = False
+
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "batch_size_fn": _COUNTED,
         "length_fn": _COUNTED,

@@ -32,6 +32,8 @@ class Timer(Callback):
         interval: "step" ends it at the next boundary, "epoch" at the end of the epoch.
     """
 
+    stops_at_steps = False  # it asks for an agreement where it does
+
     @checked
     def __init__(self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step") -> None:
         self.interval = interval
@@ -73,8 +75,9 @@ class Timer(Callback):
         self._look(trainer)
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """End training if it is time to."""
-        self._look(trainer)
+        """End training if it is time to; the clock is that of all ranks."""
+        if self._look(trainer):
+            trainer.request_agreement()
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Stop the clock."""
@@ -122,13 +125,16 @@ class Timer(Callback):
         if state["has_stopped"] and not self._has_stopped:
             self._trainer.should_stop = False
 
-    def _look(self, trainer: Trainer) -> None:
+    def _look(self, trainer: Trainer) -> bool:
+        """Wish to stop where it is time to. Returns whether that is new."""
         progress = trainer.progress
         self._trained_s = progress.elapsed_s
         asked = self.interval == "step" or not progress.in_epoch
-        if asked and self._is_used_up() and not trainer.should_stop:
-            _log.info("Timer: the %g s of training are used up (%.1f s)", self._duration_s, self._trained_s)
-            trainer.should_stop = self._has_stopped = True
+        if not (asked and self._is_used_up()) or trainer.should_stop:
+            return False
+        _log.info("Timer: the %g s of training are used up (%.1f s)", self._duration_s, self._trained_s)
+        trainer.should_stop = self._has_stopped = True
+        return True
 
     def _is_used_up(self) -> bool:
         return self._duration_s is not None and self._trained_s >= self._duration_s

@@ -68,7 +68,7 @@ class Saves:
         self.moment: Any = None
         self._account: Account = _keep_all
         self._run = run
-        self._processes = run.strategy.processes
+        self._processes = run.processes
         self._thread = ThreadPoolExecutor(1, "lumen-save", torch.cuda.set_device, (_cuda_index(run.strategy.device),))
         self._writing: Future[None] | None = None
         self._chores: list[Future[None]] = []  # of the thread beside writing

@@ -25,6 +25,7 @@ from lumen.distributed.dtensor import is_cut, is_sharded
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError, NonFiniteLoss
 from lumen.run.run import Run
+from lumen.strategies import sync_buffers
 from lumen.task.hyperparameters import HasHyperparameters
 
 # ---------------------------------------------------------------------- names
@@ -50,9 +51,10 @@ def logger_states(run: Run) -> dict[str, Any]:
 
 def _of_user(run: Run) -> dict[str, Any]:
     """What the task, the data module and the callbacks save."""
+    datamodule = run.loaders.datamodule
     return {
         "callbacks": {key: state for key, state in states_of(run.trainer.callbacks).items() if state},
-        "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
+        "datamodule": datamodule.state_dict() if datamodule is not None else {},
         **added_to_checkpoint(run),
     }
 
@@ -70,7 +72,7 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
     Raises:
         CheckpointError: Something is neither plain data nor a tensor; the message names where it is.
     """
-    task = run.task
+    task, datamodule = run.task, run.loaders.datamodule
     model, aliases = model_tensors(task)
     optimizer, extra = Tensors(), Tensors()
     parts: dict[str, Any] = {
@@ -84,7 +86,7 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
         "metrics": run.values.newest,
         "kept_row": run.records.kept_row if run.progress.validation_due else None,
         "hyperparameters": dict(task.hparams),
-        "data_hyperparameters": dict(run.datamodule.hparams) if isinstance(run.datamodule, HasHyperparameters) else {},
+        "data_hyperparameters": dict(datamodule.hparams) if isinstance(datamodule, HasHyperparameters) else {},
         "extra_state": _extra_state(task),
         "modes": modes_of(task),
         "built": run.optim.built,
@@ -120,7 +122,7 @@ def check_savable(run: Run) -> None:
         sections, _, _ = capture(run, complete=False)
         check_tensors(sections | {"ranks": own_values(run)[1]})
 
-    run.strategy.processes.together(check)
+    run.processes.together(check)
 
 
 def check_additions(run: Run) -> None:
@@ -153,7 +155,7 @@ def check_additions(run: Run) -> None:
             encode(part, extra, name)
         check_tensors({"extra": extra})
 
-    run.strategy.processes.together(check)
+    run.processes.together(check)
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,8 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
             logger.flush()
         return *capture(run), own_values(run)
 
-    processes = run.strategy.processes
-    run.strategy.sync_buffers(run.task)
+    processes = run.processes
+    sync_buffers(run.strategy, run.task)
     sections, aliases, state, (values, tensors) = processes.together(own)
     state["ranks"] = processes.gather_on_zero(values)
     # callbacks of other ranks may hold something else, or nothing

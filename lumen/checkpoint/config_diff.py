@@ -77,7 +77,7 @@ def changed_hyperparameters(run: Run, checkpoint: Checkpoint) -> dict[str, tuple
     Returns:
         The checkpoint's value and the run's by name: `model.lr`, `data.batch_size`; None where one has no such name.
     """
-    owners = {"model": ("hyperparameters", run.task), "data": ("data_hyperparameters", run.datamodule)}
+    owners = {"model": ("hyperparameters", run.task), "data": ("data_hyperparameters", run.loaders.datamodule)}
     changed: dict[str, tuple[Any, Any]] = {}
     for prefix, (part, owner) in owners.items():
         old = decode(checkpoint.state[part], checkpoint.tensors("extra"))
@@ -115,7 +115,7 @@ def trainer_settings(run: Run) -> dict[str, Setting]:
         "deterministic": trainer.deterministic,
         "sync_batchnorm": trainer.sync_batchnorm,
         "compile": str(trainer.compilation.setting),
-        "processes": run.strategy.world_size,
+        "processes": run.processes.world_size,
         "accumulate_grad_batches": plan.accumulate,
         **adapter.cut(),
         "gradient_clip_val": plan.clip_norm if plan.clip_value is None else plan.clip_value,

@@ -31,13 +31,13 @@ def own_values(run: Run) -> tuple[JSON, Tensors]:
         "seen": updates_seen(run.task),
     }
     tensors: Tensors = {}
-    encoded = encode(values, tensors, f"ranks[{run.strategy.rank}]")
+    encoded = encode(values, tensors, f"ranks[{run.processes.rank}]")
     return encoded, {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def load_values(run: Run, checkpoint: Checkpoint) -> None:
     """Restore logged values: each process its own, or rank 0 all of them if the number of processes has changed."""
-    rank, world = run.strategy.rank, run.strategy.world_size
+    rank, world = run.processes.rank, run.processes.world_size
     ranks, extra = checkpoint.state["ranks"], checkpoint.tensors("extra")
     metrics = metrics_of(run.task)
     if len(ranks) == world:

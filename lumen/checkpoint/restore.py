@@ -50,13 +50,13 @@ def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]
     Raises:
         CheckpointMismatch: The checkpoint is of another model; nothing was changed.
     """
-    processes, extra = run.strategy.processes, extra_of(run.task, checkpoint)
+    processes, extra = run.processes, extra_of(run.task, checkpoint)
 
     def load_states() -> None:
         if "model" in parts:
             _load_own_states(run.task, checkpoint, extra)
-        if "data" in parts and run.datamodule is not None:
-            run.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
+        if "data" in parts and run.loaders.datamodule is not None:
+            run.loaders.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
         if "progress" in parts and run.stage == "fit":
             added = decode(checkpoint.state["on_save_checkpoint"], extra)
             hand_back(run, added, checkpoint.path)
@@ -91,7 +91,7 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
         ConfigError: A schedule ends before the step at which the run goes on.
     """
     with only_young_collected():
-        run.strategy.processes.together(partial(_load_run, run, checkpoint, parts, continue_records))
+        run.processes.together(partial(_load_run, run, checkpoint, parts, continue_records))
     checkpoint.free()  # the run holds it until its end, for its path
 
 

@@ -25,7 +25,7 @@ def compare(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
         DataError: The run would go on in the middle of an epoch of other data.
     """
     if "progress" in parts:
-        run.strategy.processes.together(partial(_compare_data, run, checkpoint, exact="data" in parts))
+        run.processes.together(partial(_compare_data, run, checkpoint, exact="data" in parts))
         _compare_settings(run, checkpoint)
 
 

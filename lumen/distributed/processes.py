@@ -104,6 +104,11 @@ class Processes:
         return processes
 
     @property
+    def is_global_zero(self) -> bool:
+        """True in the one process that writes logs and talks to the user."""
+        return self.rank == 0
+
+    @property
     def are_missing(self) -> bool:
         """Whether the other processes have yet to be started."""
         return self.world_size > 1 and self.started_by is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -23,6 +23,7 @@ from lumen.metrics.step_values import for_loggers
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.random import EVALUATIONS, make_key, preserved_generators, seed_generators
 from lumen.run.run import Run
+from lumen.strategies import sync_buffers
 from lumen.task.inference import ordinary_afterwards
 from lumen.task.modes import Modes
 
@@ -63,14 +64,12 @@ def evaluate(run: Run, stage: str) -> bool:
         False if the run was asked to leave: then nothing of the pass is published.
     """
     name = "validation" if stage in ("validate", "sanity") else stage
-    inference_mode = run.plan.inference_mode and run.strategy.inference_mode
-    no_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference_mode else torch.no_grad()
     ordinary = partial(ordinary_afterwards, run.task, vars(run.optim).get("optimizer"))
     with set_apart(run, stage) as apart, preserved_generators(), torch.no_grad(), ordinary():
         run.task.eval()
         seed_generators(make_key(run.seed, EVALUATIONS[stage]))
         run.log.call_hooks(f"on_{name}_start")
-        with ordinary(), no_gradients, run.strategy.evaluation():
+        with ordinary(), run.strategy.evaluation(run.plan.inference_mode):
             run.log.call_hooks(f"on_{name}_epoch_start")
             apart.states.put_aside()
             named = zip(run.loaders.evaluation, run.loaders.suffixes(), strict=True)
@@ -100,7 +99,7 @@ def set_apart(run: Run, stage: str) -> Iterator[SetApart]:
     before = run.stage, run.log.stage
     run.stage, run.log.stage, run.log.batch_samples = stage, apart.metrics, 1
     run.log.share_metrics(run.task)
-    run.strategy.sync_buffers(run.task)
+    sync_buffers(run.strategy, run.task)
     run.ending.vote.change_pace()
     for adapter in run.loaders.evaluation:
         adapter.measure()

@@ -45,7 +45,7 @@ def train(run: Run) -> None:
     while not ending.finished:
         train_epoch(run)
     run.step.nonfinite.flush()
-    run.strategy.barrier()  # what one process has written is there for all
+    run.processes.barrier()  # what one process has written is there for all
     for hook in run.hooks.on_train_end:
         hook()
 
@@ -147,11 +147,9 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
     metrics, run.log.stage = run.log.stage, None  # what is logged here would belong to no step
     for hook in run.hooks.on_step_end if not run.progress.validation_due else ():  # the step goes on when resumed
         hook()
-    if run.ending.is_saving:
-        run.ending.agree()  # nobody waits in vain for the others' share
-    elif run.progress.should_stop:
-        run.ending.leave(weighs_batches=run.step.weighs_batches)
-    run.ending.finished, run.ending.is_saving, run.ending.is_decided = run.ending.limit_reached is not None, False, True
+    if run.ending.is_asked or run.ending.asks_each_step:
+        run.ending.agree()
+    run.ending.finished, run.ending.is_asked, run.ending.is_decided = run.ending.limit_reached is not None, False, True
     if run.ending.finished:
         run.records.log_last_step()
     for hook in run.hooks.on_step_checkpoint:

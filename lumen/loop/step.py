@@ -16,6 +16,7 @@ from lumen.errors import TrainingError
 from lumen.internals.tensors import own_buffers, writes_to
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
+from lumen.optim.gradients import clip_grad_norm, clip_grad_value, scale_gradients
 from lumen.random import GeneratorStates
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
@@ -47,7 +48,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
         batch = run.calls.receive(micro.batch, micro.loader) if micro.batch is not None else None
         for hook in hooks.on_train_batch_start if not micro.idle else ():
             if hook(batch, micro.index) == -1:
-                skip(run, window, micro, weighting)
+                skip(run, window, micro)
         if micro.first:
             for hook in hooks.on_before_zero_grad:
                 hook(optimizer)
@@ -67,10 +68,10 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
     return updated
 
 
-def skip(run: Run, window: AccumulationWindow, micro: MicroBatch, weighting: LossWeighting) -> None:
+def skip(run: Run, window: AccumulationWindow, micro: MicroBatch) -> None:
     """End the epoch here; where gradients are still under way, at the end of the step, once all ranks know of it."""
-    weighting.skipped = True
-    if not run.strategy.communicates:
+    run.step.skips_epoch = True
+    if not run.strategy.communicates_in("backward"):
         run.step.end(window)
         run.records.has_updated = False
         raise EpochSkipped
@@ -96,14 +97,13 @@ def accumulate(
             if before is not None:
                 refuse_own_backward(run, before)
             loss, returned_weight = read_output(output)
-            weighting.left_out |= loss is None
         if loss is not None:
             if weighting.unseeded:
                 weighting.seed(micro.number, returned_weight)
             loss_factor = weighting.loss_factor(micro.weight, returned_weight)
             if check:
                 run.step.check_loss(loss, loss_factor)
-            if loss_factor or (strategy.communicates and loss.requires_grad):
+            if loss_factor or (loss.requires_grad and strategy.communicates_in("backward")):
                 part = loss if loss_factor == 1.0 else loss * loss_factor
         if part is not None:
             for hook in hooks.on_before_backward:
@@ -111,12 +111,12 @@ def accumulate(
             backward(run, micro, part, weighting)
             for hook in hooks.on_after_backward:
                 hook()
-            if strategy.needs_stand_ins:
-                run.step.kept = batch, micro
-        elif strategy.communicates:
-            take_part(run, micro, batch, weighting)
+            if strategy.communicates_in("forward"):
+                run.step.dummy = batch, micro
+        elif strategy.communicates_in("backward"):
+            backward_of_zero(run, micro, batch, weighting)
         elif micro.last:
-            weighting.begin_agreement()
+            begin_agreement(run, weighting)
         if micro.last:
             strategy.after_backward()
     return output, part
@@ -133,8 +133,7 @@ def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: LossWei
     if weighting.unseeded:
         weighting.seed(None)
     if micro.last:
-        weighting.begin_agreement()
-        loss = run.strategy.carry_news(loss)
+        begin_agreement(run, weighting)
     try:
         run.precision.backward(loss)
     except RuntimeError as error:
@@ -147,46 +146,51 @@ def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: LossWei
         ) from error
 
 
-def take_part(run: Run, micro: MicroBatch, batch: Any, weighting: LossWeighting) -> None:
+def begin_agreement(run: Run, weighting: LossWeighting) -> None:
+    """Tell the other processes, beside the last backward, what this one has: weights, and wishes to leave."""
+    weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop)
+
+
+def backward_of_zero(run: Run, micro: MicroBatch, batch: Any, weighting: LossWeighting) -> None:
     """Do this process's part in the backward of the others, adding nothing to the gradient.
 
     Args:
         run: The run that trains.
         micro: Its micro-batch, which counts nothing.
-        batch: It; None where there is none; where it stands in, one of another process.
+        batch: It; None where there is none; where forwards communicate, one of another process.
         weighting: The weighting of the losses of the step.
     """
     strategy = run.strategy
     _refuse_synced_norms(run)
-    stands_in = strategy.needs_stand_ins and micro.idle and batch is not None
-    loss = None if stands_in else strategy.idle_loss()
+    is_dummy = micro.idle and batch is not None and strategy.communicates_in("forward")
+    loss = None if is_dummy else strategy.zero_loss()
     if loss is not None:
         backward(run, micro, loss * 0.0, weighting)
         return
     with unnoticed(run):  # the backward too: it reads buffers that the forward has moved
-        for given in ((batch, micro) if stands_in else None, run.step.kept):
+        for given in ((batch, micro) if is_dummy else None, run.step.dummy):
             if loss is None and given is not None:
                 with run.precision.forward():
-                    given_batch, stand_in = given
-                    arguments = run.calls.arguments("training_step", given_batch, stand_in.index, stand_in.loader)
+                    dummy, of = given
+                    arguments = run.calls.arguments("training_step", dummy, of.index, of.loader)
                     output = strategy.call("training_step", *arguments)
                 loss, _ = read_output(output)
-                loss = strategy.idle_loss() if loss is None else loss
+                loss = strategy.zero_loss() if loss is None else loss
         if loss is None:
             raise TrainingError(
-                f"training_step returned None for the first micro-batch of rank {strategy.rank}, and this strategy "
-                "needs a forward of every rank. Return (loss, 0) for a batch to leave out."
+                f"training_step returned None for the first micro-batch of rank {run.processes.rank}, and this "
+                "strategy needs a forward of every rank. Return (loss, 0) for a batch to leave out."
             )
         backward(run, micro, loss * 0.0, weighting)
 
 
 def _refuse_synced_norms(run: Run) -> None:
     """Where BatchNorm sees the batches of all processes, one without a batch has no part that changes nothing."""
-    if run.strategy.world_size == 1:
+    if run.processes.world_size == 1:
         return
     if any(isinstance(module, torch.nn.SyncBatchNorm) and module.training for module in run.task.modules()):
         raise TrainingError(
-            f"rank {run.strategy.rank} has no loss in step {run.progress.step + 1}, but SyncBatchNorm needs a forward "
+            f"rank {run.processes.rank} has no loss in step {run.progress.step + 1}, but SyncBatchNorm needs a forward "
             "and a backward of every process. Use drop_last=True and a global batch that is a multiple of the "
             "processes', return no None from training_step, or use a norm that does not depend on the batch."
         )
@@ -214,8 +218,9 @@ def unnoticed(run: Run) -> Iterator[None]:
 
 def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closure: Closure | None = None) -> bool:
     """Turn the gradients of a window into one update. Returns False if it was skipped: then no schedule moves."""
-    weighting.agree()
-    if weighting.skipped:
+    skips_epoch, wants_to_stop = weighting.agree()
+    run.ending.hear(wants_to_stop)
+    if skips_epoch:
         run.step.end(window)
         run.records.has_updated = False
         raise EpochSkipped
@@ -244,16 +249,16 @@ def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closu
 
 def complete_gradients(run: Run, weighting: LossWeighting) -> None:
     """Bring the accumulated gradients to the size of the step's mean, and clip them."""
-    strategy, plan = run.strategy, run.plan
+    plan = run.plan
     run.precision.unscale(run.optim.optimizer)
     if (factor := weighting.correction) != 1.0:
-        strategy.correct_gradients(run.optim.parameters, factor)
+        scale_gradients(run.optim.parameters, factor)
     for hook in run.hooks.on_before_optimizer_step:
         hook(run.optim.optimizer)
     if plan.clip_norm is not None:
-        run.step.grad_norm = strategy.clip_grad_norm(run.optim.parameters, plan.clip_norm)
+        run.step.grad_norm = clip_grad_norm(run.optim.parameters, plan.clip_norm).to(run.strategy.device)
     if plan.clip_value is not None:
-        strategy.clip_grad_value(run.optim.parameters, plan.clip_value)
+        clip_grad_value(run.optim.parameters, plan.clip_value)
 
 
 @final
@@ -336,7 +341,7 @@ class Closure:
 def _mean(run: Run, parts: list[torch.Tensor | None], weighting: LossWeighting) -> torch.Tensor:
     """The step's mean loss, over all processes."""
     losses = [part.detach().reshape(()) for part in parts if part is not None]
-    world = run.strategy.world_size
+    world = run.processes.world_size
     own = torch.stack(losses).sum() if losses else torch.zeros((), device=run.strategy.device)
     return (own if world == 1 else run.strategy.reduce(own.double()) / world) * weighting.correction
 
@@ -349,7 +354,7 @@ def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
         micro_batches = list(window)
         for micro in micro_batches:
             micro.weight = 0.0 if micro.idle else float(run.task.batch_weight(micro.batch))
-        (planned,) = run.strategy.processes.sum([sum(micro.weight for micro in micro_batches)])
+        (planned,) = run.processes.sum([sum(micro.weight for micro in micro_batches)])
     run.step.weighting.begin(planned, len(window.sizes), run.progress.weight_guess)
     return micro_batches
 

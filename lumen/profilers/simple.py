@@ -91,7 +91,7 @@ class SimpleProfiler(Profiler):
     def stop(self) -> None:
         """Print the table."""
         self._switch()
-        if self._run.strategy.is_global_zero:
+        if self._run.processes.is_global_zero:
             show(self._table(), self._directory)
 
     def _switch(self) -> None:

@@ -118,10 +118,10 @@ class TorchProfiler(Profiler):
             directory = self._directory / "profile"
         unit, number = ("step", run.progress.step) if self._stage == "fit" else ("batch", self._steps)
         if directory is not None:
-            worker = f"{self._stage}-{unit}-{number:08d}-rank{run.strategy.rank}"
+            worker = f"{self._stage}-{unit}-{number:08d}-rank{run.processes.rank}"
             tensorboard_trace_handler(str(directory), worker, use_gzip=True)(done)
             _log.info("the trace until %s %d is in %s", unit, number, directory)
-        if run.strategy.is_global_zero:
+        if run.processes.is_global_zero:
             table = self._table(done)
             table.title = f"{self._stage}: operators until {unit} {number}"
             show(table, self._directory)

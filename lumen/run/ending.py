@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
-from lumen.run.loss_weighting import LossWeighting
+from lumen.distributed.processes import Processes
 from lumen.run.plan import Plan
 from lumen.run.progress import Progress
 from lumen.run.stop_vote import StopVote
-from lumen.strategies import Strategy
 
 _STOPPED = "stopped early"
 
@@ -20,21 +19,24 @@ class Ending:
     Args:
         plan: Limits of the run, by epochs, steps and time.
         progress: Counters of the run.
-        strategy: The run's strategy, whose processes agree.
+        processes: Those of the run, which agree.
 
     Attributes:
         vote: The time and the stop request that all processes act on.
         finished: The run is over.
-        is_saving: A callback will save this boundary, on all ranks.
+        stop_agreed: All processes know whether some process wishes to stop: what `progress.should_stop` says is so.
+        is_asked: A callback has asked on all ranks, in `on_step_end`, to agree on the end at this boundary.
+        asks_each_step: A rank has hooks between the last backward of a step and its end, in which it may wish to stop.
         is_decided: Whether the run ends here is decided, as callbacks that save have to know.
         validated_at_s: When the last validation was complete, or training began; as `vote.now_s`.
     """
 
-    def __init__(self, plan: Plan, progress: Progress, strategy: Strategy) -> None:
-        self._plan, self._progress, self._strategy = plan, progress, strategy
-        self.vote = StopVote(strategy)
-        self.finished = self._stop_agreed = self._time_is_up = False
-        self.is_saving = False
+    def __init__(self, plan: Plan, progress: Progress, processes: Processes) -> None:
+        self._plan, self._progress, self._processes = plan, progress, processes
+        self.vote = StopVote(processes)
+        self.finished = self._time_is_up = False
+        self.stop_agreed = True  # a wish that comes from a checkpoint is that of all
+        self.is_asked = self.asks_each_step = False
         self.is_decided = False
         self._clock_s = self.validated_at_s = self.vote.now_s
 
@@ -64,28 +66,14 @@ class Ending:
             For each question whether some process said True.
         """
         wants_to_stop, *others = self.vote.agree(self._progress.should_stop, *wishes)
-        if self._strategy.world_size > 1:
-            self._progress.should_stop = self._stop_agreed = wants_to_stop
+        self.hear(wants_to_stop)
         return others
 
-    def leave(self, *, weighs_batches: bool) -> None:
-        """A stop was asked for: where it ends the run here, find out whether it does on every rank.
-
-        Args:
-            weighs_batches: Steps begin with a sum of the weights of their batches.
-
-        Raises:
-            TrainingError: Others go on.
-        """
-        strategy = self._strategy
-        if strategy.world_size == 1 or self._stop_agreed or self.limit_reached != _STOPPED:
-            return
-        if self.vote.stop_signal is not None:
-            return  # all leave here
-        if weighs_batches:
-            strategy.processes.sum([0.0])  # those who go on begin their step with that
-        LossWeighting.leave(strategy.agree_in_next_step, strategy.world_size)
-        self._stop_agreed = True
+    def hear(self, wants_to_stop: bool) -> None:
+        """Take over what the processes have agreed on: whether some process wishes to stop."""
+        self.stop_agreed = wants_to_stop
+        if wants_to_stop:
+            self._progress.should_stop = True
 
     @property
     def limit_reached(self) -> str | None:
@@ -99,7 +87,8 @@ class Ending:
             return f"max_epochs={plan.max_epochs} reached"
         if self._time_is_up:
             return f"max_time of {plan.max_time_s:g} s reached"
-        return _STOPPED if progress.should_stop and self.may_stop else None
+        wishes = progress.should_stop and (self.stop_agreed or self._processes.world_size == 1)
+        return _STOPPED if wishes and self.may_stop else None
 
     @property
     def may_stop(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, final
 
 from lumen.data.adapter import LoaderAdapter
 from lumen.run.progress import Progress
+from lumen.task.data_module import DataModule
 
 _log = logging.getLogger("lumen")
 
@@ -16,6 +17,7 @@ class Loaders:
     """The open loaders of a run.
 
     Args:
+        datamodule: None: the loaders were given, or are the task's.
         given: The loaders that a stage was given instead of a data module, for training and for evaluation; None: the
             data module or the task has them.
         progress: Counters of the run.
@@ -27,8 +29,8 @@ class Loaders:
         empty: Why evaluation loaders gave no batch, a sentence each.
     """
 
-    def __init__(self, given: tuple[Any, Any] | None, progress: Progress) -> None:
-        self.given = given
+    def __init__(self, datamodule: DataModule | None, given: tuple[Any, Any] | None, progress: Progress) -> None:
+        self.datamodule, self.given = datamodule, given
         self._progress = progress
         self.train: LoaderAdapter | None = None
         self.evaluation: list[LoaderAdapter] = []

@@ -50,7 +50,7 @@ class LogContext:
     @property
     def gather(self) -> Gather | None:
         """`strategy.gather`; None where there is one process, which has nothing to merge."""
-        return self._strategy.gather if self._strategy.world_size > 1 else None
+        return self._strategy.gather if self._strategy.processes.world_size > 1 else None
 
     def call_hooks(self, name: str) -> None:
         """Call hooks that stand around steps: a number that they log is of this process, not of samples."""

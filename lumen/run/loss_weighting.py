@@ -16,7 +16,7 @@ from typing import final
 from lumen.errors import TrainingError
 
 Answer = tuple[int, float | None] | None
-BeginAgreement = Callable[[Sequence[float], bool], Callable[[], list[float] | None]]
+BeginSum = Callable[[Sequence[float]], Callable[[], list[float]]]
 
 
 @final
@@ -28,15 +28,13 @@ class LossWeighting:
         world: Number of processes.
         scaled: A gradient scaler is at work: the number of processes is then multiplied with gradients, not with the
             loss, so that what overflows does not depend on it.
-        begin_agreement: Begins to sum numbers over the processes; what it returns waits for the sums, None if none of
-            them has news. None: there is one process.
+        begin_sum: Begins to sum numbers over the processes; what it returns waits for the sums. None: there is one
+            process.
         gather: What each process says, on all of them. None: there is one process.
 
     Attributes:
         unseeded: The guess is to be made of the first weight, by `seed`.
         total: The sum of the weights of this process; once they have agreed, of all.
-        skipped: A hook of some process ended the epoch in this step.
-        left_out: A micro-batch of this process counts nothing, although it was planned.
     """
 
     def __init__(
@@ -45,12 +43,12 @@ class LossWeighting:
         by_task: bool,
         world: int = 1,
         scaled: bool = False,
-        begin_agreement: BeginAgreement | None = None,
+        begin_sum: BeginSum | None = None,
         gather: Callable[[Answer], list[Answer]] | None = None,
     ) -> None:
         self._by_task = by_task
         self._in_loss, self._in_gradients = (1, world) if scaled else (world, 1)
-        self._begin_agreement, self._gather = begin_agreement, gather
+        self._begin_sum, self._gather = begin_sum, gather
         self._world = world
         self.begin(0.0, 0, 1.0)
 
@@ -64,14 +62,14 @@ class LossWeighting:
                 been made yet.
         """
         self.total = 0.0
-        self.skipped = self.left_out = False
         self._planned = planned
         self._alone = micro_batches == self._world == 1
         self._micro_batches, self._guess = micro_batches, guess or 1.0
         # 16 bits alone mind how large what is summed becomes, and several processes would have to tell each other
         self.unseeded = not guess and not self._by_task and (self._world == 1 or self._in_gradients > 1)
         self._returned: bool | None = None
-        self._finish: Callable[[], list[float] | None] | None = None
+        self._sums: Callable[[], list[float]] | None = None
+        self._wishes: list[bool] = []
 
     def seed(self, number: int | None, returned: float | None = None) -> None:
         """Make the first guess of the first weight there is, on all processes alike. Collective.
@@ -118,46 +116,36 @@ class LossWeighting:
         self.total += weight
         return self._in_loss * weight / self._planned if self._planned else 0.0
 
-    def begin_agreement(self) -> None:
-        """All weights of this process are known: begin to sum them over the processes. Collective."""
-        if self._begin_agreement is not None:
-            returned, skipped = self._returned is True, self.skipped
-            kinds = map(float, (returned, self._returned is False, skipped, False))
-            self._finish = self._begin_agreement([self.total, *kinds], returned or skipped or self.left_out)
+    def begin_agreement(self, *wishes: bool) -> None:
+        """All weights of this process are known: begin to sum them over the processes. Collective.
 
-    @staticmethod
-    def leave(sum_over_ranks: Callable[[Sequence[float]], list[float]], world: int) -> None:
-        """Take part in the next agreement with nothing but the message that this process has left.
-
-        Raises:
-            TrainingError: On every process: some of them go on.
+        Args:
+            wishes: One bool for each question: what this process wishes.
         """
-        left = sum_over_ranks([0.0, 0.0, 0.0, 0.0, 1.0])[-1]
-        if left < world:
-            raise _apart(left)
+        self._wishes = list(wishes)
+        if self._begin_sum is not None:
+            told = self.total, self._returned is True, self._returned is False, *wishes
+            self._sums = self._begin_sum(list(map(float, told)))
 
-    def agree(self) -> None:
+    def agree(self) -> list[bool]:
         """Wait for the sums over the processes.
 
+        Returns:
+            Of each question whether some process has the wish.
+
         Raises:
-            TrainingError: Some processes have returned weights, and some have not; or some have left.
+            TrainingError: Some processes have returned weights, and some have not.
         """
-        if self._finish is None:
-            return
-        sums, self._finish = self._finish(), None
-        if sums is None:
-            self.total = self._planned
-            return
-        self.total, returned, plain, skipped, left = sums
-        self.skipped = bool(skipped)
-        if left:
-            raise _apart(left)
+        if self._sums is None:
+            return self._wishes
+        (self.total, returned, plain, *wishes), self._sums = self._sums(), None
         if returned and plain:
             raise _mixed()
         if returned or plain:
             self._returned = bool(returned)
         if self._returned:
             self._planned = self._guess  # of a process that counted nothing, too
+        return [wish > 0 for wish in wishes]
 
     @property
     def counted(self) -> bool:
@@ -190,11 +178,4 @@ def _mixed() -> TrainingError:
     return TrainingError(
         "training_step returned a weight for one micro-batch of a step and none for another. "
         "Return (loss, weight) always or never."
-    )
-
-
-def _apart(left: float) -> TrainingError:
-    return TrainingError(
-        f"{left:g} processes end the run here, but others go on: should_stop was not set on every rank. Set it in "
-        "on_validation_end or on_train_epoch_end, where one rank is enough, or by what is equal on all ranks."
     )

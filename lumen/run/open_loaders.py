@@ -59,7 +59,7 @@ def _open_loaders(run: Run) -> None:
     loader = _loader(run, "fit")
     if loader is None:
         raise DataError("there is no training data. Give a DataModule or a loader to fit, or define train_dataloader.")
-    rank_slice = _rank_slice(run, run.strategy.needs_stand_ins)
+    rank_slice = _rank_slice(run, run.strategy.communicates_in("forward"))
     run.loaders.train = adapt_loader(
         loader,
         run.seed,
@@ -137,7 +137,7 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
             f"training and validation within its epoch read one {type(beside).__name__}, which is its own iterator: "
             "each would move the other on. Give a loader to each."
         )
-    rank_slice = _rank_slice(run, run.strategy.evaluation_stands_in)
+    rank_slice = _rank_slice(run, run.strategy.communicates_in("evaluation"))
     seeds = [make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number) for number in range(len(loaders))]
     adapters = [
         adapt_loader(loader, seed, rank_slice.world, rewinds=True, rank_slice=rank_slice)
@@ -150,7 +150,7 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
 
 
 def _rank_slice(run: Run, stands_in: bool) -> RankSlice:
-    return RankSlice(run.strategy.rank, run.strategy.world_size, stands_in, run.strategy.gather)
+    return RankSlice(run.processes.rank, run.processes.world_size, stands_in, run.processes.gather)
 
 
 def _loader(run: Run, stage: str) -> Any:
@@ -159,7 +159,7 @@ def _loader(run: Run, stage: str) -> Any:
         given = training if stage == "fit" else evaluation
         if given is not None:
             return given
-    for owner in (run.datamodule, run.task):
+    for owner in (run.loaders.datamodule, run.task):
         if owner is not None and overrides(owner, _METHODS[stage]):
             return _asked(owner, _METHODS[stage])
     return None

@@ -12,7 +12,6 @@ from lumen.run.log_context import LogContext
 from lumen.run.plan import Plan
 from lumen.run.progress import Progress
 from lumen.run.step_context import StepContext
-from lumen.strategies import Strategy
 
 if TYPE_CHECKING:
     from lumen.loggers import Logger
@@ -28,7 +27,7 @@ class Records:
         progress: Counters of the run.
         log: Collected values of the run's steps.
         step: The step in progress, with the newest gradient norm.
-        strategy: The run's strategy, which says whether values stay on the device.
+        device: Where values are computed.
 
     Attributes:
         loggers: Loggers that are given each row.
@@ -46,9 +45,10 @@ class Records:
         progress: Progress,
         log: LogContext,
         step: StepContext,
-        strategy: Strategy,
+        device: torch.device,
     ) -> None:
-        self._plan, self._progress, self._log, self._step, self._strategy = plan, progress, log, step, strategy
+        self._plan, self._progress, self._log, self._step = plan, progress, log, step
+        self._is_asynchronous = device.type == "cuda"  # who reads a value waits for it
         self._pending: PendingStepLog | None = None  # on its way to the loggers
         self.loggers = loggers
         self.is_logged = bool(loggers)
@@ -61,7 +61,7 @@ class Records:
         """Let the loggers have the values of this step: now, or once a device has computed them. Collective."""
         if self.is_logged:
             self._pending = self._newest_log()
-            if not self._strategy.is_asynchronous:
+            if not self._is_asynchronous:
                 self.write_row()
 
     def keep_row(self) -> None:

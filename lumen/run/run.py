@@ -42,7 +42,8 @@ class Run:
 
     Attributes:
         stage: As given; "sanity" and "validate" during the evaluations of `fit`, "" when the run is over.
-        strategy: Processes, placement and communication.
+        strategy: On which devices the task lies, and how a step is computed there.
+        processes: Who takes part, and what of plain data they tell each other.
         plan: How long the run is and what happens when.
         hooks: What is called when: the task's methods and the callbacks'.
         progress: How far the run is; saved in checkpoints.
@@ -78,18 +79,18 @@ class Run:
         self.trainer = trainer
         self.stage = stage
         self.task = task
-        self.datamodule = datamodule
         self.strategy = strategy
+        self.processes = strategy.processes
         self.precision = precision
         self.plan = plan
         self.seed = seed
         self.hooks = Hooks(task, trainer.callbacks, trainer)
         self.progress = Progress()
-        self.ending = Ending(plan, self.progress, strategy)
-        self.loaders = Loaders(loaders, self.progress)
+        self.ending = Ending(plan, self.progress, strategy.processes)
+        self.loaders = Loaders(datamodule, loaders, self.progress)
         self.calls = TaskCalls(task, datamodule, strategy, precision, replays_graphs=replays_graphs)
-        self.step = StepContext(strategy, precision, self.progress, seed, replays_graphs=replays_graphs)
+        self.step = StepContext(strategy.processes, precision, self.progress, seed, replays_graphs=replays_graphs)
         self.optim = Optimization(task)
         self.log = LogContext(task, self.hooks, strategy)
         self.values = LoggedValues(task, self.loaders)
-        self.records = Records(loggers, plan, self.progress, self.log, self.step, strategy)
+        self.records = Records(loggers, plan, self.progress, self.log, self.step, strategy.device)

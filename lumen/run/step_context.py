@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 
 from lumen.data.windows import AccumulationWindow, MicroBatch
+from lumen.distributed.processes import Processes
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.precision import Precision
 from lumen.random import Domain, make_key, seed_generators
@@ -15,7 +16,6 @@ from lumen.run.anomalies import OperationFinder
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.nonfinite import NonFiniteCheck, Place
 from lumen.run.progress import Progress
-from lumen.strategies import Strategy
 from lumen.task.hooks import overrides
 from lumen.task.task_module import TaskModule
 
@@ -41,7 +41,7 @@ class StepContext:
     """The step in progress: its random numbers, its weights, its loss; and sums over the steps of this part of a run.
 
     Args:
-        strategy: The run's strategy, whose processes sum weights.
+        processes: Those of the run, which sum weights.
         precision: The run's precision; fp16 skips non-finite updates itself.
         progress: Counters of the run.
         seed: The run's seed, which keys everything random.
@@ -51,7 +51,8 @@ class StepContext:
         weighting: The weighting of the losses of the step, from `start_weighing` on.
         weighs_batches: The task has a `batch_weight`.
         nonfinite: Finds losses and gradients that are not finite.
-        kept: A batch that gave a loss, with its micro-batch: it stands in where a rank has none.
+        skips_epoch: A hook of this process has ended the epoch in this step.
+        dummy: A batch that gave a loss, with its micro-batch: it is run again where a rank has none.
         loss: The newest loss, without dimensions; on the device, perhaps with its graph.
         grad_norm: The newest gradient norm before clipping, without dimensions; None where nothing is clipped.
         counters: Sums over all steps.
@@ -59,16 +60,17 @@ class StepContext:
     """
 
     def __init__(
-        self, strategy: Strategy, precision: Precision, progress: Progress, seed: int, *, replays_graphs: bool
+        self, processes: Processes, precision: Precision, progress: Progress, seed: int, *, replays_graphs: bool
     ) -> None:
-        self._strategy, self._precision, self._progress, self._seed = strategy, precision, progress, seed
+        self._processes, self._precision, self._progress, self._seed = processes, precision, progress, seed
         self._replays_graphs = replays_graphs
         self._first_micro_batch = 0
         self.weighting: LossWeighting
         self.weighs_batches = False
         finds = torch.is_anomaly_enabled()
         self.nonfinite = NonFiniteCheck(OperationFinder.over(precision, self.where).told if finds else None)
-        self.kept: tuple[Any, MicroBatch] | None = None
+        self.skips_epoch = False
+        self.dummy: tuple[Any, MicroBatch] | None = None
         self.loss: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
         self.counters = Counters()
@@ -76,14 +78,15 @@ class StepContext:
 
     def start_weighing(self, task: TaskModule, gather: Gather | None) -> None:
         """Training begins now: hooks that could give the task a `batch_weight` are over."""
-        strategy, self.weighs_batches = self._strategy, overrides(task, "batch_weight")
+        processes, self.weighs_batches = self._processes, overrides(task, "batch_weight")
         self.weighting = LossWeighting(
-            by_task=self.weighs_batches, world=strategy.world_size, scaled=self._precision.handles_overflow,
-            begin_agreement=strategy.begin_agreement if strategy.world_size > 1 else None, gather=gather,
+            by_task=self.weighs_batches, world=processes.world_size, scaled=self._precision.handles_overflow,
+            begin_sum=processes.begin_sum if processes.world_size > 1 else None, gather=gather,
         )  # fmt: skip
 
     def begin(self) -> None:
         """Count micro-batches from here."""
+        self.skips_epoch = False
         self._first_micro_batch = self._progress.micro_batches
 
     def seed(self, micro: MicroBatch) -> None:
@@ -135,5 +138,5 @@ class StepContext:
         counters.samples += window.samples
         counters.weighs |= counted
         if not self.weighted_windows:
-            self._strategy.processes.begin_training()
+            self._processes.begin_training()
         self.weighted_windows += bool(weighting.total)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from lumen.strategies import Strategy
+from lumen.distributed.processes import Processes
 
 _INTERVAL_S = 0.5
 
@@ -21,7 +21,7 @@ class StopVote:
     steps are that slow; one alone looks at every moment.
 
     Args:
-        strategy: The run's strategy, whose processes agree.
+        processes: Those of the run, which agree.
 
     Attributes:
         requested: Number of the signal that asked this process to end; set by a signal handler.
@@ -32,8 +32,8 @@ class StopVote:
         polls: How often it was looked at: each step and each batch of an evaluation is one.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._processes = strategy.processes
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
         self._every = self._left = 1
         self._answer: Callable[[], list[float]] | None = None  # under way
         self.polls = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any, Literal, final
@@ -19,7 +19,7 @@ from lumen.internals.process_groups import end_backward, leave_out_expanded_buff
 from lumen.internals.tensors import norms, own_buffers
 from lumen.strategies.late_parameters import Additions
 from lumen.strategies.step_module import Steps, sparse_parameters
-from lumen.strategies.strategy import Strategy
+from lumen.strategies.strategy import Strategy, sync_buffers
 
 _NO_CONTEXT = nullcontext()
 _SAME = 1e-5  # relative difference of norms that devices of different kinds may compute of the same numbers
@@ -65,7 +65,7 @@ class DDP(Strategy):
     ) -> None:
         if gradient_compression not in (None, "fp16", "bf16"):
             raise ConfigError(f"gradient_compression: expected fp16, bf16 or null, found {gradient_compression!r}.")
-        self.timeout_s, self.startup_timeout_s = timeout_s, startup_timeout_s
+        self._timeouts = {"timeout_s": timeout_s, "startup_timeout_s": startup_timeout_s}
         self._compression = gradient_compression
         self._options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
@@ -82,9 +82,6 @@ class DDP(Strategy):
         self._frozen: list[nn.Parameter] = []
         self._additions: Additions | None = None
         self._buffers: list[dict[str, torch.Tensor | None]] = []
-        self._flag: nn.Parameter | None = None
-        self._had_news = False
-        self._news = 0
 
     @property
     def numerics(self) -> dict[str, str | bool | None]:
@@ -93,14 +90,13 @@ class DDP(Strategy):
 
     def connect(self) -> None:
         """See `Strategy.connect`."""
-        self.processes.connect(self.device, timeout_s=self.timeout_s, startup_timeout_s=self.startup_timeout_s)
+        self.processes.connect(self.device, **self._timeouts)
 
     def setup(self, task: nn.Module) -> None:
         """Move the task to the device; parameters and buffers become those of rank 0."""
         self._check_sparse(task)
         self._task = task.to(self.device)
-        self.sync_buffers(self._task)
-        self._had_news, self._news = False, 0
+        sync_buffers(self, self._task)
         self._wrap()
         self._additions = Additions()
 
@@ -110,7 +106,7 @@ class DDP(Strategy):
         Raises:
             ConfigError: The task has parameters with sparse gradients.
         """
-        if not sparse_parameters(task) or self.world_size == 1:
+        if not sparse_parameters(task) or self.processes.world_size == 1:
             return
         if self.device.type != "cpu":
             raise ConfigError("DDP: NCCL cannot sum the gradients of nn.Embedding(sparse=True). Set sparse=False.")
@@ -127,16 +123,15 @@ class DDP(Strategy):
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
         self._buffers = [own_buffers(module) for module in self._task.modules()]
         self._unwrap()
-        self._flag = self._make_flag()
         if any(self._trained):
             # a parameter that no rank has used must be without a gradient even where a rank was idle
-            steps = Steps(self._task, anchored=self._options["find_unused_parameters"], flag=self._flag).to(self.device)
+            steps = Steps(self._task, anchored=self._options["find_unused_parameters"]).to(self.device)
             leave_out_expanded_buffers(steps)  # `sync_buffers` can
             self._ddp = DistributedDataParallel(steps, **self._options, **_NO_BUFFERS)
             need_reducer(self._ddp)
             if self._compression is not None:
                 self._ddp.register_comm_hook(None, _HOOKS[self._compression])
-            if self._settles and self.world_size > 1:
+            if self._settles and self.processes.world_size > 1:
                 self._settle(self._ddp)
 
     def _settle(self, ddp: DistributedDataParallel) -> None:
@@ -145,28 +140,9 @@ class DDP(Strategy):
         DDP sums gradients in one order in its first backward, and in all later ones in that in which they came then.
         A process that goes on from a checkpoint would round one step differently from one that was not interrupted.
         """
-        self.carry_news(ddp(None)).backward()  # type: ignore[no-untyped-call]
+        ddp(None).backward()
         for parameter in self._parameters:
             parameter.grad = None
-
-    def _make_flag(self) -> nn.Parameter | None:
-        """A number whose gradient, which travels with all others, says whether some rank has news; None without one.
-
-        On CUDA it is not worth it: every step would wait for the device to read it, and a sum on the CPU does not. With
-        `find_unused_parameters` it would have to be part of every step's graph.
-        """
-        trained = (each for each in self._parameters if each.requires_grad and each.is_floating_point())
-        like = next(trained, None)  # gradients of one type share a bucket
-        if like is None or self.world_size == 1 or self.device.type != "cpu" or self._options["find_unused_parameters"]:
-            return None
-        return nn.Parameter(torch.zeros((), dtype=like.dtype))
-
-    def carry_news(self, loss: torch.Tensor) -> torch.Tensor:
-        """The same loss, whose backward gives the flag a gradient too: 0, or another number if this rank has news."""
-        if self._flag is None:
-            return loss
-        self._flag.grad = None
-        return torch.add(loss, self._flag, alpha=self._news)
 
     def _unwrap(self) -> None:
         """Remove the wrapper's hooks from the parameters now; else they stay until the garbage collector finds it."""
@@ -178,7 +154,7 @@ class DDP(Strategy):
         """Wrap the task anew if parameters were frozen, unfrozen or added, which torch's wrapper does not notice."""
         assert self._task is not None
         if self._broadcast_buffers and any(self._buffers):
-            self.sync_buffers(self._task)
+            sync_buffers(self, self._task)
         if self._trained != [parameter.requires_grad for parameter in self._parameters] or self._finds_others():
             self._wrap()
 
@@ -191,10 +167,9 @@ class DDP(Strategy):
         self._additions.noticed = False
         return [*map(id, self._task.parameters())] != [*map(id, self._parameters)]
 
-    @property
-    def communicates(self) -> bool:
-        """True on one process too: torch's wrapper wants a backward for each forward."""
-        return self._ddp is not None
+    def communicates_in(self, part: Literal["forward", "backward", "evaluation"]) -> bool:
+        """In the backward, on one process too: torch's wrapper wants one for each forward."""
+        return part == "backward" and self._ddp is not None
 
     def call(self, step: str, *args: Any) -> Any:
         """Run a training step through DDP; any other on the task itself, without communication."""
@@ -217,48 +192,10 @@ class DDP(Strategy):
             )
         return self._ddp.no_sync()
 
-    def idle_loss(self) -> torch.Tensor:
+    def zero_loss(self) -> torch.Tensor:
         """A loss of 0 that depends on all parameters."""
         assert self._ddp is not None
         return self._ddp(None)  # type: ignore[no-any-return]
-
-    def begin_agreement(self, numbers: Sequence[float], news: bool) -> Callable[[], list[float] | None]:
-        """Whether any rank has news travels with the gradients; only then, and one step longer, numbers are summed."""
-        flag = self._flag
-        if flag is None:
-            return self.processes.begin_sum(numbers)
-        told = [*numbers, float(news)]
-        begun = self.processes.begin_sum(told) if self._had_news else None  # a task that weighs batches always has some
-        self._news = int(news)
-
-        def finish() -> list[float] | None:
-            if begun is None and not flag.grad.item():  # type: ignore[union-attr]
-                return None
-            *sums, ranks_with_news = begun() if begun is not None else self.processes.sum(told)
-            self._had_news = ranks_with_news > 0
-            return sums
-
-        return finish
-
-    def agree_in_next_step(self, numbers: Sequence[float]) -> list[float]:
-        """Make that step without a batch; gradients are afterwards what they were."""
-        if self._ddp is None:
-            return self.processes.sum(numbers)
-        in_buckets = self._options["gradient_as_bucket_view"]
-        before = [(each, each.grad) for each in self._parameters]
-        before = [(each, grad.clone() if in_buckets and grad is not None else grad) for each, grad in before]
-        self.begin_step()
-        for parameter in self._parameters:
-            parameter.grad = None
-        loss = self.idle_loss()
-        finish = self.begin_agreement(numbers, news=True)
-        self.carry_news(loss).backward()  # type: ignore[no-untyped-call]
-        self.after_backward()
-        for parameter, gradient in before:
-            parameter.grad = gradient
-        sums = finish()
-        assert sums is not None
-        return sums
 
     def after_backward(self) -> None:
         """Refuse parameters that got no gradient: ranks whose loss does use them would wait for this one.
@@ -284,7 +221,7 @@ class DDP(Strategy):
             return
         known = {id(each) for each, trained in zip(self._parameters, self._trained, strict=True) if trained}
         late = [name for name, each in self._task.named_parameters() if each.requires_grad and id(each) not in known]
-        if late and self.world_size > 1:
+        if late and self.processes.world_size > 1:
             raise TrainingError(
                 f"{', '.join(late[:8])}{', ...' if len(late) > 8 else ''} began to be trained in the middle of a step, "
                 "when the processes had agreed on whose gradients they sum. Unfreeze and add parameters between steps: "
@@ -294,18 +231,17 @@ class DDP(Strategy):
     def _name_unused(self, message: str) -> str:
         assert self._task is not None
         named = zip(self._task.named_parameters(), self._trained, strict=True)
-        own = [] if self._flag is None else ["flag"]
-        trained = own + [name for (name, _), is_trained in named if is_trained]
+        trained = [name for (name, _), is_trained in named if is_trained]
         listed = re.search(r"indices which did not receive grad for rank \d+: ([\d ,]+)", message)
         names = [trained[int(number)] for number in re.findall(r"\d+", listed.group(1))] if listed else ["unknown"]
         return (
-            f"{len(names)} parameters took no part in the loss of rank {self.rank}: {', '.join(names[:8])}"
+            f"{len(names)} parameters took no part in the loss of rank {self.processes.rank}: {', '.join(names[:8])}"
             f"{', ...' if len(names) > 8 else ''}. Set requires_grad of them to False if they are never trained, or "
             "use strategy: {class_path: lumen.DDP, init_args: {find_unused_parameters: true}}."
         )
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
+    def evaluation(self, inference_mode: bool) -> Iterator[None]:
         """Evaluate the bare task, after a check that it is the same on every rank.
 
         Raises:
@@ -314,7 +250,7 @@ class DDP(Strategy):
         assert self._task is not None
         named = [(name, each.detach()) for name, each in self._task.named_parameters() if each.requires_grad]
         found = norms([parameter for _, parameter in named]) if named else []
-        ranks = self.gather(torch.stack([norm.float() for norm in found]).tolist() if named else [])
+        ranks = self.processes.gather(torch.stack([norm.float() for norm in found]).tolist() if named else [])
         for rank, theirs in enumerate(ranks):
             for (name, _), first, other in zip(named, ranks[0], theirs, strict=True):
                 if abs(first - other) > _SAME * max(abs(first), abs(other)):
@@ -323,7 +259,8 @@ class DDP(Strategy):
                         "only. A hook with a batch, such as on_train_batch_end, is not called on a rank that has no "
                         "batch left; write parameters in on_before_zero_grad, which every rank calls once a step."
                     )
-        yield
+        with super().evaluation(inference_mode):
+            yield
 
     def teardown(self) -> None:
         """Remove the wrapper; the task stays on the device."""

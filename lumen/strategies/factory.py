@@ -53,7 +53,7 @@ def processes_of(
         raise ConfigError(f"strategy: {_not_known(strategy)}")
     processes = _running_or_asked_for(devices, num_nodes, accelerator)
     own = None if isinstance(strategy, str) else strategy
-    runs_one = strategy == "single" if own is None else not own.spans_processes and own.world_size == 1
+    runs_one = strategy == "single" if own is None else not own.spans_processes and own.processes.world_size == 1
     if runs_one and processes.world_size > 1:
         kind, found = "SingleDevice" if own is None else type(own).__name__, processes.started_by
         there = "devices asks for" if found is None else f"{found} started"
@@ -117,7 +117,7 @@ def device_of(accelerator: str, processes: Processes | None = None) -> torch.dev
 def unused_devices(strategy: Strategy) -> str | None:
     """A notice for a user who runs one process although there are more devices; None if there are none."""
     visible = torch.cuda.device_count() if strategy.device.type == "cuda" else 1
-    if strategy.world_size == 1 and strategy.processes.started_by is None and visible > 1:
+    if strategy.processes.world_size == 1 and strategy.processes.started_by is None and visible > 1:
         return f"1 of {visible} visible devices is used; devices: auto uses all"
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, final
@@ -20,13 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from lumen.distributed.process_groups import CUDA_BACKENDS
 from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
-from lumen.internals.tensors import clamp, multiply
 from lumen.optim import needs_closure
 from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.fsdp_units import find_units, modules_of
 from lumen.strategies.late_parameters import Additions
 from lumen.strategies.step_module import sparse_parameters
-from lumen.strategies.strategy import Strategy
+from lumen.strategies.strategy import Strategy, sync_buffers
 
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KEEPS_WHOLE = {"full_shard": False, "shard_grad_op": True, "hybrid_shard": False, "no_shard": True}
@@ -77,7 +76,6 @@ class FSDP(Strategy):
     """
 
     spans_processes = True
-    needs_stand_ins = True
     shards = True
 
     def __init__(
@@ -107,7 +105,7 @@ class FSDP(Strategy):
             {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype,
              "buffer_dtype": buffer_dtype},
         )  # fmt: skip
-        self.timeout_s, self.startup_timeout_s = timeout_s, startup_timeout_s
+        self._timeouts = {"timeout_s": timeout_s, "startup_timeout_s": startup_timeout_s}
         self._wrap = (_names(wrap), wrap_if, wrap_min_parameters)
         self._kind, self._shard_size = sharding_strategy, shard_size
         keeps_whole = _KEEPS_WHOLE[sharding_strategy]
@@ -122,7 +120,8 @@ class FSDP(Strategy):
         self._unshard_in_evaluation = unshard_in_evaluation
         self._task: nn.Module
         self._sharded: ShardedTask
-        self._is_idle = False
+        self._made_zero = False
+        self._gathers_once = True
         self._additions: Additions | None = None
 
     @property
@@ -130,15 +129,9 @@ class FSDP(Strategy):
         """See `Strategy.parameter_device`."""
         return torch.device("cpu") if self._offload else self.device
 
-    @property
-    def inference_mode(self) -> bool:
-        """False: what is gathered under `torch.inference_mode` can never be trained again."""
-        return False
-
-    @property
-    def communicates(self) -> bool:
-        """True on one process too: gradients reach the parameters only in the last backward of a step."""
-        return True
+    def communicates_in(self, part: Literal["forward", "backward", "evaluation"]) -> bool:
+        """On one process too: gradients reach the parameters only in the last backward of a step."""
+        return part != "evaluation" or not self._gathers_once
 
     @property
     def numerics(self) -> dict[str, str | bool | None]:
@@ -156,8 +149,8 @@ class FSDP(Strategy):
         Raises:
             ConfigError: The number of processes is no multiple of `shard_size`.
         """
-        self.processes.connect(self.device, timeout_s=self.timeout_s, startup_timeout_s=self.startup_timeout_s)
-        world = self.world_size
+        self.processes.connect(self.device, **self._timeouts)
+        world = self.processes.world_size
         shape: tuple[int, ...] = (world,)
         if self._kind in ("hybrid_shard", "no_shard"):
             size = 1 if self._kind == "no_shard" else self._shard_size or self.processes.local_world_size
@@ -209,7 +202,7 @@ class FSDP(Strategy):
         else:
             sharded.reset()
         self._sharded, self._additions = sharded, Additions()
-        self.evaluation_stands_in = self.device_mesh.size(-1) > 1 and not self._unshards()
+        self._gathers_once = self.device_mesh.size(-1) == 1 or self._unshards()
 
     def _cut_up(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
         classes, chosen, min_parameters = self._wrap
@@ -247,7 +240,7 @@ class FSDP(Strategy):
             self._refuse_added()
         self._sharded.look_again()
         if self._broadcast_buffers:
-            self.sync_buffers(self._task)
+            sync_buffers(self, self._task)
 
     def _refuse_added(self) -> None:
         """Refuse parameters added after `setup`: they are not sharded, and nobody would sum their gradients."""
@@ -272,9 +265,9 @@ class FSDP(Strategy):
         finally:
             self._sharded.outputs.clear()
 
-    def idle_loss(self) -> torch.Tensor | None:
+    def zero_loss(self) -> torch.Tensor | None:
         """A loss of 0 over the outputs of the units; None if no unit was called."""
-        self._is_idle = True
+        self._made_zero = True
         if len(self._sharded.units) == 1:
             return self._sharded.root(None)  # type: ignore[no-any-return]
         parts = [output.sum().float() * 0.0 for output in self._sharded.outputs]
@@ -286,7 +279,7 @@ class FSDP(Strategy):
         Raises:
             TrainingError: Names them, unless `find_unused_parameters`; or names parameters whose change would be lost.
         """
-        sharded, is_idle, self._is_idle = self._sharded, self._is_idle, False
+        sharded, made_zero, self._made_zero = self._sharded, self._made_zero, False
         if not sharded.is_watched:
             return
         sharded.refuse_writes()
@@ -298,38 +291,23 @@ class FSDP(Strategy):
             for (_, parameter), count in zip(trained, used, strict=True):
                 if not count:
                     parameter.grad = None
-        elif missing and not is_idle:
+        elif missing and not made_zero:
             raise TrainingError(
-                f"{len(missing)} parameters took no part in the loss of rank {self.rank}: {', '.join(missing[:8])}"
-                f"{', ...' if len(missing) > 8 else ''}. Set requires_grad of them to False if they are never trained, "
-                "or use strategy: {class_path: lumen.FSDP, init_args: {find_unused_parameters: true}}."
+                f"{len(missing)} parameters took no part in the loss of rank {self.processes.rank}: "
+                f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}. Set requires_grad of them to False if "
+                "they are never trained, or use strategy: {class_path: lumen.FSDP, init_args: {find_unused_parameters: "
+                "true}}."
             )
-
-    def correct_gradients(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
-        """Multiply this process's parts of the gradients in place, in a few kernels."""
-        _multiply(_parts(parameters), factor)
-
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Clip by the norm of the whole gradients. Collective: every rank must call this."""
-        parameters = list(parameters)
-        norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        _multiply(_parts(parameters), factor)
-        return norm.to(self.device)
-
-    def clip_grad_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
-        """Clamp this process's parts of the gradients in place."""
-        if parts := _parts(parameters):
-            clamp(parts, max_value)
 
     # ------------------------------------------------------------------ evaluation
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Gather all parameters once, if memory allows, so that no forward communicates."""
-        if not self.evaluation_stands_in:
+    def evaluation(self, inference_mode: bool) -> Iterator[None]:
+        """Gather all parameters once, if memory allows, so that no forward communicates.
+
+        Not under `torch.inference_mode`: what is gathered there can never be trained again.
+        """
+        if self._gathers_once:
             self._sharded.unshard()
         try:
             yield
@@ -346,7 +324,7 @@ class FSDP(Strategy):
         parameters = [parameter for parameter in self._task.parameters() if isinstance(parameter, DTensor)]
         whole = sum(each.numel() * (self._policy.param_dtype or each.dtype).itemsize for each in parameters)
         states = 3 * sum(each.to_local().numel() * each.dtype.itemsize for each in parameters)
-        return all(self.gather(whole + states <= self._free_bytes() / 2))
+        return all(self.processes.gather(whole + states <= self._free_bytes() / 2))
 
     def _free_bytes(self) -> float:
         if self.device.type == "cuda":
@@ -363,17 +341,6 @@ class FSDP(Strategy):
 
 def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given or ())
-
-
-def _parts(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """This process's parts of the gradients."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-
-
-def _multiply(parts: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-    if parts:
-        multiply(parts, factor)
 
 
 def _check_arguments(

@@ -15,14 +15,12 @@ class Steps(nn.Module):
     Args:
         task: The task whose steps are run.
         anchored: Let a loss of 0 depend on one parameter of this module's own, not on all of the task's.
-        flag: A parameter of this module's own that no loss depends on.
     """
 
-    def __init__(self, task: nn.Module, *, anchored: bool = False, flag: nn.Parameter | None = None) -> None:
+    def __init__(self, task: nn.Module, *, anchored: bool = False) -> None:
         super().__init__()
         self.task = task
         self.anchor = nn.Parameter(torch.zeros(())) if anchored else None
-        self.flag = flag
 
     def forward(self, step: str | None, *args: Any) -> Any:
         """Run the task's method `step`; for None return a loss of 0."""

@@ -115,6 +115,7 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
     "data module": (*_OF_DATA, "setup", "teardown", "state_dict", "load_state_dict"),
     "callback": (*HOOKS, "state_dict", "load_state_dict"),
 }
+_AFTER_THE_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_step_end")
 _ALIKE = 0.9  # of difflib: one letter of ten; `training_stage` is further from `training_step`
 
 
@@ -126,9 +127,15 @@ class Hooks:
         task: The task, whose hook is called last, without the arguments `trainer` and `task`.
         callbacks: The callbacks, whose hooks are called first, in order.
         trainer: The trainer, the first argument of every callback's hook.
+
+    Attributes:
+        may_stop_at_steps: There is a hook between the last backward of a step and its end that may wish to stop.
     """
 
     def __init__(self, task: TaskModule, callbacks: Iterable[Any], trainer: Any) -> None:
+        callbacks = list(callbacks)
+        stopping = [task, *(callback for callback in callbacks if getattr(callback, "stops_at_steps", True))]
+        self.may_stop_at_steps = any(overrides(owner, name) for owner in stopping for name in _AFTER_THE_BACKWARD)
         self._calls: dict[str, tuple[Callable[..., Any], ...]] = {}
         for name in HOOKS:
             calls: list[Callable[..., Any]] = [

@@ -15,6 +15,7 @@ from lumen.data.nested import as_tensors
 from lumen.errors import ConfigError
 from lumen.internals.tensors import own_reset
 from lumen.metrics.log_call import Reduction, as_weight, check_name, items_of, unknown_option
+from lumen.task.all_gather import all_gather
 from lumen.task.data_module import Attached, DataHooks
 from lumen.task.hyperparameters import HasHyperparameters
 from lumen.task.model_hooks import ModelHooks
@@ -226,7 +227,7 @@ class TaskModule(HasHyperparameters, ModelHooks, DataHooks, Attached, nn.Module)
         """Print once, in the first process, above the progress bar."""
         from lumen.console import console
 
-        if self._run is None or self._run.strategy.is_global_zero:
+        if self._run is None or self._run.processes.is_global_zero:
             console.print(*values, markup=False, highlight=False)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
@@ -246,7 +247,7 @@ class TaskModule(HasHyperparameters, ModelHooks, DataHooks, Attached, nn.Module)
         """
         if self._run is None:
             return as_tensors(data, self.device)
-        return self._run.strategy.all_gather(data, sync_grads=sync_grads)
+        return all_gather(data, self._run.processes, self._run.strategy.device, sync_grads=sync_grads)
 
     # ------------------------------------------------------------------ the run
 
@@ -286,12 +287,12 @@ class TaskModule(HasHyperparameters, ModelHooks, DataHooks, Attached, nn.Module)
     @property
     def global_rank(self) -> int:
         """Number of this process."""
-        return 0 if self._run is None else self._run.strategy.rank
+        return 0 if self._run is None else self._run.processes.rank
 
     @property
     def local_rank(self) -> int:
         """Number of this process on its node."""
-        return 0 if self._run is None else self._run.strategy.local_rank
+        return 0 if self._run is None else self._run.processes.local_rank
 
     @property
     def loggers(self) -> list[Any]:

@@ -60,7 +60,7 @@ def _of_last_run(
     if trainer._run is None:
         raise ConfigError(f"{stage}: there is no model, and no run before this one. Give one: {stage}(model, ...).")
     if data is None:
-        data = trainer._run.datamodule
+        data = trainer._run.loaders.datamodule
     best = trainer.checkpoint_callback
     if ckpt_path is None and best is not None and best.monitor is not None and best.best_model_path:
         ckpt_path = best.best_model_path

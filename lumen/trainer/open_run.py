@@ -63,7 +63,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
     if trainer._running:
         raise ConfigError(f"this trainer is in a run; call {stage} after it, or use a second Trainer.")
     trainer._started = False
-    if trainer.strategy.processes.are_missing:
+    if trainer.processes.are_missing:
         relaunch(trainer.world_size)
     with ExitStack() as closing:
         trainer._running = True
@@ -74,19 +74,19 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
             )
         )
         closing.enter_context(trainer.compilation)
-        strategy, first = trainer.strategy, trainer.is_global_zero
+        strategy, processes, first = trainer.strategy, trainer.processes, trainer.is_global_zero
         closing.enter_context(process_settings.console_log(trainer.log_level, shown=first))
         if notice := unused_devices(strategy):
             _log.info(notice)
         for notice in misspelt_hooks(task, datamodule, trainer.callbacks):
             _log.warning(notice)
-        closing.enter_context(strategy.processes.explained())
+        closing.enter_context(processes.explained())
         strategy.connect()
         if strategy.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(strategy.device)  # what `memory_mb` tells is of this run
-        trainer.name = strategy.broadcast(trainer.name)
+        trainer.name = processes.broadcast(trainer.name)
         if stage == "fit":
-            strategy.processes.together(partial(_check_places, trainer))
+            processes.together(partial(_check_places, trainer))
         check_home, directory = _claim(trainer, closing) if stage == "fit" else (None, None)
         if directory is not None:
             _open_logs(trainer, directory, closing)
@@ -95,16 +95,24 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         if stage == "fit":
             of_name = trainer.default_root_dir / str(trainer.name)
             own, earlier = (checkpoints_of(trainer, place) for place in (directory or of_name, of_name))
+<<<<<<< HEAD
             checkpoint = trainer.origin.find(own, earlier, strategy.processes, writes=directory is not None)
         seed = strategy.processes.on_rank_zero(partial(trainer.origin.seed_of, checkpoint, trainer.seed))
         precision = make_precision(trainer.precision)
         precision.setup(strategy.device)
         closing.callback(OperationFinder.lift, precision)
+=======
+            checkpoint = trainer.origin.find(own, earlier, processes, writes=directory is not None)
+        seed = processes.on_rank_zero(partial(trainer.origin.seed_of, checkpoint, trainer.seed))
+        precision = make_precision(trainer.precision, strategy.device)
+>>>>>>> acbf625 (Strategy is a page of 22 members; what processes tell each other beside a step is one sum, and one rank is enough to stop a run in any hook)
         given = None if datamodule is not None else (data, val_loaders)
         run = trainer._run = Run(trainer, stage, task, datamodule, given, precision, seed, loggers)
-        log, records = run.log, run.records
-        ranks_with = strategy.processes.sum(list(map(float, (records.is_logged, log.has_epoch_ends, log.has_metrics))))
-        records.is_logged, log.has_epoch_ends, log.has_metrics = (ranks > 0 for ranks in ranks_with)
+        log, records, ending = run.log, run.records, run.ending
+        of_any = processes.sum(
+            list(map(float, (records.is_logged, log.has_epoch_ends, log.has_metrics, run.hooks.may_stop_at_steps)))
+        )
+        records.is_logged, log.has_epoch_ends, log.has_metrics, ending.asks_each_step = (ranks > 0 for ranks in of_any)
         run.checkpoint, run.saves = checkpoint, Saves(run, check_home)
         task._run = run
         if datamodule is not None:
@@ -132,7 +140,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         except StopRequested:
             _leave(trainer, run, directory)
         except BaseException as error:
-            if run.strategy.world_size == 1:
+            if run.processes.world_size == 1:
                 with suppress(Exception):  # a device that has failed gives no values
                     run.records.write_row()
             for hook in run.hooks.on_exception:
@@ -173,7 +181,7 @@ def _claim(trainer: Trainer, closing: ExitStack) -> tuple[Callable[[], None] | N
     Returns:
         On the first process what finds out whether it is still there, and where it is.
     """
-    origin, processes = trainer.origin, trainer.strategy.processes
+    origin, processes = trainer.origin, trainer.processes
     origin.restarted = False
     launchers = {each for each in processes.gather(processes.launcher) if each is not None}
 
@@ -196,19 +204,19 @@ def _claim(trainer: Trainer, closing: ExitStack) -> tuple[Callable[[], None] | N
 
 def _open_logs(trainer: Trainer, directory: Path, closing: ExitStack) -> None:
     """`run.log` is the first process's; with several each has a file of its own beside it, by when the run began."""
-    strategy = trainer.strategy
-    if strategy.is_global_zero:
+    processes = trainer.processes
+    if processes.is_global_zero:
         closing.enter_context(process_settings.log_file(directory / "run.log", trainer.log_level))
-    if strategy.world_size > 1:
-        began = strategy.broadcast(f"{datetime.now():%Y%m%d-%H%M%S}")
+    if processes.world_size > 1:
+        began = processes.broadcast(f"{datetime.now():%Y%m%d-%H%M%S}")
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         closing.enter_context(
-            process_settings.log_file(directory / "logs" / f"{began}-rank{strategy.rank}.log", trainer.log_level)
+            process_settings.log_file(directory / "logs" / f"{began}-rank{processes.rank}.log", trainer.log_level)
         )
-        strategy.barrier()  # all are open before anything can fail and give the directory back
+        processes.barrier()  # all are open before anything can fail and give the directory back
     process_settings.record("the run is in %s", directory)
     closing.enter_context(_failure_recorded(trainer, directory))
-    closing.enter_context(strategy.processes.explained())  # what is recorded is what is raised
+    closing.enter_context(processes.explained())  # what is recorded is what is raised
 
 
 @contextmanager

@@ -42,11 +42,11 @@ def prepare(run: Run, ckpt_path: Weights | str | Path | None = None) -> Checkpoi
     Returns:
         The checkpoint that the run goes on from.
     """
-    trainer, strategy, task, datamodule, stage = run.trainer, run.strategy, run.task, run.datamodule, run.stage
+    trainer, strategy, task, datamodule, stage = run.trainer, run.strategy, run.task, run.loaders.datamodule, run.stage
     if not (overrides(task, "configure_model") or overrides(task, "setup")):  # its modules are all there
         trainer.compilation.check(task)
     seed_generators(make_key(run.seed, Domain.INIT, 1))
-    strategy.processes.once_per_node(partial(_prepare_data, datamodule, task))
+    run.processes.once_per_node(partial(_prepare_data, datamodule, task))
     seed_generators(make_key(run.seed, Domain.INIT, 1))  # once more: only one process of a node has drawn there
     if datamodule is not None:
         datamodule.setup(stage)
@@ -56,7 +56,7 @@ def prepare(run: Run, ckpt_path: Weights | str | Path | None = None) -> Checkpoi
     layers = DeferredInit(task)
     layers.configure()
     run.precision.convert(task)
-    if trainer.sync_batchnorm and strategy.world_size > 1:
+    if trainer.sync_batchnorm and run.processes.world_size > 1:
         nn.SyncBatchNorm.convert_sync_batchnorm(task)  # type: ignore[no-untyped-call]
     trainer.compilation.apply(task)
     if not strategy.shards:

@@ -250,7 +250,7 @@ def write_environment(directory: Path, strategy: Strategy) -> None:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "strategy": strategy.__class__.__name__,
-        "processes": strategy.world_size,
+        "processes": strategy.processes.world_size,
         "nodes": strategy.processes.nodes,
         "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],

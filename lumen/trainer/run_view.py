@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from lumen.checkpoint import Checkpoint, Saves
+from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError, TrainingError
 from lumen.errors.lightning_names import ATTRIBUTES
 from lumen.loggers import Logger
@@ -30,7 +31,7 @@ class RunView(ABC):
 
     Attributes:
         plan: How long the run is and what happens when.
-        strategy: Processes, placement, communication.
+        strategy: On which devices tasks lie, and how a step is computed there.
         loggers: Where its record goes beside `metrics.csv`, or that alone; empty: there is none.
         run_directory: Where it writes; None if it writes nothing.
     """
@@ -139,7 +140,11 @@ class RunView(ABC):
 
     @property
     def should_stop(self) -> bool:
-        """Set it to True to end training at the next boundary."""
+        """Set it to True, on one rank or on all, to end training at the end of the step in progress.
+
+        That holds in every hook and step of the task and of callbacks. Elsewhere (in a thread, in the hooks of a
+        callback that says `stops_at_steps = False`), several processes hear of it in the step after it.
+        """
         return self.run.progress.should_stop
 
     @should_stop.setter
@@ -196,12 +201,12 @@ class RunView(ABC):
         """The checkpoint that `fit` goes on from; None: it began anew."""
         return self.run.checkpoint
 
-    def request_checkpoint(self) -> None:
-        """Say in `on_step_end` that `on_step_checkpoint` will save: then all ranks agree first whether to stop here.
+    def request_agreement(self) -> None:
+        """Have all processes agree, after `on_step_end`, whether the run ends at this boundary: before it is saved.
 
-        To be called on every rank.
+        To be called in `on_step_end`, on every rank.
         """
-        self.run.ending.is_saving = True
+        self.run.ending.is_asked = True
 
     def log_system(self, values: Mapping[str, float]) -> None:
         """Give every logger values that no two runs share: times, speeds, memory."""
@@ -272,7 +277,7 @@ class RunView(ABC):
     @property
     def datamodule(self) -> DataModule | None:
         """The data module of the run."""
-        return self.run.datamodule
+        return self.run.loaders.datamodule
 
     @property
     def logger(self) -> Logger | None:
@@ -285,34 +290,39 @@ class RunView(ABC):
         return None if self.run_directory is None else str(self.run_directory)
 
     @property
+    def processes(self) -> Processes:
+        """Who takes part in the run, and what of plain data they tell each other."""
+        return self.strategy.processes
+
+    @property
     def world_size(self) -> int:
         """Processes of the run."""
-        return self.strategy.world_size
+        return self.processes.world_size
 
     @property
     def global_rank(self) -> int:
         """Number of this process."""
-        return self.strategy.rank
+        return self.processes.rank
 
     @property
     def local_rank(self) -> int:
         """Number of this process on its node."""
-        return self.strategy.local_rank
+        return self.processes.local_rank
 
     @property
     def node_rank(self) -> int:
         """Number of this node."""
-        return self.strategy.processes.node
+        return self.processes.node
 
     @property
     def num_nodes(self) -> int:
         """How many there are."""
-        return self.strategy.processes.nodes
+        return self.processes.nodes
 
     @property
     def is_global_zero(self) -> bool:
         """True in the process that writes logs."""
-        return self.strategy.is_global_zero
+        return self.processes.is_global_zero
 
     @property
     def num_training_batches(self) -> int | None:

@@ -147,18 +147,18 @@ class Origin:
         """
         task, stage, checkpoint = run.task, run.stage, run.checkpoint
         weights = self._weights if stage == "fit" and checkpoint is None else None
-        if ckpt_path is not None and run.strategy.processes.on_rank_zero(partial(is_weights, ckpt_path)):
+        if ckpt_path is not None and run.processes.on_rank_zero(partial(is_weights, ckpt_path)):
             weights = as_weights(ckpt_path)
         elif ckpt_path is not None:
             where = "last" if ckpt_path == "auto" else str(ckpt_path)
-            checkpoint = find_checkpoint(where, folders[0], run.strategy.processes, beside=folders[1:])
+            checkpoint = find_checkpoint(where, folders[0], run.processes, beside=folders[1:])
             _log.info("parameters from %s", checkpoint.path if checkpoint else None)
         if checkpoint is not None:
             load_model_and_data(run, checkpoint, self.parts if stage == "fit" else PARTS)
             if stage != "fit":
                 checkpoint.free()
         elif weights is not None:
-            load_weights(task, weights, run.strategy.processes)
+            load_weights(task, weights, run.processes)
         elif stage != "fit" and not task._is_filled and any(True for _ in task.parameters()):
             trained = home if any(map(newest_committed, folders)) else "a run"
             _log.warning(

@@ -298,7 +298,7 @@ class Trainer(RunView):
                 if not run.progress.in_epoch:
                     return
             self._started = True
-            owners = {"model": task, "data": run.datamodule}
+            owners = {"model": task, "data": run.loaders.datamodule}
             hyperparameters = {name: owner.logged_hparams for name, owner in owners.items() if owner is not None}
             for logger in run.records.loggers:
                 logger.log_hyperparams(hyperparameters)

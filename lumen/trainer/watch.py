@@ -44,16 +44,16 @@ def watched(run: Run) -> Iterator[None]:
 
 
 def _watch(run: Run, over: threading.Event, stacks: IO[str]) -> None:
-    strategy, beats, patience = run.strategy, -1, 1
+    processes, beats, patience = run.processes, -1, 1
     while True:
-        limit_s = (strategy.timeout_s if run.ending.vote.polls else strategy.startup_timeout_s) * patience
+        limit_s = (processes.timeout_s if run.ending.vote.polls else processes.startup_timeout_s) * patience
         if over.wait(limit_s):
             return
         if run.ending.vote.polls == beats:
             _log.warning(
                 "rank %d has done no step and no batch for %g s. If that is no surprise, set a longer timeout_s. It "
                 "stands here:\n%s",
-                strategy.rank, limit_s, _stacks(stacks),
+                processes.rank, limit_s, _stacks(stacks),
             )  # fmt: skip
             patience *= 2
         else:

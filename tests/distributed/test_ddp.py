@@ -444,11 +444,11 @@ class StoppingAlone(Regression):
 
     def __init__(self, hook, at):
         super().__init__(dtype=torch.float64)
-        self.at = at
+        self.at, self.rank = at, 1
         setattr(self, hook, self.stop)
 
     def stop(self, *args):
-        if self.trainer.global_rank == 1 and self.global_step == self.at:
+        if self.trainer.global_rank == self.rank and self.global_step == self.at:
             self.trainer.should_stop = True
 
 
@@ -478,40 +478,47 @@ def stop_in_hook(folder, task, hook, steps, interval):
     return trainer.global_step
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_step_end"])
+IN_A_STEP = ["on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_step_end"]
+
+
+@pytest.mark.parametrize("hook", IN_A_STEP)
 @pytest.mark.parametrize("who", ["task", "callback"])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-def test_one_rank_that_stops_between_two_steps_is_an_error_on_all(group, tmp_path, hook, who, options):
-    assert group(2).run(stop_anywhere, tmp_path, hook, who, options) == [True, True]
-    assert not find_checkpoints(tmp_path / "runs/run/checkpoints")
+@pytest.mark.parametrize("saved_every", [2, 3, 100])
+def test_one_rank_is_enough_to_stop_the_run_in_a_hook_of_a_step(group, tmp_path, hook, who, saved_every):
+    steps, *_ = alone = stop_anywhere(tmp_path / "alone", hook, who, saved_every)
+    assert alone == (steps, True)
+    assert group(2).run(stop_anywhere, tmp_path, hook, who, saved_every) == [alone] * 2
 
 
-def stop_anywhere(folder, hook, who, options):
+def stop_anywhere(folder, hook, who, saved_every):
     task = StoppingAlone(hook if who == "task" else "stop", at=2)
-    callbacks = [lumen.ModelCheckpoint(every_n_train_steps=4)]  # and at the end
+    callbacks = [lumen.ModelCheckpoint(every_n_train_steps=saved_every)]  # and at the end
     if who == "callback":
         callbacks.append(lumen.LambdaCallback(**{hook: task.stop}))
-    trainer = quiet_trainer(folder, max_epochs=5, strategy=lumen.DDP(**options), callbacks=callbacks, logger=False)
-    with pytest.raises(TrainingError, match="1 processes end the run here, but others go on"):
-        trainer.fit(task, loader(64, dtype=torch.float64))
-    return True
-
-
-@pytest.mark.parametrize("who", ["task", "callback"])
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_step_end"])
-def test_one_rank_is_enough_to_stop_the_run_where_it_is_saved(group, tmp_path, hook, who):
-    assert group(2).run(stop_where_saved, tmp_path, hook, who) == [2, 2]
-    (path,) = find_checkpoints(tmp_path / "runs/run/checkpoints")
-    assert Checkpoint.open(path).state["progress"]["should_stop"]
-
-
-def stop_where_saved(folder, hook, who):
-    task = StoppingAlone(hook if who == "task" else "stop", at=2)
-    callbacks = [lumen.ModelCheckpoint(every_n_train_steps=2)]
-    if who == "callback":
-        callbacks.append(lumen.LambdaCallback(**{hook: task.stop}))
-    trainer = quiet_trainer(folder, max_epochs=5, strategy="ddp", callbacks=callbacks, logger=False)
+    trainer = quiet_trainer(folder, max_epochs=5, strategy="auto", callbacks=callbacks, logger=False)
+    task.rank = trainer.world_size - 1
     trainer.fit(task, loader(64, dtype=torch.float64))
+    saved = Checkpoint.open(find_checkpoints(folder / "runs/run/checkpoints")[-1]).state["progress"]
+    assert saved["step"] == trainer.global_step
+    return trainer.global_step, saved["should_stop"]
+
+
+class Unheard(lumen.Callback):
+    """Says that it never stops in a step, and does."""
+
+    stops_at_steps = False
+
+    def on_step_end(self, trainer, task):
+        task.stop()
+
+
+def test_a_wish_from_outside_of_hooks_is_heard_by_all_in_the_step_after_it(group, tmp_path):
+    assert group(2).run(stop_unheard, tmp_path) == [3, 3]
+
+
+def stop_unheard(folder):
+    trainer = bare_trainer(folder, max_epochs=5, strategy="ddp", callbacks=[Unheard()])
+    trainer.fit(StoppingAlone("stop", at=2), loader(64, dtype=torch.float64))
     return trainer.global_step
 
 

@@ -736,7 +736,7 @@ def evaluate_with_little_memory(folder):
     free_pages = 0 if torch.distributed.get_rank() else 10**9
     with mock.patch("os.sysconf", lambda name: free_pages if "PAGES" in name else 4096):
         bare_trainer(folder, strategy=strategy).validate(task, data(8, 2))
-    return any(task.gathered), strategy.evaluation_stands_in
+    return any(task.gathered), strategy.communicates_in("evaluation")
 
 
 def test_another_strategy_of_other_options_does_not_take_a_task_that_is_cut_up(group, tmp_path):

@@ -357,7 +357,7 @@ class Announcing(lumen.Callback):
     """Rank 1 announces something. All hear of it, and look at it when it has been said once more."""
 
     def on_train_start(self, trainer, task):
-        vote, self.heard = StopVote(trainer.strategy), []
+        vote, self.heard = StopVote(trainer.processes), []
         vote.save_ended_here = trainer.global_rank == 1
         for beat in range(1, 7):
             vote.poll()
@@ -380,7 +380,7 @@ class Signalled(lumen.Callback):
     """Rank 1 gets a signal in a step that takes longer than the time between two looks, or in the first of others."""
 
     def on_train_start(self, trainer, task):
-        slow, changing = StopVote(trainer.strategy), StopVote(trainer.strategy)
+        slow, changing = StopVote(trainer.processes), StopVote(trainer.processes)
         for _ in range(2):
             time.sleep(0.6)
             slow.poll()

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lumen
+from lumen.distributed.processes import Processes
 from tests.helpers.tasks import Regression, quiet_trainer
 
 WHERE = re.compile(r'test_watch\.py", line \d+ in __getitem__')
@@ -58,7 +59,8 @@ def stuck_fit(folder, workers, strategy, indices=(5,)):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_one_process_whose_data_does_not_come_says_where_it_waits(tmp_path, workers):
     strategy = lumen.SingleDevice()
-    strategy.timeout_s = strategy.startup_timeout_s = 0.5
+    strategy.processes = Processes()
+    strategy.processes.timeout_s = strategy.processes.startup_timeout_s = 0.5
     steps, texts = stuck_fit(tmp_path, workers, strategy)
     assert steps == 8  # it went on once the sample came
     assert "rank 0 has done no step and no batch for 0.5 s" in texts[0]

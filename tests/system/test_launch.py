@@ -39,7 +39,7 @@ class Task(Regression):
         return super().training_step(batch)
 
     def trouble(self):
-        rank = self.trainer.strategy.rank
+        rank = self.trainer.global_rank
         if MODE == "error" and rank == 1:
             raise KeyError("what the user did")
         if MODE == "hang" and rank == 1:

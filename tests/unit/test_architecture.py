@@ -245,7 +245,7 @@ def parameters(function, skip):
 
 
 def test_every_hook_exists_on_callback_and_task_with_the_same_arguments():
-    not_hooks = {"state_key", "state_dict", "load_state_dict"}
+    not_hooks = {"state_key", "state_dict", "load_state_dict", "stops_at_steps"}
     hooks = [name for name in vars(lumen.Callback) if not name.startswith("_") and name not in not_hooks]
     assert sorted(hooks) == sorted(HOOKS)
     assert len(set(HOOKS)) == len(HOOKS)
@@ -295,31 +295,6 @@ class Counting(lumen.Strategy):
         self.count("last micro-batch" if last else "micro-batch")
         yield
 
-    def correct_gradients(self, parameters, factor):
-        self.count("correct_gradients")
-        for parameter in parameters:
-            parameter.grad *= factor
-
-    def clip_grad_norm(self, parameters, max_norm):
-        self.count("clip_grad_norm")
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def clip_grad_value(self, parameters, max_value):
-        self.count("clip_grad_value")
-        nn.utils.clip_grad_value_(parameters, max_value)
-
-    def barrier(self):
-        pass
-
-    def broadcast(self, value, source=0):
-        return value
-
-    def gather(self, value):
-        return [value]
-
-    def reduce(self, tensor):
-        return tensor
-
     def teardown(self):
         self.count("teardown")
 
@@ -346,11 +321,14 @@ def test_a_strategy_of_the_users_own_trains_with_the_same_bits(tmp_path, algorit
         "validation_step": 6,
         "micro-batch": 6,
         "last micro-batch": 8,
-        "correct_gradients": counting.calls["correct_gradients"],
-        f"clip_grad_{algorithm}": 8,
         "teardown": 1,
     }
-    assert 6 <= counting.calls["correct_gradients"] <= 8  # a step of one micro-batch needs none
+
+
+def test_the_contract_of_a_strategy_is_a_page():
+    members = {name for name in {*vars(lumen.Strategy), *lumen.Strategy.__annotations__} if not name.startswith("_")}
+    assert len(members) <= 22, sorted(members)
+    assert lumen.Strategy.__abstractmethods__ == {"setup", "call", "gradient_sync"}
 
 
 def test_nobody_asks_a_strategy_for_its_name():

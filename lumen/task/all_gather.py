@@ -11,21 +11,21 @@ from lumen.data.nested import as_tensors, convert, tensors
 from lumen.errors import TrainingError
 
 if TYPE_CHECKING:
-    from lumen.strategies.strategy import Strategy
+    from lumen.distributed.processes import Processes
 
 
-def all_gather(strategy: Strategy, data: Any, *, sync_grads: bool) -> Any:
+def all_gather(data: Any, processes: Processes, device: torch.device, *, sync_grads: bool) -> Any:
     """See `TaskModule.all_gather`. Collective: every rank must call this."""
-    prepared = as_tensors(data, strategy.device)
-    if strategy.world_size == 1:
+    prepared = as_tensors(data, device)
+    if processes.world_size == 1:
         return prepared
-    described = strategy.gather([f"{str(each.dtype)[6:]}{list(each.shape)}" for each in tensors(prepared)])
+    described = processes.gather([f"{str(each.dtype)[6:]}{list(each.shape)}" for each in tensors(prepared)])
     for rank, other in enumerate(described):
         if other != described[0]:
             raise TrainingError(
                 f"all_gather: the ranks must give tensors of equal shapes and types, but rank 0 gives "
                 f"{', '.join(described[0]) or 'none'} and rank {rank} gives {', '.join(other) or 'none'}. Pad them, or "
-                "use strategy.gather, which takes any plain data and tensors."
+                "use trainer.strategy.gather, which takes any plain data and tensors."
             )
     with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
         return convert(prepared, _gathered)

@@ -1,0 +1,64 @@
+"""Scales and clips the gradients of a step: dense ones, sparse ones, and those that are cut up over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lumen.internals.tensors import clamp, multiply
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients by a factor, in a few kernels."""
+    if gradients := _local(parameters):
+        multiply(gradients, factor)  # of sparse ones torch multiplies the rows
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Clip the gradients by their norm over all parameters.
+
+    Collective where gradients are cut up (`DTensor`): every rank must call this.
+
+    Returns:
+        The norm before clipping: a scalar tensor on the device of the gradients.
+    """
+    parameters = list(parameters)
+    if any(isinstance(parameter.grad, DTensor) for parameter in parameters):
+        norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        multiply(_local(parameters), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+    try:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    except NotImplementedError:  # some are sparse
+        return nn.utils.clip_grad_norm_(_with_rows(parameters), max_norm)
+
+
+def clip_grad_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:
+    """Clamp every gradient element to [-max_value, max_value]."""
+    gradients = _local(_with_rows(parameters))
+    if gradients:
+        clamp(gradients, max_value)
+
+
+def _local(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients; of those that are cut up this process's parts."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def _with_rows(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """The parameters; for one with a sparse gradient a stand-in whose gradient is its rows, each once."""
+    found: list[torch.Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None or not parameter.grad.is_sparse:
+            found.append(parameter)
+            continue
+        parameter.grad = parameter.grad.coalesce()
+        rows = parameter.grad.values()
+        found.append(torch.empty_like(rows))
+        found[-1].grad = rows
+    return found
