@@ -16,7 +16,6 @@ from lumen.errors import TrainingError
 from lumen.internals.tensors import own_buffers, writes_to
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
-from lumen.optim.gradients import clip_grad_norm, clip_grad_value, scale_gradients
 from lumen.random import GeneratorStates
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
@@ -252,13 +251,13 @@ def complete_gradients(run: Run, weighting: LossWeighting) -> None:
     plan = run.plan
     run.precision.unscale(run.optim.optimizer)
     if (factor := weighting.correction) != 1.0:
-        scale_gradients(run.optim.parameters, factor)
+        run.optim.scale_gradients(factor)
     for hook in run.hooks.on_before_optimizer_step:
         hook(run.optim.optimizer)
     if plan.clip_norm is not None:
-        run.step.grad_norm = clip_grad_norm(run.optim.parameters, plan.clip_norm).to(run.strategy.device)
+        run.step.grad_norm = run.optim.clip_grad_norm(plan.clip_norm).to(run.strategy.device)
     if plan.clip_value is not None:
-        clip_grad_value(run.optim.parameters, plan.clip_value)
+        run.optim.clip_grad_value(plan.clip_value)
 
 
 @final

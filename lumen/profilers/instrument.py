@@ -75,8 +75,8 @@ class Overlay:
         if type(precision).unscale is not Precision.unscale:
             self._lay("unscale", precision, "unscale")
         self._lay("optimizer.step", precision, "step")
-        for method in ("correct_gradients", "clip_grad_norm", "clip_grad_value"):
-            self._lay(method, strategy, method)
+        for method in ("scale_gradients", "clip_grad_norm", "clip_grad_value"):
+            self._lay(method, run.optim, method)
         self._replace(strategy, "call", partial(self._call, strategy.call))
         self._replace(run.calls, "receive", partial(self._receive, run.calls.receive))
         self._lay("logging", run.records, "write")

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from lumen.internals.optimizers import StepGuard
 from lumen.optim import needs_closure
+from lumen.optim.gradients import clip_grad_norm, clip_grad_value, scale_gradients
 from lumen.run.configure_optimizers import SchedulerConfig, check_held, guard
 from lumen.task.task_module import TaskModule
 
@@ -83,6 +84,18 @@ class Optimization:
         for group in self.optimizer.param_groups:  # as torch's does, at the cost of this alone
             for parameter in group["params"]:
                 parameter.grad = None
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients by a factor."""
+        scale_gradients(self.parameters, factor)
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients by their norm. Returns the norm before: a scalar tensor. Collective."""
+        return clip_grad_norm(self.parameters, max_norm)
+
+    def clip_grad_value(self, max_value: float) -> None:
+        """Clamp the gradients to [-max_value, max_value]."""
+        clip_grad_value(self.parameters, max_value)
 
     def release(self) -> None:
         """Let the user call the optimizer's `step` again."""

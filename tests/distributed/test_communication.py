@@ -211,7 +211,8 @@ def test_an_epoch_costs_a_small_sum_a_gather_of_what_was_logged_and_another_of_b
     for few, many in group(2).run(make_epochs, tmp_path, make, logger):
         more = many - few
         assert more["all_gather"] == 20 * gathers * GATHER
-        assert more[VOTE + 2] == 20
+        assert VOTE + 2 == BESIDE
+        assert more[BESIDE] == 20 + 20  # beside a step, and at the end of its epoch
         assert more[VOTE + 1] == 20 * (sums - 1)
 
 
