@@ -95,17 +95,11 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         if stage == "fit":
             of_name = trainer.default_root_dir / str(trainer.name)
             own, earlier = (checkpoints_of(trainer, place) for place in (directory or of_name, of_name))
-<<<<<<< HEAD
-            checkpoint = trainer.origin.find(own, earlier, strategy.processes, writes=directory is not None)
-        seed = strategy.processes.on_rank_zero(partial(trainer.origin.seed_of, checkpoint, trainer.seed))
+            checkpoint = trainer.origin.find(own, earlier, processes, writes=directory is not None)
+        seed = processes.on_rank_zero(partial(trainer.origin.seed_of, checkpoint, trainer.seed))
         precision = make_precision(trainer.precision)
         precision.setup(strategy.device)
         closing.callback(OperationFinder.lift, precision)
-=======
-            checkpoint = trainer.origin.find(own, earlier, processes, writes=directory is not None)
-        seed = processes.on_rank_zero(partial(trainer.origin.seed_of, checkpoint, trainer.seed))
-        precision = make_precision(trainer.precision, strategy.device)
->>>>>>> acbf625 (Strategy is a page of 22 members; what processes tell each other beside a step is one sum, and one rank is enough to stop a run in any hook)
         given = None if datamodule is not None else (data, val_loaders)
         run = trainer._run = Run(trainer, stage, task, datamodule, given, precision, seed, loggers)
         log, records, ending = run.log, run.records, run.ending

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lumen.distributed.processes import Processes
-from lumen.strategies import Strategy
 from tests.distributed import test_communication
 from tests.unit.test_architecture import FLOORS, ROOT, SOURCES
 
@@ -169,7 +168,7 @@ def test_the_page_on_processes_tells_the_numbers_that_are_counted():
     page, vote = PAGES["docs/distributed.md"], test_communication.VOTE
     assert f"by a sum of **{vote} numbers**" in " ".join(page.split())
     assert f"1 `gather` (**{test_communication.GATHER} collectives**)" in page
-    assert ("**one number** beside" in page) == hasattr(Strategy, "carry_news")
+    assert f"1 all-reduce of **{test_communication.BESIDE} numbers**" in page
     votes = {moment: int(numbers) for moment, _, numbers in rows("docs/distributed.md", "Some steps: the vote")}
     assert votes["a validation is over, or an epoch whose hooks ran"] == vote + 1
     assert votes["an epoch ends"] == votes["training begins"] == vote + 2

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lumen.cli import main
-from tests.cli_tasks import Spy
+from tests.helpers.cli_tasks import Spy
 
 CONFIG = """
 seed_everything: 7

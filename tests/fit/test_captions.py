@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from datamodules.captions import DIGITS, END, PAD, START, VOCABULARY, Captions, Rows, collate, decode, encode
 from lumen.cli import main
 from models.captions import Captioner, picture
-from tests.tasks import bare_trainer
+from tests.helpers.tasks import bare_trainer
 
 
 @pytest.fixture
