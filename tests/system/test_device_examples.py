@@ -1,0 +1,107 @@
+"""The examples for two devices: a GPT whose worker is killed and started again, and the digits by tricks of DDP."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lumen.cli import main
+from tests.promises.jobs import ROOT, end_all, processes_in
+
+SHORT = ["--trainer.max_steps=30", "--trainer.val_check_interval=10", "--trainer.log_every_n_steps=1",
+         "--trainer.callbacks.snapshots.every_n_train_steps=5", "--model.warmup_steps=5"]  # fmt: skip
+
+
+# -------------------------------------------------------------------- minGPT under torchrun
+
+
+class Job:
+    """The command that the example shows, run in a directory of its own with the snapshots at a URL."""
+
+    def __init__(self, home, *options):
+        self.home = home
+        home.mkdir()
+        for name in ("models", "datamodules"):
+            (home / name).symlink_to(ROOT / name)
+        agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+        fit = ["-m", "lumen", "fit", "--config", "models/mingpt.yaml"]
+        snapshots = ["--trainer.callbacks.snapshots.dirpath", f"file://{home}/snapshots"]
+        with (home / "output").open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *agent, *fit, *snapshots, *options], cwd=home, stdout=output, stderr=output,
+                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    @property
+    def output(self):
+        return (self.home / "output").read_text()
+
+    def kill_after_a_snapshot(self, rank):
+        """As the system does with one that has taken too much memory."""
+        deadline_s = time.monotonic() + 120
+        while not list(self.home.glob("snapshots/step-*/manifest.json")):
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline_s, self.output
+            time.sleep(0.02)
+        here = f"\0RANK={rank}\0".encode()
+        (worker,) = (pid for pid in processes_in(self.home) if here in Path(f"/proc/{pid}/environ").read_bytes())
+        os.kill(worker, signal.SIGKILL)
+
+    def rows(self):
+        """What it has logged when it is over."""
+        try:
+            assert self.process.wait(timeout=240) == 0, self.output
+        finally:
+            end_all(self.home)
+        with (self.home / "runs/mingpt/metrics.csv").open() as file:
+            return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(500)
+def test_a_worker_that_is_killed_is_started_again_and_every_loss_is_that_of_the_undisturbed_run(tmp_path):
+    killed = Job(tmp_path / "killed", *SHORT)
+    killed.kill_after_a_snapshot(rank=1)
+    rows = killed.rows()
+    assert "(exitcode: -9) local_rank: 1" in killed.output
+    assert killed.output.count("going on from ") == 1
+    assert [row["step"] for row in rows if row["train_loss"]] == [str(step) for step in range(1, 31)]
+    assert rows == Job(tmp_path / "undisturbed", *SHORT).rows()
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(500)
+def test_the_config_reaches_a_validation_loss_of_2_and_writes(tmp_path, monkeypatch, capsys):
+    assert float(Job(tmp_path / "job").rows()[-1]["val_loss"]) <= 2.0
+    monkeypatch.chdir(tmp_path / "job")
+    capsys.readouterr()
+    words = ["--config", "runs/mingpt/config.yaml", "--ckpt_path", "last", "--data.prompt", "O God"]
+    assert main(["predict", *words]) == 0
+    text = capsys.readouterr().out.rstrip("\n")
+    assert text.startswith("O God")
+    assert len(text) == 5 + 200
+
+
+# -------------------------------------------------------------------- tricks of DDP
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(400)
+def test_two_processes_read_97_percent_of_the_digits_and_end_by_themselves(tmp_path):
+    words = ["--config", "models/digits_ddp.yaml", "--trainer.default_root_dir", str(tmp_path)]
+    lumen = [sys.executable, "-m", "lumen"]
+    done = subprocess.run([*lumen, "fit", *words, "--trainer.devices", "2"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "finished: stopped early" in done.stderr
+    with (tmp_path / "digits_ddp/metrics.csv").open() as file:
+        rates = [float(row["lr/decay"]) for row in csv.DictReader(file) if row["lr/decay"]]
+    assert max(rates) == 0.05
+    assert rates[-1] <= 0.01
+    assert main(["validate", *words, "--ckpt_path=best", f"--output={tmp_path}/values.json"]) == 0
+    assert json.loads((tmp_path / "values.json").read_text())[0]["val_acc"] >= 0.97
