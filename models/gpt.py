@@ -4,6 +4,7 @@
 """
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +30,10 @@ PRESETS = {  # layers, heads, width
 class Attention(nn.Module):
     """Every position looks at itself and at what came before it."""
 
-    def __init__(self, width: int, heads: int, dropout: float, bias: bool):
+    def __init__(self, width: int, heads: int, attn_pdrop: float, bias: bool):
         super().__init__()
         self.heads = heads
-        self.dropout = dropout
+        self.dropout = attn_pdrop
         self.qkv = nn.Linear(width, 3 * width, bias)
         self.project = nn.Linear(width, width, bias)
 
@@ -47,14 +48,14 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then an MLP; each reads a normalised copy of the residual stream and adds to it."""
 
-    def __init__(self, width: int, heads: int, dropout: float, bias: bool):
+    def __init__(self, width: int, heads: int, resid_pdrop: float, attn_pdrop: float, bias: bool):
         super().__init__()
         self.norm_1 = nn.LayerNorm(width, bias=bias)
-        self.attention = Attention(width, heads, dropout, bias)
+        self.attention = Attention(width, heads, attn_pdrop, bias)
         self.norm_2 = nn.LayerNorm(width, bias=bias)
         self.expand = nn.Linear(width, 4 * width, bias)
         self.project = nn.Linear(4 * width, width, bias)
-        self.drop = nn.Dropout(dropout)
+        self.drop = nn.Dropout(resid_pdrop)
 
     def forward(self, x: Tensor) -> Tensor:
         """One layer; ``x`` and the result are of shape ``(batch, time, width)``."""
@@ -69,15 +70,24 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, vocab_size: int, block_size: int, layers: int, heads: int, width: int, dropout: float, bias: bool
+        self,
+        vocab_size: int,
+        block_size: int,
+        layers: int,
+        heads: int,
+        width: int,
+        embd_pdrop: float,
+        resid_pdrop: float,
+        attn_pdrop: float,
+        bias: bool,
     ):
         super().__init__()
         if width % heads:
             raise ConfigError(f"n_embd = {width} cannot be shared by n_head = {heads} heads: it must be a multiple.")
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(block_size, width)
-        self.drop = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(width, heads, dropout, bias) for _ in range(layers)))
+        self.drop = nn.Dropout(embd_pdrop)
+        self.blocks = nn.Sequential(*(Block(width, heads, resid_pdrop, attn_pdrop, bias) for _ in range(layers)))
         self.norm = nn.LayerNorm(width, bias=bias)
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.head.weight = self.tokens.weight
@@ -127,10 +137,16 @@ class GPT(lumen.TaskModule):
         n_layer: Number of blocks; default: the preset's.
         n_head: Attention heads in a block; default: the preset's.
         n_embd: Width of the residual stream, a multiple of ``n_head``; default: the preset's.
-        dropout: Probability, in [0, 1).
+        dropout: Probability, in [0, 1), of the three below where they are not set.
+        embd_pdrop: Of dropout after the embeddings.
+        resid_pdrop: Of what attention and MLP add to the residual stream.
+        attn_pdrop: Of the attention weights.
+        ignore_index: A target that counts nothing, such as -1 for padding; default: every target counts.
         bias: Whether linear layers and norms have biases, as in GPT-2.
         learning_rate: AdamW's highest learning rate, reached after the warm-up.
-        weight_decay: AdamW's, for matrices and embeddings only.
+        weight_decay: AdamW's, for matrices and embeddings only, unless ``decay_by`` says otherwise.
+        decay_by: What decays; see `lumen.optim.decay_groups`. minGPT's rule is ``{decay: [Linear], no_decay:
+            [LayerNorm, Embedding]}``; the head is tied to the token embedding and goes with it.
         betas: AdamW's.
         warmup_steps: Steps in which the learning rate rises linearly.
         decay_steps: Step at which its cosine has reached the bottom; default: the last step of the run.
@@ -150,9 +166,14 @@ class GPT(lumen.TaskModule):
         n_head: int | None = None,
         n_embd: int | None = None,
         dropout: float = 0.0,
+        embd_pdrop: float | None = None,
+        resid_pdrop: float | None = None,
+        attn_pdrop: float | None = None,
         bias: bool = True,
+        ignore_index: int | None = None,
         learning_rate: float = 1e-3,
         weight_decay: float = 0.1,
+        decay_by: Literal["dimension", "module type"] | dict[str, list[str]] = "dimension",
         betas: tuple[float, float] = (0.9, 0.99),
         warmup_steps: int = 100,
         decay_steps: int | None = None,
@@ -167,28 +188,38 @@ class GPT(lumen.TaskModule):
         if preset not in PRESETS:
             raise ConfigError(f"there is no preset {preset!r}. Choose one of {', '.join(PRESETS)}.")
         layers, heads, width = PRESETS[preset]
+        embd, resid, attn = (dropout if each is None else each for each in (embd_pdrop, resid_pdrop, attn_pdrop))
         self.transformer = Transformer(
-            vocab_size, block_size, n_layer or layers, n_head or heads, n_embd or width, dropout, bias
+            vocab_size, block_size, n_layer or layers, n_head or heads, n_embd or width, embd, resid, attn, bias
         )
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits of each next token, as `Transformer.forward`."""
         return self.transformer(ids)
 
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        """Cross-entropy of the targets, in nats per token."""
-        loss = self.loss(batch)
-        self.log("train_loss", loss)
-        return loss
+    def training_step(self, batch: list[Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        """Cross-entropy of the targets, in nats per token; where some are ignored, with the number of the others."""
+        loss, tokens = self.loss(batch), self.tokens(batch)
+        self.log("train_loss", loss, weight=tokens)
+        return loss if tokens is None else (loss, tokens)
 
     def validation_step(self, batch: list[Tensor]) -> None:
         """Log the same on unseen text."""
-        self.log("val_loss", self.loss(batch), prog_bar=True)
+        self.log("val_loss", self.loss(batch), weight=self.tokens(batch), prog_bar=True)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        """Mean cross-entropy over all tokens of the batch, a scalar."""
+        """Mean cross-entropy over the tokens of the batch that are not ignored, a scalar; 0 if all are."""
         inputs, targets = batch
-        return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+        logits, tokens = self(inputs).flatten(0, 1), self.tokens(batch)
+        if tokens is None:
+            return F.cross_entropy(logits, targets.flatten())
+        ignored = self.hparams.ignore_index
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=ignored, reduction="sum") / tokens.clamp(min=1)
+
+    def tokens(self, batch: list[Tensor]) -> Tensor | None:
+        """How many targets of the batch count; None: all of them."""
+        ignored = self.hparams.ignore_index
+        return None if ignored is None else (batch[1] != ignored).sum()
 
     def predict_step(self, batch: Tensor) -> list[str]:
         """Continue each prompt."""
@@ -235,7 +266,7 @@ class GPT(lumen.TaskModule):
         """AdamW; its learning rate warms up, then falls along a cosine, a little at each step."""
         h = self.hparams
         decay_steps = h.decay_steps or self.trainer.estimated_stepping_batches
-        groups = decay_groups(self, h.weight_decay)
+        groups = decay_groups(self, h.weight_decay, by=h.decay_by)
         optimizer = torch.optim.AdamW(groups, lr=h.learning_rate, betas=tuple(h.betas))
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: warmup_cosine(step, h.warmup_steps, decay_steps, h.min_lr_ratio)

@@ -72,13 +72,15 @@ class ParameterGroups:
 
     Args:
         no_decay: Parameters whose weight_decay is 0: "dimension", those of less than two dimensions; "module type",
-            biases, norms and embeddings; or names with wildcards. Unset: none.
+            biases, norms and embeddings; names with wildcards; or, beside decay, names of classes. Unset: none.
+        decay: Classes of the modules whose parameters decay, biases excepted; each other one has to be in no_decay.
         layer_decay: Each layer learns with this share of the rate of the one above, in (0, 1].
         blocks: The layers, for layer_decay: the name of the module that holds them, or their names, lowest first.
         embeddings: What is below the blocks. Unset: what is defined before them.
     """
 
     no_decay: Literal["dimension", "module type"] | list[str] | None = None
+    decay: list[str] | None = None
     layer_decay: float | None = None
     blocks: str | list[str] | None = None
     embeddings: list[str] | None = None
@@ -336,10 +338,10 @@ def _parameter_groups(config: Namespace, task: TaskModule) -> list[Any]:
     lr, weight_decay = given.get("lr"), given.get("weight_decay")
     if (wanted.layer_decay is None) != (wanted.blocks is None):
         raise ConfigError("parameter_groups: layer_decay and blocks need each other. Set both or neither.")
+    by = _undecayed(wanted.no_decay, wanted.decay)
     for name, needed, value in ("no_decay", "weight_decay", weight_decay), ("layer_decay", "lr", lr):
         if wanted[name] is not None and value is None:
             raise ConfigError(f"parameter_groups.{name}: {config.optimizer.class_path} has no {needed}. Set it there.")
-    by = [] if wanted.no_decay is None else wanted.no_decay
     if wanted.layer_decay is not None:
         return layer_decay_groups(
             task, lr, wanted.layer_decay, wanted.blocks, weight_decay=weight_decay or 0.0, by=by,
@@ -348,6 +350,15 @@ def _parameter_groups(config: Namespace, task: TaskModule) -> list[Any]:
     if wanted.no_decay is not None:
         return [group for group in decay_groups(task, weight_decay, by=by) if group["params"]]
     return [parameter for parameter in task.parameters() if parameter.requires_grad]
+
+
+def _undecayed(no_decay: str | list[str] | None, decay: list[str] | None) -> Any:
+    """What does not decay, as `decay_groups` takes it."""
+    if decay is None:
+        return no_decay or []
+    if not isinstance(no_decay, list):
+        raise ConfigError(f"parameter_groups.no_decay: beside decay expected names of classes too, found {no_decay!r}.")
+    return {"decay": decay, "no_decay": no_decay}
 
 
 def _built(node: Namespace, subject: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from lumen.errors import ConfigError
 
 Group = dict[str, Any]
-By = Literal["dimension", "module type"] | Sequence[str]
+By = Literal["dimension", "module type"] | Sequence[str] | Mapping[str, Sequence[str]]
 _ENDS = ("head", "embeddings")  # of the layers; a block of that name is called otherwise
 
 
@@ -26,14 +26,18 @@ def decay_groups(module: nn.Module, weight_decay: float, *, by: By = "dimension"
         weight_decay: Weight decay of the first group; the second one's is 0.
         by: What does not decay. "dimension": parameters of less than two dimensions, as in nanoGPT. "module type":
             parameters with "bias" in their name, and whatever a norm or an embedding holds (a tied parameter if any of
-            its modules is one); a norm is a class whose name, or a base's, ends like BatchNorm2d or RMSNorm. Otherwise
-            names of parameters, with the wildcards of `fnmatch`: `["*.bias", "embed.*"]`.
+            its modules is one); a norm is a class whose name, or a base's, ends like BatchNorm2d or RMSNorm. Names of
+            parameters, with the wildcards of `fnmatch`: `["*.bias", "embed.*"]`. Or names of classes for both groups,
+            as in minGPT: `{"decay": ["Linear"], "no_decay": ["LayerNorm", "Embedding"]}`. Then a parameter is of the
+            module that holds it, a tied one of the first that does, and that is of one of the classes, or derived from
+            one; parameters with "bias" in their name do not decay.
 
     Returns:
         The decaying group and the other one, for an optimizer, by name "decay" and "no decay". Either may be empty.
 
     Raises:
-        ConfigError: Nothing is trainable, a name matches no parameter, or there is no such `by`.
+        ConfigError: Nothing is trainable, a name matches no parameter, there is no such `by`, or by classes a
+            parameter is in both groups or in none.
     """
     return _split(_trainable(module), _undecayed(module, by), weight_decay)
 
@@ -142,6 +146,8 @@ def _undecayed(module: nn.Module, by: By) -> set[int]:
             for name, parameter in part.named_parameters(recurse=False)
             if "bias" in name or _is_norm_or_embedding(part)
         }
+    if isinstance(by, Mapping):
+        return _undecayed_by_class(module, by)
     if isinstance(by, str):
         raise ConfigError(f'by = {by!r}: there are "dimension", "module type" and a list of names of parameters.')
     named = list(module.named_parameters(remove_duplicate=False))
@@ -152,6 +158,27 @@ def _undecayed(module: nn.Module, by: By) -> set[int]:
                 f"There are {', '.join(name for name, _ in named)}."
             )
     return {id(parameter) for name, parameter in named if any(fnmatchcase(name, pattern) for pattern in by)}
+
+
+def _undecayed_by_class(module: nn.Module, classes: Mapping[str, Sequence[str]]) -> set[int]:
+    if classes.keys() - {"decay", "no_decay"} or any(isinstance(names, str) for names in classes.values()):
+        raise ConfigError(f"by = {dict(classes)}: expected a list of class names for decay, and one for no_decay.")
+    undecayed, problems = set[int](), []
+    for name, parameter in _trainable(module).items():
+        owner, _, own = name.rpartition(".")
+        kind = type(module.get_submodule(owner))
+        lines = {base.__name__ for base in kind.__mro__}
+        found = [group for group in ("decay", "no_decay") if lines & {*classes.get(group, ())}]
+        if "bias" in own or found == ["no_decay"]:
+            undecayed.add(id(parameter))
+        elif found != ["decay"]:
+            problems.append(f"{name} of {kind.__name__} is in {'both' if found else 'neither'}")
+    if problems:
+        raise ConfigError(
+            f"by: every trainable parameter has to be in one group, decay or no_decay: {'; '.join(problems)}. "
+            "Name the class of its module in one of them."
+        )
+    return undecayed
 
 
 def _is_norm_or_embedding(module: nn.Module) -> bool:

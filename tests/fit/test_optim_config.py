@@ -105,7 +105,7 @@ def test_the_saved_configuration_repeats_the_run_and_goes_on_with_it(tmp_path):
     saved = tmp_path / "runs/full/config.yaml"
     kept = yaml.safe_load(saved.read_text())
     assert kept["parameter_groups"] == {
-        "no_decay": "module type", "layer_decay": 0.5, "blocks": "blocks", "embeddings": ["layer"]
+        "no_decay": "module type", "decay": None, "layer_decay": 0.5, "blocks": "blocks", "embeddings": ["layer"]
     }  # fmt: skip
     assert kept["lookahead"] == {"k": 3, "alpha": 0.5}
     _, second = fit("--trainer.name=again", config=str(saved))
@@ -124,6 +124,22 @@ def test_the_command_line_changes_single_values(tmp_path):
     assert len({group["lr"] for group in optimizer.param_groups}) == 1
     spared = {id(each) for group in optimizer.param_groups if not group["weight_decay"] for each in group["params"]}
     assert spared == {id(parameter) for parameter in task.blocks.parameters()}
+
+
+def test_a_config_names_the_classes_whose_weights_decay(capsys):
+    words = ["--parameter_groups.layer_decay=null", "--parameter_groups.blocks=null"]
+    trainer, task = fit(*words, "--parameter_groups.decay=[Linear]", "--parameter_groups.no_decay=[LayerNorm]")
+    spared = {
+        id(each)
+        for group in trainer.optimizers[0].param_groups
+        if not group["weight_decay"]
+        for each in group["params"]
+    }
+    norm = task.blocks[1][0]
+    biases = {id(each) for name, each in task.named_parameters() if name.endswith("bias")}
+    assert spared == biases | {id(norm.weight)}
+    message = refused(capsys, *words, "--parameter_groups.decay=[Linear]", "--parameter_groups.no_decay=[Embedding]")
+    assert "blocks.1.0.weight of LayerNorm is in neither. Name the class of its module in one of them." in message
 
 
 def test_what_is_set_to_null_is_off():
@@ -203,6 +219,7 @@ def test_another_optimizer_inside_lookahead_is_found_when_resuming(tmp_path, cap
         (["--parameter_groups.blocks=null"], "parameter_groups: layer_decay and blocks need each other."),
         (["--parameter_groups.blocks=layers"], "no parameter of Layered lies below 'layers'. It has frozen, layer"),
         (["--parameter_groups.no_decay=norms"], "parameter_groups.no_decay (the command line): expected"),
+        (["--parameter_groups.decay=[Linear]"], "beside decay expected names of classes too, found 'module type'."),
         (["--parameter_groups.blockz=a"], "ParameterGroups has no option blockz. Did you mean blocks?"),
         (["--parameter_groups=3"], "parameter_groups (the command line): expected `name: value` lines"),
         (["--optimizer=Rprop"], "parameter_groups.no_decay: torch.optim.Rprop has no weight_decay."),

@@ -120,7 +120,60 @@ def test_dropout_works_in_training_only():
     assert torch.equal(gpt(ids), gpt(ids))
 
 
+def test_dropout_of_embeddings_residual_stream_and_attention_are_set_apart():
+    parts = {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}
+
+    def probabilities(**options):
+        network = GPT(VOCABULARY, preset="gpt-nano", **options).transformer
+        found = {(block.drop.p, block.attention.dropout) for block in network.blocks}
+        return network.drop.p, *found
+
+    assert probabilities() == (0.0, (0.0, 0.0))
+    assert probabilities(dropout=0.4) == (0.4, (0.4, 0.4))
+    assert probabilities(**parts) == (0.1, (0.2, 0.3))
+    assert probabilities(dropout=0.4, resid_pdrop=0.0) == (0.4, (0.0, 0.4))
+
+
+@pytest.mark.parametrize("part", ["embd_pdrop", "resid_pdrop", "attn_pdrop"])
+def test_each_dropout_alone_draws(part):
+    ids, same = tokens(1, 8), GPT(VOCABULARY, preset="gpt-nano")
+    gpt = GPT(VOCABULARY, preset="gpt-nano", **{part: 0.5})
+    gpt.load_state_dict(same.state_dict())
+    assert not torch.equal(gpt(ids), gpt(ids))
+    assert torch.equal(gpt.eval()(ids), same(ids))
+
+
+def test_ignored_targets_count_nothing(gpt):
+    inputs, targets = tokens(3, 8), tokens(3, 8).flip(0)
+    padded = targets.clone()
+    padded[0, 3:] = padded[2, 1:] = -1
+    skipping = GPT(VOCABULARY, block_size=8, preset="gpt-nano", ignore_index=-1).eval()
+    skipping.load_state_dict(gpt.state_dict())
+    loss, count = skipping.training_step([inputs, padded])
+    likelihood = gpt(inputs).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    assert count.item() == 3 + 8 + 1
+    torch.testing.assert_close(loss, -likelihood[padded != -1].mean())
+    loss, count = skipping.training_step([inputs, torch.full_like(targets, -1)])
+    assert (loss.item(), count.item()) == (0.0, 0)
+
+
 # -------------------------------------------------------------------- the optimizer
+
+
+def test_mingpts_rule_lets_linear_weights_decay_and_nothing_else():
+    gpt = GPT(VOCABULARY, preset="gpt-nano")
+    names = {id(parameter): name for name, parameter in gpt.named_parameters()}
+    groups = decay_groups(gpt, 0.1, by={"decay": ["Linear"], "no_decay": ["LayerNorm", "Embedding"]})
+    decaying, other = (
+        {names[id(parameter)].removeprefix("transformer.") for parameter in group["params"]} for group in groups
+    )
+    assert decaying == {
+        f"blocks.{block}.{layer}.weight"
+        for block in range(3)
+        for layer in ("attention.qkv", "attention.project", "expand", "project")
+    }
+    assert {"tokens.weight", "positions.weight", "norm.weight", "norm.bias"} < other
+    assert len(decaying) + len(other) == len(names)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -46,6 +46,39 @@ def names_of(module, groups):
     return [sorted(names[id(parameter)] for parameter in group["params"]) for group in groups]
 
 
+# ---------------------------------------------------------------------- weight decay by class
+
+MATRICES_OF = {"decay": ["Linear", "_ConvNd", "MultiheadAttention", "LSTM", "Mixed"]}
+
+
+def test_classes_and_their_bases_say_what_decays_and_a_tied_parameter_is_the_first_ones():
+    module = Mixed()
+    kinds = MATRICES_OF | {"no_decay": ["BatchNorm1d", "RootMeanSquareNorm", "Embedding"]}
+    decaying, other = names_of(module, decay_groups(module, 0.1, by=kinds))
+    assert set(other) == BIASES | NORMS | {"embed.weight"}
+    assert set(decaying) == {name for name, _ in module.named_parameters()} - set(other)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (
+            MATRICES_OF | {"no_decay": ["BatchNorm1d", "Embedding"]},
+            r"body\.rms\.weight of RootMeanSquareNorm is in neither",
+        ),
+        (
+            MATRICES_OF | {"no_decay": ["Module"]},
+            r"token of Mixed is in both;.* stem\.0\.weight of Conv1d is in both",
+        ),
+        ({"decay": ["Linear"], "spared": ["Embedding"]}, "expected a list of class names for decay"),
+        ({"decay": "Linear", "no_decay": ["Embedding"]}, "expected a list of class names for decay"),
+    ],
+)
+def test_classes_that_leave_a_parameter_out_or_have_it_twice_are_refused(kinds, message):
+    with pytest.raises(ConfigError, match=message):
+        decay_groups(Mixed(), 0.1, by=kinds)
+
+
 # ---------------------------------------------------------------------- weight decay
 
 MATRICES = {
