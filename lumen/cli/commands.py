@@ -37,7 +37,7 @@ from lumen.random import checked_seed, seed_for_building
 from lumen.strategies.factory import device_of, processes_of
 from lumen.task.hooks import overrides
 from lumen.task.task_module import TaskModule
-from lumen.trainer import process_settings
+from lumen.trainer.logs import LogSettings, console_log
 from lumen.trainer.trainer import Trainer
 
 _log = logging.getLogger("lumen")
@@ -185,7 +185,8 @@ def run(command: str, words: list[str]) -> int:
     if processes.are_missing:
         return launch(processes.world_size, ["-m", "lumen", command, *words])
     first = processes.rank == 0
-    with process_settings.console_log(config.trainer.log_level, shown=first), processes.explained():
+    said = LogSettings(config.trainer.log_level, config.trainer.log_format)
+    with console_log(said, shown=first), processes.explained():
         where = config.trainer.resume if command == "fit" else config.ckpt_path
         if processes.world_size > 1:
             processes.connect(device_of(config.trainer.accelerator, processes))

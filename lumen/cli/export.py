@@ -12,7 +12,7 @@ from lumen.cli.parser import Words, size
 from lumen.console import stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
-from lumen.trainer import process_settings
+from lumen.trainer.logs import LogSettings, console_log
 
 _MORE = (
     "The file has the names of the task's state_dict and is read by safetensors.torch.load_file alone; a tied tensor "
@@ -55,7 +55,7 @@ def run(words: list[str]) -> int:
     )
     given = parser.read(words)
     output = local_path(given.output)
-    with process_settings.console_log("INFO"):
+    with console_log(LogSettings("INFO")):
         exported = export(
             given.source,
             output,

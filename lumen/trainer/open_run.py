@@ -33,6 +33,7 @@ from lumen.task.data_module import DataModule
 from lumen.task.hooks import check_hooks, misspelt_hooks
 from lumen.task.task_module import TaskModule
 from lumen.trainer import process_settings
+from lumen.trainer.logs import console_log, log_file, record
 from lumen.trainer.run_directory import RunDirectory
 from lumen.trainer.watch import watched
 
@@ -75,7 +76,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         )
         closing.enter_context(trainer.compilation)
         strategy, processes, first = trainer.strategy, trainer.processes, trainer.is_global_zero
-        closing.enter_context(process_settings.console_log(trainer.log_level, shown=first))
+        closing.enter_context(console_log(trainer.log_settings, shown=first))
         if notice := unused_devices(strategy):
             _log.info(notice)
         for notice in misspelt_hooks(task, datamodule, trainer.callbacks):
@@ -200,15 +201,13 @@ def _open_logs(trainer: Trainer, directory: Path, closing: ExitStack) -> None:
     """`run.log` is the first process's; with several each has a file of its own beside it, by when the run began."""
     processes = trainer.processes
     if processes.is_global_zero:
-        closing.enter_context(process_settings.log_file(directory / "run.log", trainer.log_level))
+        closing.enter_context(log_file(directory / "run.log", trainer.log_settings))
     if processes.world_size > 1:
         began = processes.broadcast(f"{datetime.now():%Y%m%d-%H%M%S}")
         (directory / "logs").mkdir(parents=True, exist_ok=True)
-        closing.enter_context(
-            process_settings.log_file(directory / "logs" / f"{began}-rank{processes.rank}.log", trainer.log_level)
-        )
+        closing.enter_context(log_file(directory / "logs" / f"{began}-rank{processes.rank}.log", trainer.log_settings))
         processes.barrier()  # all are open before anything can fail and give the directory back
-    process_settings.record("the run is in %s", directory)
+    record("the run is in %s", directory)
     closing.enter_context(_failure_recorded(trainer, directory))
     closing.enter_context(processes.explained())  # what is recorded is what is raised
 
@@ -223,7 +222,7 @@ def _failure_recorded(trainer: Trainer, directory: Path) -> Iterator[None]:
             raise
         step = trainer.run.progress.step if trainer._started else 0
         first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
-        process_settings.record("failed: %s (step %d)", first_line, step, error=error)
+        record("failed: %s (step %d)", first_line, step, error=error)
         if trainer.world_size > 1 and _stays(trainer):
             error.add_note(f"The tracebacks of all ranks are in {directory / 'logs'}.")
         raise
@@ -255,7 +254,7 @@ def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
         saved = directory is not None and any(map(newest_committed, checkpoints_of(trainer, directory)))
     if saved and directory is not None:
         how = process_settings.resume_command(directory)
-        process_settings.record("stopped at step %d. Go on with:\n  %s", run.progress.step, how)
+        record("stopped at step %d. Go on with:\n  %s", run.progress.step, how)
     else:
-        process_settings.record("stopped at step %d; no checkpoint was saved", run.progress.step)
+        record("stopped at step %d; no checkpoint was saved", run.progress.step)
     raise interruption from None

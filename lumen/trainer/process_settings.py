@@ -1,9 +1,8 @@
-"""What a run changes in its process while it lasts: signals, log handlers, torch's switches. All of it is put back."""
+"""What a run changes in its process while it lasts: signals, torch's switches. All of it is put back."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import platform
@@ -22,10 +21,10 @@ from typing import Any, final
 
 import torch
 
-from lumen.console import ConsoleHandler, in_notebook, logger, stderr
-from lumen.errors import ConfigError
+from lumen.console import in_notebook, logger
 from lumen.run.run import Run
 from lumen.strategies import Strategy
+from lumen.trainer.logs import record
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_REQUEST_S = 5.0
@@ -108,88 +107,6 @@ def resume_command(run_directory: Path) -> str:
         return f"lumen fit --config {shlex.quote(str(run_directory / 'config.yaml'))} --trainer.resume auto"
     script = " ".join(shlex.quote(word) for word in [Path(sys.executable).name, *sys.orig_argv[1:]])
     return f"{script}   # with {trainer}"
-
-
-@contextmanager
-def console_log(level: str, *, shown: bool = True) -> Iterator[None]:
-    """Show Lumen's messages in the terminal; in the manner of the user's program where it shows them already.
-
-    Args:
-        level: DEBUG, INFO, WARNING or ERROR.
-        shown: False in a process that leaves the terminal to another one.
-    """
-    if not isinstance(logging.getLevelName(level.upper()), int):
-        raise ConfigError(f"log_level: expected DEBUG, INFO, WARNING or ERROR, found {level!r}.")
-    above = logging.root.handlers if logger.propagate else []
-    listened = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
-    has_shown = listened or any(_is_on_the_terminal(handler) for handler in above)
-    with _handler(ConsoleHandler() if shown and not has_shown else logging.NullHandler(), level):
-        yield
-
-
-def _is_on_the_terminal(handler: logging.Handler) -> bool:
-    """Whether it writes where this process does: that of `logging.basicConfig`, or rich's; no file, no test's."""
-    stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
-    return stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-
-
-@final
-class _LogFile(logging.FileHandler):
-    """A log of a run. Where it cannot be written, on a full disk for example, that is said once, and nothing ends."""
-
-    _is_broken = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Say it, in one line."""
-        if not self._is_broken:
-            self._is_broken = True
-            print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=stderr)
-
-    def close(self) -> None:
-        """Close the file; what it cannot take any more is lost."""
-        with suppress(OSError):
-            super().close()
-
-
-def record(message: str, *args: Any, error: BaseException | None = None) -> None:
-    """Say how a run stands. Its log files have it whatever `log_level` is: `lumen runs` reads them.
-
-    Args:
-        message: How, as for a logger.
-        args: Values for the placeholders of the message.
-        error: What has failed, with its traceback: only for the files, since whoever gets the error shows it.
-    """
-    level = logging.INFO if error is None else logging.ERROR
-    if error is None and logger.isEnabledFor(level):
-        logger.log(level, message, *args)
-        return
-    trace = None if error is None else (type(error), error, error.__traceback__)
-    said = logger.makeRecord(logger.name, level, __file__, 0, message, args, trace)
-    for handler in logger.handlers:
-        if isinstance(handler, _LogFile):
-            handler.handle(said)
-
-
-@contextmanager
-def log_file(path: Path, level: str) -> Iterator[None]:
-    """Append Lumen's messages to a file."""
-    handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    with _handler(handler, level):
-        yield
-
-
-@contextmanager
-def _handler(handler: logging.Handler, level: str) -> Iterator[None]:
-    before = logger.level
-    logger.setLevel(level.upper())
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-        handler.close()
 
 
 @contextmanager

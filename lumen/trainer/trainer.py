@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, ClassVar, Literal, final
@@ -16,11 +15,8 @@ from lumen.callbacks import (
     choose_callbacks,
     savers_of,
 )
-from lumen.checkpoint import (
-    Part,
-    Weights,
-    as_place,
-)
+from lumen.checkpoint import Part, Weights, as_place
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked, local_path
 from lumen.errors.lightning_names import INSTEAD
@@ -38,13 +34,11 @@ from lumen.task.data_module import DataModule
 from lumen.task.hooks import check_training
 from lumen.task.task_module import TaskModule
 from lumen.trainer.evaluations import evaluate_all
+from lumen.trainer.logs import LogSettings, record
 from lumen.trainer.open_run import opened
 from lumen.trainer.prepare import prepare, prepare_training
-from lumen.trainer.process_settings import record
 from lumen.trainer.run_view import RunView
 from lumen.trainer.start_from import Origin
-
-_log = logging.getLogger("lumen")
 
 
 @final
@@ -121,8 +115,10 @@ class Trainer(RunView):
         enable_progress_bar: Show progress: a bar in a terminal, plain lines elsewhere.
         enable_checkpointing: Save checkpoints in `fit`.
         enable_model_summary: Print a table of the model at the start.
-        log_level: Of `run.log` and the terminal: DEBUG, INFO, WARNING or ERROR. How the run began and ended, with the
-            traceback of what it failed by, is in `run.log` at every level.
+        log_level: Of `run.log` and the terminal, for Lumen and every logger of yours: DEBUG, INFO, WARNING or ERROR.
+            Libraries are heard from WARNING, unless named: `{root: INFO, urllib3: DEBUG, mypackage.data: ERROR}`. How
+            the run began and ended, and the traceback of what it failed by, are in `run.log` at every level.
+        log_format: Of a line in `run.log`, as for `logging.Formatter`: "[%(asctime)s][%(name)s] %(message)s".
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD
@@ -176,7 +172,8 @@ class Trainer(RunView):
         enable_progress_bar: bool = True,
         enable_checkpointing: bool = True,
         enable_model_summary: bool = True,
-        log_level: str = "INFO",
+        log_level: str | dict[str, str] = "INFO",
+        log_format: str | None = None,
     ) -> None:
         if global_batch_size is not None and accumulate_grad_batches != 1:
             raise ConfigError(
@@ -214,7 +211,7 @@ class Trainer(RunView):
             )
         self.profiler = make_profiler(profiler)
         self.gc_every_n_steps = gc_every_n_steps
-        self.log_level = log_level
+        self.log_settings = LogSettings(log_level, log_format)
         self.plan = Plan(
             max_steps=count_limit("max_steps", max_steps),
             max_epochs=count_limit("max_epochs", max_epochs),

@@ -143,6 +143,11 @@ def test_every_rank_has_a_log_file_and_only_the_first_one_the_terminal(group, tm
     assert "WARNING from rank 0" in (directory / "run.log").read_text()
     assert "from rank 1" not in first + (directory / "run.log").read_text()
     assert "WARNING from rank 1" in second
+    for rank, log in enumerate((first, second)):
+        assert [line.split(" ", 2)[2] for line in log.splitlines() if "word" in line] == [
+            f"INFO mine: user's word of {rank}"
+        ]
+    assert shown[0].count("mine: user's word of 0") == 1
     assert "from rank 0" in shown[0]
     assert "printed by 0" in shown[0]
     assert shown[1] == ""
@@ -151,6 +156,7 @@ def test_every_rank_has_a_log_file_and_only_the_first_one_the_terminal(group, tm
 class Warning_(lumen.Callback):
     def on_train_start(self, trainer, task):
         logging.getLogger("lumen").warning("from rank %d", trainer.global_rank)
+        logging.getLogger("mine").info("user's word of %d", trainer.global_rank)
         task.print("printed by", trainer.global_rank)
 
 

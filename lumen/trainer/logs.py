@@ -1,0 +1,261 @@
+"""What is said in a run: in the terminal and in `run.log`, by Lumen, by the user's loggers and by libraries.
+
+Handlers for the loggers of others hang on the root while the run lasts. What the root had before, hears what it heard
+before, and all of it is put back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, final
+
+from lumen.console import ConsoleHandler, logger, stderr
+from lumen.errors import ConfigError
+
+_OWN_FORMAT, _OTHERS_FORMAT = "%(asctime)s %(levelname)s %(message)s", "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_TELLS_HOW_IT_STANDS = {"tells_how_it_stands": True}
+
+
+@final
+class LogSettings:
+    """What is heard of which logger, and how a line of a log file is written.
+
+    Args:
+        level: DEBUG, INFO, WARNING or ERROR; or a level for each logger of some names and those below them, in which
+            `root` is all others, by default INFO. Without a level of its own a library is heard from WARNING.
+        form: As for `logging.Formatter`; None for Lumen's.
+
+    Raises:
+        ConfigError: There is no such level or format.
+    """
+
+    def __init__(self, level: str | Mapping[str, str], form: str | None = None) -> None:
+        given = {"root": level} if isinstance(level, str) else {"root": "INFO", **level}
+        for name, each in given.items():
+            if not isinstance(logging.getLevelName(each.upper()), int):
+                where = "log_level" if isinstance(level, str) else f"log_level.{name}"
+                raise ConfigError(f"{where}: expected DEBUG, INFO, WARNING or ERROR, found {each!r}.")
+        self.named: dict[str, int] = {name: logging.getLevelName(each.upper()) for name, each in given.items()}
+        self.root = self.named.pop("root")
+        self.form = form
+        with _said_as_config_error():
+            self.formatter = _Formatter(form)
+
+    @property
+    def own(self) -> int:
+        """Lumen's level."""
+        return self.named.get("lumen", self.root)
+
+    def hear(self, record: logging.LogRecord) -> bool:
+        """Whether a record of a logger that is not Lumen's is one to show."""
+        name = record.name
+        if name == "lumen" or name.startswith("lumen."):
+            return False
+        while name and name not in self.named:
+            name = name.rpartition(".")[0]
+        least = self.named[name] if name else max(self.root, logging.WARNING * _is_of_a_library(record.name))
+        return record.levelno >= least
+
+
+@contextmanager
+def _said_as_config_error() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"log_format: {error}. Write it as for logging.Formatter: '%(name)s %(message)s'.") from None
+
+
+@final
+class _Formatter(logging.Formatter):
+    """Lines of a log file: others' have their logger's name, and those that `lumen runs` reads are always the same."""
+
+    def __init__(self, form: str | None) -> None:
+        super().__init__(_OTHERS_FORMAT if form is None else form)
+        self._own = logging.Formatter(_OWN_FORMAT)
+        self._is_default = form is None
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record, as text."""
+        is_own = record.name == logger.name and self._is_default
+        if is_own or hasattr(record, "tells_how_it_stands"):
+            return self._own.format(record)
+        return super().format(record)
+
+
+@cache
+def _is_of_a_library(name: str) -> bool:
+    """Whether a logger is named after what is installed, and is not the user's."""
+    module = None if name == "__main__" else sys.modules.get(name.partition(".")[0])
+    places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+    own = sysconfig.get_path("stdlib")
+    return any(
+        Path(place).is_relative_to(own) or {"site-packages", "dist-packages"} & {*Path(place).parts}
+        for place in places
+        if place
+    )
+
+
+@final
+class _Others(logging.Handler):
+    """Passes on what loggers say that are not Lumen's."""
+
+    def __init__(self, target: logging.Handler, settings: LogSettings) -> None:
+        super().__init__()
+        self.is_console = isinstance(target, ConsoleHandler)
+        self._target, self._process = target, os.getpid()
+        self.addFilter(settings.hear)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass it on, to the terminal only if nobody else shows it there."""
+        if not self.is_console:
+            self._target.handle(record)
+        elif not _shown_by_the_user(record.name):
+            if os.getpid() == self._process:
+                self._target.handle(record)
+            else:  # a forked worker: the console's lock may be held for ever there
+                print(self._target.format(record), file=stderr, flush=True)
+
+
+def _above(name: str) -> Iterator[logging.Logger]:
+    """A logger and all those that get its records."""
+    found: logging.Logger | None = logging.getLogger(name)
+    while found is not None:
+        yield found
+        found = found.parent if found.propagate else None
+
+
+def _shown_by_the_user(name: str) -> bool:
+    return any(_is_on_the_terminal(handler) for each in _above(name) for handler in each.handlers)
+
+
+def _is_on_the_terminal(handler: logging.Handler) -> bool:
+    """Whether it writes where this process does: that of `logging.basicConfig`, or rich's; no file, no test's."""
+    stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
+    return stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+
+
+def _heard_before(level: int, record: logging.LogRecord) -> bool:
+    """Whether the root's handlers would have got a record when its level was this."""
+    return record.levelno >= level or any(each.level for each in _above(record.name) if each is not logging.root)
+
+
+@contextmanager
+def _listening(settings: LogSettings) -> Iterator[None]:
+    """Let loggers say what is to be heard."""
+    before = {logging.getLogger(name): logging.getLogger(name).level for name in settings.named}
+    root, level = logging.root, logging.root.level
+    heard_before = partial(_heard_before, level)
+    theirs = [handler for handler in root.handlers if not isinstance(handler, _Others)] if settings.root < level else []
+    try:
+        for name, least in settings.named.items():
+            logging.getLogger(name).setLevel(least)
+        for handler in theirs:
+            handler.addFilter(heard_before)
+        root.setLevel(min(level, settings.root))
+        yield
+    finally:
+        root.setLevel(level)
+        for handler in theirs:
+            handler.removeFilter(heard_before)
+        for each, own in before.items():
+            each.setLevel(own)
+
+
+@contextmanager
+def console_log(settings: LogSettings, *, shown: bool = True) -> Iterator[None]:
+    """Show what is said in the terminal; in the manner of the user's program where it shows that already.
+
+    Args:
+        settings: What is heard.
+        shown: False in a process that leaves the terminal to another one.
+    """
+    above = logging.root.handlers if logger.propagate else []
+    listened = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
+    has_shown = listened or any(_is_on_the_terminal(handler) for handler in above)
+    others_shown = any(isinstance(handler, _Others) and handler.is_console for handler in logging.root.handlers)
+    with ExitStack() as closing:
+        own = ConsoleHandler() if shown and not has_shown else logging.NullHandler()
+        closing.enter_context(_handler(own, settings))
+        if shown and not others_shown:
+            console = ConsoleHandler()
+            console.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+            closing.enter_context(_of_others(console, settings))
+        yield
+
+
+@final
+class _LogFile(logging.FileHandler):
+    """A log of a run. Where it cannot be written, on a full disk for example, that is said once, and nothing ends."""
+
+    _is_broken = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say it, in one line."""
+        if not self._is_broken:
+            self._is_broken = True
+            print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=stderr)
+
+    def close(self) -> None:
+        """Close the file; what it cannot take any more is lost."""
+        with suppress(OSError):
+            super().close()
+
+
+def record(message: str, *args: Any, error: BaseException | None = None) -> None:
+    """Say how a run stands. Its log files have it whatever `log_level` is: `lumen runs` reads them.
+
+    Args:
+        message: How, as for a logger.
+        args: Values for the placeholders of the message.
+        error: What has failed, with its traceback: only for the files, since whoever gets the error shows it.
+    """
+    level = logging.INFO if error is None else logging.ERROR
+    if error is None and logger.isEnabledFor(level):
+        logger.log(level, message, *args, extra=_TELLS_HOW_IT_STANDS)
+        return
+    trace = None if error is None else (type(error), error, error.__traceback__)
+    said = logger.makeRecord(logger.name, level, __file__, 0, message, args, trace, extra=_TELLS_HOW_IT_STANDS)
+    for handler in logger.handlers:
+        if isinstance(handler, _LogFile):
+            handler.handle(said)
+
+
+@contextmanager
+def log_file(path: Path, settings: LogSettings) -> Iterator[None]:
+    """Append what is said to a file."""
+    handler = _LogFile(path, encoding="utf-8")
+    handler.setFormatter(settings.formatter)
+    with _handler(handler, settings), _of_others(handler, settings):
+        yield
+
+
+@contextmanager
+def _handler(handler: logging.Handler, settings: LogSettings) -> Iterator[None]:
+    before = logger.level
+    logger.setLevel(settings.own)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        handler.close()
+
+
+@contextmanager
+def _of_others(target: logging.Handler, settings: LogSettings) -> Iterator[None]:
+    handler = _Others(target, settings)
+    with _listening(settings):
+        logging.root.addHandler(handler)
+        try:
+            yield
+        finally:
+            logging.root.removeHandler(handler)
+            handler.close()
