@@ -30,6 +30,7 @@ class EarlyStopping(Callback):
             validation; a value of a single step is none.
         min_delta: An improvement must be larger than this, >= 0.
         patience: Number of values without improvement to accept before training ends, >= 0.
+        verbose: Say of each value how it compares, in the terminal and `run.log`; else at log_level DEBUG alone.
         mode: "min": smaller is better; "max": larger is better.
         strict: A monitor that was never logged by the end of an epoch with validation is an error.
         check_finite: Stop at a NaN or infinite value.
@@ -48,7 +49,6 @@ class EarlyStopping(Callback):
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "check_on_train_epoch_end": "The monitor is looked at when it has a new value, of a validation or of an epoch.",
         "log_rank_zero_only": "Only the first process logs.",
-        "verbose": "Trainer(log_level='DEBUG') shows every value that is looked at.",
     }
 
     @checked
@@ -57,6 +57,7 @@ class EarlyStopping(Callback):
         monitor: str,
         min_delta: float = 0.0,
         patience: int = 3,
+        verbose: bool = False,
         mode: Literal["min", "max"] = "min",
         strict: bool = True,
         check_finite: bool = True,
@@ -68,6 +69,7 @@ class EarlyStopping(Callback):
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience
+        self.verbose = verbose
         self.mode = mode
         self.strict = strict
         self.check_finite = check_finite
@@ -93,7 +95,9 @@ class EarlyStopping(Callback):
         if self.monitor in trainer.fresh_metrics:
             value = trainer.epoch_metrics[self.monitor]
             self._look(value)
-            _log.debug("%s: %g, best %g, %d since", self.monitor, value, self.best_score, self.wait_count)
+            level, counted = logging.INFO if self.verbose else logging.DEBUG, (self.wait_count, self.patience)
+            _log.log(level, "early stopping: %s %g, best %g, %d of %d values since", self.monitor, value,
+                     self.best_score, *counted)  # fmt: skip
         if self._pending is not None and trainer.may_stop:
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message, self._pending = f"{self.monitor}: {self._pending}", None

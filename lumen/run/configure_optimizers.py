@@ -76,8 +76,17 @@ class SchedulerConfig:
         if self.monitor is None:
             self.scheduler.step()
         elif self.unread is not None:
-            self.scheduler.step(self.unread)
+            self._look(self.unread)
             self.unread = None
+
+    def _look(self, value: float) -> None:
+        """Let a plateau look at its monitor's new value, and say so where it lowers the rate."""
+        groups = self.scheduler.optimizer.param_groups
+        before = [float(group["lr"]) for group in groups]
+        self.scheduler.step(value)
+        moved = dict.fromkeys(zip(before, (float(group["lr"]) for group in groups), strict=True))
+        if rates := ", ".join(f"{old:g} -> {new:g}" for old, new in moved if old != new):
+            _log.info("%s %g is no better than %g: learning rate %s", self.monitor, value, self.scheduler.best, rates)
 
     def move_to(self, tokens: float, *, counted: bool) -> None:
         """Move the schedule to where the run stands.

@@ -28,6 +28,8 @@ from lumen.strategies.step_module import sparse_parameters
 from lumen.strategies.strategy import Strategy, sync_buffers
 
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard",
+                "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]  # fmt: skip
 _KEEPS_WHOLE = {"full_shard": False, "shard_grad_op": True, "hybrid_shard": False, "no_shard": True}
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}  # a mesh opens process groups, which nobody closes
 
@@ -84,7 +86,7 @@ class FSDP(Strategy):
         wrap: str | Sequence[str] | None = None,
         wrap_if: Callable[[str, nn.Module], bool] | None = None,
         wrap_min_parameters: int | None = None,
-        sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard",
+        sharding_strategy: _Kind = "full_shard",
         shard_size: int | None = None,
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
@@ -101,14 +103,14 @@ class FSDP(Strategy):
         startup_timeout_s: float = STARTUP_TIMEOUT_S,
     ) -> None:
         _check_arguments(
-            [wrap, wrap_if, wrap_min_parameters], sharding_strategy, shard_size, reshard_after_forward,
+            [wrap, wrap_if, wrap_min_parameters], kind := sharding_strategy.lower(), shard_size, reshard_after_forward,
             {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype,
              "buffer_dtype": buffer_dtype},
         )  # fmt: skip
         self._timeouts = {"timeout_s": timeout_s, "startup_timeout_s": startup_timeout_s}
         self._wrap = (_names(wrap), wrap_if, wrap_min_parameters)
-        self._kind, self._shard_size = sharding_strategy, shard_size
-        keeps_whole = _KEEPS_WHOLE[sharding_strategy]
+        self._kind, self._shard_size = kind, shard_size
+        keeps_whole = _KEEPS_WHOLE[kind]
         self._reshard = (not keeps_whole) if reshard_after_forward is None else reshard_after_forward
         self._offload = cpu_offload
         self._policy = MixedPrecisionPolicy(_DTYPES[param_dtype], _DTYPES[reduce_dtype])

@@ -173,7 +173,7 @@ def console_log(settings: LogSettings, *, shown: bool = True) -> Iterator[None]:
     """Show what is said in the terminal; in the manner of the user's program where it shows that already.
 
     Args:
-        settings: What is heard.
+        settings: From which level each logger is heard.
         shown: False in a process that leaves the terminal to another one.
     """
     above = logging.root.handlers if logger.propagate else []

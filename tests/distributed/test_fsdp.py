@@ -281,6 +281,12 @@ def test_arguments_that_contradict_each_other_are_refused(options, message):
         lumen.FSDP(**options)
 
 
+@pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])
+def test_a_strategy_may_be_named_as_torch_does(name):
+    as_named, lower = (vars(lumen.FSDP(sharding_strategy=each)) for each in (name, name.lower()))
+    assert [as_named[each] for each in ("_kind", "_reshard")] == [lower[each] for each in ("_kind", "_reshard")]
+
+
 class Scalar(Deep):
     def __init__(self):
         super().__init__()

@@ -61,6 +61,20 @@ def test_early_stopping_stops_at_the_right_epoch(tmp_path, values, options, epoc
     assert (stopping.stopping_reason_message is not None) == trainer.should_stop
 
 
+@pytest.mark.parametrize("options", [{"verbose": True}, {}])
+def test_early_stopping_says_how_each_value_compares_if_asked_to(tmp_path, options):
+    stopping = lumen.EarlyStopping("score", patience=2, **options)
+    trainer = fit(tmp_path, [5, 4, 4.5, 6, 1], [stopping], log_level="INFO")
+    said = [line.split(" INFO ")[1] for line in (trainer.run_directory / "run.log").read_text().splitlines()]
+    assert [line for line in said if line.startswith("early stopping")] == [
+        "early stopping: score 5, best 5, 0 of 2 values since",
+        "early stopping: score 4, best 4, 0 of 2 values since",
+        "early stopping: score 4.5, best 4, 1 of 2 values since",
+        "early stopping: score 6, best 4, 2 of 2 values since",
+        "early stopping: score: no improvement on 4 in the last 2 values",
+    ][-1 if not options else 0 :]
+
+
 def test_minimum_epochs_delay_early_stopping(tmp_path):
     trainer = fit(tmp_path, [1, 2, 3, 4, 5, 6], [lumen.EarlyStopping("score", patience=1)], min_epochs=5)
     assert trainer.current_epoch == 5

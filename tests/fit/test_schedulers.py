@@ -253,6 +253,23 @@ def test_a_plateau_follows_its_monitor(tmp_path, form):
     assert task.rates == expected
 
 
+def test_a_plateau_says_once_when_it_lowers_the_rate(tmp_path):
+    def configure(parameters):
+        weight, bias, *rest = parameters
+        groups = [{"params": [weight]}, {"params": [bias], "lr": 0.01}, {"params": rest}]
+        optimizer = SGD(groups, lr=0.1)
+        return [optimizer], [{"scheduler": ReduceLROnPlateau(optimizer, patience=0, factor=0.5), "monitor": "val_loss"}]
+
+    trainer = quiet_trainer(tmp_path, max_epochs=5, num_sanity_val_steps=0, log_level="INFO")
+    trainer.fit(Scheduled(configure), loader(40, 8), val_dataloaders=loader(8, 8))
+    said = [line.split(" INFO ")[1] for line in (trainer.run_directory / "run.log").read_text().splitlines()]
+    assert [line for line in said if "learning rate" in line] == [
+        "val_loss 2 is no better than 1: learning rate 0.1 -> 0.05, 0.01 -> 0.005",
+        "val_loss 1 is no better than 0: learning rate 0.05 -> 0.025, 0.005 -> 0.0025",
+        "val_loss 2 is no better than 0: learning rate 0.025 -> 0.0125, 0.0025 -> 0.00125",
+    ]
+
+
 class Improving(Scheduled):
     """Each validation is better than the one before, unless it says something else than its step."""
 
