@@ -559,7 +559,7 @@ def test_a_strategy_follows_from_the_processes(monkeypatch):
         monkeypatch.setenv(name, value)
     mine = lumen.DDP(bucket_cap_mb=1)
     assert make_strategy(mine, "cpu", 2) is mine
-    assert (mine.rank, mine.world_size, mine.processes.are_missing) == (1, 2, False)
+    assert (mine.processes.rank, mine.processes.world_size, mine.processes.are_missing) == (1, 2, False)
     assert mine.device == torch.device("cpu")
 
 
