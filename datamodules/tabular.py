@@ -1,16 +1,16 @@
 """Two small tables that come with scikit-learn: one to classify, one for regression."""
 
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-import lumen
+from datamodules.loading import Loading
 from lumen.errors import DataError
 
 
-class Tabular(lumen.DataModule):
+class Tabular(Loading):
     """Rows of raw numbers, and what to tell from each; 60 % for training, 20 % for validation, 20 % for the test.
 
     A batch is ``[rows, targets]``: float32 of shape ``(batch, features)``, in the units of the table, and float32 of
@@ -21,10 +21,13 @@ class Tabular(lumen.DataModule):
             ``diabetes``: 10 of 442 patients, and how far the disease went on within a year, from 25 to 346.
         batch_size: Rows in a batch.
         split: Seed of the split: which rows are for training, validation and test.
+        loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
-    def __init__(self, table: Literal["breast_cancer", "diabetes"], batch_size: int = 32, split: int = 0):
-        super().__init__()
+    def __init__(
+        self, table: Literal["breast_cancer", "diabetes"], batch_size: int = 32, split: int = 0, **loading: Any
+    ):
+        super().__init__(**loading)
         self.save_hyperparameters()
 
     @cached_property
@@ -53,15 +56,15 @@ class Tabular(lumen.DataModule):
 
     def train_dataloader(self) -> DataLoader:
         """The training rows, shuffled."""
-        return DataLoader(self.train, self.hparams.batch_size, shuffle=True)
+        return self.loader(self.train, self.hparams.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
         """The validation rows, which choose the best checkpoint."""
-        return DataLoader(self.val, self.hparams.batch_size)
+        return self.loader(self.val, self.hparams.batch_size)
 
     def test_dataloader(self) -> DataLoader:
         """The test rows, which nothing was chosen by."""
-        return DataLoader(self.test, self.hparams.batch_size)
+        return self.loader(self.test, self.hparams.batch_size)
 
     def predict_dataloader(self) -> DataLoader:
         """The test rows again."""

@@ -2,22 +2,23 @@
 
 import math
 from functools import cached_property
+from typing import Any
 
 import fsspec
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-import lumen
 from datamodules.download import cache_dir, check_sha256, download
-from lumen.errors import DataError
+from datamodules.loading import Loading
+from lumen.errors import ConfigError, DataError
 
 KING_JAMES_SHA256 = "c98241f3cd2809b6e7d0e111095bf0391c8ed1829dfa51749cd5d35468a3cc4f"
 TINY_SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-class CharText(lumen.DataModule):
+class CharText(Loading):
     """Blocks of characters, and the same blocks one character later as their targets.
 
     The first part of the text is for training, the rest for validation. Training draws every window of
@@ -32,9 +33,10 @@ class CharText(lumen.DataModule):
         block_size: Characters in a sample.
         batch_size: Samples in a batch.
         train_split: Fraction of the text for training, in (0, 1).
-        truncate: Characters of the text that are used; None for all of them.
+        truncate: How much of the text is used, from its beginning: characters, an int; a fraction of it in (0, 1], a
+            float; None for all.
         prompt: What ``predict`` continues.
-        num_workers: Processes that load data.
+        loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
     def __init__(
@@ -43,17 +45,22 @@ class CharText(lumen.DataModule):
         block_size: int = 64,
         batch_size: int = 12,
         train_split: float = 0.9,
-        truncate: int | None = 1_115_394,
+        truncate: int | float | None = 1_115_394,
         prompt: str = "\n",
-        num_workers: int = 0,
+        **loading: Any,
     ):
-        super().__init__()
+        super().__init__(**loading)
+        if truncate is not None and not (0 < truncate <= 1 if isinstance(truncate, float) else truncate > 0):
+            raise ConfigError(
+                f"truncate: expected characters, an int > 0, or a fraction in (0, 1], a float; found {truncate!r}."
+            )
         self.save_hyperparameters()
 
     @cached_property
     def text(self) -> str:
         """The text, read when it is first asked for."""
-        return read_text(self.hparams.path)[: self.hparams.truncate]
+        text, truncate = read_text(self.hparams.path), self.hparams.truncate
+        return text[: math.floor(truncate * len(text)) if isinstance(truncate, float) else truncate]
 
     @cached_property
     def vocabulary(self) -> str:
@@ -112,11 +119,11 @@ class CharText(lumen.DataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Every window of the training text, shuffled."""
-        return DataLoader(self.train, self.hparams.batch_size, shuffle=True, num_workers=self.hparams.num_workers)
+        return self.loader(self.train, self.hparams.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
         """The validation text, block by block."""
-        return DataLoader(self.val, self.hparams.batch_size, num_workers=self.hparams.num_workers)
+        return self.loader(self.val, self.hparams.batch_size)
 
     def predict_dataloader(self) -> DataLoader:
         """One batch: the prompt, int64 of shape ``(1, len(prompt))``."""

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from datamodules import mnist, surnames, text
+from datamodules.captions import Captions
 from datamodules.mnist import MNIST5k
 from datamodules.scans import Scans
 from datamodules.surnames import Surnames
 from datamodules.tabular import Tabular
 from datamodules.text import CharText
-from lumen.errors import DataError
+from lumen.cli import main
+from lumen.errors import ConfigError, DataError
 
 
 def char_text(tmp_path, content="hello world, this is text. " * 20, **options):
@@ -74,6 +76,67 @@ def test_no_character_is_in_both_parts(tmp_path):
 
 def test_truncate_counts_characters(tmp_path):
     assert char_text(tmp_path, "é" * 500, truncate=100).text == "é" * 100
+
+
+@pytest.mark.parametrize(
+    ("truncate", "characters"), [(0.02, 10), (0.5, 250), (1.0, 500), (1, 1), (None, 500), (600, 500)]
+)
+def test_a_fraction_truncates_to_a_part_of_the_text(tmp_path, truncate, characters):
+    (tmp_path / "book.txt").write_text("é" * 500, encoding="utf-8")
+    assert CharText(str(tmp_path / "book.txt"), truncate=truncate).text == "é" * characters
+
+
+@pytest.mark.parametrize("truncate", [0, -3, 0.0, 1.5, float("nan")])
+def test_what_is_no_part_of_a_text_is_refused(truncate):
+    with pytest.raises(ConfigError, match=r"truncate: expected .* a fraction in \(0, 1\].*; found"):
+        CharText(truncate=truncate)
+
+
+# -------------------------------------------------------------------- loaders
+
+MODULES = {
+    "text": lambda **options: CharText(__file__, **options),
+    "mnist": MNIST5k,
+    "scans": Scans,
+    "surnames": Surnames,
+    "tabular": lambda **options: Tabular("diabetes", **options),
+    "captions": Captions,
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_takes_the_options_of_its_loaders_and_loads_the_same(name, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    options = {"num_workers": 2, "pin_memory": True, "persistent_workers": True, "prefetch_factor": 3}
+    plain, set_up = MODULES[name](), MODULES[name](**options)
+    for data in (plain, set_up):
+        data.setup("fit")
+    assert {key: set_up.hparams[key] for key in options} == options
+    for kind in ("train", "val"):
+        loader, before = getattr(set_up, f"{kind}_dataloader")(), getattr(plain, f"{kind}_dataloader")()
+        assert {key: getattr(loader, key) for key in options} == options
+        assert (before.num_workers, before.pin_memory, before.persistent_workers) == (0, False, False)
+        assert loader.batch_size == before.batch_size
+        assert type(loader.sampler) is type(before.sampler)
+        assert len(loader.dataset) == len(before.dataset)
+
+
+def test_pinning_waits_for_an_accelerator_and_kept_workers_for_workers():
+    assert Tabular("diabetes", pin_memory=True).loading["pin_memory"] == torch.accelerator.is_available()
+    data = Tabular("diabetes", persistent_workers=True)
+    data.setup("fit")
+    with pytest.raises(ValueError, match="num_workers > 0"):
+        data.train_dataloader()
+
+
+def test_workers_that_a_config_asks_for_train_to_the_same_bits(tmp_path):
+    words = [
+        "--config", "models/diabetes.yaml", "--trainer.max_epochs=2", f"--trainer.default_root_dir={tmp_path}",
+        "--trainer.enable_progress_bar=false", "--trainer.log_level=ERROR",
+    ]  # fmt: skip
+    assert main(["fit", *words, "--trainer.name=alone"]) == 0
+    assert main(["fit", *words, "--trainer.name=two", "--data.num_workers=1", "--data.persistent_workers=true"]) == 0
+    assert (tmp_path / "alone/metrics.csv").read_bytes() == (tmp_path / "two/metrics.csv").read_bytes()
 
 
 def test_text_is_read_from_any_filesystem():
