@@ -1,0 +1,68 @@
+"""Every program on the page about data of others does what the page says of it."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
+
+
+def programs(text):
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+def executed(*texts, found=None):
+    """What there is after all programs of some sections, one after the other."""
+    found = found or {"__name__": "page"}
+    for number, program in enumerate(program for text in texts for program in programs(text)):
+        exec(compile(program, f"docs/data.md, program {number}", "exec"), found)
+    return found
+
+
+HEAD = PAGE.partition("\n## ")[0]
+HUGGING_FACE, TAR, STATE, PARTS = SECTIONS.values()
+
+
+def test_the_page_has_no_program_that_is_not_run_here():
+    assert [len(programs(text)) for text in (HEAD, HUGGING_FACE, TAR, STATE, PARTS)] == [1, 2, 3, 1, 1]
+    assert len(programs(PAGE)) == 8
+
+
+@pytest.mark.filterwarnings("ignore:.*unclosed file:ResourceWarning")  # which webdataset leaves to the collector
+@pytest.mark.filterwarnings("ignore:.*part-[01].tar:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("title", SECTIONS)
+def test_a_section_of_the_page_runs(title, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = SECTIONS[title]
+    if "import datasets" in text:
+        pytest.importorskip("datasets")
+    if "import webdataset" in text:
+        pytest.importorskip("webdataset")
+    found = executed(HEAD, *([without_package(TAR)] if text == PARTS else []), text)
+    assert found["task" if "task" in found else "rest"].seen
+
+
+def without_package(text):
+    """The programs about a tar that need no package."""
+    return text.partition("Where files are far away")[0]
+
+
+def test_parts_of_unequal_length_are_read_once_on_two_processes(group, tmp_path):
+    seen = group(2).run(parts, tmp_path)
+    assert [sorted(each) for each, _ in seen] == [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9]]
+    assert [steps for _, steps in seen] == [3, 3]
+    assert "the first reads 7 samples and the other 3, and the epoch has three steps" in PARTS
+
+
+def parts(folder):
+    os.chdir(folder)
+    for rank in range(2):  # each writes the tars, one after the other
+        if rank == torch.distributed.get_rank():
+            found = executed(HEAD, without_package(TAR).rpartition("task = Classify()")[0] + "```")
+        torch.distributed.barrier()
+    found = executed(PARTS, found=found)
+    return found["task"].seen, found["trainer"].global_step
