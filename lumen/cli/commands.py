@@ -9,6 +9,7 @@ import secrets
 import sys
 import traceback
 from argparse import Action
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +55,10 @@ class Schedule:
         monitor: The logged name that ReduceLROnPlateau reads.
         strict: A monitor that was not logged is an error.
         warmup_steps: Steps of linear warm-up before it, whatever it counts itself.
-        warmup_start: Where the warm-up begins, as a fraction of the learning rate.
+        warmup_epochs: Epochs of warm-up in place of steps.
+        warmup_start: Where the warm-up begins, as a fraction of the learning rate. Unset: 0; of warmup_epochs
+            1 / (warmup_epochs + 1), so that the first epoch trains.
+        warmup_factor: A function, as module.name, of the steps or epochs so far: the fraction, in place of a line.
     """
 
     interval: Literal["step", "epoch", "token"] = "epoch"
@@ -62,7 +66,9 @@ class Schedule:
     monitor: str | None = None
     strict: bool = True
     warmup_steps: int = 0
-    warmup_start: float = 0.0
+    warmup_epochs: int = 0
+    warmup_start: float | None = None
+    warmup_factor: Callable[[float], float] | None = None
 
 
 @final

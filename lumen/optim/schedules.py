@@ -59,14 +59,18 @@ class Warmup(LRScheduler):
         {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss", "warmup_steps": 500}
 
     `warmup_steps` (and `warmup_start`) put a warm-up that counts steps before any scheduler, whatever that counts: here
-    the first epoch whose end comes after the warm-up is the first of the ten::
+    the first epoch whose end comes after the warm-up is the first of the ten. `warmup_epochs` counts epochs, and begins
+    at 1 / (warmup_epochs + 1) where `warmup_start` is not given, since at 0 the first epoch would train nothing;
+    `warmup_factor` is this class's `factor`::
 
         {"scheduler": StepLR(optimizer, 10), "interval": "epoch", "warmup_steps": 500}
+        {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss", "warmup_epochs": 5}
 
     Args:
         scheduler: A scheduler that has made no step yet. From now on this one steps it; but see `leads`.
         steps: Length of the warm-up in calls of `step`, at least 1: steps, epochs or tokens as the `interval` says.
         start: Where the warm-up begins, as a fraction of the target, in [0, 1].
+        factor: Called with s, 0 to `steps` - 1; returns the fraction of the target, in place of the line from `start`.
 
     Attributes:
         leads: This one steps the scheduler after the warm-up; False for ReduceLROnPlateau, which needs its metric.
@@ -75,10 +79,12 @@ class Warmup(LRScheduler):
         ConfigError: A value is out of range.
     """
 
-    def __init__(self, scheduler: LRScheduler, steps: int, start: float = 0.0) -> None:
+    def __init__(
+        self, scheduler: LRScheduler, steps: int, start: float = 0.0, factor: Callable[[float], float] | None = None
+    ) -> None:
         _check_count("warm-up steps", steps)
         _check_fraction("start", start)
-        self.scheduler, self.steps, self.start = scheduler, steps, start
+        self.scheduler, self.steps, self.start, self.factor = scheduler, steps, start, factor
         self.leads = not isinstance(scheduler, ReduceLROnPlateau)
         self.targets = scheduler.get_last_lr()
         super().__init__(scheduler.optimizer)
@@ -111,6 +117,8 @@ class Warmup(LRScheduler):
         """Learning rates of the groups at this step of the warm-up."""
         if self.last_epoch == self.steps:  # exactly, which the formula is not for every start
             return self.targets
+        if self.factor is not None:
+            return [target * self.factor(self.last_epoch) for target in self.targets]
         share = self.start + (1 - self.start) * self.last_epoch / self.steps
         return [target * share for target in self.targets]
 
@@ -120,7 +128,11 @@ class Warmup(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """The positions of warm-up and scheduler; plain data if the scheduler's state is."""
-        own = {key: value for key, value in super().state_dict().items() if key not in ("steps", "start", "leads")}
+        own = {
+            key: value
+            for key, value in super().state_dict().items()
+            if key not in ("steps", "start", "factor", "leads")
+        }
         return own | {"scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

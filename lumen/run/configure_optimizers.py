@@ -111,8 +111,9 @@ def _kind_of(scheduler: Any) -> str:
     return type(scheduler).__qualname__ + (f"({kinds})" if kinds else "")
 
 
-_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "warmup_steps", "warmup_start", "name")
-_ACCEPTED = {*_KEYS, "reduce_on_plateau"}
+_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name")
+_WARMUP = ("warmup_steps", "warmup_epochs", "warmup_start", "warmup_factor")
+_ACCEPTED = {*_KEYS, *_WARMUP, "reduce_on_plateau"}
 
 
 def build_optimizers(
@@ -188,12 +189,15 @@ def _configs(given: Any) -> list[SchedulerConfig]:
     """An entry of the user's: one scheduler, or two where a warm-up counts steps and what follows it does not."""
     options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     if unknown := set(options) - _ACCEPTED:
-        raise ConfigError(f"lr_scheduler: unknown key {', '.join(sorted(unknown))}; there are {', '.join(_KEYS)}.")
+        raise ConfigError(
+            f"lr_scheduler: unknown key {', '.join(sorted(unknown))}; there are {', '.join((*_KEYS, *_WARMUP))}."
+        )
     if "scheduler" not in options:
         raise ConfigError(f"lr_scheduler: the key 'scheduler' is missing; found {', '.join(options) or 'no key'}.")
     options.pop("name", None)
     reduces = options.pop("reduce_on_plateau", None)  # which Lightning has to be told
-    warmup_steps, warmup_start = options.pop("warmup_steps", 0), options.pop("warmup_start", 0.0)
+    warmup = {key: options.pop(key) for key in _WARMUP if options.get(key) is not None}
+    options = {key: value for key, value in options.items() if key not in _WARMUP}
     config = SchedulerConfig(**options)
     _check_config(config)
     scheduler = config.scheduler
@@ -205,18 +209,44 @@ def _configs(given: Any) -> list[SchedulerConfig]:
         )
     if not isinstance(followed, ReduceLROnPlateau):
         config.monitor = None
-    if warmup_steps:
-        if isinstance(scheduler, Warmup) or config.interval == "token":
-            raise ConfigError(
-                f"lr_scheduler: warmup_steps = {warmup_steps}, but this {type(scheduler).__name__} "
-                + ("warms up itself. " if isinstance(scheduler, Warmup) else "counts tokens. ")
-                + "Leave warmup_steps out; lumen.optim.Warmup counts as its interval says."
-            )
-        return [SchedulerConfig(Warmup(scheduler, warmup_steps, warmup_start), "step"), config]
+    if first := _warmup(config, **warmup):
+        return [first, config]
     if isinstance(scheduler, Warmup) and config.monitor:
         plateau = SchedulerConfig(followed, "epoch", config.frequency, config.monitor, config.strict)
         return [SchedulerConfig(scheduler, config.interval), plateau]
     return [config]
+
+
+def _warmup(
+    config: SchedulerConfig,
+    warmup_steps: int = 0,
+    warmup_epochs: int = 0,
+    warmup_start: float | None = None,
+    warmup_factor: Callable[[float], float] | None = None,
+) -> SchedulerConfig | None:
+    """The warm-up before a scheduler; None if none is asked for."""
+    name, length = ("warmup_steps", warmup_steps) if warmup_steps else ("warmup_epochs", warmup_epochs)
+    if warmup_steps and warmup_epochs:
+        raise ConfigError(
+            f"lr_scheduler: warmup_steps = {warmup_steps} and warmup_epochs = {warmup_epochs} both say how long the "
+            "warm-up is. Leave one out."
+        )
+    if warmup_factor is not None and not length:
+        raise ConfigError("lr_scheduler: warmup_factor is for a warm-up. Set warmup_steps or warmup_epochs too.")
+    if warmup_factor is not None and warmup_start is not None:
+        raise ConfigError("lr_scheduler: warmup_start and warmup_factor both say where the warm-up begins. Set one.")
+    if not length:
+        return None
+    if isinstance(config.scheduler, Warmup) or config.interval == "token":
+        raise ConfigError(
+            f"lr_scheduler: {name} = {length}, but this {type(config.scheduler).__name__} "
+            + ("warms up itself. " if isinstance(config.scheduler, Warmup) else "counts tokens. ")
+            + f"Leave {name} out; lumen.optim.Warmup counts as its interval says."
+        )
+    if warmup_start is None:  # at 0 a whole first epoch would train nothing
+        warmup_start = 1 / (length + 1) if warmup_epochs > 0 else 0.0
+    warmup = Warmup(config.scheduler, length, warmup_start, warmup_factor)
+    return SchedulerConfig(warmup, "step" if warmup_steps else "epoch")
 
 
 def _check_config(config: SchedulerConfig) -> None:

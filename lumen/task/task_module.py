@@ -86,9 +86,9 @@ class TaskModule(HasHyperparameters, ModelHooks, DataHooks, Attached, nn.Module)
             or `{"optimizer": optimizer, "lr_scheduler": scheduler or dictionary}`. The dictionary of a scheduler has
             `scheduler`, and optionally `interval` ("epoch", the default, "step" or "token"), `frequency` (1), `monitor`
             (the logged name that `ReduceLROnPlateau` reads; it moves only if that has a new value since it moved last),
-            `strict` (True: a monitor that has no value yet is an error), `warmup_steps` (0) and `warmup_start` (0.0), a
-            linear warm-up before it. With "token" the lengths of a schedule of `lumen.optim` are units of weight: what
-            `training_step` returns or `batch_weight` gives.
+            `strict` (True: a monitor without a value yet is an error), `warmup_steps` or `warmup_epochs` (0), a warm-up
+            before it, and `warmup_start` or `warmup_factor`, as in `lumen.optim.Warmup`. With "token" the lengths of a
+            schedule of `lumen.optim` are units of weight: what `training_step` returns or `batch_weight` gives.
 
             An optimizer whose `step` needs a closure (LBFGS) gets one that evaluates all micro-batches of the step
             anew: the same batches, random numbers, weighting and clipping; see `lumen.loop.step.Closure`.

@@ -1,6 +1,7 @@
 """Whatever code can do with optimizers and schedules, a configuration can."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,6 +141,25 @@ def test_a_config_names_the_classes_whose_weights_decay(capsys):
     assert spared == biases | {id(norm.weight)}
     message = refused(capsys, *words, "--parameter_groups.decay=[Linear]", "--parameter_groups.no_decay=[Embedding]")
     assert "blocks.1.0.weight of LayerNorm is in neither. Name the class of its module in one of them." in message
+
+
+def ramp(epoch):
+    return 0.1 * (1 + epoch)
+
+
+def test_a_config_warms_up_by_epochs_and_a_function_before_a_plateau():
+    off = ("lookahead.k", "parameter_groups.layer_decay", "parameter_groups.blocks", "parameter_groups.no_decay")
+    words = [f"--{name}=null" for name in off]
+    words += ["--lr_schedule.warmup_steps=0", "--lr_schedule.warmup_start=null", "--lr_schedule.warmup_epochs=2"]
+    words += [f"--lr_schedule.warmup_factor={__name__}.ramp", "--trainer.max_epochs=6"]
+    fit(*words, "--trainer.name=whole")
+    whole = rates(Path("runs/whole"))
+    assert [*dict.fromkeys(whole)] == pytest.approx([0.01, 0.02, 0.05, 0.025, 0.0125, 0.00625])
+    for epochs in (1, 3, 6):
+        fit(*words, "--trainer.name=parts", "--trainer.resume=auto", f"--trainer.max_epochs={epochs}")
+    assert rates(Path("runs/parts")) == whole
+    fit("--trainer.name=again", config="runs/whole/config.yaml")
+    assert rates(Path("runs/again")) == whole
 
 
 def test_what_is_set_to_null_is_off():

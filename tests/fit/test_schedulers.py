@@ -143,6 +143,72 @@ def test_a_warm_up_in_steps_before_what_counts_steps_is_warmup_itself(tmp_path, 
     assert len(set(tasks[0].rates)) >= 6
 
 
+def epochs_of_warmup(schedule, **options):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        return [optimizer], [{"scheduler": schedule(optimizer), "warmup_epochs": 2, **options}]
+
+    return configure
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ({}, [1 / 3, 2 / 3]),
+        ({"warmup_start": 0.5}, [0.5, 0.75]),
+        ({"warmup_start": 0.0}, [0.0, 0.5]),
+        ({"warmup_factor": lambda epoch: 0.1 * (1 + epoch) ** 2}, [0.1, 0.4]),
+    ],
+)
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_warm_up_may_count_epochs_and_follow_a_function(tmp_path, options, shares, interval):
+    schedule = epochs_of_warmup(lambda optimizer: ExponentialLR(optimizer, 0.9), interval=interval, **options)
+    task = Scheduled(schedule)
+    bare_trainer(tmp_path, max_epochs=4).fit(task, loader(40, 8))
+    expected = [0.1 * share for share in shares for _ in range(5)]
+    moves = [step if interval == "step" else step // 5 for step in range(10)]
+    assert task.rates == pytest.approx(expected + [0.1 * 0.9**move for move in moves], rel=1e-14)
+
+
+@pytest.mark.parametrize("cut", [3, 5, 7, 10, 12, 20])
+def test_a_warm_up_in_epochs_by_a_function_and_then_a_plateau_resume_with_every_bit(tmp_path, cut):
+    def train(folder, **options):
+        task = Scheduled(
+            epochs_of_warmup(
+                lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+                monitor="val_loss",
+                warmup_factor=lambda epoch: [0.05, 0.3][int(epoch)],
+            )
+        )
+        trainer = quiet_trainer(folder, num_sanity_val_steps=0, log_level="CRITICAL", **options)
+        trainer.fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
+        return task
+
+    whole = train(tmp_path / "whole", max_steps=34)
+    first, second = train(tmp_path, max_steps=cut), train(tmp_path, max_steps=34, resume="auto")
+    assert first.rates + second.rates == whole.rates
+    assert whole.rates[:10] == [0.1 * 0.05] * 5 + [0.1 * 0.3] * 5
+    assert whole.rates[10] == 0.1 * 0.5  # the value at the end of the warm-up is the first that it acts on
+    assert whole.rates[-1] < 0.05
+    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup_steps": 3}, "warmup_steps = 3 and warmup_epochs = 2 both say how long"),
+        ({"warmup_start": 0.1, "warmup_factor": float}, "warmup_start and warmup_factor both say where"),
+        ({"warmup_epochs": 0, "warmup_factor": float}, "warmup_factor is for a warm-up. Set warmup_steps"),
+        ({"warmup_epochs": -1}, "warm-up steps = -1"),
+    ],
+)
+def test_a_warm_up_that_is_said_twice_or_not_at_all_is_refused(tmp_path, options, message):
+    task = Scheduled(epochs_of_warmup(lambda optimizer: ExponentialLR(optimizer, 0.9), **options))
+    with pytest.raises(ConfigError, match=message):
+        bare_trainer(tmp_path, max_epochs=1).fit(task, loader(40, 8))
+
+
 @pytest.mark.parametrize("schedule", ["StepLR", "OneCycleLR", "ReduceLROnPlateau"])
 @pytest.mark.parametrize("cut", [3, 5, 7, 10, 12])
 def test_a_warm_up_before_epochs_resumes_with_every_bit(tmp_path, schedule, cut):
