@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lumen.data.nested import fill_all, move
 from lumen.distributed.processes import Processes
+from lumen.errors import ConfigError
 from lumen.internals.tensors import persistent_buffers
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _ALONE = Processes()
+_REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}  # gloo has no mean
 
 
 class Strategy(ABC):
@@ -131,13 +133,33 @@ class Strategy(ABC):
             return value
         return move(value, torch.device("cpu"))  # type: ignore[no-any-return]
 
-    def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of a tensor, on every rank. Collective: every rank must call this."""
-        if self.processes.world_size == 1:
+    def reduce(self, tensor: torch.Tensor, reduce_op: str = "sum", dst: int | None = None) -> torch.Tensor:
+        """A tensor over ranks, element by element. Collective: every rank must call this, with equal arguments.
+
+        Args:
+            tensor: On the device of this process, of one shape and dtype on all ranks.
+            reduce_op: "sum", "mean", "max", "min" or "prod".
+            dst: The rank that gets it, while the others have their own tensor back; None: every rank gets it.
+
+        Raises:
+            ConfigError: There is no such operation or rank.
+        """
+        world = self.processes.world_size
+        if reduce_op not in _REDUCTIONS or (dst is not None and dst not in range(world)):
+            raise ConfigError(
+                f"reduce: found reduce_op={reduce_op!r}, dst={dst!r}; reduce_op is one of {', '.join(_REDUCTIONS)}, "
+                f"and dst a rank, 0 to {world - 1}, or None."
+            )
+        if world == 1:
             return tensor
-        total = tensor.detach().clone()
-        torch.distributed.all_reduce(total)
-        return total
+        total, operation = tensor.detach().clone(), getattr(torch.distributed.ReduceOp, _REDUCTIONS[reduce_op])
+        if dst is None:
+            torch.distributed.all_reduce(total, operation)
+        else:
+            torch.distributed.reduce(total, dst, operation)
+        if dst not in (None, self.processes.rank):
+            return tensor
+        return total / world if reduce_op == "mean" else total
 
 
 def sync_buffers(strategy: Strategy, task: nn.Module) -> None:

@@ -772,3 +772,46 @@ def print_on_all_ranks(folder):
 
 def test_print_prints_on_rank_0_only(group, tmp_path):
     assert group(2).run(print_on_all_ranks, tmp_path) == [["once"], []]
+
+
+# ---------------------------------------------------------------------- what each rank has seen
+
+
+def log_by_rank(task, values):
+    task.log("val_loss", values.mean())
+    task.log(f"val_loss/rank{task.trainer.global_rank}", values.mean())
+
+
+def test_the_loss_of_each_rank_stands_beside_that_of_all(group, tmp_path):
+    numbers = torch.tensor([1.0, 2.0, 10.0, 20.0, 3.0], dtype=torch.float64)  # batches [1, 2], [10, 20], [3]
+    for found in group(2).run(evaluate_by_rank, tmp_path, numbers):
+        assert found == {"val_loss": 7.2, "val_loss/rank0": 2.0, "val_loss/rank1": 15.0}
+
+
+def evaluate_by_rank(folder, numbers):
+    trainer = quiet_trainer(folder, strategy="ddp", logger=False, enable_checkpointing=False)
+    (found,) = trainer.validate(Logs(in_validation=log_by_rank), DataLoader(TensorDataset(numbers), 2))
+    return found
+
+
+def test_a_tensor_is_reduced_by_any_operation_to_all_ranks_or_one(group, tmp_path):
+    expected = {"sum": [5, -1], "mean": [2.5, -0.5], "max": [3, 1], "min": [2, -2], "prod": [6, -2]}
+    for rank, (to_all, to_one) in enumerate(group(2).run(reduce_all, tmp_path)):
+        assert to_all == expected
+        assert to_one == (expected if rank == 1 else {name: [2, 1] for name in expected})
+
+
+def reduce_all(folder):
+    trainer = bare_trainer(folder, strategy="ddp", max_steps=1)
+    trainer.fit(Regression(), loader())
+    strategy = trainer.strategy
+    mine = torch.tensor([[2.0, 1.0], [3.0, -2.0]][trainer.global_rank])
+    operations = ("sum", "mean", "max", "min", "prod")
+    to_all = {name: strategy.reduce(mine, name).tolist() for name in operations}
+    to_one = {name: strategy.reduce(mine, reduce_op=name, dst=1).tolist() for name in operations}
+    assert to_all["sum"] == strategy.reduce(mine).tolist()
+    assert mine.tolist() == [[2.0, 1.0], [3.0, -2.0]][trainer.global_rank]
+    for wrong in ({"reduce_op": "median"}, {"dst": 2}):
+        with pytest.raises(ConfigError, match="reduce_op is one of sum, mean, max, min, prod, and dst a rank, 0 to 1"):
+            strategy.reduce(mine, **wrong)
+    return to_all, to_one
