@@ -57,6 +57,19 @@ def train_in_twos(folder, options):
     return train(folder, options, accumulate_grad_batches=2)
 
 
+def test_every_process_begins_with_the_weights_of_the_first(group, tmp_path):
+    alone = fit(tmp_path, Regression(optimizer="SGD", dtype=torch.float64), accumulate_grad_batches=2)[1]
+    assert_equal(on_ranks(group, 2, train_what_ranks_built_differently, tmp_path), alone)
+
+
+def train_what_ranks_built_differently(folder):
+    task = Regression(optimizer="SGD", dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in task.parameters():
+            parameter.add_(float(os.environ["RANK"]))
+    return fit(folder, task, strategy="ddp")[1]
+
+
 def test_a_static_graph_trains_what_one_process_trains(group, tmp_path):
     alone = train(tmp_path, None, accumulate_grad_batches=2)
     assert_equal(on_ranks(group, 2, train, tmp_path, {"static_graph": True}), alone)

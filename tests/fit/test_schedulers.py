@@ -598,3 +598,23 @@ def test_a_scheduler_of_another_optimizer_is_an_error(tmp_path):
 
     with pytest.raises(ConfigError, match="the StepLR moves the learning rates of another optimizer"):
         bare_trainer(tmp_path, max_steps=1).fit(Wrong(), loader())
+
+
+class ByHand(Regression):
+    def on_train_batch_start(self, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 / (1 + self.global_step)
+
+
+def test_a_rate_that_a_hook_sets_is_that_of_the_step(tmp_path):
+    task = ByHand(optimizer="SGD", lr=0.5)
+    bare_trainer(tmp_path, max_epochs=2).fit(task, loader(40, 8, shuffle=False))
+    net = Regression(optimizer="SGD").net
+    optimizer, batches = SGD(net.parameters(), lr=0.5), list(loader(40, 8, shuffle=False))
+    for step, (inputs, targets) in enumerate(2 * batches):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        optimizer.step()
+    for ours, by_hand in zip(task.net.parameters(), net.parameters(), strict=True):
+        assert torch.equal(ours, by_hand)

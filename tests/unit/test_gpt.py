@@ -176,6 +176,20 @@ def test_mingpts_rule_lets_linear_weights_decay_and_nothing_else():
     assert len(decaying) + len(other) == len(names)
 
 
+def test_rate_decay_and_betas_are_those_of_the_arguments(tmp_path):
+    (tmp_path / "book.txt").write_text("abc" * 100)
+    data = CharText(str(tmp_path / "book.txt"), block_size=8)
+    gpt = GPT(
+        data.vocab_size, block_size=8, preset="gpt-nano", learning_rate=3e-4, betas=(0.9, 0.95), weight_decay=0.2,
+        warmup_steps=0, min_lr_ratio=1.0,
+    )  # fmt: skip
+    trainer = quiet_trainer(tmp_path, max_steps=1)
+    trainer.fit(gpt, data)
+    decaying, other = trainer.optimizers[0].param_groups
+    assert (decaying["lr"], decaying["betas"], decaying["weight_decay"]) == (3e-4, (0.9, 0.95), 0.2)
+    assert (other["lr"], other["betas"], other["weight_decay"]) == (3e-4, (0.9, 0.95), 0.0)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_parameter_is_in_exactly_one_group(bias):
     gpt = GPT(VOCABULARY, preset="gpt-nano", bias=bias)
