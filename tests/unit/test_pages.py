@@ -182,6 +182,38 @@ def test_the_page_on_processes_counts_an_epoch_as_its_test_does():
     assert [tuple(map(int, re.findall(r"\| (\d+)", row))) for row in table.splitlines()[2:]] == counted
 
 
+# ---------------------------------------------------------------------- checklists of the field
+
+CHECKLIST = [
+    [cell.strip() for cell in line.strip("| ").split(" | ")]
+    for line in (HOME / "docs/checklist.md").read_text().splitlines()
+    if line.startswith("| ") and not line.startswith("| practice")
+]
+COUNTS = {"R": 51, "D": 32, "L": 24, "H": 45, "G": 49}
+
+
+def test_every_practice_of_the_checklists_stands_in_one_row():
+    practices = [f"{letter}{number}" for letter, count in COUNTS.items() for number in range(1, count + 1)]
+    assert len(practices) == 201
+    assert Counter(" ".join(of for _, of, *_ in CHECKLIST).split()) == Counter(practices)
+    assert {who for _, _, who, *_ in CHECKLIST} == {"automatic", "flag", "your line"}
+    assert all(how for *_, how, _ in CHECKLIST)
+
+
+def test_every_practice_has_tests_that_exist():
+    defined = {
+        (Path(path).name, node.name)
+        for path in TESTS
+        for node in ast.parse((HOME / path).read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    for practice, *_, proof in CHECKLIST:
+        proving = re.findall(r"`(\w+\.py)::(test_\w+)`", proof)
+        assert proving, f"{practice}: no test"
+        assert " ".join(f"`{file}::{test}`" for file, test in proving) == proof, practice
+        assert {*proving} <= defined, practice
+
+
 # ---------------------------------------------------------------------- how to contribute
 
 
