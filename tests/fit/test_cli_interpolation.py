@@ -12,12 +12,12 @@ from tests.helpers.cli_tasks import Spy
 
 CONFIG = """
 seed_everything: 7
-model: {class_path: tests.cli_tasks.Line, init_args: {lr: 0.05}}
-data: {class_path: tests.cli_tasks.Points, init_args: {samples: 12, width: 4}}
+model: {class_path: tests.helpers.cli_tasks.Line, init_args: {lr: 0.05}}
+data: {class_path: tests.helpers.cli_tasks.Points, init_args: {samples: 12, width: 4}}
 trainer:
   max_epochs: 1
   log_every_n_steps: 1
-  callbacks: {spy: tests.cli_tasks.Spy}
+  callbacks: {spy: tests.helpers.cli_tasks.Spy}
   enable_progress_bar: false
   enable_model_summary: false
 """
