@@ -121,7 +121,9 @@ def _destroy(group: Any) -> None:
 def _wait_for_gloo(limit_s: float = 1.0) -> None:
     """Wait until threads of gloo rest that stay because a model keeps its group.
 
-    One that drops its last tensor after Python's end ends the process with SIGABRT.
+    One that drops its last tensor after Python's end ends the process with SIGABRT. Torch has no call that joins them:
+    gloo does so where a group is freed, and `wait` returns before its thread has let go of the tensors. So this asks
+    the system what they do; where there is no /proc it only gives them a moment.
     """
     deadline_s = time.monotonic() + limit_s
     busy = True
