@@ -112,11 +112,11 @@ class Problem:
             optimizer.register_step_post_hook(lambda *_: self._ends.append(time.perf_counter()))
         return optimizer
 
-    def loader(self, *, deals: bool = True) -> DataLoader[Any]:
+    def loader(self, *, shards: bool = True) -> DataLoader[Any]:
         """The batches in their order.
 
         Args:
-            deals: Whether each process gets every `ranks`-th batch, else the system does that.
+            shards: Whether each process gets every `ranks`-th batch, else the system does that.
         """
         case = self.case
         epochs = case.epochs + 1 if case.kind == "evaluate" else 1
@@ -125,7 +125,7 @@ class Problem:
         options: dict[str, Any] = {"num_workers": case.workers, "persistent_workers": case.workers > 0}
         if case.device == "cuda":
             options["pin_memory"] = True
-        if case.ranks > 1 and deals:
+        if case.ranks > 1 and shards:
             batches = list(BatchSampler(SequentialSampler(data), case.batch_size, drop_last=False))
             return DataLoader(data, batch_sampler=batches[int(os.environ["RANK"]) :: case.ranks], **options)
         return DataLoader(data, case.batch_size, shuffle=False, **options)

@@ -32,7 +32,7 @@ def train(problem: Problem) -> None:
     """Train, with the loop that the case needs."""
     accelerator = make_accelerator(problem)
     model, optimizer, loader = accelerator.prepare(
-        problem.model, problem.optimizer(problem.model.parameters()), problem.loader(deals=False)
+        problem.model, problem.optimizer(problem.model.parameters()), problem.loader(shards=False)
     )
     if problem.case.full:
         accelerator.init_trackers("benchmark")
@@ -105,7 +105,7 @@ def _logged(problem: Problem, accelerator: Accelerator, model: nn.Module, optimi
 def evaluate(problem: Problem) -> None:
     """Evaluate."""
     accelerator = make_accelerator(problem)
-    model, loader = accelerator.prepare(problem.model, problem.loader(deals=False))
+    model, loader = accelerator.prepare(problem.model, problem.loader(shards=False))
     model.eval()
     case, total, samples = problem.case, torch.zeros(()), 0
     if case.metric == "accuracy":

@@ -110,9 +110,9 @@ def make_trainer(problem: Problem, **options: Any) -> Trainer:
 
 
 def train(problem: Problem) -> None:
-    """Train; Lumen deals the batches to the processes itself."""
+    """Train; Lumen assigns the batches to the processes itself."""
     task = (LoggedTraining if problem.case.logs else Training)(problem)
-    make_trainer(problem, max_steps=problem.steps).fit(task, problem.loader(deals=False))
+    make_trainer(problem, max_steps=problem.steps).fit(task, problem.loader(shards=False))
 
 
 def evaluate(problem: Problem) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 
 from lumen.console import logger as _log
 from lumen.data.nested import count_samples
-from lumen.data.windows import AccumulationWindow, Dealt, LoadedBatch, RankSlice
+from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSlice
 from lumen.errors import DataError
 
 _FETCHED = attrgetter("batch", "loader")
@@ -24,14 +24,14 @@ class Position(NamedTuple):
         batches: Micro-batches consumed in this epoch.
         state: `state` of the window consumed last, in this epoch or the one before; None before the first one.
         round: How often a shorter loader of several has begun again within the epoch.
-        turn: Number of the first step where processes take whole steps in turn, else None; see `RankSlice.dealer`.
+        first_step: Number of the first step where processes take whole steps in turn, else None.
     """
 
     samples: int = 0
     batches: int = 0
     state: Any = None
     round: int = 0
-    turn: int | None = None
+    first_step: int | None = None
 
     def state_of(self, kind: str) -> dict[str, Any]:
         """The state, if an adapter of this kind has saved it; else an empty one.
@@ -118,13 +118,13 @@ class LoadedStep(NamedTuple):
     Attributes:
         items: Batches of this process, dummies included.
         sizes: Number of samples of each micro-batch, of all processes.
-        dealt: Numbers of the micro-batches that this process takes.
+        assigned: Numbers of the micro-batches that this process takes.
         state: Where the adapter stands after the step: plain data and tensors, for a checkpoint.
     """
 
     items: list[LoadedBatch]
     sizes: list[int]
-    dealt: Dealt
+    assigned: Assigned
     state: dict[str, Any]
 
 
@@ -147,11 +147,13 @@ def read_ahead(
     ahead = next(steps, None)
     while ahead is not None:
         start = perf_counter()
-        (items, sizes, dealt, state), ahead = ahead, next(steps, None)
+        (items, sizes, assigned, state), ahead = ahead, next(steps, None)
         waited_s = perf_counter() - start
         last = ahead is None
         state = at_end(state) if last else state
-        yield AccumulationWindow(map(_FETCHED, items).__next__, sizes, index, last, state, waited_s, rank_slice, dealt)
+        yield AccumulationWindow(
+            map(_FETCHED, items).__next__, sizes, index, last, state, waited_s, rank_slice, assigned
+        )
         index += len(sizes)
 
 

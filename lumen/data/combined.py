@@ -147,11 +147,11 @@ class CombinedAdapter(LoaderAdapter):
             return
         states = saved.get("parts") or [None] * len(self._adapters)
         parts = [_Part(adapter, epoch, position, state) for adapter, state in zip(self._adapters, states, strict=True)]
-        first = position.turn or 0
+        first = position.first_step or 0
         items = self._in_turn(parts, first) if self._mode == "sequential" else self._together(parts, first)
         if limit is not None:
             items = islice(items, max(0, limit - position.batches))
-        steps = self._steps(items, parts, like_this, position.turn)
+        steps = self._steps(items, parts, like_this, position.first_step)
         yield from read_ahead(steps, position.batches, self._rank_slice, lambda state: state | {"ended": True})
 
     def _described(self) -> str:
@@ -160,37 +160,37 @@ class CombinedAdapter(LoaderAdapter):
         return ", ".join(".".join(map(str, place)) for place in self._places)
 
     def _steps(
-        self, items: Iterator[LoadedBatch], parts: list[_Part], like_this: dict[str, Any], turn: int | None
+        self, items: Iterator[LoadedBatch], parts: list[_Part], like_this: dict[str, Any], first_step: int | None
     ) -> Iterator[LoadedStep]:
-        rank_slice, deal, read = self._rank_slice, self._rank_slice.dealer(turn), 0
+        rank_slice, assign, read = self._rank_slice, self._rank_slice.assigner(first_step), 0
         newest: LoadedBatch | None = None
         while step := list(islice(items, self._accumulate)):
-            dealt = deal(len(step))
-            own = [step[number] for number in dealt if number is not None]
+            assigned = assign(len(step))
+            own = [step[number] for number in assigned if number is not None]
             newest = own[-1] if own else newest
             read += len(step)
             if rank_slice.stands_in and len(step) % rank_slice.world:  # only in the last round of the last step
                 newest = lend(rank_slice, 0, newest) if read < rank_slice.world else newest
                 assert newest is not None
-                own += [newest] * dealt.count(None)
+                own += [newest] * assigned.count(None)
             state = {"kind": "combination", **like_this, "parts": [part.state() for part in parts]}
-            yield LoadedStep(own, [item.samples for item in step], dealt, state)
+            yield LoadedStep(own, [item.samples for item in step], assigned, state)
 
-    def _in_turn(self, parts: list[_Part], turn: int) -> Iterator[LoadedBatch]:
+    def _in_turn(self, parts: list[_Part], step: int) -> Iterator[LoadedBatch]:
         for number, part in enumerate(parts):
-            while (item := part.next(turn)) is not None:
+            while (item := part.next(step)) is not None:
                 yield LoadedBatch(item.batch, item.samples, number)
-                turn += 1
+                step += 1
 
     def _together(self, parts: list[_Part], first: int) -> Iterator[LoadedBatch]:
-        for turn in count(first):
-            items = [part.next(turn) for part in parts]
+        for step in count(first):
+            items = [part.next(step) for part in parts]
             if all(part.ended for part in parts) or (self._mode == "min_size" and None in items):
                 for part in parts:  # what the others gave belongs to the next epoch
                     part.step_back()
                 return
             if self._mode == "max_size_cycle":
-                items = [item or part.begin_again(turn) for item, part in zip(items, parts, strict=True)]
+                items = [item or part.begin_again(step) for item, part in zip(items, parts, strict=True)]
             batches = [item and item.batch for item in items]
             samples = next(item.samples for item in items if item is not None)
             yield LoadedBatch(_filled(self._skeleton, batches), samples)
@@ -224,10 +224,10 @@ class _Part:
         self._before = self._position
         self._windows: Iterator[AccumulationWindow] | None = None
 
-    def next(self, turn: int) -> LoadedBatch | None:
+    def next(self, step: int) -> LoadedBatch | None:
         """The loader's next batch; without the batch itself if it is another process's turn; None at the end."""
         if self._windows is None:
-            self._position = self._position._replace(round=self._outer_round + self._round, turn=turn)
+            self._position = self._position._replace(round=self._outer_round + self._round, first_step=step)
             self._windows = self._adapter.windows(self._epoch, self._position, None)
         self._before = self._position
         window = next(self._windows, None)
@@ -242,11 +242,11 @@ class _Part:
         """Give back the newest batch, which was not used: the next epoch begins before it."""
         self._position = self._before
 
-    def begin_again(self, turn: int) -> LoadedBatch:
+    def begin_again(self, step: int) -> LoadedBatch:
         self._round += 1
         self._position = Position(state=self._position.state)
         self._windows = None
-        item = self.next(turn)
+        item = self.next(step)
         if item is None:
             raise DataError(
                 "one of several training loaders is empty, so it cannot begin again beside the longer ones: "

@@ -13,7 +13,7 @@ from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, count
 from lumen.data.fingerprint import known_length
 from lumen.data.rank_checks import check_same, digest, lend
 from lumen.data.resumable_iterator import ResumableIterator
-from lumen.data.windows import AccumulationWindow, Dealt, LoadedBatch, RankSlice
+from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSlice
 from lumen.errors import DataError
 
 
@@ -63,7 +63,7 @@ class IterableAdapter(LoaderAdapter):
         items: Iterator[LoadedBatch] = islice(self._iterator.items(epoch, position, state, position.batches), left)
         if self._rank_slice.world > 1:
             items = self._agreed(items)
-        steps = self._steps(items, position.turn)
+        steps = self._steps(items, position.first_step)
         yield from read_ahead(steps, position.batches, self._rank_slice, lambda state: self._iterator.last_state())
 
     def _agreed(self, items: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
@@ -77,21 +77,21 @@ class IterableAdapter(LoaderAdapter):
         )  # fmt: skip
         return chain(first, items)
 
-    def _steps(self, items: Iterator[LoadedBatch], turn: int | None) -> Iterator[LoadedStep]:
-        deal = self._rank_slice.dealer(turn)
+    def _steps(self, items: Iterator[LoadedBatch], first_step: int | None) -> Iterator[LoadedStep]:
+        assign = self._rank_slice.assigner(first_step)
         while True:
-            dealt, own, sizes = deal(self._accumulate), [], []
+            assigned, own, sizes = assign(self._accumulate), [], []
             for number, item in enumerate(islice(items, self._accumulate)):
                 sizes.append(item.samples)
-                if number in dealt:  # the others' are let go at once
+                if number in assigned:  # the others' are let go at once
                     own.append(item)
             if not sizes:
                 return
             if len(sizes) < self._accumulate:
-                dealt = deal(len(sizes))
+                assigned = assign(len(sizes))
             if self._rank_slice.stands_in:
-                own += [item] * dealt.count(None)
-            yield LoadedStep(own, sizes, dealt, self._iterator.state())
+                own += [item] * assigned.count(None)
+            yield LoadedStep(own, sizes, assigned, self._iterator.state())
 
     def nothing(self) -> str:
         """See `LoaderAdapter.nothing`."""
@@ -210,10 +210,10 @@ class ShardedIterableAdapter(LoaderAdapter):
             left = None if left is None else left - len(sizes)
             rounds = max(map(len, numbers))
             idle = rounds - len(own)
-            dealt: Dealt = [*numbers[rank], *[None] * idle]
+            assigned: Assigned = [*numbers[rank], *[None] * idle]
             if self._rank_slice.stands_in:
                 own += [self._stand_in(own, numbers, rounds)] * idle
-            yield LoadedStep(own, sizes, dealt, {"kind": "stream in parts", "ranks": self._states})
+            yield LoadedStep(own, sizes, assigned, {"kind": "stream in parts", "ranks": self._states})
 
     def _compare(self, first: list[int | None]) -> None:
         """Warn once if several processes have read the same first batch: then their parts may not be parts."""
@@ -222,7 +222,7 @@ class ShardedIterableAdapter(LoaderAdapter):
         if suspicious:
             _log.warning(
                 "%s says shards_itself, but every rank reads the same first batch. If each reads the whole stream, "
-                "every sample counts %d times: drop shards_itself, and Lumen deals the batches.",
+                "every sample counts %d times: drop shards_itself, and Lumen assigns the batches.",
                 self._name,
                 len(first),
             )

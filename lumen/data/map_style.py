@@ -16,12 +16,12 @@ from lumen.data.fingerprint import describe, known_length
 from lumen.data.orders import Order, StepRequests
 from lumen.data.rank_checks import check_same, digest
 from lumen.data.seeded_dataset import BatchRequest, SeededDataset
-from lumen.data.windows import AccumulationWindow, Dealt, LoadedBatch, RankSlice, in_blocks
+from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSlice, in_blocks
 from lumen.internals.loaders import end_persistent_workers, end_workers, pinning
 from lumen.random import Domain, make_key
 
 Load = Callable[[BatchRequest], Any]
-DealtSteps = Iterator[tuple[list[BatchRequest], Dealt, dict[str, Any]]]
+AssignedSteps = Iterator[tuple[list[BatchRequest], Assigned, dict[str, Any]]]
 
 
 @final
@@ -29,12 +29,12 @@ class _RequestSampler:
     """The sampler of the DataLoader that replaces the user's: yields what this process loads in the epoch."""
 
     def __init__(self, rank_slice: RankSlice) -> None:
-        self.plan: DealtSteps = iter(())
+        self.plan: AssignedSteps = iter(())
         self._rank_slice = rank_slice
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        for requests, dealt, _ in self.plan:
-            yield from self._rank_slice.take(requests, dealt)
+        for requests, assigned, _ in self.plan:
+            yield from self._rank_slice.take(requests, assigned)
 
 
 @final
@@ -103,7 +103,7 @@ class MapStyleAdapter(LoaderAdapter):
         samples = known_length(self._dataset)
         if self._rank_slice.world > 1 and not (self._order.is_known and self._agreed_samples == samples):
             requests, self._agreed_samples = self._agreed(requests), samples
-        plan = _dealt(requests, self._rank_slice.dealer(position.turn))
+        plan = _assigned(requests, self._rank_slice.assigner(position.first_step))
         if self._loader is not None:
             # one copy for the DataLoader, which runs ahead of the steps; one to know each step's sizes and the last one
             self._sampler.plan, plan = tee(plan)
@@ -140,7 +140,7 @@ class MapStyleAdapter(LoaderAdapter):
         }
         check_same(
             self._rank_slice, "data set or order", found,
-            "Lumen deals the samples to the processes itself: give all of them the same data set, and a sampler that "
+            "Lumen assigns the samples to the processes itself: give all of them the same data set, and a sampler that "
             "does not look at the rank.",
         )  # fmt: skip
         return steps if first is None else chain([first], steps)
@@ -153,25 +153,25 @@ class MapStyleAdapter(LoaderAdapter):
         pin = self._pin
         return load if pin is None else lambda request: pin(load(request))
 
-    def _follow(self, plan: DealtSteps, load: Load, index: int) -> Iterator[AccumulationWindow]:
+    def _follow(self, plan: AssignedSteps, load: Load, index: int) -> Iterator[AccumulationWindow]:
         rank_slice, ahead = self._rank_slice, next(plan, None)
         while ahead:
-            (requests, dealt, state), ahead = ahead, next(plan, None)
+            (requests, assigned, state), ahead = ahead, next(plan, None)
             sizes = [len(request.indices) for request in requests]
-            own = rank_slice.take(requests, dealt)
+            own = rank_slice.take(requests, assigned)
             fetch = ((load(request), 0) for request in own).__next__  # zip would keep the batch
-            yield AccumulationWindow(fetch, sizes, index, ahead is None, state, 0.0, rank_slice, dealt)
+            yield AccumulationWindow(fetch, sizes, index, ahead is None, state, 0.0, rank_slice, assigned)
             index += len(sizes)
 
-    def _read(self, plan: DealtSteps, load: Load) -> Iterator[LoadedStep]:
+    def _read(self, plan: AssignedSteps, load: Load) -> Iterator[LoadedStep]:
         """Read a loader that makes no batches, where only a loaded one tells how many samples it holds."""
         rank_slice = self._rank_slice
-        for requests, dealt, state in plan:
-            batches = [load(request) for request in rank_slice.take(requests, dealt)]
+        for requests, assigned, state in plan:
+            batches = [load(request) for request in rank_slice.take(requests, assigned)]
             items = [LoadedBatch(batch, self._count(batch)) for batch in batches]
-            own = {number: item.samples for number, item in zip(dealt, items, strict=False)}
+            own = {number: item.samples for number, item in zip(assigned, items, strict=False)}
             sizes = {number: size for told in rank_slice.gather(own) for number, size in told.items()}
-            yield LoadedStep(items, [sizes[number] for number in range(len(requests))], dealt, state)
+            yield LoadedStep(items, [sizes[number] for number in range(len(requests))], assigned, state)
 
     def nothing(self) -> str:
         """See `LoaderAdapter.nothing`."""
@@ -195,6 +195,6 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _dealt(steps: Iterator[StepRequests], deal: Callable[[int], Dealt]) -> DealtSteps:
+def _assigned(steps: Iterator[StepRequests], assign: Callable[[int], Assigned]) -> AssignedSteps:
     for requests, state in steps:
-        yield requests, deal(len(requests)), state
+        yield requests, assign(len(requests)), state

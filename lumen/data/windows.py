@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 T = TypeVar("T")
 #: For each round of a step the number of the micro-batch that this process takes; None: others still have one, it not.
-Dealt = list[int | None]
+Assigned = list[int | None]
 
 
 class LoadedBatch(NamedTuple):
@@ -43,26 +43,26 @@ class RankSlice(NamedTuple):
     stands_in: bool = False
     gather: Callable[[Any], list[Any]] = lambda value: [value]
 
-    def deal(self, size: int) -> Dealt:
+    def assign(self, size: int) -> Assigned:
         """Numbers of the micro-batches of this process in a step of `size`; the list is equally long on all ranks."""
         rounds = range(self.rank, -(-size // self.world) * self.world, self.world)
         return [number if number < size else None for number in rounds]
 
-    def dealer(self, turn: int | None) -> Callable[[int], Dealt]:
+    def assigner(self, first_step: int | None) -> Callable[[int], Assigned]:
         """A function that is given the size of each step in turn and returns this process's part of it.
 
         Args:
-            turn: None: every step is divided as `deal` says. An int: every step is a single micro-batch, the processes
-                take the steps in turn, and this is the number of the first step; the other processes get an empty list.
+            first_step: None: every step is divided as `assign` says. An int: every step is a single micro-batch, the
+                processes take the steps in turn, and this is the number of the first; the others get an empty list.
         """
-        if turn is None:
-            return lru_cache(maxsize=8)(self.deal)  # steps are of one size, but for an epoch's last
-        turns = count(turn)
-        return lambda size: [0] if next(turns) % self.world == self.rank else []
+        if first_step is None:
+            return lru_cache(maxsize=8)(self.assign)  # steps are of one size, but for an epoch's last
+        steps = count(first_step)
+        return lambda size: [0] if next(steps) % self.world == self.rank else []
 
-    def take(self, step: Sequence[T], dealt: Dealt) -> list[T]:
+    def take(self, step: Sequence[T], assigned: Assigned) -> list[T]:
         """The elements of `step` that this process fetches; for a dummy, the last one of the step."""
-        return [step[-1 if number is None else number] for number in dealt if number is not None or self.stands_in]
+        return [step[-1 if number is None else number] for number in assigned if number is not None or self.stands_in]
 
 
 ALONE = RankSlice()
@@ -116,7 +116,7 @@ class AccumulationWindow:
         state: Where the adapter stands after this step: plain data and tensors, for a checkpoint.
         waited_s: Seconds already spent waiting for the loader.
         rank_slice: The part of each step that this process takes.
-        dealt: Numbers of the micro-batches of this process; None: those that `rank_slice.deal` gives.
+        assigned: Numbers of the micro-batches of this process; None: those that `rank_slice.assign` gives.
 
     Attributes:
         fetch: Returns the batch of the next micro-batch of this process and its loader's index.
@@ -138,7 +138,7 @@ class AccumulationWindow:
         state: dict[str, Any],
         waited_s: float = 0.0,
         rank_slice: RankSlice = ALONE,
-        dealt: Dealt | None = None,
+        assigned: Assigned | None = None,
     ) -> None:
         self.fetch = fetch
         self.sizes = sizes
@@ -147,7 +147,7 @@ class AccumulationWindow:
         self.state = state
         self.waited_s = waited_s
         self._stands_in = rank_slice.stands_in
-        numbers = rank_slice.deal(len(sizes)) if dealt is None else dealt
+        numbers = rank_slice.assign(len(sizes)) if assigned is None else assigned
         rounds, final = len(numbers), len(sizes) - 1
         lent = sizes[final] if self._stands_in else 0
         self._micro_batches = [

@@ -72,7 +72,6 @@ def skip(run: Run, window: AccumulationWindow, micro: MicroBatch) -> None:
     run.step.skips_epoch = True
     if not run.strategy.communicates_in("backward"):
         run.step.end(window)
-        run.records.has_updated = False
         raise EpochSkipped
     micro.idle = True
 
@@ -221,7 +220,6 @@ def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closu
     run.ending.hear(wants_to_stop)
     if skips_epoch:
         run.step.end(window)
-        run.records.has_updated = False
         raise EpochSkipped
     updated = bool(weighting.total)
     if updated:
@@ -236,7 +234,6 @@ def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closu
     else:
         _log.warning("update after step %d skipped: the weights of its micro-batches sum to 0", run.progress.step)
     run.step.count(window, updated=updated)
-    run.records.has_updated = updated
     if updated:
         for scheduler in run.optim.schedulers:
             if scheduler.monitor is None and scheduler.moves_at(run.progress.step):  # a plateau waits for validation

@@ -126,4 +126,4 @@ def agreed(name: str, ranks: Sequence[T]) -> T:
 
 def _in_turn(ranks: Iterable[Iterable[T]]) -> list[T]:
     """The first of each rank, the second of each, and so on: micro-batches as one process would see them."""
-    return [value for turn in zip_longest(*ranks) for value in turn if value is not None]
+    return [value for place in zip_longest(*ranks) for value in place if value is not None]

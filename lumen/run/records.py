@@ -26,7 +26,7 @@ class Records:
         plan: Settings of the run: which steps are logged.
         progress: Counters of the run.
         log: Collected values of the run's steps.
-        step: The step in progress, with the newest gradient norm.
+        step: The step in progress, with the newest gradient norm, and whether there was an update.
         device: Where values are computed.
 
     Attributes:
@@ -34,7 +34,6 @@ class Records:
         is_logged: A rank has loggers.
         absent: States of the loggers that the run had in an earlier part only, by key.
         before_evaluation: States of the loggers before an evaluation that is not complete; None: there is none.
-        has_updated: The newest window made an update, so that its values are those of a step.
         kept_row: A step that was not logged when it was made, and its values.
     """
 
@@ -54,7 +53,6 @@ class Records:
         self.is_logged = bool(loggers)
         self.absent: dict[str, Any] = {}
         self.before_evaluation: dict[str, Any] | None = None
-        self.has_updated = False
         self.kept_row: tuple[int, dict[str, float]] = 0, {}
 
     def log_step(self) -> None:
@@ -66,7 +64,7 @@ class Records:
 
     def keep_row(self) -> None:
         """Keep the values of the newest step, if it was not logged: it may turn out to be the last. Collective."""
-        if self._is_unlogged and self.has_updated:
+        if self._is_unlogged and self._step.updated:
             self.kept_row = self._progress.step, self._newest_log().values(self._log.gather)
 
     def log_last_step(self) -> None:

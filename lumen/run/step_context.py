@@ -56,6 +56,7 @@ class StepContext:
         loss: The newest loss, without dimensions; on the device, perhaps with its graph.
         grad_norm: The newest gradient norm before clipping, without dimensions; None where nothing is clipped.
         counters: Sums over all steps.
+        updated: The newest window made an update, so that its values are those of a step.
         weighted_windows: Windows whose weights summed to more than 0.
     """
 
@@ -74,6 +75,7 @@ class StepContext:
         self.loss: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
         self.counters = Counters()
+        self.updated = False
         self.weighted_windows = 0
 
     def start_weighing(self, task: TaskModule, gather: Gather | None) -> None:
@@ -100,7 +102,8 @@ class StepContext:
         seed_generators(make_key(self._seed, Domain.HOOK, self._progress.epoch, place))
 
     def end(self, window: AccumulationWindow) -> None:
-        """The step's micro-batches are used, those of all processes."""
+        """The step's micro-batches are used, those of all processes, for no update so far."""
+        self.updated = False
         self._progress.micro_batches = self._first_micro_batch + len(window.sizes)
 
     def where(self) -> Place:
@@ -129,6 +132,7 @@ class StepContext:
         counted = weighting.counted
         progress.advance(window, updated=updated)
         self.end(window)
+        self.updated = updated
         if counted or not progress.weight_guess:
             progress.weight_guess = weighting.next_guess
         if updated:

@@ -593,7 +593,7 @@ def go_on(folder, options):
     quiet_trainer(folder, **options).fit(Regression(), loader(batch_size=4))
 
 
-def test_data_that_grows_alike_on_all_ranks_is_dealt_and_any_other_is_refused(group, tmp_path):
+def test_data_that_grows_alike_on_all_ranks_is_assigned_and_any_other_is_refused(group, tmp_path):
     first, second = group(2).run(grow, tmp_path, 2, 2)
     assert sorted(first[1] + second[1]) == [*range(10)]
     for message in group(2).run(grow, tmp_path, 2, 4):

@@ -303,10 +303,10 @@ def rank_seeded(rank):
 DIFFERENT = {
     "more samples": lambda rank: DataLoader(numbers(20 + rank), 4),
     "another order": lambda rank: DataLoader(numbers(20), 4, shuffle=True, generator=rank_seeded(rank)),
-    "a sampler that deals": lambda rank: DataLoader(
+    "a sampler that shards": lambda rank: DataLoader(
         numbers(20), 4, sampler=Ranked(range(20), num_replicas=2, rank=rank)
     ),
-    "a batch sampler that deals": lambda rank: DataLoader(
+    "a batch sampler that shards": lambda rank: DataLoader(
         numbers(20), batch_sampler=list(BatchSampler(range(20), 4, drop_last=False))[rank::2]
     ),
     "no batching": lambda rank: DataLoader(numbers(20), batch_size=None, sampler=range(rank, 20, 2)),
@@ -743,7 +743,7 @@ def fit_different(folder, kind):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["more samples", "a batch sampler that deals"])
+@pytest.mark.parametrize("kind", ["more samples", "a batch sampler that shards"])
 def test_real_processes_with_other_data_are_told_so_together(group, tmp_path, kind):
     first, second = group(2).run(fit_different, tmp_path, kind)
     assert first == second
