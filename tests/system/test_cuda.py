@@ -269,6 +269,35 @@ lumen.Trainer(accelerator="cuda", strategy="ddp", max_steps=50, enable_progress_
 """
 
 
+SYNCHRONIZED = """
+import torch, lumen
+from torch.utils.data import DataLoader, TensorDataset
+
+class Normed(lumen.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def training_step(self, batch):
+        assert isinstance(self.norm, torch.nn.SyncBatchNorm)
+        return self.norm(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)) + torch.arange(8.0)[:, None]
+task = Normed()
+trainer = lumen.Trainer(
+    accelerator="cuda", strategy="ddp", sync_batchnorm=True, max_steps=1, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(task, DataLoader(TensorDataset(inputs), 4))
+torch.testing.assert_close(task.norm.running_mean.cpu(), 0.1 * inputs.mean(0))
+torch.testing.assert_close(task.norm.running_var.cpu(), 0.9 + 0.1 * inputs.var(0))
+print("of all samples")
+"""
+
+
 def two(code, folder, limit_s, *, own_device):
     """Run code in two processes; return their exit codes, outputs, and how long both took in seconds."""
     with socket.socket() as free:
@@ -310,3 +339,10 @@ def test_an_error_on_one_of_two_processes_ends_both_in_seconds(tmp_path):
     assert codes == [1, 1], outputs
     assert "a mistake on one rank" in outputs[1]
     assert took_s < 60
+
+
+@pytest.mark.cuda(devices=2)
+def test_synchronized_batchnorm_has_the_statistics_of_the_samples_of_both_processes(tmp_path):
+    codes, outputs, _ = two(SYNCHRONIZED, tmp_path, 100, own_device=True)
+    assert codes == [0, 0], outputs
+    assert all("of all samples" in output for output in outputs)
