@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import DataLoader, Subset, random_split
 
 from datamodules.loading import Loading
 from lumen.errors import DataError
@@ -38,6 +38,7 @@ class Surnames(Loading):
     Args:
         batch_size: Names in a batch.
         names: Of which ``predict`` says where they are from.
+        labelled: Names to learn from, as if somebody had to look up where each is from; None for all that there are.
         loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
@@ -45,6 +46,7 @@ class Surnames(Loading):
         self,
         batch_size: int = 64,
         names: Sequence[str] = ("Vivaldi", "Cervantes", "Hundertwasser", "Rembrandt", "Sibelius", "Kipchoge"),
+        labelled: int | None = None,
         **loading: Any,
     ):
         super().__init__(**loading)
@@ -53,7 +55,8 @@ class Surnames(Loading):
 
     def setup(self, stage: str) -> None:
         """Deal the names to training and validation, in every run the same."""
-        self.train, self.val = random_split(labelled_names(), [0.8, 0.2], torch.Generator().manual_seed(0))
+        train, self.val = random_split(labelled_names(), [0.8, 0.2], torch.Generator().manual_seed(0))
+        self.train = Subset(train, range(len(train))[: self.hparams.labelled])
 
     def train_dataloader(self) -> DataLoader:
         """The training names, shuffled."""

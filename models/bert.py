@@ -1,0 +1,166 @@
+"""BERT of the package transformers: trained to fill in letters, then fine-tuned to tell where surnames are from.
+
+This shows the practice of the training handbook: decay groups, layer-wise learning rates, warm-up, bfloat16, early
+stopping and gradual unfreezing. Nothing is downloaded: BERT is small, begins with random weights, and reads bytes.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+
+import lumen
+from lumen.optim import layer_decay_groups, linear
+
+PAD, START, MASK = 0, 1, 2  # bytes that are in no name
+Batch = tuple[Tensor, list[int], Tensor]
+
+
+def with_start(letters: Tensor) -> Tensor:
+    """Names as BERT reads them, of shape ``(batch, 1 + longest)``: the answer is read off the token before the name."""
+    return F.pad(letters, (1, 0), value=START)
+
+
+class MaskedNames(lumen.TaskModule):
+    """Pre-training: BERT fills in letters that are hidden from it; nobody has to say where a name is from.
+
+    A batch is that of `datamodules.surnames.Surnames`.
+
+    Args:
+        config: Arguments of `transformers.BertConfig`.
+        learning_rate: AdamW's, the highest one.
+        warmup_steps: Steps until then.
+        hidden: Fraction of the letters that are hidden, in (0, 1).
+    """
+
+    def __init__(self, config: dict, learning_rate: float = 2e-3, warmup_steps: int = 100, hidden: float = 0.2):
+        super().__init__()
+        self.save_hyperparameters()
+        self.bert = BertForMaskedLM(BertConfig(**config))
+
+    def training_step(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of the hidden letters, and how many there are."""
+        loss, count = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss, count
+
+    def validation_step(self, batch: Batch) -> None:
+        """Log the same for names that it has never seen."""
+        loss, count = self.loss(batch)
+        self.log("val_loss", loss, weight=count, prog_bar=True)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Hide letters; a mean over these, and their number."""
+        ids = with_start(batch[0])
+        hidden = (torch.rand(ids.shape, device=ids.device) < self.hparams.hidden) & (ids > MASK)
+        logits = self.bert(ids.masked_fill(hidden, MASK), attention_mask=ids != PAD).logits
+        targets = ids.masked_fill(~hidden, PAD)
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
+        return total / hidden.sum().clamp(min=1), hidden.sum()
+
+    def configure_optimizers(self) -> dict:
+        """AdamW; its learning rate warms up, then falls to 0 with the run."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate)
+        return {"optimizer": optimizer, "lr_scheduler": falling(self, optimizer)}
+
+
+class BertClassifier(lumen.TaskModule):
+    """Fine-tuning: BERT tells where a surname is from.
+
+    A batch is that of `datamodules.surnames.Surnames`.
+
+    Args:
+        origins: What there is to choose from.
+        config: Arguments of `transformers.BertConfig`; with ``trainer.init_from``, those of the model begun with.
+        learning_rate: AdamW's, of the classifier, the highest one.
+        layer_decay: Learning rate of a layer, as a fraction of that of the layer above, in (0, 1].
+        weight_decay: AdamW's; biases, norms and embeddings do not decay.
+        warmup_steps: Steps until the learning rates are at their highest.
+    """
+
+    def __init__(
+        self,
+        origins: list[str],
+        config: dict,
+        learning_rate: float = 1e-3,
+        layer_decay: float = 0.8,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 100,
+    ):
+        super().__init__()
+        self.save_hyperparameters()
+        names = dict(enumerate(origins))
+        labels = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+        self.bert = BertForSequenceClassification(BertConfig(**config, **labels))
+        self.accuracy = MulticlassAccuracy(len(origins), average="micro")
+
+    def on_fit_start(self) -> None:
+        """Write the config.json that ``from_pretrained`` wants beside exported weights."""
+        if self.trainer.is_global_zero and self.trainer.run_directory:
+            self.bert.config.save_pretrained(self.trainer.run_directory)
+
+    def forward(self, letters: Tensor) -> Tensor:
+        """Logits of shape ``(batch, origins)``; padding is not looked at."""
+        ids = with_start(letters)
+        return self.bert(ids, attention_mask=ids != PAD).logits
+
+    def training_step(self, batch: Batch) -> Tensor:
+        """Cross-entropy of the origins, a mean over names."""
+        letters, _, labels = batch
+        loss = F.cross_entropy(self(letters), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Batch) -> None:
+        """Log loss and accuracy."""
+        letters, _, labels = batch
+        logits = self(letters)
+        self.accuracy.update(logits, labels)
+        self.log("val_loss", F.cross_entropy(logits, labels), prog_bar=True)
+        self.log("val_acc", self.accuracy, prog_bar=True)
+
+    def predict_step(self, batch: tuple[Tensor, list[int]]) -> list[str]:
+        """Each name and its likeliest origin."""
+        letters, lengths = batch
+        found = zip(letters, lengths, self(letters).argmax(dim=-1).tolist(), strict=True)
+        return [f"{bytes(row[:length].tolist()).decode():<20} {self.hparams.origins[i]}" for row, length, i in found]
+
+    def configure_optimizers(self) -> dict:
+        """AdamW with a learning rate for each layer; all of them warm up, then fall to 0 with the run."""
+        h = self.hparams
+        groups = layer_decay_groups(
+            self,
+            h.learning_rate,
+            h.layer_decay,
+            "bert.bert.encoder.layer",
+            weight_decay=h.weight_decay,
+            by="module type",
+        )
+        optimizer = torch.optim.AdamW(groups)
+        return {"optimizer": optimizer, "lr_scheduler": falling(self, optimizer)}
+
+
+def falling(task: lumen.TaskModule, optimizer: torch.optim.Optimizer) -> dict:
+    """A learning rate that warms up, then falls to 0 with the run, a little at each step."""
+    schedule = linear(optimizer, task.trainer.estimated_stepping_batches, warmup=task.hparams.warmup_steps)
+    return {"scheduler": schedule, "interval": "step"}
+
+
+class GradualUnfreezing(lumen.Callback):
+    """Trains the last layers first, and one more from the top with every few epochs.
+
+    What is frozen follows from the epoch alone: there is no state, and a resumed run goes on exactly.
+
+    Args:
+        layers: Names of modules, the first one to be unfrozen first; what is not named is trained from the start.
+        every_n_epochs: Epochs from one to the next.
+    """
+
+    def __init__(self, layers: list[str], every_n_epochs: int = 1):
+        self.layers, self.every_n_epochs = layers, every_n_epochs
+
+    def on_train_epoch_start(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
+        """Freeze and unfreeze; the optimizer has all parameters, and leaves alone those without a gradient."""
+        for i, name in enumerate(self.layers):
+            task.get_submodule(name).requires_grad_(trainer.current_epoch >= (i + 1) * self.every_n_epochs)
