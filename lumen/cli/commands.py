@@ -23,8 +23,9 @@ from lumen.callbacks.checkpoint_names import decides
 from lumen.checkpoint import PARTS, Weights, as_place, find_checkpoint, is_weights
 from lumen.checkpoint.manifest import STATE
 from lumen.cli import COMMANDS
-from lumen.cli.config_checks import BASES, SUPPLIED, Check, find_class, without_defaults
+from lumen.cli.config_checks import BASES, SUPPLIED, Check, without_defaults
 from lumen.cli.config_layers import Settings, parse_words
+from lumen.cli.find_class import find_class
 from lumen.cli.interpolation import escaped, resolve
 from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
 from lumen.cli.yaml_text import dump_yaml, load_yaml

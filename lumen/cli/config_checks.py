@@ -6,32 +6,24 @@ together. Where it refuses them they are tried one by one, so that all that is w
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import os
-import pkgutil
 import re
-import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import is_dataclass
-from importlib import import_module
-from itertools import chain
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Protocol, Union, final, get_args, get_origin
+from typing import Any, NamedTuple, final, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lumen.callbacks import Callback
 from lumen.cli.config_layers import Added, Keys, Settings, is_class, plain
+from lumen.cli.find_class import classes_by_name, did_you_mean, find_class
+from lumen.cli.type_hints import bases_in, classes_in, in_words, parts_of
 from lumen.errors import ConfigError
-from lumen.errors.arguments import local_path
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 
@@ -42,7 +34,6 @@ _INSTEAD = {
     ("ckpt_path",): "For fit use trainer.resume.",
     ("config",): "Config files are named by --config FILE alone.",
 }
-_NO_BASES = {"builtins", "types", "typing", "collections.abc", "inspect", "torch"}  # whose classes no class_path names
 _MINUTES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # a number in YAML 1.1, and to jsonargparse
 _UNKNOWN = inspect.Parameter("unknown", inspect.Parameter.KEYWORD_ONLY, default=None)
 
@@ -139,12 +130,12 @@ class Check:
 
     def _look_into(self, value: Any, path: Keys, hint: Any) -> None:
         """Find the classes in a value."""
-        records = [each for each in _bases(hint) if is_dataclass(each)]
+        records = [each for each in bases_in(hint) if is_dataclass(each)]
         if is_class(value) or (isinstance(value, str) and _names_a_class(value, hint)):
             self._enter(path, value, hint)
         elif isinstance(value, dict) and len(records) == 1:
             self._ask(path, records[0], value)
-        elif isinstance(value, str) and _MINUTES.fullmatch(value) and {int, float} & {*_classes(hint)}:
+        elif isinstance(value, str) and _MINUTES.fullmatch(value) and {int, float} & {*classes_in(hint)}:
             meant = f"{value} would mean {yaml.safe_load(value)}. For a duration write 0{value}."
             self._problems[path] = f"{self._settings.where(path)}: {meant}"
         elif isinstance(value, dict | list):
@@ -157,14 +148,14 @@ class Check:
         node = {"class_path": node} if isinstance(node, str) else node
         settings, name = self._settings, str(node.get("class_path") or "")
         try:
-            kind = find_class(name, _bases(hint), settings.where(place), settings.files)
+            kind = find_class(name, bases_in(hint), settings.where(place), settings.files)
         except ConfigError as error:
             self._problems[path] = f"{error}{_callback_hint(path, name)}"
             return
         if inspect.isclass(kind) and "dict_kwargs" not in node:
             linked = path == ("model",) and bool(settings.tree.get("data"))
             # the class that gets it builds it, with what is missing
-            built_later = any(get_origin(part) is Callable for part in _parts(hint))
+            built_later = any(get_origin(part) is Callable for part in parts_of(hint))
             given = node.get("init_args") or {}
             missing = self._ask((*path, "init_args"), kind, given, needy=not (linked or built_later))
             self.links = missing if linked else self.links
@@ -176,92 +167,21 @@ class Check:
                 path = (*asked.path, name)
                 if not any(wrong[: len(path)] == path for wrong in self._problems) and not asked.fits(name):
                     value, hint = asked.given[name], asked.parameters[name].annotation
-                    near = _nearest(value, _by_name(_bases(hint))) if isinstance(value, str) else ""
-                    found = f"expected {_in_words(hint)}, found {value!r}.{near}"
+                    near = did_you_mean(value, classes_by_name(bases_in(hint))) if isinstance(value, str) else ""
+                    found = f"expected {in_words(hint)}, found {value!r}.{near}"
                     self._problems[path] = f"{self._settings.where(path)}: {found}"
 
     def _refuse(self, path: Keys, owner: str, known: Iterable[str], instead: Mapping[str, str] | None = None) -> None:
         """Note that there is no such option."""
         name = str(path[-1])  # YAML has keys that are no text
         hint = _INSTEAD.get(path) or (instead or {}).get(name)  # the latter for arguments of Lightning's
-        text = f"{owner} has no option {name}.{f' {hint}' if hint else _nearest(name, known)}"
+        text = f"{owner} has no option {name}.{f' {hint}' if hint else did_you_mean(name, known)}"
         self._problems[path] = f"{self._settings.where(path)}: {text}"
 
 
 def _supplied(path: Keys) -> set[str]:
     """The arguments of a class that Lumen gives it."""
     return set(SUPPLIED.get(".".join(path).removesuffix(".init_args"), ()))
-
-
-def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Sequence[str] = ()) -> Any:
-    """Import a class by its full name, or find it by its short one among the imported classes of its bases.
-
-    Args:
-        name: Full or short name of the class.
-        bases: Of which it must be derived from one, if any are given.
-        where: Who names it, for errors.
-        files: The config files, in whose directories its module may be.
-
-    Returns:
-        None for a short name without a base: jsonargparse finds it by the type of its parameter.
-
-    Raises:
-        ConfigError: There is none, or there are several.
-    """
-    module, _, short = name.rpartition(".")
-    if not module and not bases and name:
-        return None
-    try:
-        owner = import_module(module) if module else None
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # of what the user's module imports
-        text = f"{where}: cannot import {name}: there is no module {error.name}.{_where_it_may_be(error.name, files)}"
-        raise ConfigError(text) from error
-    known = {key: [getattr(owner, key, None)] for key in dir(owner)} if owner else _by_name(bases)
-    if short not in known:
-        what = f"{module or 'lumen'} has no class {short}." if short else "no class is named."
-        raise ConfigError(f"{where}: {what}{_nearest(short, known)} Write class_path: module.Class.")
-    found, *others = known[short]
-    if others:
-        names = ", ".join(f"{each.__module__}.{short}" for each in known[short])
-        raise ConfigError(f"{where}: several classes are called {short}: {names}. Write the name of one in full.")
-    if bases and inspect.isclass(found) and not issubclass(found, tuple(bases)):
-        kinds = " or ".join(base.__name__ for base in bases)
-        raise ConfigError(f"{where}: {name} is no {kinds}. Name a class that is derived from it.")
-    return found
-
-
-def _by_name(bases: Iterable[type]) -> dict[str, list[type]]:
-    """The imported classes that are derived from some, as short names may mean them."""
-    found: dict[str, list[type]] = {}
-    for kind in dict.fromkeys(chain.from_iterable(map(_derived, bases))):
-        if "<locals>" not in kind.__qualname__:
-            found.setdefault(kind.__name__, []).append(kind)
-    for name, kinds in found.items():
-        usable = [each for each in kinds if not inspect.isabstract(each) and "._" not in each.__module__]
-        found[name] = usable if usable and len(kinds) > 1 else kinds
-    return found
-
-
-def _derived(base: type) -> Iterator[type]:
-    kinds: list[type] = type.__subclasses__(base)
-    yield from chain([base], *map(_derived, kinds))
-
-
-def _where_it_may_be(missing: str, files: Sequence[str]) -> str:
-    """Where a module was looked for, which has nearly its name, and which directory of a config file has it."""
-    parent, _, short = missing.rpartition(".")
-    looked_in = [*sys.modules[parent].__path__] if parent else [os.getcwd()]
-    hint = _nearest(short, (module.name for module in pkgutil.iter_modules(looked_in)))
-    if parent:
-        return f"{hint} It was looked for in {', '.join(looked_in)}."
-    around = [place for file in files for place in Path(os.path.abspath(local_path(file))).parents]
-    found = next((place for place in around if (place / f"{short}.py").is_file() or (place / short).is_dir()), None)
-    it_is = "Start lumen in the directory that it is in" if found is None else f"It is in {found}: start lumen there"
-    others = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    everywhere = ", ".join([f"{os.getcwd()} (where lumen was started)", *others])
-    return f"{hint} It was looked for in {everywhere} and among what is installed. {it_is}, or add that to PYTHONPATH."
 
 
 def _parameters(kind: type, names: Iterable[str]) -> Mapping[str, inspect.Parameter]:
@@ -277,64 +197,29 @@ def _parameters(kind: type, names: Iterable[str]) -> Mapping[str, inspect.Parame
     return {name: found.get(name, _UNKNOWN) for name in names}
 
 
-def _parts(hint: Any) -> Iterator[Any]:
-    """A type, and all that it is made of."""
-    yield hint
-    for each in get_args(hint):
-        yield from _parts(each)
-
-
-def _bases(hint: Any) -> list[type]:
-    """The classes in a type that an object may be of: the bases of what a class_path may name."""
-    return [kind for kind in _classes(hint) if kind.__module__ not in _NO_BASES and Protocol not in kind.__bases__]
-
-
-def _classes(hint: Any) -> dict[type, None]:
-    """The classes in a type."""
-    parts = chain.from_iterable((part, get_origin(part)) for part in _parts(hint))
-    return dict.fromkeys(filter(inspect.isclass, parts))
-
-
 def _names_a_class(text: str, hint: Any) -> bool:
     """Whether a text is the name of a class, where a type takes objects and no text."""
-    bases, parts = _bases(hint), list(_parts(hint))
+    bases, parts = bases_in(hint), list(parts_of(hint))
     if not bases or str in parts or text in parts or not text.replace(".", "").isidentifier():
         return False
-    return "." in text or text in _by_name(bases)
-
-
-def _in_words(hint: Any) -> str:
-    """A type as somebody who fills in a value would call it."""
-    origin, inner = get_origin(hint), [each for each in get_args(hint) if each not in (NoneType, ..., Tensor)]
-    if hint in (Any, inspect.Parameter.empty):
-        return "another type"
-    if origin is Literal:
-        return f"one of {', '.join(map(str, inner))}"
-    if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(map(_in_words, inner)))
-    if inspect.isclass(origin) and issubclass(origin, Mapping) and len(inner) == 2:
-        return f"a dictionary of {_in_words(inner[1])}"
-    if inspect.isclass(origin) and issubclass(origin, Iterable) and inner:
-        return f"a list of {' and '.join(map(_in_words, inner))}"
-    return str(getattr(hint, "__name__", hint))
+    return "." in text or text in classes_by_name(bases)
 
 
 def _callback_hint(path: Keys, value: str) -> str:
     """What else may have been meant by `--trainer.callbacks.patience 3`."""
     name = path[-1]
-    if path[:-1] != ("trainer", "callbacks") or name.isdigit() or "." in value or _nearest(value, _by_name([Callback])):
+    if (
+        path[:-1] != ("trainer", "callbacks")
+        or name.isdigit()
+        or "." in value
+        or did_you_mean(value, classes_by_name([Callback]))
+    ):
         return ""
     option = f"{name}={value}"
     return (
         f" For an option of a callback write which one, --trainer.callbacks.NAME.{option}, or add the callback first: "
         f"--trainer.callbacks+=CLASS --trainer.callbacks.{option}."
     )
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    by_lower = {each.lower(): each for each in known}
-    close = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=2)]
-    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def without_defaults(record: Mapping[str, Any], top: ArgumentParser, groups: Iterable[str]) -> dict[str, Any]:

@@ -1,0 +1,95 @@
+"""The class that a name in the settings stands for, or what is near it and where it was looked for."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from lumen.errors import ConfigError
+from lumen.errors.arguments import local_path
+
+
+def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Sequence[str] = ()) -> Any:
+    """Import a class by its full name, or find it by its short one among the imported classes of its bases.
+
+    Args:
+        name: Full or short name of the class.
+        bases: Of which it must be derived from one, if any are given.
+        where: Who names it, for errors.
+        files: The config files, in whose directories its module may be.
+
+    Returns:
+        None for a short name without a base: jsonargparse finds it by the type of its parameter.
+
+    Raises:
+        ConfigError: There is none, or there are several.
+    """
+    module, _, short = name.rpartition(".")
+    if not module and not bases and name:
+        return None
+    try:
+        owner = import_module(module) if module else None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # of what the user's module imports
+        text = f"{where}: cannot import {name}: there is no module {error.name}.{_where_it_may_be(error.name, files)}"
+        raise ConfigError(text) from error
+    known = {key: [getattr(owner, key, None)] for key in dir(owner)} if owner else classes_by_name(bases)
+    if short not in known:
+        what = f"{module or 'lumen'} has no class {short}." if short else "no class is named."
+        raise ConfigError(f"{where}: {what}{did_you_mean(short, known)} Write class_path: module.Class.")
+    found, *others = known[short]
+    if others:
+        names = ", ".join(f"{each.__module__}.{short}" for each in known[short])
+        raise ConfigError(f"{where}: several classes are called {short}: {names}. Write the name of one in full.")
+    if bases and inspect.isclass(found) and not issubclass(found, tuple(bases)):
+        kinds = " or ".join(base.__name__ for base in bases)
+        raise ConfigError(f"{where}: {name} is no {kinds}. Name a class that is derived from it.")
+    return found
+
+
+def classes_by_name(bases: Iterable[type]) -> dict[str, list[type]]:
+    """The imported classes that are derived from some, as short names may mean them."""
+    found: dict[str, list[type]] = {}
+    for kind in dict.fromkeys(chain.from_iterable(map(_derived, bases))):
+        if "<locals>" not in kind.__qualname__:
+            found.setdefault(kind.__name__, []).append(kind)
+    for name, kinds in found.items():
+        usable = [each for each in kinds if not inspect.isabstract(each) and "._" not in each.__module__]
+        found[name] = usable if usable and len(kinds) > 1 else kinds
+    return found
+
+
+def _derived(base: type) -> Iterator[type]:
+    kinds: list[type] = type.__subclasses__(base)
+    yield from chain([base], *map(_derived, kinds))
+
+
+def _where_it_may_be(missing: str, files: Sequence[str]) -> str:
+    """Where a module was looked for, which has nearly its name, and which directory of a config file has it."""
+    parent, _, short = missing.rpartition(".")
+    looked_in = [*sys.modules[parent].__path__] if parent else [os.getcwd()]
+    hint = did_you_mean(short, (module.name for module in pkgutil.iter_modules(looked_in)))
+    if parent:
+        return f"{hint} It was looked for in {', '.join(looked_in)}."
+    around = [place for file in files for place in Path(os.path.abspath(local_path(file))).parents]
+    found = next((place for place in around if (place / f"{short}.py").is_file() or (place / short).is_dir()), None)
+    it_is = "Start lumen in the directory that it is in" if found is None else f"It is in {found}: start lumen there"
+    others = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    everywhere = ", ".join([f"{os.getcwd()} (where lumen was started)", *others])
+    return f"{hint} It was looked for in {everywhere} and among what is installed. {it_is}, or add that to PYTHONPATH."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that names what is nearly called so; empty if nothing is."""
+    by_lower = {each.lower(): each for each in known}
+    close = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=2)]
+    return f" Did you mean {' or '.join(close)}?" if close else ""

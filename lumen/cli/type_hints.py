@@ -1,0 +1,47 @@
+"""What a type says: the classes that a value may be of, and its name for somebody who fills in a value."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from types import NoneType, UnionType
+from typing import Any, Literal, Protocol, Union, get_args, get_origin
+
+from torch import Tensor
+
+_NO_BASES = {"builtins", "types", "typing", "collections.abc", "inspect", "torch"}  # whose classes no class_path names
+
+
+def parts_of(hint: Any) -> Iterator[Any]:
+    """A type, and all that it is made of."""
+    yield hint
+    for each in get_args(hint):
+        yield from parts_of(each)
+
+
+def bases_in(hint: Any) -> list[type]:
+    """The classes in a type that an object may be of: the bases of what a class_path may name."""
+    return [kind for kind in classes_in(hint) if kind.__module__ not in _NO_BASES and Protocol not in kind.__bases__]
+
+
+def classes_in(hint: Any) -> dict[type, None]:
+    """The classes in a type."""
+    inner = chain.from_iterable((part, get_origin(part)) for part in parts_of(hint))
+    return dict.fromkeys(filter(inspect.isclass, inner))
+
+
+def in_words(hint: Any) -> str:
+    """A type as somebody who fills in a value would call it."""
+    origin, inner = get_origin(hint), [each for each in get_args(hint) if each not in (NoneType, ..., Tensor)]
+    if hint in (Any, inspect.Parameter.empty):
+        return "another type"
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(in_words, inner)))
+    if inspect.isclass(origin) and issubclass(origin, Mapping) and len(inner) == 2:
+        return f"a dictionary of {in_words(inner[1])}"
+    if inspect.isclass(origin) and issubclass(origin, Iterable) and inner:
+        return f"a list of {' and '.join(map(in_words, inner))}"
+    return str(getattr(hint, "__name__", hint))
