@@ -110,13 +110,12 @@ def test_the_plateau_config_reads_96_percent_of_the_digits_and_ends_by_itself(tm
 # -------------------------------------------------------------------- tricks of DDP
 
 
-def test_nesterovs_rate_warms_up_from_a_tenth_and_falls_and_then_the_run_ends(tmp_path):
+def test_nesterovs_rate_warms_up_in_epochs_and_falls_and_then_the_run_ends(tmp_path):
     """With a loss that counts as falling only when it falls by 10, on little data."""
     run("fit", "digits_ddp", tmp_path, "--trainer.limit_train_batches=8", "--trainer.limit_val_batches=1",
-        "--trainer.log_every_n_steps=1", "--lr_schedule.warmup_steps=4", "--lr_scheduler.threshold_mode=abs",
+        "--trainer.log_every_n_steps=1", "--lr_schedule.warmup_epochs=1", "--lr_scheduler.threshold_mode=abs",
         "--lr_scheduler.threshold=10", "--trainer.callbacks.stop.min_delta=10")  # fmt: skip
-    warm = [0.05 * (0.1 + 0.9 * step / 4) for step in range(4)]
-    rates = warm + 4 * [0.05] + 4 * [0.05] + 4 * [0.01] + 4 * [0.01]
+    rates = 4 * [0.005] + 4 * [0.05] + 4 * [0.05] + 4 * [0.01] + 4 * [0.01]
     assert logged(tmp_path, "digits_ddp", "lr/decay") == pytest.approx(rates)
     assert "finished: stopped early at step 20" in (tmp_path / "digits_ddp/run.log").read_text()
 
