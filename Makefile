@@ -6,8 +6,10 @@ BIN = $(VENV)/bin
 GPU_PYTHON ?= $(BIN)/python
 READY = $(VENV)/.ready
 COMPAT = $(VENV)-compat-$(TORCH)
+# Whole files side by side. A test over its time limit ends its worker: without another one it is named once.
+PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
-.PHONY: demo test test-all compat gpu torture bench lint format clean
+.PHONY: demo check test test-all compat gpu torture bench lint format clean
 
 demo: $(READY) ## Train a small GPT on real text, then let it write.
 	$(BIN)/lumen fit --config models/gpt.yaml
@@ -15,11 +17,15 @@ demo: $(READY) ## Train a small GPT on real text, then let it write.
 	  sed -n '1p;$$p' $${run}metrics.csv; echo; echo "What it writes:"; \
 	  $(BIN)/lumen predict --config $${run}config.yaml --ckpt_path last --data.prompt "In the beginning "
 
-test: $(READY) lint ## Everything but the long proofs.
-	$(BIN)/python -m pytest -m "not slow and not torture"
+check: $(READY) lint ## Lint, types and the units: a minute.
+	$(PARALLEL) tests/unit -m "not slow and not torture"
 
-test-all: $(READY) lint ## The long proofs too.
-	$(BIN)/python -m pytest -m "not torture"
+test: $(READY) lint ## The same, and all fits in one process: five minutes.
+	$(PARALLEL) tests/unit tests/fit -m "not slow and not torture"
+
+test-all: $(READY) lint ## Everything but torture: groups of processes, programs, kills and the promises, one at a time.
+	$(PARALLEL) tests/unit tests/fit -m "not torture"
+	$(BIN)/python -m pytest tests/distributed tests/system tests/promises -m "not torture"
 
 compat: $(COMPAT)/.ready ## The tests with another torch, 6 GB in an environment of its own: make compat TORCH=2.11.0
 	$(COMPAT)/bin/python -m pytest -m "not slow and not torture"

@@ -1,40 +1,16 @@
 """What callbacks and the task add to a checkpoint by `on_save_checkpoint` comes back by `on_load_checkpoint`."""
 
 import re
-import shutil
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import lumen
 from lumen.checkpoint.user_state import INSTEAD
 from lumen.errors import CheckpointError, ConfigError
+from tests.helpers.additions import Average
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
-
-
-class Average(lumen.Callback):
-    """An average of the parameters as users of Lightning write it: it exists from `on_train_start` on."""
-
-    average = None
-
-    def on_train_start(self, trainer, task):
-        if self.average is None:
-            self.average = {name: tensor.detach().clone() for name, tensor in task.named_parameters()}
-
-    def on_step_end(self, trainer, task):
-        for name, parameter in task.named_parameters():
-            self.average[name].lerp_(parameter.detach(), 0.25)
-
-    def on_save_checkpoint(self, trainer, task, checkpoint):
-        checkpoint["average"] = self.average
-        checkpoint["about"] = {"decay": 0.75, "steps": (trainer.global_step,)}
-
-    def on_load_checkpoint(self, trainer, task, checkpoint):
-        assert checkpoint["about"]["decay"] == 0.75
-        self.loaded_steps = checkpoint["about"]["steps"]
-        self.average = checkpoint["average"]
 
 
 class Remembering(Regression):
@@ -53,10 +29,6 @@ def fit(tmp_path, *callbacks, task=None, **options):
     return trainer
 
 
-def whole(average):
-    return {name: (each.full_tensor() if isinstance(each, DTensor) else each) for name, each in average.items()}
-
-
 def test_an_average_that_a_callback_adds_goes_on_as_if_never_stopped(tmp_path):
     straight, again, task = Average(), Average(), Remembering()
     fit(tmp_path / "straight", straight, max_steps=6)
@@ -65,35 +37,6 @@ def test_an_average_that_a_callback_adds_goes_on_as_if_never_stopped(tmp_path):
     assert again.loaded_steps == (3,)
     assert task.memory == {"average": "the task's own"}
     assert all(torch.equal(again.average[name], each) for name, each in straight.average.items())
-
-
-def fit_on_ranks(path, strategy, steps, resume):
-    saver = lumen.ModelCheckpoint(dirpath=path / strategy, at_end=True)
-    average = Average()
-    options = {"max_steps": steps, "callbacks": [saver, average], "resume": resume, "devices": 1}
-    if strategy != "single":
-        options |= {"devices": 2, "strategy": {"ddp": lumen.DDP, "fsdp": lumen.FSDP}[strategy]()}
-    options["accumulate_grad_batches"] = 2 if strategy == "single" else 1
-    data = loader(96, dtype=torch.float64)
-    quiet_trainer(path / f"{strategy}-{steps}", logger=False, **options).fit(Regression(dtype=torch.float64), data)
-    return {name: each.tolist() for name, each in whole(average.average).items()}, saver.last_model_path
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [("single", "fsdp"), ("fsdp", "single"), ("fsdp", "ddp"), ("ddp", "fsdp")]
-)
-def test_an_average_comes_back_under_every_strategy(group, tmp_path, before, after):
-    def run(strategy, *arguments):
-        if strategy == "single":
-            return fit_on_ranks(tmp_path, strategy, *arguments)
-        return group(2).run(fit_on_ranks, tmp_path, strategy, *arguments)[0]
-
-    straight, _ = run(before, 4, None)
-    shutil.rmtree(tmp_path)
-    _, path = run(before, 2, None)
-    resumed, _ = run(after, 4, path)
-    for name, each in straight.items():
-        torch.testing.assert_close(torch.tensor(resumed[name]), torch.tensor(each), rtol=1e-10, atol=1e-10)
 
 
 class Keeping(lumen.Callback):

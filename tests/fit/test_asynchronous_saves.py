@@ -6,7 +6,6 @@ import errno
 import gc
 import logging
 import os
-import re
 import resource
 import shutil
 import signal
@@ -26,93 +25,26 @@ import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.checkpoint.folder import read_info
 from lumen.checkpoint.snapshot import Snapshot
-from lumen.errors import CheckpointError, NonFiniteLoss, ProcessLost
+from lumen.errors import CheckpointError, NonFiniteLoss
 from tests.fit.test_callbacks import fit as fit_scripted
 from tests.helpers import ROOT
+from tests.helpers.asynchronous_saves import (
+    At,
+    Large,
+    Moving,
+    SlowDisk,
+    Watched,
+    files,
+    fit,
+    folder,
+    free_the_parameters,
+    names,
+    put_a_file_in_the_way,
+    saving,
+    wait_until_announced,
+)
 from tests.helpers.checkpoints import DTYPES, SHAPES, same, tensor_of
-from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
-
-
-class Moving(Regression):
-    """Everything that it saves changes in the next step: parameters, Adam's state, buffers, a list, a metric."""
-
-    def __init__(self, **options):
-        super().__init__(dropout=0.2, **options)
-        self.norm = nn.BatchNorm1d(FEATURES)
-        self.register_buffer("inputs_seen", torch.zeros(FEATURES, 300).T)
-        self.history = {"losses": [], "sums": torch.zeros(2)}
-
-    def forward(self, inputs):
-        self.inputs_seen += inputs.sum(0)
-        return super().forward(self.norm(inputs))
-
-    def training_step(self, batch):
-        loss = super().training_step(batch)
-        self.history["losses"].append(loss.item())
-        self.history["sums"] += loss.item()
-        self.log("mean_loss", loss, on_step=False, on_epoch=True)
-        return loss
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["history"] = self.history
-
-
-class SlowDisk:
-    """The first fsync of a thread other than the main one lasts until it is told to go on."""
-
-    def __init__(self, monkeypatch):
-        self.reached, self.goes_on = threading.Event(), threading.Event()
-        self.threads = set()
-        real = os.fsync
-
-        def fsync(descriptor):
-            self.threads.add(threading.current_thread())
-            if threading.current_thread() is not threading.main_thread():
-                self.reached.set()
-                assert self.goes_on.wait(15)
-            real(descriptor)
-
-        monkeypatch.setattr(os, "fsync", fsync)
-
-    @property
-    def is_left_to_a_thread(self):
-        return self.threads - {threading.main_thread()} != set()
-
-
-class At(lumen.Callback):
-    """Does something at the boundaries of given steps, before the checkpoint is made."""
-
-    def __init__(self, **actions):
-        self.actions = {int(step[4:]): action for step, action in actions.items()}
-
-    def on_step_end(self, trainer, task):
-        if action := self.actions.get(trainer.global_step):
-            action(trainer)
-
-
-def saving(**options):
-    return lumen.ModelCheckpoint(
-        **({"every_n_epochs": 0, "every_n_train_steps": 4, "at_end": False, "asynchronous": True} | options)
-    )
-
-
-def fit(tmp_path, callbacks, task=None, **options):
-    trainer = quiet_trainer(tmp_path, **({"max_epochs": 3, "callbacks": callbacks, "log_every_n_steps": 1} | options))
-    trainer.fit(task or Moving(), loader(40), val_dataloaders=loader(20, shuffle=False))
-    return trainer
-
-
-def folder(tmp_path):
-    return tmp_path / "runs/run/checkpoints"
-
-
-def names(tmp_path):
-    return sorted(path.name for path in folder(tmp_path).iterdir())
-
-
-def files(checkpoint):
-    return {path.relative_to(checkpoint): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
-
+from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 # ---------------------------------------------------------------------- what is saved
 
@@ -203,17 +135,6 @@ def test_a_snapshot_of_cuda_tensors_is_that_of_its_moment():
 
 
 # ---------------------------------------------------------------------- when
-
-
-class Large(Regression):
-    """18 MiB with Adam's state."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.zeros(1536, 1024))
-
-    def forward(self, inputs):
-        return super().forward(inputs) + 0.0 * self.table[0, 0]
 
 
 class Numerous(Regression):
@@ -311,14 +232,6 @@ def test_nothing_is_removed_before_the_commit_and_every_path_given_out_exists(tm
     assert names(tmp_path) == ["step-00000012"]
 
 
-def wait_until_announced(trainer):
-    """Until the save is over, as the next boundary will find."""
-    deadline_s = time.monotonic() + 60
-    while not trainer.run.ending.vote.save_ended_here:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-
-
 def test_a_moment_that_two_callbacks_save_is_written_once_and_waited_for_by_none(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
 
@@ -344,22 +257,6 @@ def test_several_callbacks_keep_what_each_of_them_says(tmp_path):
 
 
 # ---------------------------------------------------------------------- errors
-
-
-class Watched(lumen.Callback):
-    """Lets each save end before the next boundary."""
-
-    last_step = 0
-
-    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-        self.last_step = trainer.global_step
-        if trainer.run.saves.path is not None:
-            wait_until_announced(trainer)
-
-
-def put_a_file_in_the_way(tmp_path, trainer):
-    folder(tmp_path).rename(tmp_path / "moved")
-    folder(tmp_path).write_text("in the way")
 
 
 def limit_the_size_of_files(tmp_path, trainer):
@@ -473,7 +370,7 @@ def test_a_failing_run_finds_the_boundary_that_is_being_saved(tmp_path, monkeypa
 
 IMPATIENT = """
 import os, sys, threading, time
-from tests.fit.test_asynchronous_saves import Moving, fit, saving
+from tests.helpers.asynchronous_saves import Moving, fit, saving
 from pathlib import Path
 
 fsync = os.fsync
@@ -512,150 +409,11 @@ def test_python_waits_for_the_save_even_if_it_is_interrupted_again_and_again(tmp
 # ---------------------------------------------------------------------- several processes
 
 
-STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-
-
-@STRATEGIES
-def test_every_rank_writes_its_share_as_it_was_when_the_save_began(group, tmp_path, strategy):
-    copied = group(2).run(save_at_once_and_beside, tmp_path, strategy)
-    assert names(tmp_path) == ["step-00000004"]
-    expected, found = files(tmp_path / "at-once"), files(folder(tmp_path) / "step-00000004")
-    assert {name.name[:5] for name in found if name.parent.name == "model"} == {"00000", "00001"}
-    assert found == expected
-    checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
-    sections = ("model", "optimizer", "extra")
-    specs = [checkpoint.spec(section, name) for section in sections for name in checkpoint.names(section)]
-    assert sum(copied) == sum(shape.numel() * dtype.itemsize for dtype, shape in specs)
-
-
-def save_at_once_and_beside(tmp_path, strategy):
-    """Bytes of the copies that this process has made."""
-    copied = []
-    with pytest.MonkeyPatch.context() as patch:
-        disk, take = SlowDisk(patch), Snapshot.take
-
-        def counted(self, sections):
-            copied.extend(tensor.nbytes for tensors in sections.values() for tensor in tensors.values())
-            return take(self, sections)
-
-        def save_at_once(trainer):
-            trainer.save_checkpoint(tmp_path / "at-once", info={"best": None, "monitor": None, "finished": None})
-
-        def go_on(trainer):
-            assert disk.reached.wait(30)
-            assert names(tmp_path)[0].startswith("step-00000004.tmp-")
-            trainer.strategy.barrier()
-            disk.goes_on.set()
-
-        patch.setattr(Snapshot, "take", counted)
-        callbacks = [At(step4=save_at_once, step7=go_on), saving()]
-        fit(tmp_path, callbacks, strategy=strategy, max_steps=7, logger=False, accumulate_grad_batches=1)
-    return sum(copied)
-
-
-def test_all_ranks_write_at_once_where_one_has_no_memory_for_its_copy(group, tmp_path):
-    for how in ("known before", "found out"):
-        assert group(2).run(save_without_memory_on_one_rank, tmp_path / how, how) == [False, False]
-        assert names(tmp_path / how) == ["step-00000004"]
-
-
-def save_without_memory_on_one_rank(tmp_path, how):
-    """Whether the save was left to a thread."""
-    read_text = Path.read_text
-
-    def read(path, *args, **options):
-        return "MemAvailable:      30000 kB\n" if str(path) == "/proc/meminfo" else read_text(path, *args, **options)
-
-    def take(self, sections):
-        raise MemoryError
-
-    with pytest.MonkeyPatch.context() as patch:
-        disk = SlowDisk(patch)
-        disk.goes_on.set()
-        if os.environ["RANK"] == "1":
-            patch.setattr(*((Path, "read_text", read) if how == "known before" else (Snapshot, "take", take)))
-        if how == "known before":
-            fit(tmp_path, saving(asynchronous=None), Large(), strategy="ddp", max_steps=6)
-        else:
-            patch.setattr("lumen.checkpoint.storage.Storage.quick_bytes", 0)
-            fit(tmp_path, saving(asynchronous=None), strategy="ddp", max_steps=6)
-    return disk.is_left_to_a_thread
-
-
-@STRATEGIES
-def test_an_error_in_the_thread_of_one_rank_ends_the_run_on_all(group, tmp_path, strategy):
-    messages = group(2).run(train_until_a_disk_is_full, tmp_path, strategy)
-    assert messages[0] == messages[1]
-    assert re.search("step-00000008.*/00001-00000.safetensors: No space left on device", messages[0])
-    assert names(tmp_path) == ["step-00000004"]
-    Checkpoint.open(folder(tmp_path) / "step-00000004")
-
-
-def train_until_a_disk_is_full(tmp_path, strategy):
-    """In the thread of rank 1 only."""
-    fsync = os.fsync
-
-    def full(descriptor):
-        in_thread = threading.current_thread() is not threading.main_thread()
-        if in_thread and "step-00000008" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if os.environ["RANK"] == "1":
-            patch.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError) as caught:
-            fit(tmp_path, saving(at_end=True), max_epochs=100_000, strategy=strategy, logger=False)
-    return str(caught.value)
-
-
-def test_a_slow_disk_of_one_rank_is_waited_for_longer_than_a_rank_in_training(group, tmp_path):
-    group(2).run(train_beside_a_slow_disk, tmp_path)
-    assert names(tmp_path) == ["step-00000004"]
-
-
-def train_beside_a_slow_disk(tmp_path):
-    """It needs twice the time after which a process that does not come to a collective counts as stuck."""
-    fsync, slept = os.fsync, []
-
-    def slow(descriptor):
-        if threading.current_thread() is not threading.main_thread() and not slept:
-            slept.append(time.sleep(2.0))
-        fsync(descriptor)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if os.environ["RANK"] == "1":
-            patch.setattr(os, "fsync", slow)
-        for part in ("before", "."):  # the group of the threads stays open from one run to the next
-            slept.clear()
-            fit(tmp_path / part, saving(), max_steps=6, strategy=lumen.DDP(timeout_s=1.0), logger=False)
-    assert bool(slept) == (os.environ["RANK"] == "1")
-
-
-def test_a_part_that_is_not_finite_is_an_error_on_all_ranks(group, tmp_path):
-    messages = group(2).run(train_until_a_part_breaks, tmp_path)
-    assert messages[0] == messages[1]
-    assert re.search("after step 8 1 parameters are not finite.*: net.0.weight", messages[0])
-    assert names(tmp_path) == ["step-00000004"]
-
-
-def train_until_a_part_breaks(tmp_path):
-    """The last row of a parameter, which one process holds."""
-
-    def harm(trainer):
-        if trainer.global_rank == 1:
-            trainer.run.task.net[0].weight.detach().to_local()[-1] = torch.nan
-
-    with pytest.raises(NonFiniteLoss) as caught:
-        fit(tmp_path, [At(step8=harm), saving()], max_epochs=3, max_steps=8, strategy="fsdp", logger=False)
-    return str(caught.value)
-
-
 KILLED = """
 import os, sys, threading, time
 from pathlib import Path
 import torch
-from tests.fit.test_asynchronous_saves import Moving, fit, saving
+from tests.helpers.asynchronous_saves import Moving, fit, saving
 
 torch.set_num_threads(1)
 directory, strategy, held, step_s = Path(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
@@ -723,39 +481,6 @@ def start_ranks(tmp_path, strategy, held, step_s="0.02"):
         )
         for rank in (0, 1)
     ]  # fmt: skip
-
-
-def test_a_failing_thread_ends_the_run_on_every_rank(group, tmp_path):
-    messages = group(2).run(train_until_the_save_fails, tmp_path)
-    assert messages[0] == messages[1]
-    assert "A file is in the way" in messages[0]
-    (older,) = find_checkpoints(tmp_path / "moved")
-    assert Checkpoint.open(older).info["step"] == 4
-
-
-def train_until_the_save_fails(tmp_path):
-    def harm(trainer):
-        if trainer.is_global_zero:
-            put_a_file_in_the_way(tmp_path, trainer)
-
-    callbacks = [Watched(), At(step8=harm), saving(at_end=True)]
-    with pytest.raises(CheckpointError) as caught:
-        fit(tmp_path, callbacks, max_epochs=100_000, strategy="ddp", logger=False)
-    return str(caught.value)
-
-
-def test_ranks_agree_on_what_is_saved_and_kept(group, tmp_path):
-    found = [
-        group(2).run(train_on_ranks, tmp_path / name, asynchronous)
-        for name, asynchronous in (("a", True), ("b", False))
-    ]
-    assert found[0][0] == found[0][1] == found[1][0] == found[1][1]
-
-
-def train_on_ranks(tmp_path, asynchronous):
-    saver = saving(monitor="val_loss", every_n_train_steps=2, keep_last=2, save_top_k=2, asynchronous=asynchronous)
-    fit(tmp_path, saver, strategy="ddp", val_check_interval=2)
-    return saver.scores, [Path(path).name for path in saver.best_k_models], names(tmp_path)
 
 
 # ---------------------------------------------------------------------- what went wrong once
@@ -844,7 +569,7 @@ CRAMPED = """
 import re, resource, sys
 from pathlib import Path
 import torch
-from tests.fit.test_asynchronous_saves import At, Moving, fit, saving
+from tests.helpers.asynchronous_saves import At, Moving, fit, saving
 
 class Growing(Moving):
     grown = None
@@ -881,11 +606,6 @@ def test_without_memory_for_a_copy_training_waits_for_the_save_unless_it_was_tol
         assert (checkpoint.tensor("extra", "task.grown") == 1).all()
 
 
-def free_the_parameters(trainer):
-    for parameter in trainer.run.task.parameters():
-        parameter.untyped_storage().resize_(0)
-
-
 @pytest.mark.parametrize("asynchronous", [None, True])
 def test_what_else_fails_while_copying_is_not_taken_for_want_of_memory(tmp_path, asynchronous):
     callbacks = [At(step4=free_the_parameters), saving(asynchronous=asynchronous)]
@@ -894,20 +614,3 @@ def test_what_else_fails_while_copying_is_not_taken_for_want_of_memory(tmp_path,
     assert "_copied" in [entry.name for entry in caught.traceback]
     assert names(tmp_path) == []
     assert "memory" not in (tmp_path / "runs/run/run.log").read_text()
-
-
-def test_what_fails_while_one_rank_copies_is_known_to_all(group, tmp_path):
-    first, second = group(2).run(copy_freed_memory, tmp_path)
-    assert second.startswith("RuntimeError: setStorage")
-    assert first == f"ProcessLost: rank 1 failed: {second}"
-    assert names(tmp_path) == []
-
-
-def copy_freed_memory(tmp_path):
-    def harm(trainer):
-        if trainer.global_rank == 1:
-            free_the_parameters(trainer)
-
-    with pytest.raises((RuntimeError, ProcessLost)) as caught:
-        fit(tmp_path, [At(step4=harm), saving()], strategy="ddp", logger=False)
-    return f"{caught.type.__name__}: {caught.value}"

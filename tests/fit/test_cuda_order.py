@@ -3,8 +3,6 @@
 What a device does with it is in `test_cuda.py`.
 """
 
-import multiprocessing
-import os
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,14 +15,14 @@ from torch.nn.utils.rnn import pack_sequence
 import lumen
 from lumen.checkpoint.snapshot import Snapshot, pinned_like
 from lumen.data.nested import CopyStream, _copy_stream, move
-from lumen.distributed import process_groups
 from lumen.distributed.processes import Processes
-from lumen.errors import ConfigError, NonFiniteLoss, TrainingError
+from lumen.errors import ConfigError, NonFiniteLoss
 from lumen.precision import make_precision
 from lumen.run.nonfinite import NonFiniteCheck
 from lumen.strategies import SingleDevice
 from lumen.strategies.factory import device_of, make_strategy
 from lumen.task.compile import Compilation
+from tests.helpers.cuda_order import Synced
 from tests.helpers.tasks import Regression, bare_trainer, loader
 
 CUDA = torch.device("cuda")
@@ -317,44 +315,6 @@ def test_what_is_pickled_for_other_processes_is_on_the_host(asked):
             assert asked == [("cpu", False)] * moves
 
 
-def timeouts_of_parts(tmp_path):
-    strategy = lumen.FSDP(sharding_strategy="hybrid_shard", shard_size=2, timeout_s=33, startup_timeout_s=44)
-    trainer = bare_trainer(tmp_path, strategy=strategy, max_steps=1)
-    seen = []
-
-    class Looking(Regression):
-        def on_train_start(self):
-            seen.append(limits(strategy))
-
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            seen.append(limits(strategy))
-
-    trainer.fit(Looking(), loader())
-    return seen
-
-
-def limits(strategy):
-    parts = strategy.device_mesh.get_all_groups()
-    return {part._get_backend(torch.device("cpu")).options._timeout.total_seconds() for part in parts}
-
-
-@pytest.mark.slow
-def test_groups_of_some_processes_wait_no_longer_than_those_of_all(group, tmp_path):
-    for seen in group(4).run(timeouts_of_parts, tmp_path):
-        assert seen == [{44.0}, {33.0}]
-
-
-class Synced(Regression):
-    """Has a norm over all processes, and nothing to learn from in the second batch of every process."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.SyncBatchNorm(1)
-
-    def training_step(self, batch, batch_idx):
-        return None if batch_idx in (2, 3) else super().training_step(batch)
-
-
 def test_one_process_may_leave_a_micro_batch_out_where_norms_are_synchronised(tmp_path):
     plain, synced = Synced(), Synced()
     plain.norm = nn.BatchNorm1d(1)
@@ -363,18 +323,6 @@ def test_one_process_may_leave_a_micro_batch_out_where_norms_are_synchronised(tm
         bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=4).fit(task, loader())
     assert plain.global_step >= 1
     assert all(map(torch.equal, plain.net.parameters(), synced.net.parameters()))
-
-
-def train_synced(tmp_path):
-    task = Synced()
-    task.norm.requires_grad_(False)
-    trainer = bare_trainer(tmp_path, strategy="fsdp", max_epochs=1)  # DDP refuses the norm on a CPU
-    with pytest.raises(TrainingError, match="has no loss in step 2, but SyncBatchNorm needs a forward and a backward"):
-        trainer.fit(task, loader())
-
-
-def test_a_process_without_a_loss_is_refused_where_norms_are_synchronised(group, tmp_path):
-    group(2).run(train_synced, tmp_path)
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -436,54 +384,3 @@ def test_a_snapshots_memory_is_kept_while_it_fits_and_given_back_at_the_end(pinn
     del copies
     snapshot.close()
     assert given_back == [[]]
-
-
-def leave(rank, store, fails, later, answers):
-    """Open the groups, leave them as if NCCL held them, and say how they were left."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    how = []
-    process_groups._LEAVE_S = 2.0
-    process_groups.dist.get_backend = lambda group=None: "nccl" if how == ["closing"] else "gloo"
-    process_groups.abort_groups = lambda: how.append("aborted")
-    torch.cuda.nccl.version = lambda: (2, 27)  # torch puts it into its messages
-    destroy = process_groups.dist.destroy_process_group
-    process_groups.dist.destroy_process_group = lambda group=None: how.append("destroyed") or destroy(group)
-    processes = Processes.found()
-    processes.address = f"file://{store}"
-    processes.connect(torch.device("cpu"))
-    try:
-        with processes.explained():
-            if rank in fails:
-                raise fails[rank]
-    except BaseException as error:
-        how.append(type(error).__name__)
-    how[:] = ["closing"]
-    if rank not in later:
-        processes.close()
-    answers.put((rank, how[1:]))
-    answers.close()
-    answers.join_thread()
-    os._exit(0)
-
-
-@pytest.mark.parametrize(
-    ("fails", "later", "left"),
-    [
-        ({}, (), {0: ["destroyed"], 1: ["destroyed"]}),
-        ({1: ConfigError("a mistake")}, (), {0: ["aborted"], 1: ["aborted"]}),
-        ({}, (1,), {0: ["aborted"], 1: []}),
-    ],
-    ids=["together", "an error", "one is gone"],
-)
-def test_nobody_waits_for_nccl_where_a_process_leaves_otherwise(tmp_path, fails, later, left):
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    started = [context.Process(target=leave, args=(rank, tmp_path / "store", fails, later, answers)) for rank in (0, 1)]
-    for process in started:
-        process.start()
-    try:
-        assert dict(answers.get(timeout=60) for _ in started) == left
-    finally:
-        for process in started:
-            process.kill()
-            process.join()

@@ -405,34 +405,6 @@ def test_tensors_in_several_chunks_are_consolidated(dtype, regions):
     assert same(found["other"], torch.ones(2))
 
 
-class Block(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))  # neither is cut evenly
-
-
-class Blocks(Regression):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 5), Block(), Block(), nn.Linear(5, 1))
-
-
-def train_sharded(folder):
-    trainer = quiet_trainer(folder, max_steps=3, strategy=lumen.FSDP())
-    trainer.fit(task := Blocks(), loader())
-    return {name: tensor.full_tensor().tolist() for name, tensor in task.state_dict().items()}
-
-
-def test_what_fsdp_saved_on_two_processes_is_consolidated(group, tmp_path):
-    expected, same_ones = group(2).run(train_sharded, tmp_path)
-    assert expected == same_ones
-    assert len(list(Path("runs/run/checkpoints/step-00000003/model").iterdir())) == 2  # each process has written
-    export("runs/run", "--output", "whole.safetensors")
-    found = load_file("whole.safetensors")
-    assert {name: tensor.tolist() for name, tensor in found.items()} == expected
-    Blocks().load_state_dict(found, strict=True)
-
-
 # ---------------------------------------------------------------------- other places
 
 

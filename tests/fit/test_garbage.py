@@ -2,7 +2,6 @@
 
 import gc
 import os
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,25 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 import lumen
 from lumen.errors import ConfigError
 from lumen.internals.garbage import only_young_collected
+from tests.helpers.garbage import Untidy, watched
 from tests.helpers.tasks import Regression, Saving, bare_trainer, loader
-
-
-@contextmanager
-def watched():
-    """Generations of the collections that happen meanwhile, each with what was noted when it did."""
-    seen, noted = [], {"where": None}
-
-    def note(phase, info):
-        if phase == "start":
-            seen.append((noted["where"], info["generation"]))
-
-    gc.callbacks.append(note)
-    try:
-        yield seen, noted
-    finally:
-        gc.callbacks.remove(note)
-        gc.enable()
-        gc.unfreeze()
 
 
 def test_what_several_threads_do_without_looking_for_old_garbage_leaves_it_as_it_was():
@@ -50,35 +32,6 @@ def collections():
         yield seen, noted
 
 
-class Untidy(Regression):
-    """Leaves a lot of garbage in every batch; notes where it is."""
-
-    def __init__(self, noted):
-        super().__init__()
-        self.noted = noted
-
-    def litter(self, where):
-        self.noted["where"] = where
-        for _ in range(2000):
-            circle = []
-            circle.append(circle)
-
-    def teardown(self, stage):
-        self.noted["where"] = None
-
-    def training_step(self, batch):
-        self.litter(f"step {self.trainer.global_step + 1}")
-        return super().training_step(batch)
-
-    def validation_step(self, batch):
-        self.litter("validation")
-        super().validation_step(batch)
-
-    def test_step(self, batch):
-        self.litter("test")
-        super().test_step(batch)
-
-
 def test_garbage_is_collected_at_every_nth_step_and_at_no_other(tmp_path, collections):
     seen, noted = collections
     trainer = bare_trainer(tmp_path, max_steps=9, gc_every_n_steps=3, val_check_interval=100)
@@ -86,31 +39,6 @@ def test_garbage_is_collected_at_every_nth_step_and_at_no_other(tmp_path, collec
     assert [found for found in seen if str(found[0]).startswith("step")] == [(f"step {n}", 2) for n in (3, 6, 9)]
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
-
-
-class OnRank(Untidy):
-    """Leaves more on one rank than on the other; notes the step at its boundary, which a rank without a batch has."""
-
-    def litter(self, where):
-        for _ in range(1 + self.trainer.global_rank):
-            super().litter(where)
-
-    def on_before_zero_grad(self, optimizer):
-        self.noted["where"] = f"step {self.global_step + 1}"
-
-
-def collect_on_ranks(folder, options):
-    with watched() as (seen, noted):
-        trainer = bare_trainer(folder, max_steps=9, strategy="ddp", val_check_interval=100, **options)
-        trainer.fit(OnRank(noted), loader(20, 4))  # 5 batches: for the third step rank 1 has none
-    return [found for found in seen if found[0] is not None]
-
-
-def test_ranks_collect_at_the_same_steps_also_one_that_has_no_batch_there(group, tmp_path):
-    for seen in group(2).run(collect_on_ranks, tmp_path, {"gc_every_n_steps": 2}):
-        assert seen == [(f"step {n}", 2) for n in (2, 4, 6, 8)]
-    first, second = group(2).run(collect_on_ranks, tmp_path, {})
-    assert first != second  # Python's own are not
 
 
 def test_without_it_python_collects_when_it_wants_to(tmp_path, collections):

@@ -24,6 +24,7 @@ from lumen.cli import main
 from lumen.errors import ConfigError
 from lumen.strategies.strategy import Strategy
 from tests.helpers import ROOT
+from tests.helpers.loggers import fit
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 EVERYTHING = dict.fromkeys(("scalars", "images", "histograms", "tensors"), 0)
@@ -49,15 +50,6 @@ class During(lumen.Callback):
 
     def on_train_start(self, trainer, task):
         self.action(trainer)
-
-
-def fit(tmp_path, task=None, **options):
-    """Train a small regression with both loggers and everything logged; returns its trainer."""
-    options = {"max_epochs": 2, "log_every_n_steps": 1, "accelerator": "cpu"} | options
-    options.setdefault("logger", [lumen.CSVLogger(), lumen.TensorBoardLogger()])
-    trainer = quiet_trainer(tmp_path, **options)
-    trainer.fit(task or Regression(dropout=0.2), loader(), val_dataloaders=loader(20, shuffle=False))
-    return trainer
 
 
 def events(directory):
@@ -116,32 +108,6 @@ def test_values_are_on_the_disk_while_the_run_goes_on(tmp_path):
     assert reading.steps == [1, 2, 3, 4]
 
 
-class BreakingOff(lumen.Callback):
-    """Notes whether the row of step 2 is written when that step is over, and breaks off the run in step 6."""
-
-    def on_step_checkpoint(self, trainer, task):
-        if trainer.global_step == 2 and trainer.is_global_zero:
-            self.written = (trainer.run_directory / "metrics.csv").exists()
-
-    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-        if trainer.global_step == 6:
-            raise InterruptedError
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_record_is_the_same_where_values_arrive_when_the_next_step_is_made(group, tmp_path, world):
-    (written, now), (written_later, later) = (
-        group(world).run(broken_off_and_resumed, tmp_path / name, name == "later")[0] for name in ("now", "later")
-    )
-    assert (written, written_later) == (True, False)
-    assert later == now
-    rows = list(csv.DictReader(io.StringIO(now)))
-    assert [(int(row["step"]), [name for name in row if row[name]][2:]) for row in rows] == [
-        (2, ["loss", "grad_norm"]), (3, ["val_loss"]), (4, ["loss", "grad_norm"]), (6, ["loss", "grad_norm"]),
-        (6, ["val_loss"]), (8, ["loss", "grad_norm"]), (9, ["val_loss"]), (9, ["loss", "grad_norm"]),
-    ]  # fmt: skip
-
-
 class Ending(lumen.Callback):
     """Ends a run in or after step 3."""
 
@@ -177,22 +143,6 @@ def test_the_row_of_the_last_step_is_written_however_a_run_ends(tmp_path, monkey
     last = 4 if how == "by a signal" else 3  # the run looks for signals before the hooks of a boundary
     whole_epoch = [] if ends_early else [(3, ["both_epoch"])]
     assert names == [(step, ["both_step"]) for step in range(1, last + 1)] + whole_epoch
-
-
-def broken_off_and_resumed(folder, later):
-    breaking_off = BreakingOff()
-    saver = lumen.ModelCheckpoint(every_n_train_steps=4)
-    options = {
-        "strategy": "ddp", "max_epochs": 3, "max_steps": 9, "log_every_n_steps": 2, "logger": lumen.CSVLogger(),
-        "val_check_interval": 3, "gradient_clip_val": 1.0, "resume": "auto",
-    }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        if later:  # as on CUDA
-            patch.setattr(Strategy, "is_asynchronous", True)
-        with pytest.raises(InterruptedError):
-            fit(folder, **options, callbacks=[saver, breaking_off])
-        trainer = fit(folder, **options, callbacks=[saver])
-    return getattr(breaking_off, "written", None), (trainer.run_directory / "metrics.csv").read_text()
 
 
 def test_images_are_read_back_pixel_by_pixel(tmp_path):

@@ -8,23 +8,16 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-import lumen
-from lumen.checkpoint import Checkpoint, find_checkpoints
+from lumen.checkpoint import find_checkpoints
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.optim import Lookahead, MultiOptimizer
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import same
-from tests.helpers.tasks import Regression, Saving, backward, bare_trainer, loader, network, quiet_trainer, weights
-
-PAIRS = {
-    "SGD, AdamW": (lambda held: SGD(held, lr=0.05, momentum=0.9), lambda held: AdamW(held, lr=0.01, amsgrad=True)),
-    "Muon, fused AdamW": (lambda held: Muon(held, lr=0.02), lambda held: AdamW(held, lr=0.01, fused=True)),
-    "foreach AdamW, SGD": (lambda held: AdamW(held, lr=0.01, foreach=True), lambda held: SGD(held, lr=0.05)),
-}
+from tests.helpers.optim_multi import PAIRS, Both, inner, made
+from tests.helpers.tasks import Regression, backward, bare_trainer, loader, network, quiet_trainer, weights
 
 WRAPS = {
     "alone": MultiOptimizer,
@@ -32,16 +25,6 @@ WRAPS = {
     "Lookahead inside": lambda each: MultiOptimizer([Lookahead(each[0], k=3), each[1]]),
     "nested": lambda each: MultiOptimizer([MultiOptimizer(each[:1]), each[1]]),
 }
-
-
-def inner(module, kinds="SGD, AdamW"):
-    """One optimizer for the matrices of a module, one for the rest."""
-    first, second = PAIRS[kinds]
-    held = (
-        [each for each in module.parameters() if each.ndim == 2],
-        [each for each in module.parameters() if each.ndim < 2],
-    )
-    return [first(held[0]), second(held[1])]
 
 
 def bits(optimizer, module):
@@ -52,27 +35,6 @@ def bits(optimizer, module):
 
 
 # ---------------------------------------------------------------------- in a run
-
-
-def made(kind=None, dropout=0.0, **options):
-    """A task with other options than its class has."""
-    task = (kind or Both)(dropout=dropout)
-    vars(task).update(options)
-    return task
-
-
-class Both(Regression):
-    """Trains with two optimizers and a schedule a loss whose first gradients may overflow in half precision."""
-
-    kinds, overflow, wrap = "SGD, AdamW", 1.0, MultiOptimizer
-
-    def training_step(self, batch):
-        return super().training_step(batch) * self.overflow
-
-    def configure_optimizers(self):
-        optimizer = self.wrap(inner(self, self.kinds))
-        schedule = OneCycleLR(optimizer, 0.05, total_steps=40, cycle_momentum=False)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Scheduled(Both):
@@ -209,64 +171,6 @@ def test_an_overflow_skips_both(tmp_path):
 
 
 # ---------------------------------------------------------------------- on several processes
-
-
-class SaveAtOnce(lumen.Callback):
-    """Saves what was loaded, and sees whether the optimizers' state is cut up."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_fit_start(self, trainer, task):
-        trainer.save_checkpoint(self.path)
-        entries = [
-            entry for each in trainer.optimizers[0].state.values() for key, entry in each.items() if key != "step"
-        ]
-        (self.is_cut,) = {isinstance(entry, DTensor) for entry in entries}
-
-
-def write(root, strategy, processes):
-    trainer = bare_trainer(
-        root, strategy=strategy, global_batch_size=8, max_steps=3, callbacks=Saving(3, root / f"{strategy}-{processes}")
-    )
-    trainer.fit(made(dropout=0.1), loader())
-
-
-def read(root, source, strategy):
-    """Load a checkpoint, save what was loaded, and go on for a step."""
-    saving = SaveAtOnce(root / f"{source}-read-by-{strategy}")
-    trainer = bare_trainer(
-        root, strategy=strategy, global_batch_size=8, max_steps=4, resume=root / source, callbacks=saving
-    )
-    trainer.fit(made(dropout=0.1), loader())
-    assert trainer.global_step == 4
-    return saving.is_cut
-
-
-def contents(path):
-    checkpoint = Checkpoint.open(path)
-    tensors = {
-        (section, name): checkpoint.tensor(section, name)
-        for section in ("model", "optimizer")
-        for name in checkpoint.names(section)
-    }
-    return tensors, checkpoint.state["optimizer"]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_what_two_processes_write_one_reads_and_the_other_way_round(group, tmp_path, strategy):
-    group(2).run(write, tmp_path, strategy, 2)
-    write(tmp_path, "single", 1)
-    assert not read(tmp_path, f"{strategy}-2", "single")
-    assert group(2).run(read, tmp_path, "single-1", strategy) == [strategy == "fsdp"] * 2
-    for source, reader in ((f"{strategy}-2", "single"), ("single-1", strategy)):
-        (ours, state), (theirs, other) = (contents(tmp_path / name) for name in (source, f"{source}-read-by-{reader}"))
-        assert same(ours, theirs)
-        assert state == other
-        assert {key: {*state["state"][key]} for key in ("net.0.weight", "net.0.bias")} == {
-            "net.0.weight": {"momentum_buffer"},
-            "net.0.bias": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-        }
 
 
 # ---------------------------------------------------------------------- groups and state

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,63 +21,16 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import lumen
 from lumen.callbacks import Callback, ProgressBar
 from lumen.callbacks.display import duration, number, size, speed
 from lumen.errors import ConfigError
 from tests.helpers import ROOT
+from tests.helpers.progress_bar import BATCH, Task, loader, show_on, trainer, without_escapes
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
-BATCH = 4
-
-
-class Task(lumen.TaskModule):
-    """Logs the number of the step in progress, so that what is shown can be checked against the step beside it."""
-
-    def __init__(self, pause_s: float = 0.0, at: dict[int, Callable[[], Any]] | None = None, bar: bool = True) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-        self.pause_s = pause_s
-        self.at = at or {}
-        self.bar = bar
-        self.losses: list[float] = []
-
-    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        time.sleep(self.pause_s)
-        step = self.global_step + 1
-        self.at.get(step, lambda: None)()
-        self.log("number", float(step), prog_bar=self.bar)
-        loss = (self.net(batch[0]) - 1.0).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-    def validation_step(self, batch: list[torch.Tensor]) -> None:
-        time.sleep(self.pause_s)
-        self.log("val_number", 1000.0 + self.global_step, prog_bar=self.bar)
-        self.log("unasked", 7.0)
-
-    def predict_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        return self.net(batch[0])
-
-    def test_step(self, batch: list[torch.Tensor]) -> None:
-        self.log_dict({f"test_{name}": float(place) for place, name in enumerate("abcd")})
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-
-def loader(batches: int) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.linspace(0, 1, 2 * BATCH * batches).reshape(-1, 2)), batch_size=BATCH)
-
-
-def show_on(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, width: int = 80) -> Callable[[], str]:
-    """Give Lumen a console; returns what reads everything written to it."""
-    file = io.StringIO()
-    screen = Console(file=file, force_terminal=terminal, width=width, soft_wrap=True, _environ={"TERM": "xterm"})
-    monkeypatch.setattr("lumen.console.console", screen)
-    return file.getvalue
 
 
 @pytest.fixture
@@ -85,15 +38,6 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> ProgressBar:
     """A bar that draws at every step, however long drawing takes."""
     monkeypatch.setattr("lumen.callbacks.display._DRAWING_SHARE", math.inf)
     return ProgressBar(refresh_per_second=1e9, plain_every_s=0.0)
-
-
-def trainer(folder: Path, bar: ProgressBar | None = None, **options: Any) -> lumen.Trainer:
-    settings = {"default_root_dir": folder, "logger": False, "enable_checkpointing": False, "seed": 1, **options}
-    return lumen.Trainer(callbacks=bar or ProgressBar(), enable_model_summary=False, **settings)
-
-
-def without_escapes(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
 def frames(written: str) -> list[str]:
@@ -265,22 +209,6 @@ def test_evaluations_of_their_own_end_in_one_line_with_their_values(
         assert "predict 3/3 · took 0:00:00" in text
         assert "step" not in text
         assert written().count(HIDE) == written().count(SHOW) == 3 * terminal
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_processes_other_than_the_first_show_nothing(group: Any, tmp_path: Path, terminal: bool) -> None:
-    first, second = group(2).run(shown_by_one_of_two, tmp_path, terminal)
-    assert "step 2/2 · epoch 1/1" in without_escapes(first)
-    assert "validation 3/3" in without_escapes(first) or terminal
-    assert second == ""
-
-
-def shown_by_one_of_two(tmp_path: Path, terminal: bool) -> str:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        written = show_on(monkeypatch, terminal=terminal)
-        options: dict[str, Any] = {"strategy": "ddp", "max_epochs": 1, "log_level": "WARNING"}
-        trainer(tmp_path, ProgressBar(plain_every_s=0.0), **options).fit(Task(), loader(3), val_dataloaders=loader(3))
-        return written()
 
 
 # ---------------------------------------------------------------------- the live bar

@@ -10,6 +10,7 @@ import pytest
 
 import lumen
 from lumen.errors import RunDirectoryError
+from tests.helpers.records import fit, stops_after
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
@@ -195,13 +196,6 @@ class Stopping(lumen.Callback):
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fit(tmp_path, task=None, **options):
-    options = {"log_every_n_steps": 4, "num_sanity_val_steps": 0} | options
-    trainer = quiet_trainer(tmp_path, **options)
-    trainer.fit(task or Regression(), loader(40, 8), val_dataloaders=loader(20, 8, shuffle=False))
-    return trainer
-
-
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -260,48 +254,8 @@ def test_a_run_that_is_made_longer_keeps_the_row_of_where_it_ended(tmp_path):
     assert [step for step, names in rows(trainer) if "loss" in names] == [4, 6, 8, 10]
 
 
-class CutInValidation(Regression):
-    """Is asked to leave in the validation of a step."""
-
-    def __init__(self, step=None):
-        super().__init__()
-        self.step = step
-
-    def validation_step(self, batch, batch_idx):
-        super().validation_step(batch)
-        if (self.global_step, batch_idx) == (self.step, 0):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def stops_after(folder, step, strategy):
-    """The record of a run that a plateau ends after its second validation, cut in a validation or not."""
-    options = {
-        "max_epochs": 9, "log_every_n_steps": 4, "val_check_interval": 3, "gradient_clip_val": 1.0,
-        "strategy": strategy,
-    }  # fmt: skip
-
-    def stopping():
-        return [lumen.EarlyStopping("val_loss", patience=1, min_delta=1e9)]
-
-    if step is not None:
-        with pytest.raises(SystemExit):
-            fit(folder, CutInValidation(step), **options, callbacks=stopping())
-    trainer = fit(folder, CutInValidation(), **options, callbacks=stopping(), resume="auto")
-    return (trainer.run_directory / "metrics.csv").read_text()
-
-
 @pytest.mark.parametrize("cut", [3, 6])
 def test_the_last_step_is_logged_once_where_a_signal_cut_its_validation(tmp_path, cut):
     whole = stops_after(tmp_path / "whole", None, "auto")
     assert stops_after(tmp_path / "cut", cut, "auto") == whole
-    assert [row["step"] for row in csv.DictReader(whole.splitlines()) if row["loss"]] == ["4", "6"]
-
-
-def log_last_steps(folder):
-    return stops_after(folder / "whole", None, "ddp"), stops_after(folder / "cut", 6, "ddp")
-
-
-def test_the_last_step_over_several_processes_is_that_of_all(group, tmp_path):
-    ((whole, cut), _) = group(2).run(log_last_steps, tmp_path)
-    assert cut == whole
     assert [row["step"] for row in csv.DictReader(whole.splitlines()) if row["loss"]] == ["4", "6"]

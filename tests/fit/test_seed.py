@@ -6,23 +6,11 @@ import re
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 import lumen
 from lumen.errors import ConfigError
-from tests.helpers.tasks import Drawing, Regression, Seeing, loader, quiet_trainer, weights
-
-
-def trainer_of(tmp_path, **options):
-    return quiet_trainer(tmp_path, **{"seed": None, "max_epochs": 1} | options)
-
-
-def order(trainer):
-    """The seed of a run, and which samples its steps saw, in which order."""
-    task = Seeing()
-    trainer.fit(task, DataLoader(Drawing(), 8, shuffle=True))
-    return trainer.run.seed, [batch[2].tolist() for batch in task.epochs[0]]
+from tests.helpers.seed import order, trainer_of
+from tests.helpers.tasks import Regression, loader, weights
 
 
 def test_two_runs_after_the_same_seed_see_the_same_order(tmp_path):
@@ -87,16 +75,3 @@ def test_what_is_no_seed_is_an_error(tmp_path, seed):
         lumen.seed_everything(seed)
     with pytest.raises(ConfigError, match=f"seed: ({said}|expected an int or None, found)"):
         lumen.Trainer(seed=seed)
-
-
-def fit_with_a_seed_on_rank_0(path):
-    if dist.get_rank() == 0:
-        lumen.seed_everything(9)
-    try:
-        return order(trainer_of(path, devices=2))[0]
-    finally:
-        lumen.random._chosen = None  # these processes run other tests
-
-
-def test_several_processes_take_that_of_rank_0(group, tmp_path):
-    assert group(2).run(fit_with_a_seed_on_rank_0, tmp_path) == [9, 9]

@@ -13,6 +13,7 @@ from torchmetrics import MeanSquaredError
 import lumen
 from lumen.errors import ConfigError, DataError
 from tests.helpers.tasks import FEATURES, Drawing, Regression, bare_trainer, loader, quiet_trainer, regression_data
+from tests.helpers.validation import full_loss
 
 
 class When(lumen.Callback):
@@ -453,12 +454,6 @@ def test_evaluation_runs_without_gradients(tmp_path, inference_mode):
 # ---------------------------------------------------------------------- values
 
 
-def full_loss(task, samples):
-    inputs, targets = regression_data(samples, torch.float64)
-    with torch.no_grad():
-        return nn.functional.mse_loss(task(inputs), targets).item()
-
-
 @pytest.mark.parametrize(
     ("samples", "batch_size", "workers"), [(50, 8, 0), (50, 8, 2), (7, 3, 0), (5, 100, 0), (9, 8, 0)]
 )
@@ -509,36 +504,6 @@ def test_several_loaders_have_a_value_each(tmp_path):
             "joint": pytest.approx(joint, rel=1e-12),
             "at_the_end": 3.0,
         }
-
-
-class OwnNames(Regression):
-    """Gives each loader a name of its own, and one to both."""
-
-    def validation_step(self, batch, batch_idx, dataloader_idx):
-        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
-        self.log(f"loss_{'ab'[dataloader_idx]}", loss, add_dataloader_idx=False)
-        self.log("joint", loss, add_dataloader_idx=False)
-
-    def on_validation_epoch_end(self):
-        self.log("at_the_end", 3.0)
-
-
-def validate_own_names(folder):
-    loaders = [loader(samples, 8, dtype=torch.float64) for samples in (5, 50)]
-    return bare_trainer(folder, strategy="auto").validate(OwnNames(dtype=torch.float64), loaders)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_name_of_one_loader_is_returned_with_that_one_alone(group, tmp_path, world):
-    """Also where a process has no batch of the first."""
-    task = OwnNames(dtype=torch.float64)
-    a, b = full_loss(task, 5), full_loss(task, 50)
-    joint = pytest.approx((5 * a + 50 * b) / 55, rel=1e-12)
-    for values in group(world).run(validate_own_names, tmp_path):
-        assert values == [
-            {"loss_a": pytest.approx(a, rel=1e-12), "joint": joint, "at_the_end": 3.0},
-            {"loss_b": pytest.approx(b, rel=1e-12), "joint": joint, "at_the_end": 3.0},
-        ]
 
 
 def test_several_loaders_validate_during_fit(tmp_path):

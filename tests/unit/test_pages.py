@@ -1,31 +1,17 @@
 """What the pages for contributors say of the code is so."""
 
 import ast
-import inspect
 import re
-from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from lumen.distributed.processes import Processes
 from tests.distributed import test_communication
+from tests.helpers.pages import COLLECTIVE, HOME, NAMES, PAGES, rows
 from tests.unit.test_architecture import FLOORS, ROOT, SOURCES
 
-HOME = ROOT.parent
-NAMES = ("docs/architecture.md", "docs/checkpoint-format.md", "docs/distributed.md", "CONTRIBUTING.md")
-PAGES = {name: (HOME / name).read_text() for name in NAMES}
 TESTS = [str(path.relative_to(HOME)) for path in HOME.glob("tests/**/*.py")]
 PATH = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
-
-
-def rows(page, heading):
-    """The cells of the first table below a heading, but for its own heading."""
-    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGES[page], re.S | re.M)
-    table = re.search(r"^\|.*?(?=\n\n|\Z)", section, re.S | re.M)[0]
-    return [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in table.splitlines()[2:]]
 
 
 def defined_in(tree, prefix=""):
@@ -92,56 +78,11 @@ def test_each_promise_names_files_and_tests_and_is_one_of_the_readme():
 
 # ---------------------------------------------------------------------- who agrees on what
 
-COLLECTIVE = {
-    name for name, method in vars(Processes).items()
-    if inspect.isfunction(method) and "Collective" in (method.__doc__ or "")
-}  # fmt: skip
 OF_TORCH = {"all_reduce", "all_gather", "broadcast_object_list", "gather_object", "all_gather_object", "full_tensor"}
 
 
 def test_the_page_on_processes_tells_of_each_collective_method():
     assert {name.strip("`") for name, _, _ in rows("docs/distributed.md", "The methods")} == COLLECTIVE
-
-
-def said_of(method, table):
-    """How many collectives of each kind a row of the table says, itself or by the names of other rows."""
-    found = Counter({kind: int(times) for times, kind in re.findall(r"(\d) (\w+)", table[method])})
-    for other in re.findall(r"`(\w+)`", table[method]):
-        found += said_of(other, table)
-    return found
-
-
-def test_each_method_has_the_collectives_that_the_page_says(group):
-    table = {name.strip("`"): text for name, _, text in rows("docs/distributed.md", "The methods")}
-    for counted in group(2).run(count_collectives):
-        assert counted == {name: said_of(name, table) for name in counted}
-        assert counted.keys() == COLLECTIVE - {"connect", "beside"}
-
-
-def count_collectives():
-    """The collectives that each method of the processes makes, in torch's own record."""
-    processes = Processes.found()
-    processes.connect(torch.device("cpu"))
-    calls = {
-        "broadcast": partial(processes.broadcast, 1),
-        "gather": partial(processes.gather, 1),
-        "gather_on_zero": partial(processes.gather_on_zero, 1),
-        "sum": partial(processes.sum, [1.0]),
-        "begin_sum": lambda: processes.begin_sum([1.0])(),
-        "barrier": processes.barrier,
-        "on_rank_zero": partial(processes.on_rank_zero, list),
-        "together": partial(processes.together, list),
-        "conclude": partial(processes.conclude, list, lambda answers: answers()),
-        "once_per_node": partial(processes.once_per_node, list),
-    }
-    return {name: recorded(call) for name, call in calls.items()}
-
-
-def recorded(call):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as record:
-        call()
-    events = [event.name.removeprefix("gloo:") for event in record.events() if event.name.startswith("gloo:")]
-    return Counter(events)
 
 
 def communicates(node):

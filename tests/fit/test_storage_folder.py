@@ -1,14 +1,12 @@
 """Finding, setting aside and removing checkpoints in their folder."""
 
 import errno
-import hashlib
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
 import lumen
 from lumen.checkpoint import Checkpoint
@@ -23,9 +21,9 @@ from lumen.checkpoint.folder import (
 from lumen.checkpoint.local_storage import LocalStorage
 from lumen.checkpoint.manifest import STATE
 from lumen.checkpoint.writer import write_checkpoint
-from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError
 from tests.helpers.checkpoints import FILES, assert_small, small
+from tests.helpers.storage_folder import verify
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 NOBODY = 65534
@@ -166,38 +164,10 @@ def test_what_is_removed_before_its_turn_is_no_damage_and_the_folder_is_looked_a
     assert reports == ["step-3 is damaged"] * 2
 
 
-def verify(folder, processes=None, *, removes=True):
-    """Find the newest checkpoint of two; it may be removed, and another one saved, in the middle of verifying it."""
-    digest = hashlib.file_digest
-
-    def removing(file, algorithm):
-        patch.undo()
-        remove_checkpoint(folder / "step-2")
-        small(folder / "step-3")
-        return digest(file, algorithm)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if removes:
-            patch.setattr(hashlib, "file_digest", removing)
-        return newest_valid(folder, pytest.fail, processes).path.name
-
-
-def verify_together(folder, removing):
-    (processes := Processes.found()).connect(torch.device("cpu"))
-    return verify(folder, processes, removes=processes.rank == removing)
-
-
 def test_what_is_removed_while_it_is_verified_is_no_damage(tmp_path):
     for step in (1, 2):
         small(tmp_path / f"step-{step}")
     assert verify(tmp_path) == "step-3"
-
-
-@pytest.mark.parametrize("removing", [0, 1])
-def test_what_is_removed_while_several_processes_verify_it_is_no_damage_for_any(group, tmp_path, removing):
-    for step in (1, 2):
-        small(tmp_path / f"step-{step}")
-    assert group(2).run(verify_together, tmp_path, removing) == ["step-3"] * 2
 
 
 @pytest.mark.parametrize("keep_last", [0, 1, 2])

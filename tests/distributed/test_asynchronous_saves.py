@@ -1,0 +1,217 @@
+"""Saves that go on while training does: the same bytes, the same errors, and nothing lost at the end."""
+
+import errno
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import lumen
+from lumen.checkpoint import Checkpoint, find_checkpoints
+from lumen.checkpoint.snapshot import Snapshot
+from lumen.errors import CheckpointError, NonFiniteLoss, ProcessLost
+from tests.helpers.asynchronous_saves import (
+    At,
+    Large,
+    SlowDisk,
+    Watched,
+    files,
+    fit,
+    folder,
+    free_the_parameters,
+    names,
+    put_a_file_in_the_way,
+    saving,
+)
+
+STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+
+
+@STRATEGIES
+def test_every_rank_writes_its_share_as_it_was_when_the_save_began(group, tmp_path, strategy):
+    copied = group(2).run(save_at_once_and_beside, tmp_path, strategy)
+    assert names(tmp_path) == ["step-00000004"]
+    expected, found = files(tmp_path / "at-once"), files(folder(tmp_path) / "step-00000004")
+    assert {name.name[:5] for name in found if name.parent.name == "model"} == {"00000", "00001"}
+    assert found == expected
+    checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
+    sections = ("model", "optimizer", "extra")
+    specs = [checkpoint.spec(section, name) for section in sections for name in checkpoint.names(section)]
+    assert sum(copied) == sum(shape.numel() * dtype.itemsize for dtype, shape in specs)
+
+
+def save_at_once_and_beside(tmp_path, strategy):
+    """Bytes of the copies that this process has made."""
+    copied = []
+    with pytest.MonkeyPatch.context() as patch:
+        disk, take = SlowDisk(patch), Snapshot.take
+
+        def counted(self, sections):
+            copied.extend(tensor.nbytes for tensors in sections.values() for tensor in tensors.values())
+            return take(self, sections)
+
+        def save_at_once(trainer):
+            trainer.save_checkpoint(tmp_path / "at-once", info={"best": None, "monitor": None, "finished": None})
+
+        def go_on(trainer):
+            assert disk.reached.wait(30)
+            assert names(tmp_path)[0].startswith("step-00000004.tmp-")
+            trainer.strategy.barrier()
+            disk.goes_on.set()
+
+        patch.setattr(Snapshot, "take", counted)
+        callbacks = [At(step4=save_at_once, step7=go_on), saving()]
+        fit(tmp_path, callbacks, strategy=strategy, max_steps=7, logger=False, accumulate_grad_batches=1)
+    return sum(copied)
+
+
+def test_all_ranks_write_at_once_where_one_has_no_memory_for_its_copy(group, tmp_path):
+    for how in ("known before", "found out"):
+        assert group(2).run(save_without_memory_on_one_rank, tmp_path / how, how) == [False, False]
+        assert names(tmp_path / how) == ["step-00000004"]
+
+
+def save_without_memory_on_one_rank(tmp_path, how):
+    """Whether the save was left to a thread."""
+    read_text = Path.read_text
+
+    def read(path, *args, **options):
+        return "MemAvailable:      30000 kB\n" if str(path) == "/proc/meminfo" else read_text(path, *args, **options)
+
+    def take(self, sections):
+        raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patch:
+        disk = SlowDisk(patch)
+        disk.goes_on.set()
+        if os.environ["RANK"] == "1":
+            patch.setattr(*((Path, "read_text", read) if how == "known before" else (Snapshot, "take", take)))
+        if how == "known before":
+            fit(tmp_path, saving(asynchronous=None), Large(), strategy="ddp", max_steps=6)
+        else:
+            patch.setattr("lumen.checkpoint.storage.Storage.quick_bytes", 0)
+            fit(tmp_path, saving(asynchronous=None), strategy="ddp", max_steps=6)
+    return disk.is_left_to_a_thread
+
+
+@STRATEGIES
+def test_an_error_in_the_thread_of_one_rank_ends_the_run_on_all(group, tmp_path, strategy):
+    messages = group(2).run(train_until_a_disk_is_full, tmp_path, strategy)
+    assert messages[0] == messages[1]
+    assert re.search("step-00000008.*/00001-00000.safetensors: No space left on device", messages[0])
+    assert names(tmp_path) == ["step-00000004"]
+    Checkpoint.open(folder(tmp_path) / "step-00000004")
+
+
+def train_until_a_disk_is_full(tmp_path, strategy):
+    """In the thread of rank 1 only."""
+    fsync = os.fsync
+
+    def full(descriptor):
+        in_thread = threading.current_thread() is not threading.main_thread()
+        if in_thread and "step-00000008" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError) as caught:
+            fit(tmp_path, saving(at_end=True), max_epochs=100_000, strategy=strategy, logger=False)
+    return str(caught.value)
+
+
+def test_a_slow_disk_of_one_rank_is_waited_for_longer_than_a_rank_in_training(group, tmp_path):
+    group(2).run(train_beside_a_slow_disk, tmp_path)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def train_beside_a_slow_disk(tmp_path):
+    """It needs twice the time after which a process that does not come to a collective counts as stuck."""
+    fsync, slept = os.fsync, []
+
+    def slow(descriptor):
+        if threading.current_thread() is not threading.main_thread() and not slept:
+            slept.append(time.sleep(2.0))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(os, "fsync", slow)
+        for part in ("before", "."):  # the group of the threads stays open from one run to the next
+            slept.clear()
+            fit(tmp_path / part, saving(), max_steps=6, strategy=lumen.DDP(timeout_s=1.0), logger=False)
+    assert bool(slept) == (os.environ["RANK"] == "1")
+
+
+def test_a_part_that_is_not_finite_is_an_error_on_all_ranks(group, tmp_path):
+    messages = group(2).run(train_until_a_part_breaks, tmp_path)
+    assert messages[0] == messages[1]
+    assert re.search("after step 8 1 parameters are not finite.*: net.0.weight", messages[0])
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def train_until_a_part_breaks(tmp_path):
+    """The last row of a parameter, which one process holds."""
+
+    def harm(trainer):
+        if trainer.global_rank == 1:
+            trainer.run.task.net[0].weight.detach().to_local()[-1] = torch.nan
+
+    with pytest.raises(NonFiniteLoss) as caught:
+        fit(tmp_path, [At(step8=harm), saving()], max_epochs=3, max_steps=8, strategy="fsdp", logger=False)
+    return str(caught.value)
+
+
+def test_a_failing_thread_ends_the_run_on_every_rank(group, tmp_path):
+    messages = group(2).run(train_until_the_save_fails, tmp_path)
+    assert messages[0] == messages[1]
+    assert "A file is in the way" in messages[0]
+    (older,) = find_checkpoints(tmp_path / "moved")
+    assert Checkpoint.open(older).info["step"] == 4
+
+
+def train_until_the_save_fails(tmp_path):
+    def harm(trainer):
+        if trainer.is_global_zero:
+            put_a_file_in_the_way(tmp_path, trainer)
+
+    callbacks = [Watched(), At(step8=harm), saving(at_end=True)]
+    with pytest.raises(CheckpointError) as caught:
+        fit(tmp_path, callbacks, max_epochs=100_000, strategy="ddp", logger=False)
+    return str(caught.value)
+
+
+def test_ranks_agree_on_what_is_saved_and_kept(group, tmp_path):
+    found = [
+        group(2).run(train_on_ranks, tmp_path / name, asynchronous)
+        for name, asynchronous in (("a", True), ("b", False))
+    ]
+    assert found[0][0] == found[0][1] == found[1][0] == found[1][1]
+
+
+def train_on_ranks(tmp_path, asynchronous):
+    saver = saving(monitor="val_loss", every_n_train_steps=2, keep_last=2, save_top_k=2, asynchronous=asynchronous)
+    fit(tmp_path, saver, strategy="ddp", val_check_interval=2)
+    return saver.scores, [Path(path).name for path in saver.best_k_models], names(tmp_path)
+
+
+def test_what_fails_while_one_rank_copies_is_known_to_all(group, tmp_path):
+    first, second = group(2).run(copy_freed_memory, tmp_path)
+    assert second.startswith("RuntimeError: setStorage")
+    assert first == f"ProcessLost: rank 1 failed: {second}"
+    assert names(tmp_path) == []
+
+
+def copy_freed_memory(tmp_path):
+    def harm(trainer):
+        if trainer.global_rank == 1:
+            free_the_parameters(trainer)
+
+    with pytest.raises((RuntimeError, ProcessLost)) as caught:
+        fit(tmp_path, [At(step4=harm), saving()], strategy="ddp", logger=False)
+    return f"{caught.type.__name__}: {caught.value}"

@@ -1,0 +1,68 @@
+"""Several optimizers as one train like a loop that steps each of them, and nothing that holds an optimizer notices."""
+
+import pytest
+from torch.distributed.tensor import DTensor
+
+import lumen
+from lumen.checkpoint import Checkpoint
+from tests.helpers.checkpoints import same
+from tests.helpers.optim_multi import made
+from tests.helpers.tasks import Saving, bare_trainer, loader
+
+
+class SaveAtOnce(lumen.Callback):
+    """Saves what was loaded, and sees whether the optimizers' state is cut up."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_fit_start(self, trainer, task):
+        trainer.save_checkpoint(self.path)
+        entries = [
+            entry for each in trainer.optimizers[0].state.values() for key, entry in each.items() if key != "step"
+        ]
+        (self.is_cut,) = {isinstance(entry, DTensor) for entry in entries}
+
+
+def write(root, strategy, processes):
+    trainer = bare_trainer(
+        root, strategy=strategy, global_batch_size=8, max_steps=3, callbacks=Saving(3, root / f"{strategy}-{processes}")
+    )
+    trainer.fit(made(dropout=0.1), loader())
+
+
+def read(root, source, strategy):
+    """Load a checkpoint, save what was loaded, and go on for a step."""
+    saving = SaveAtOnce(root / f"{source}-read-by-{strategy}")
+    trainer = bare_trainer(
+        root, strategy=strategy, global_batch_size=8, max_steps=4, resume=root / source, callbacks=saving
+    )
+    trainer.fit(made(dropout=0.1), loader())
+    assert trainer.global_step == 4
+    return saving.is_cut
+
+
+def contents(path):
+    checkpoint = Checkpoint.open(path)
+    tensors = {
+        (section, name): checkpoint.tensor(section, name)
+        for section in ("model", "optimizer")
+        for name in checkpoint.names(section)
+    }
+    return tensors, checkpoint.state["optimizer"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_two_processes_write_one_reads_and_the_other_way_round(group, tmp_path, strategy):
+    group(2).run(write, tmp_path, strategy, 2)
+    write(tmp_path, "single", 1)
+    assert not read(tmp_path, f"{strategy}-2", "single")
+    assert group(2).run(read, tmp_path, "single-1", strategy) == [strategy == "fsdp"] * 2
+    for source, reader in ((f"{strategy}-2", "single"), ("single-1", strategy)):
+        (ours, state), (theirs, other) = (contents(tmp_path / name) for name in (source, f"{source}-read-by-{reader}"))
+        assert same(ours, theirs)
+        assert state == other
+        assert {key: {*state["state"][key]} for key in ("net.0.weight", "net.0.bias")} == {
+            "net.0.weight": {"momentum_buffer"},
+            "net.0.bias": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+        }

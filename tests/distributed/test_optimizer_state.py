@@ -1,0 +1,141 @@
+"""Whatever an optimizer keeps, and wherever, a resumed run has it; what a hook adds to it is trained and saved."""
+
+import pytest
+import torch
+from torch import nn
+
+import lumen
+from lumen.errors import CheckpointMismatch, TrainingError
+from tests.helpers.checkpoints import same
+from tests.helpers.group import assert_equal, on_ranks
+from tests.helpers.optimizer_state import (
+    Around,
+    Attributes,
+    Finetuning,
+    Global,
+    OwnStateDict,
+    by_hand,
+    finetune,
+    own,
+    resumed,
+    state_of,
+    whole,
+)
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_so_they_are_on_two_processes(group, tmp_path, strategy):
+    ours = on_ranks(group, 2, finetune, tmp_path, "norm", True, "group", strategy, 1)
+    assert_equal(ours, by_hand(Finetuning(), "norm"))
+
+
+class Growing(Regression):
+    """Gets a new branch in the second epoch."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float64)
+        self.branch = None
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        return loss if self.branch is None else loss + self.branch(batch[0]).square().mean()
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            torch.manual_seed(5)
+            self.branch = nn.Linear(6, 1).double()
+            self.optimizers().add_param_group({"params": [*self.branch.parameters()], "lr": 0.1})
+
+
+def grow(folder, strategy="auto", accumulate=2):
+    task = Growing()
+    bare_trainer(
+        folder, max_epochs=3, strategy=strategy, accumulate_grad_batches=accumulate, gradient_clip_val=0.1
+    ).fit(task, loader(dtype=torch.float64))
+    return {name: value.numpy() for name, value in whole(task).items()}
+
+
+def test_gradients_of_a_module_added_in_training_are_summed_too(group, tmp_path):
+    alone = grow(tmp_path)
+    assert alone.keys() > Growing().state_dict().keys()
+    assert_equal(on_ranks(group, 2, grow, tmp_path, "ddp", 1), alone)
+
+
+def test_fsdp_refuses_a_module_added_in_training_before_a_step_with_it(group, tmp_path):
+    assert group(2).run(refuse_growth, tmp_path) == [7 // 2 + 1] * 2
+
+
+def refuse_growth(folder):
+    trainer = bare_trainer(folder, max_epochs=3, strategy="fsdp")
+    with pytest.raises(TrainingError, match=r"FSDP: branch.weight, branch.bias came after the parameters were cut up"):
+        trainer.fit(Growing(), loader(dtype=torch.float64))
+    return trainer.global_step
+
+
+class InTheStep(Finetuning):
+    """Unfreezes in the middle of a step."""
+
+    def on_train_epoch_start(self):
+        pass
+
+    def training_step(self, batch):
+        if self.global_step == 2:
+            self.net[0].requires_grad_(True)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_unfreezing_in_the_middle_of_a_step_is_an_error_before_the_update(group, tmp_path, strategy):
+    for message, step in group(2).run(unfreeze_in_a_step, tmp_path, strategy):
+        assert "net.0.weight, net.0.bias" in message
+        assert "on_train_epoch_start" in message
+        assert step == 2
+
+
+def unfreeze_in_a_step(folder, strategy):
+    gathered_at_once = lumen.FSDP(wrap_if=lambda name, module: False)
+    trainer = bare_trainer(folder, max_epochs=3, strategy=gathered_at_once if strategy == "fsdp" else strategy)
+    with pytest.raises(TrainingError) as caught:
+        trainer.fit(InTheStep(), loader(dtype=torch.float64))
+    return str(caught.value), trainer.global_step
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [OwnStateDict, Attributes, Global, Around])
+def test_so_it_does_on_two_processes(group, tmp_path, kind, strategy):
+    group(2).run(resume_own, tmp_path, kind, strategy)
+
+
+def resume_own(folder, kind, strategy):
+    (ours, _), (theirs, _) = resumed(folder, lambda: own(kind), strategy=strategy, global_batch_size=8)
+    assert same(whole(ours), whole(theirs))
+
+
+@pytest.mark.parametrize("kind", [OwnStateDict, Attributes])
+def test_one_process_reads_what_two_have_cut_up_and_tensors_without_owner_are_refused_the_other_way(
+    group, tmp_path, kind
+):
+    group(2).run(write_own, tmp_path, kind)
+    train_own(tmp_path, kind, "auto", 9)
+    ours = state_of(train_own(tmp_path / "whole", kind, "auto", 9))
+    assert_equal(state_of(train_own(tmp_path, kind, "auto", 9)), ours)
+    if kind is Attributes:
+        group(2).run(refuse_own, tmp_path, kind)
+
+
+def train_own(folder, kind, strategy, max_steps):
+    task = own(kind)
+    quiet_trainer(folder, max_steps=max_steps, resume="auto", strategy=strategy, global_batch_size=8).fit(
+        task, loader(dtype=torch.float64)
+    )
+    return task
+
+
+def write_own(folder, kind):
+    train_own(folder, kind, "fsdp", 4)
+
+
+def refuse_own(folder, kind):
+    with pytest.raises(CheckpointMismatch, match=r"nobody knows how it is to be cut: Attributes"):
+        train_own(folder, kind, "fsdp", 14)

@@ -1,0 +1,51 @@
+"""What the pages for contributors say of the code is so."""
+
+import re
+from collections import Counter
+from functools import partial
+
+import torch
+
+from lumen.distributed.processes import Processes
+from tests.helpers.pages import COLLECTIVE, rows
+
+
+def said_of(method, table):
+    """How many collectives of each kind a row of the table says, itself or by the names of other rows."""
+    found = Counter({kind: int(times) for times, kind in re.findall(r"(\d) (\w+)", table[method])})
+    for other in re.findall(r"`(\w+)`", table[method]):
+        found += said_of(other, table)
+    return found
+
+
+def test_each_method_has_the_collectives_that_the_page_says(group):
+    table = {name.strip("`"): text for name, _, text in rows("docs/distributed.md", "The methods")}
+    for counted in group(2).run(count_collectives):
+        assert counted == {name: said_of(name, table) for name in counted}
+        assert counted.keys() == COLLECTIVE - {"connect", "beside"}
+
+
+def count_collectives():
+    """The collectives that each method of the processes makes, in torch's own record."""
+    processes = Processes.found()
+    processes.connect(torch.device("cpu"))
+    calls = {
+        "broadcast": partial(processes.broadcast, 1),
+        "gather": partial(processes.gather, 1),
+        "gather_on_zero": partial(processes.gather_on_zero, 1),
+        "sum": partial(processes.sum, [1.0]),
+        "begin_sum": lambda: processes.begin_sum([1.0])(),
+        "barrier": processes.barrier,
+        "on_rank_zero": partial(processes.on_rank_zero, list),
+        "together": partial(processes.together, list),
+        "conclude": partial(processes.conclude, list, lambda answers: answers()),
+        "once_per_node": partial(processes.once_per_node, list),
+    }
+    return {name: recorded(call) for name, call in calls.items()}
+
+
+def recorded(call):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as record:
+        call()
+    events = [event.name.removeprefix("gloo:") for event in record.events() if event.name.startswith("gloo:")]
+    return Counter(events)

@@ -1,0 +1,7 @@
+"""Runs that go on: from where, into which directory, and what stands in the way."""
+
+from tests.helpers.resume import fit_expanded
+
+
+def test_so_they_are_on_two_processes(group, tmp_path):
+    group(2).run(fit_expanded, tmp_path, "ddp")

@@ -1,0 +1,19 @@
+"""`seed_everything` chooses the seed of the runs of its process, as the option of the command line does."""
+
+import torch.distributed as dist
+
+import lumen
+from tests.helpers.seed import order, trainer_of
+
+
+def fit_with_a_seed_on_rank_0(path):
+    if dist.get_rank() == 0:
+        lumen.seed_everything(9)
+    try:
+        return order(trainer_of(path, devices=2))[0]
+    finally:
+        lumen.random._chosen = None  # these processes run other tests
+
+
+def test_several_processes_take_that_of_rank_0(group, tmp_path):
+    assert group(2).run(fit_with_a_seed_on_rank_0, tmp_path) == [9, 9]

@@ -1,0 +1,40 @@
+"""What each micro-batch counts in its step, and what happens to a loss that is no number."""
+
+import pytest
+
+from tests.helpers.tasks import Regression, bare_trainer, loader, weights
+
+
+class Heavy(Regression):
+    """Weights come out of the forward; those of every second step may be others."""
+
+    def __init__(self, even, odd):
+        super().__init__()
+        self.even, self.odd = even, odd
+
+    def training_step(self, batch):
+        is_odd = self.trainer.run.progress.batches // 2 % 2
+        return 0.1 * super().training_step(batch), self.odd if is_odd else self.even
+
+
+def train_heavy(folder, even, odd, accumulate=2, **options):
+    trainer = bare_trainer(
+        folder, max_epochs=4, precision="fp16", accumulate_grad_batches=accumulate, log_level="INFO", **options
+    )
+    task = Heavy(even, odd)
+    trainer.fit(task, loader(80, 8))
+    return trainer.global_step, weights(task).tolist()
+
+
+def train_heavy_in_twos(folder, even, odd):
+    return train_heavy(folder, even, odd, 1, strategy="ddp")
+
+
+@pytest.mark.parametrize(("even", "odd", "skipped"), [(500, 500, 0), (1e6, 1e6, 0), (1e6, 1, 0), (1, 1e6, 1)])
+def test_fp16_uses_every_step_whatever_the_weights_are(tmp_path, caplog, group, even, odd, skipped):
+    """Where they rise, the first step that is so much larger than all before may overflow."""
+    caplog.set_level("INFO", "lumen")
+    steps, ours = train_heavy(tmp_path, even, odd)
+    assert 20 - skipped <= steps <= 20
+    assert caplog.text.count("an update was skipped") == caplog.text.count("updates were skipped") == 20 - steps
+    assert group(2).run(train_heavy_in_twos, tmp_path, even, odd) == [(steps, pytest.approx(ours, abs=1e-3))] * 2

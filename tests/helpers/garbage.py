@@ -1,0 +1,53 @@
+"""When Python looks for garbage during a run."""
+
+import gc
+from contextlib import contextmanager
+
+from tests.helpers.tasks import Regression
+
+
+@contextmanager
+def watched():
+    """Generations of the collections that happen meanwhile, each with what was noted when it did."""
+    seen, noted = [], {"where": None}
+
+    def note(phase, info):
+        if phase == "start":
+            seen.append((noted["where"], info["generation"]))
+
+    gc.callbacks.append(note)
+    try:
+        yield seen, noted
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+        gc.unfreeze()
+
+
+class Untidy(Regression):
+    """Leaves a lot of garbage in every batch; notes where it is."""
+
+    def __init__(self, noted):
+        super().__init__()
+        self.noted = noted
+
+    def litter(self, where):
+        self.noted["where"] = where
+        for _ in range(2000):
+            circle = []
+            circle.append(circle)
+
+    def teardown(self, stage):
+        self.noted["where"] = None
+
+    def training_step(self, batch):
+        self.litter(f"step {self.trainer.global_step + 1}")
+        return super().training_step(batch)
+
+    def validation_step(self, batch):
+        self.litter("validation")
+        super().validation_step(batch)
+
+    def test_step(self, batch):
+        self.litter("test")
+        super().test_step(batch)

@@ -1,0 +1,25 @@
+"""What the pages for contributors say of the code is so."""
+
+import inspect
+import re
+
+from lumen.distributed.processes import Processes
+from tests.helpers import ROOT as HOME
+
+NAMES = ("docs/architecture.md", "docs/checkpoint-format.md", "docs/distributed.md", "CONTRIBUTING.md")
+
+
+PAGES = {name: (HOME / name).read_text() for name in NAMES}
+
+
+def rows(page, heading):
+    """The cells of the first table below a heading, but for its own heading."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGES[page], re.S | re.M)
+    table = re.search(r"^\|.*?(?=\n\n|\Z)", section, re.S | re.M)[0]
+    return [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in table.splitlines()[2:]]
+
+
+COLLECTIVE = {
+    name for name, method in vars(Processes).items()
+    if inspect.isfunction(method) and "Collective" in (method.__doc__ or "")
+}  # fmt: skip

@@ -1,0 +1,16 @@
+"""`seed_everything` chooses the seed of the runs of its process, as the option of the command line does."""
+
+from torch.utils.data import DataLoader
+
+from tests.helpers.tasks import Drawing, Seeing, quiet_trainer
+
+
+def trainer_of(tmp_path, **options):
+    return quiet_trainer(tmp_path, **{"seed": None, "max_epochs": 1} | options)
+
+
+def order(trainer):
+    """The seed of a run, and which samples its steps saw, in which order."""
+    task = Seeing()
+    trainer.fit(task, DataLoader(Drawing(), 8, shuffle=True))
+    return trainer.run.seed, [batch[2].tolist() for batch in task.epochs[0]]

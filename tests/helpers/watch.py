@@ -1,0 +1,51 @@
+"""A process that gets no further says where it stands, also where no other one waits for it."""
+
+import logging
+import re
+import time
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.helpers.tasks import Regression, quiet_trainer
+
+WHERE = re.compile(r'test_watch\.py", line \d+ in __getitem__')
+
+
+class Stuck(Dataset):
+    """Some samples are there once somebody has said where the run stands."""
+
+    def __init__(self, said, indices=(5,)):
+        self.said, self.indices = said, indices
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        while index in self.indices and not self.said.exists():
+            time.sleep(0.01)
+        return torch.ones(6), torch.ones(1)
+
+
+class Said(logging.Handler):
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.texts = path, []
+
+    def emit(self, record):
+        if "has done no step" in (text := record.getMessage()) and WHERE.search(text):
+            self.texts.append(text)
+            self.path.touch()
+
+
+def stuck_fit(folder, workers, strategy, indices=(5,)):
+    said = Said(folder / f"said-{time.monotonic_ns()}")
+    logging.getLogger("lumen").addHandler(said)
+    try:
+        trainer = quiet_trainer(
+            folder, max_epochs=1, strategy=strategy, enable_checkpointing=False, logger=False, log_level="WARNING"
+        )
+        trainer.fit(Regression(), DataLoader(Stuck(said.path, indices), 2, num_workers=workers))
+    finally:
+        logging.getLogger("lumen").removeHandler(said)
+    return trainer.global_step, said.texts

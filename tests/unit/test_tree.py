@@ -1,0 +1,48 @@
+"""The rooms of the tests: a folder says what its tests need, so that the everyday commands stay quick."""
+
+import ast
+
+import pytest
+
+from tests.helpers import ROOT
+
+ROOMS = ("unit", "fit", "distributed", "system", "promises")
+TREES = {
+    path.relative_to(ROOT / "tests").as_posix(): ast.parse(path.read_text())
+    for path in sorted((ROOT / "tests").rglob("*.py"))
+}
+
+
+def in_rooms(*rooms):
+    return [pytest.param(tree, id=name) for name, tree in TREES.items() if name.split("/")[0] in rooms]
+
+
+def imported(tree):
+    """The modules that the code of a file imports, wherever it does so."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def of_file(tree):
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+
+
+def test_every_test_stands_in_a_room():
+    files = {name for name, tree in TREES.items() if of_file(tree)}
+    assert {name for name in files if name.split("/")[0] not in ROOMS or name.count("/") != 1} == set()
+    assert {name for name in TREES if name.split("/")[-1].startswith("test_")} == files
+
+
+@pytest.mark.parametrize("tree", in_rooms("unit", "fit"))
+def test_units_and_fits_open_no_group_of_processes(tree):
+    assert [test.name for test in of_file(tree) if "group" in [arg.arg for arg in test.args.args]] == []
+    assert not {"tests.helpers.group.on_ranks", "tests.helpers.group.Group"} & {*imported(tree)}
+
+
+@pytest.mark.parametrize("tree", in_rooms("unit"))
+def test_units_start_no_program(tree):
+    starts = {"subprocess", "multiprocessing", "torch.multiprocessing", "pty"}
+    assert not {name for name in imported(tree) if name in starts or name.rpartition(".")[0] in starts}
