@@ -116,7 +116,7 @@ def _match(
     names = {name: [name] for name in tensors}
     for alias, name in aliases.items():
         names[name].append(alias)
-    offered, idle = _renamed(checkpoint, weights, [*tensors, *aliases])
+    offered, unused = _renamed(checkpoint, weights, [*tensors, *aliases])
     found = {name: list(dict.fromkeys(offered[each] for each in own if each in offered)) for name, own in names.items()}
     missing = [
         name
@@ -131,7 +131,7 @@ def _match(
         for what, which in (
             ("not in the checkpoint", missing),
             ("only in the checkpoint", unexpected),
-            ("patterns that match nothing", idle),
+            ("patterns that match nothing", unused),
         )
         if which
     ]

@@ -169,7 +169,7 @@ class CombinedAdapter(LoaderAdapter):
             own = [step[number] for number in assigned if number is not None]
             newest = own[-1] if own else newest
             read += len(step)
-            if rank_slice.stands_in and len(step) % rank_slice.world:  # only in the last round of the last step
+            if rank_slice.needs_dummies and len(step) % rank_slice.world:  # only in the last round of the last step
                 newest = lend(rank_slice, 0, newest) if read < rank_slice.world else newest
                 assert newest is not None
                 own += [newest] * assigned.count(None)

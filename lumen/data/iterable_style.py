@@ -89,7 +89,7 @@ class IterableAdapter(LoaderAdapter):
                 return
             if len(sizes) < self._accumulate:
                 assigned = assign(len(sizes))
-            if self._rank_slice.stands_in:
+            if self._rank_slice.needs_dummies:
                 own += [item] * assigned.count(None)
             yield LoadedStep(own, sizes, assigned, self._iterator.state())
 
@@ -209,10 +209,10 @@ class ShardedIterableAdapter(LoaderAdapter):
                 return
             left = None if left is None else left - len(sizes)
             rounds = max(map(len, numbers))
-            idle = rounds - len(own)
-            assigned: Assigned = [*numbers[rank], *[None] * idle]
-            if self._rank_slice.stands_in:
-                own += [self._stand_in(own, numbers, rounds)] * idle
+            without = rounds - len(own)
+            assigned: Assigned = [*numbers[rank], *[None] * without]
+            if self._rank_slice.needs_dummies:
+                own += [self._dummy(own, numbers, rounds)] * without
             yield LoadedStep(own, sizes, assigned, {"kind": "stream in parts", "ranks": self._states})
 
     def _compare(self, first: list[int | None]) -> None:
@@ -227,13 +227,13 @@ class ShardedIterableAdapter(LoaderAdapter):
                 len(first),
             )
 
-    def _stand_in(self, own: list[LoadedBatch], numbers: list[list[int]], rounds: int) -> LoadedBatch:
+    def _dummy(self, own: list[LoadedBatch], numbers: list[list[int]], rounds: int) -> LoadedBatch:
         """A real batch to run as a dummy in the rounds for which this process has none. Collective at times."""
         if own:
             self._read = own[-1]
         self._have_read |= {rank for rank, its in enumerate(numbers) if its}
-        idle = {rank for rank, its in enumerate(numbers) if len(its) < rounds}
-        if not idle <= self._have_read:
+        lacking = {rank for rank, its in enumerate(numbers) if len(its) < rounds}
+        if not lacking <= self._have_read:
             self._read = lend(self._rank_slice, min(self._have_read), self._read)
             self._have_read = set(range(self._rank_slice.world))
         assert self._read is not None

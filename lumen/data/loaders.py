@@ -56,7 +56,7 @@ def adapt_loader(
 
         def adapt(part: Any, number: int) -> LoaderAdapter:
             _refuse_parts(part, rank_slice)
-            alone = rank_slice._replace(stands_in=False)  # only the batches of them all are stood in for
+            alone = rank_slice._replace(needs_dummies=False)  # dummies are batches of them all
             own = make_key(seed, Domain.LOADER, number)  # two loaders of the same data come in different orders
             return adapt_loader(part, own, rewinds=rewinds, rank_slice=alone)
 

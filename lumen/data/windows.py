@@ -33,14 +33,14 @@ class RankSlice(NamedTuple):
     Attributes:
         rank: Rank of this process in the run, from 0.
         world: Number of processes in the run.
-        stands_in: In a round for which no micro-batch is left, this process runs a dummy: a batch of another process,
+        needs_dummies: In a round for which no micro-batch is left, this process runs a dummy: a batch of another process,
             whose loss counts nothing. FSDP needs it, because all ranks communicate in every forward.
         gather: Returns every process's value of plain data, in rank order. Collective: every rank must call this.
     """
 
     rank: int = 0
     world: int = 1
-    stands_in: bool = False
+    needs_dummies: bool = False
     gather: Callable[[Any], list[Any]] = lambda value: [value]
 
     def assign(self, size: int) -> Assigned:
@@ -62,7 +62,9 @@ class RankSlice(NamedTuple):
 
     def take(self, step: Sequence[T], assigned: Assigned) -> list[T]:
         """The elements of `step` that this process fetches; for a dummy, the last one of the step."""
-        return [step[-1 if number is None else number] for number in assigned if number is not None or self.stands_in]
+        return [
+            step[-1 if number is None else number] for number in assigned if number is not None or self.needs_dummies
+        ]
 
 
 ALONE = RankSlice()
@@ -87,21 +89,21 @@ class MicroBatch:
         loader: Index of the loader it came from, where several take turns.
         first: It is the first micro-batch of the step in this process.
         last: It is the last micro-batch of the step in this process.
-        idle: No micro-batch is left for this process in this round: `batch` is None or a dummy, and counts nothing.
+        is_dummy: No micro-batch is left for this process in this round: `batch` is None or a dummy, and counts nothing.
     """
 
-    __slots__ = ("batch", "first", "idle", "index", "last", "loader", "number", "samples", "weight")
+    __slots__ = ("batch", "first", "index", "is_dummy", "last", "loader", "number", "samples", "weight")
 
-    def __init__(self, index: int, number: int, samples: int, first: bool, last: bool, idle: bool) -> None:
+    def __init__(self, index: int, number: int, samples: int, first: bool, last: bool, is_dummy: bool) -> None:
         self.batch: Any = None
         self.index = index
         self.number = number
         self.samples = samples
-        self.weight: float = 0 if idle else samples
+        self.weight: float = 0 if is_dummy else samples
         self.loader = 0
         self.first = first
         self.last = last
-        self.idle = idle
+        self.is_dummy = is_dummy
 
 
 @final
@@ -127,7 +129,7 @@ class AccumulationWindow:
         waited_s: Seconds spent waiting for the loader so far.
     """
 
-    __slots__ = ("_micro_batches", "_stands_in", "fetch", "last", "samples", "sizes", "state", "waited_s")
+    __slots__ = ("_micro_batches", "_needs_dummies", "fetch", "last", "samples", "sizes", "state", "waited_s")
 
     def __init__(
         self,
@@ -146,10 +148,10 @@ class AccumulationWindow:
         self.last = last
         self.state = state
         self.waited_s = waited_s
-        self._stands_in = rank_slice.stands_in
+        self._needs_dummies = rank_slice.needs_dummies
         numbers = rank_slice.assign(len(sizes)) if assigned is None else assigned
         rounds, final = len(numbers), len(sizes) - 1
-        lent = sizes[final] if self._stands_in else 0
+        lent = sizes[final] if self._needs_dummies else 0
         self._micro_batches = [
             MicroBatch(first_index + number, number, sizes[number], place == 1, place == rounds, False)
             if number is not None
@@ -161,7 +163,7 @@ class AccumulationWindow:
         micro_batches, self._micro_batches = self._micro_batches[::-1], []
         while micro_batches:
             micro = micro_batches.pop()  # its batch must not outlive its use
-            if not micro.idle or self._stands_in:
+            if not micro.is_dummy or self._needs_dummies:
                 start = perf_counter()
                 micro.batch, micro.loader = self.fetch()
                 self.waited_s += perf_counter() - start

@@ -159,13 +159,13 @@ def evaluate_loader(
     limit = run.plan.limit(stage, adapter)
     for window in adapter.windows(0, Position(), limit):
         for micro in window:
-            if micro.idle and micro.batch is None:
+            if micro.is_dummy and micro.batch is None:
                 continue
             metrics.window += 1
             run.log.batch_samples = micro.samples
             seed_generators(make_key(run.seed, domain, 2, dataloader_idx, micro.index))
             batch = run.calls.receive(micro.batch, dataloader_idx)
-            if micro.idle:  # it stands in for a batch of this rank, in a forward that all ranks make together
+            if micro.is_dummy:  # in a forward that all ranks make together
                 with unnoticed(run), run.precision.forward():
                     call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))
                 continue

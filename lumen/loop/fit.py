@@ -84,11 +84,11 @@ def train_epoch(run: Run) -> None:
         window = None if over else next(windows, None)
 
     if fresh and not over and run.step.weighted_windows == weighted_before:
-        say_idle(run, skipped=skipped)
+        say_empty_epoch(run, skipped=skipped)
     end_epoch(run, complete=not over)
 
 
-def say_idle(run: Run, *, skipped: bool) -> None:
+def say_empty_epoch(run: Run, *, skipped: bool) -> None:
     """Say that an epoch has made no step.
 
     Args:

@@ -45,7 +45,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
         run.step.seed(micro)
         run.log.batch_samples = micro.samples
         batch = run.calls.receive(micro.batch, micro.loader) if micro.batch is not None else None
-        for hook in hooks.on_train_batch_start if not micro.idle else ():
+        for hook in hooks.on_train_batch_start if not micro.is_dummy else ():
             if hook(batch, micro.index) == -1:
                 skip(run, window, micro)
         if micro.first:
@@ -59,7 +59,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
             output = closure.first(micro, batch, weighting)
         if micro.last:
             updated = update(run, window, weighting, closure)
-        if hooks.on_train_batch_end and not micro.idle:
+        if hooks.on_train_batch_end and not micro.is_dummy:
             output = detached(output)
             for hook in hooks.on_train_batch_end:
                 hook(output, batch, micro.index)
@@ -73,7 +73,7 @@ def skip(run: Run, window: AccumulationWindow, micro: MicroBatch) -> None:
     if not run.strategy.communicates_in("backward"):
         run.step.end(window)
         raise EpochSkipped
-    micro.idle = True
+    micro.is_dummy = True
 
 
 def accumulate(
@@ -87,7 +87,7 @@ def accumulate(
     hooks, precision, strategy = run.hooks, run.precision, run.strategy
     output = loss = part = None
     with strategy.gradient_sync(micro.last):
-        if not micro.idle:
+        if not micro.is_dummy:
             before = None if run.step.weighted_windows else run.optim.gradients()
             with precision.forward():
                 arguments = run.calls.arguments("training_step", batch, micro.index, micro.loader)
@@ -160,13 +160,13 @@ def backward_of_zero(run: Run, micro: MicroBatch, batch: Any, weighting: LossWei
     """
     strategy = run.strategy
     _refuse_synced_norms(run)
-    is_dummy = micro.idle and batch is not None and strategy.communicates_in("forward")
-    loss = None if is_dummy else strategy.zero_loss()
+    borrows = micro.is_dummy and batch is not None and strategy.communicates_in("forward")
+    loss = None if borrows else strategy.zero_loss()
     if loss is not None:
         backward(run, micro, loss * 0.0, weighting)
         return
     with unnoticed(run):  # the backward too: it reads buffers that the forward has moved
-        for given in ((batch, micro) if is_dummy else None, run.step.dummy):
+        for given in ((batch, micro) if borrows else None, run.step.dummy):
             if loss is None and given is not None:
                 with run.precision.forward():
                     dummy, of = given
@@ -349,7 +349,7 @@ def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
     if run.step.weighs_batches:
         micro_batches = list(window)
         for micro in micro_batches:
-            micro.weight = 0.0 if micro.idle else float(run.task.batch_weight(micro.batch))
+            micro.weight = 0.0 if micro.is_dummy else float(run.task.batch_weight(micro.batch))
         (planned,) = run.processes.sum([sum(micro.weight for micro in micro_batches)])
     run.step.weighting.begin(planned, len(window.sizes), run.progress.weight_guess)
     return micro_batches

@@ -149,8 +149,8 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
     return adapters
 
 
-def _rank_slice(run: Run, stands_in: bool) -> RankSlice:
-    return RankSlice(run.processes.rank, run.processes.world_size, stands_in, run.processes.gather)
+def _rank_slice(run: Run, needs_dummies: bool) -> RankSlice:
+    return RankSlice(run.processes.rank, run.processes.world_size, needs_dummies, run.processes.gather)
 
 
 def _loader(run: Run, stage: str) -> Any:

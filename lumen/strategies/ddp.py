@@ -124,7 +124,7 @@ class DDP(Strategy):
         self._buffers = [own_buffers(module) for module in self._task.modules()]
         self._unwrap()
         if any(self._trained):
-            # a parameter that no rank has used must be without a gradient even where a rank was idle
+            # a parameter that no rank has used must be without a gradient even where a rank had no batch
             steps = Steps(self._task, anchored=self._options["find_unused_parameters"]).to(self.device)
             leave_out_expanded_buffers(steps)  # `sync_buffers` can
             self._ddp = DistributedDataParallel(steps, **self._options, **_NO_BUFFERS)

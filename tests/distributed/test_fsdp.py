@@ -733,8 +733,8 @@ def test_evaluations_are_those_of_one_process_gathered_or_not(group, tmp_path, s
 
 
 def test_all_gather_for_an_evaluation_or_none(group, tmp_path):
-    for gathered, stands_in in group(2).run(evaluate_with_little_memory, tmp_path):
-        assert (gathered, stands_in) == (False, True)
+    for gathered, needs_dummies in group(2).run(evaluate_with_little_memory, tmp_path):
+        assert (gathered, needs_dummies) == (False, True)
 
 
 def evaluate_with_little_memory(folder):

@@ -146,7 +146,7 @@ def lengths(kind):
     return [1, 3, 11] if kind in refuses_nothing else [0, 1, 3, 11]
 
 
-def read_by(world, kind, samples, rounds=2, stands_in=False, epochs=(0, 1), **options):
+def read_by(world, kind, samples, rounds=2, needs_dummies=False, epochs=(0, 1), **options):
     """What each of several ranks is given: a list of epochs for each."""
 
     def rank(ours):
@@ -158,7 +158,7 @@ def read_by(world, kind, samples, rounds=2, stands_in=False, epochs=(0, 1), **op
             position = Position(state=after.state)
         return given, adapter.length, adapter.steps(options.get("limit"))
 
-    given = Ranks(world, stands_in=stands_in).run(rank)
+    given = Ranks(world, needs_dummies=needs_dummies).run(rank)
     for each in given:
         if isinstance(each, Exception):
             raise each
@@ -186,19 +186,19 @@ def test_the_ranks_together_read_what_one_process_reads_in_the_same_steps(kind, 
 @pytest.mark.parametrize("kind", ["shuffled", "a batch sampler", "no batching", "a stream", *COMBINED])
 @pytest.mark.parametrize("samples", [1, 3, 11])
 def test_a_rank_that_stands_in_is_given_a_real_batch_that_counts_nothing(kind, samples):
-    given = read_by(4, kind, samples, rounds=1, stands_in=True)
+    given = read_by(4, kind, samples, rounds=1, needs_dummies=True)
     idle = 0
     for epoch in range(2):
         for step in zip(*(rank[0][epoch] for rank in given), strict=True):
-            real = [micro.content for each in step for micro in each.micros if not micro.idle]
-            stands_in = [micro for each in step for micro in each.micros if micro.idle]
-            idle += len(stands_in)
+            real = [micro.content for each in step for micro in each.micros if not micro.is_dummy]
+            needs_dummies = [micro for each in step for micro in each.micros if micro.is_dummy]
+            idle += len(needs_dummies)
             if kind not in COMBINED:
-                assert all(micro.content in real for micro in stands_in)
-            assert all(micro.content is not None and micro.weight == 0 for micro in stands_in)
-        together([rank[0][epoch] for rank in given], stands_in=True)
+                assert all(micro.content in real for micro in needs_dummies)
+            assert all(micro.content is not None and micro.weight == 0 for micro in needs_dummies)
+        together([rank[0][epoch] for rank in given], needs_dummies=True)
     assert idle or (kind, samples) == ("sequential", 1)
-    assert plain(together([rank[0][0] for rank in given], stands_in=True)) == plain(
+    assert plain(together([rank[0][0] for rank in given], needs_dummies=True)) == plain(
         together([rank[0][0] for rank in read_by(4, kind, samples, rounds=1)])
     )
 
@@ -428,10 +428,10 @@ def flat(steps):
 COUNTS = [[7, 7], [12, 1], [0, 9], [0, 0], [1, 0, 14], [3, 0, 0, 0], [2, 9, 4, 5]]
 
 
-@pytest.mark.parametrize("stands_in", [False, True])
+@pytest.mark.parametrize("needs_dummies", [False, True])
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_streams_that_shard_themselves_are_read_to_their_ends(counts, rounds, stands_in):
+def test_streams_that_shard_themselves_are_read_to_their_ends(counts, rounds, needs_dummies):
     """Each sample once; steps are full until the last one; ranks that ended earlier take part."""
     world = len(counts)
 
@@ -440,9 +440,9 @@ def test_streams_that_shard_themselves_are_read_to_their_ends(counts, rounds, st
         first, _ = read(adapter, 0)
         return first, read(adapter, 1)[0]
 
-    given = Ranks(world, stands_in=stands_in).run(rank)
+    given = Ranks(world, needs_dummies=needs_dummies).run(rank)
     for epoch in range(2):
-        whole = together([each[epoch] for each in given], stands_in=stands_in)
+        whole = together([each[epoch] for each in given], needs_dummies=needs_dummies)
         assert sorted(flat(whole)) == expected_samples(counts)
         assert [len(step) for step in whole[:-1]] == [rounds * world] * (len(whole) - 1)
         assert [micro.index for step in whole for micro in step] == list(range(sum(counts)))

@@ -17,8 +17,8 @@ class Ranks:
     One at a time, because what they draw comes from the generators of one process.
     """
 
-    def __init__(self, world, *, stands_in=False):
-        self.world, self.stands_in = world, stands_in
+    def __init__(self, world, *, needs_dummies=False):
+        self.world, self.needs_dummies = world, needs_dummies
         self.told = []  # what was gathered, by occasion and rank
 
     def run(self, function):
@@ -40,7 +40,7 @@ class Ranks:
         with self._turn:
             try:
                 self._results[rank] = function(
-                    RankSlice(rank, self.world, self.stands_in, lambda value: self._gather(rank, value))
+                    RankSlice(rank, self.world, self.needs_dummies, lambda value: self._gather(rank, value))
                 )
             except Exception as error:
                 self._results[rank] = error
@@ -111,7 +111,7 @@ def read(adapter, epoch=0, position=None, limit=None, steps=None):
     return given, position
 
 
-def together(ranks, *, stands_in=False):
+def together(ranks, *, needs_dummies=False):
     """What all ranks were given, as one process would have been: the micro-batches of each step, in their order.
 
     Checks that the ranks agree about each step, go the same number of rounds, and have something to do while they can.
@@ -120,7 +120,7 @@ def together(ranks, *, stands_in=False):
     whole = []
     for step in zip(*ranks, strict=True):
         assert len({(tuple(each.sizes), each.last, len(each.micros)) for each in step}) == 1
-        given = [micro for each in step for micro in each.micros if not micro.idle]
+        given = [micro for each in step for micro in each.micros if not micro.is_dummy]
         given.sort(key=lambda micro: micro.number)
         assert [micro.number for micro in given] == list(range(len(step[0].sizes)))
         assert [micro.samples for micro in given] == step[0].sizes
@@ -130,9 +130,9 @@ def together(ranks, *, stands_in=False):
             rounds = len(each.micros)
             assert [micro.first for micro in each.micros] == [place == 0 for place in range(rounds)]
             assert [micro.last for micro in each.micros] == [place == rounds - 1 for place in range(rounds)]
-            assert [micro.idle for micro in each.micros] == sorted(micro.idle for micro in each.micros)
-            idle = [micro for micro in each.micros if micro.idle]
-            assert all(micro.weight == 0 and (micro.content is not None) == stands_in for micro in idle)
+            assert [micro.is_dummy for micro in each.micros] == sorted(micro.is_dummy for micro in each.micros)
+            idle = [micro for micro in each.micros if micro.is_dummy]
+            assert all(micro.weight == 0 and (micro.content is not None) == needs_dummies for micro in idle)
         whole.append(given)
     return whole
 
