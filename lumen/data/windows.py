@@ -33,8 +33,8 @@ class RankSlice(NamedTuple):
     Attributes:
         rank: Rank of this process in the run, from 0.
         world: Number of processes in the run.
-        needs_dummies: In a round for which no micro-batch is left, this process runs a dummy: a batch of another process,
-            whose loss counts nothing. FSDP needs it, because all ranks communicate in every forward.
+        needs_dummies: In a round for which no micro-batch is left, this process runs a dummy: a batch of another
+            process, whose loss counts nothing. FSDP needs it, because all ranks communicate in every forward.
         gather: Returns every process's value of plain data, in rank order. Collective: every rank must call this.
     """
 

@@ -76,7 +76,7 @@ class Seen(NamedTuple):
     loader: int
     first: bool
     last: bool
-    idle: bool
+    is_dummy: bool
 
 
 class Step(NamedTuple):
