@@ -67,7 +67,11 @@ def test_a_box_of_a_tensor_is_that_box_of_the_whole(tmp_path, dtype):
             assert same(part, tensor[slice(*rows), slice(*columns)]), (rows, columns)
 
 
-@pytest.mark.parametrize("destination", [torch.empty(5, 3), torch.empty(3, 5).t(), torch.empty(5, 6)[:, ::2]], ids=str)
+@pytest.mark.parametrize(
+    "destination",
+    [torch.empty(5, 3), torch.empty(3, 5).t(), torch.empty(5, 6)[:, ::2]],
+    ids=["in a row", "transposed", "every other column"],
+)
 def test_a_tensor_in_several_chunks_is_read_in_place_whatever_lies_there(tmp_path, destination):
     tensor = handmade(
         tmp_path / "step-1", torch.float32, (5, 3), [((3, 5), (0, 3)), ((0, 3), (0, 1)), ((0, 3), (1, 3))]
