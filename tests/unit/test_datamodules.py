@@ -401,7 +401,7 @@ def test_an_empty_name_is_refused():
 
 def test_a_fifth_of_the_names_is_for_validation_the_same_in_every_run(names):
     assert len(names.val) == pytest.approx(0.25 * len(names.train), abs=2)
-    assert set(names.train.indices).isdisjoint(names.val.indices)
+    assert set(names.train).isdisjoint(names.val)
     torch.manual_seed(5)
     again = Surnames()
     again.setup("fit")
