@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from lumen.cli import main
@@ -101,9 +102,18 @@ def test_every_linked_file_exists():
 @pytest.mark.parametrize("config", sorted((ROOT / "models").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_example_config_trains(config, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    overrides = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.val_check_interval=2"]
-    assert main(["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}", *overrides]) == 0
+    take_two_steps(config, tmp_path)
     assert (tmp_path / config.stem / "config.yaml").exists()
+
+
+def take_two_steps(config, tmp_path):
+    """Train as an example says, after the example with whose run it begins."""
+    overrides = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.val_check_interval=2"]
+    if begins_with := yaml.safe_load(config.read_text())["trainer"].get("init_from"):
+        name = Path(begins_with["path"]).name
+        take_two_steps(config.with_stem(name), tmp_path)
+        overrides.append(f"--trainer.init_from.path={tmp_path / name}")
+    assert main(["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}", *overrides]) == 0
 
 
 def test_the_readme_config_trains_on_top_of_an_example(tmp_path, monkeypatch):
