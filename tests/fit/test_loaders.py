@@ -1230,6 +1230,30 @@ def test_a_batch_may_be_a_list_of_samples(tmp_path):
     assert listed.weight.item() == pytest.approx(-0.1 * 9.5, rel=1e-6)  # three batches, 8 + 8 + 4
 
 
+class Own:
+    """A batch of a class that nobody knows, which pins itself."""
+
+    def __init__(self, samples):
+        self.numbers, self.pinned = torch.stack([sample[0] for sample in samples]), 0
+
+    def pin_memory(self):
+        self.pinned += 1
+        return self
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_a_batch_of_ones_own_class_is_pinned_by_its_own_method(tmp_path, monkeypatch, pins):
+    class Owned(Seeing):
+        def training_step(self, batch):
+            self.epochs.setdefault(self.current_epoch, []).append(batch.pinned)
+            return self.weight * batch.numbers.double().mean()
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # what decides whether to pin
+    owned = Owned()
+    bare_trainer(tmp_path, max_epochs=1).fit(owned, DataLoader(numbers(20), 8, collate_fn=Own, pin_memory=pins))
+    assert owned.epochs[0] == [pins] * 3
+
+
 class Threads(Dataset):
     """How many threads the libraries of a worker may use."""
 
