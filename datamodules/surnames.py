@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Subset, random_split
 
 from datamodules.loading import Loading
-from lumen.errors import DataError
+from lumen.errors import ConfigError, DataError
 
 LOCALES = {
     "Austrian": "de_AT",
@@ -39,6 +39,7 @@ class Surnames(Loading):
         batch_size: Names in a batch.
         names: Of which ``predict`` says where they are from.
         labelled: Names to learn from, as if somebody had to look up where each is from; None for all that there are.
+        only: Names of this one of the ``origins`` only; None for those of all.
         loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
@@ -47,16 +48,21 @@ class Surnames(Loading):
         batch_size: int = 64,
         names: Sequence[str] = ("Vivaldi", "Cervantes", "Hundertwasser", "Rembrandt", "Sibelius", "Kipchoge"),
         labelled: int | None = None,
+        only: str | None = None,
         **loading: Any,
     ):
         super().__init__(**loading)
         self.save_hyperparameters()
         self.origins = list(LOCALES)
+        if only not in (None, *self.origins):
+            raise ConfigError(f"only: there are no names from {only!r}. Choose one of {', '.join(self.origins)}.")
 
     def setup(self, stage: str) -> None:
         """Deal the names to training and validation, in every run the same."""
-        train, self.val = random_split(labelled_names(), [0.8, 0.2], torch.Generator().manual_seed(0))
-        self.train = Subset(train, range(len(train))[: self.hparams.labelled])
+        names, only = labelled_names(), self.hparams.only
+        dealt = random_split(names, [0.8, 0.2], torch.Generator().manual_seed(0))  # before any is left out
+        train, val = ([i for i in part.indices if only in (None, self.origins[names[i][1]])] for part in dealt)
+        self.train, self.val = Subset(names, train[: self.hparams.labelled]), Subset(names, val)
 
     def train_dataloader(self) -> DataLoader:
         """The training names, shuffled."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, PreTrainedModel
 
 import lumen
 from lumen.optim import layer_decay_groups, linear
@@ -97,8 +97,7 @@ class BertClassifier(lumen.TaskModule):
 
     def on_fit_start(self) -> None:
         """Write the config.json that ``from_pretrained`` wants beside exported weights."""
-        if self.trainer.is_global_zero and self.trainer.run_directory:
-            self.bert.config.save_pretrained(self.trainer.run_directory)
+        save_config(self, self.bert)
 
     def forward(self, letters: Tensor) -> Tensor:
         """Logits of shape ``(batch, origins)``; padding is not looked at."""
@@ -139,6 +138,12 @@ class BertClassifier(lumen.TaskModule):
         )
         optimizer = torch.optim.AdamW(groups)
         return {"optimizer": optimizer, "lr_scheduler": falling(self, optimizer)}
+
+
+def save_config(task: lumen.TaskModule, model: PreTrainedModel) -> None:
+    """Write the config.json of a model of transformers into the run directory."""
+    if task.trainer.is_global_zero and task.trainer.run_directory:
+        model.config.save_pretrained(task.trainer.run_directory)
 
 
 def falling(task: lumen.TaskModule, optimizer: torch.optim.Optimizer) -> dict:

@@ -408,6 +408,16 @@ def test_a_fifth_of_the_names_is_for_validation_the_same_in_every_run(names):
     assert list(again.val) == list(names.val)
 
 
+def test_the_names_of_one_country_are_its_names_of_either_part(names):
+    finnish = Surnames(only="Finnish")
+    finnish.setup("fit")
+    for part in ("train", "val"):
+        assert list(getattr(finnish, part)) == [each for each in getattr(names, part) if each[1] == 3]
+    assert (len(finnish.train), len(finnish.val)) == (323, 76)
+    with pytest.raises(ConfigError, match=r"no names from 'Swedish'. Choose one of Austrian, .*Finnish"):
+        Surnames(only="Swedish")
+
+
 # -------------------------------------------------------------------- tables
 
 
