@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.tasks import Regression, quiet_trainer
 
-WHERE = re.compile(r'test_watch\.py", line \d+ in __getitem__')
+WHERE = re.compile(r'helpers/watch\.py", line \d+ in __getitem__')
 
 
 class Stuck(Dataset):
