@@ -9,12 +9,11 @@ import secrets
 import sys
 import traceback
 from argparse import Action
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, Literal, final
+from typing import Any, final
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, DefaultHelpFormatter, Namespace, set_loader  # type: ignore[attr-defined]
@@ -25,8 +24,8 @@ from lumen.checkpoint.manifest import STATE
 from lumen.cli import COMMANDS
 from lumen.cli.config_checks import BASES, SUPPLIED, Check, without_defaults
 from lumen.cli.config_layers import Settings, parse_words
-from lumen.cli.find_class import find_class
 from lumen.cli.interpolation import escaped, resolve
+from lumen.cli.optimization import LookaheadOptions, ParameterGroups, Schedule, configure_optimizers
 from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stdout
@@ -34,77 +33,12 @@ from lumen.distributed.launch import launch
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
-from lumen.optim import Lookahead, decay_groups, layer_decay_groups
 from lumen.random import checked_seed, seed_for_building
 from lumen.strategies.factory import device_of, processes_of
-from lumen.task.hooks import overrides
-from lumen.task.task_module import TaskModule
 from lumen.trainer.logs import LogSettings, console_log
 from lumen.trainer.trainer import Trainer
 
 _log = logging.getLogger("lumen")
-
-
-@final
-@dataclass
-class Schedule:
-    """When lr_scheduler moves.
-
-    Args:
-        interval: What it counts; tokens are the weights of the steps, for the schedules of lumen.optim.
-        frequency: Every how many of them it moves.
-        monitor: The logged name that ReduceLROnPlateau reads.
-        strict: A monitor that was not logged is an error.
-        warmup_steps: Steps of linear warm-up before it, whatever it counts itself.
-        warmup_epochs: Epochs of warm-up in place of steps.
-        warmup_start: Where the warm-up begins, as a fraction of the learning rate. Unset: 0; of warmup_epochs
-            1 / (warmup_epochs + 1), so that the first epoch trains.
-        warmup_factor: A function, as module.name, of the steps or epochs so far: the fraction, in place of a line.
-    """
-
-    interval: Literal["step", "epoch", "token"] = "epoch"
-    frequency: int = 1
-    monitor: str | None = None
-    strict: bool = True
-    warmup_steps: int = 0
-    warmup_epochs: int = 0
-    warmup_start: float | None = None
-    warmup_factor: Callable[[float], float] | None = None
-
-
-@final
-@dataclass
-class ParameterGroups:
-    """What differs between the parameters of optimizer.
-
-    Args:
-        no_decay: Parameters whose weight_decay is 0: "dimension", those of less than two dimensions; "module type",
-            biases, norms and embeddings; names with wildcards; or, beside decay, names of classes. Unset: none.
-        decay: Classes of the modules whose parameters decay, biases excepted; each other one has to be in no_decay.
-        layer_decay: Each layer learns with this share of the rate of the one above, in (0, 1].
-        blocks: The layers, for layer_decay: the name of the module that holds them, or their names, lowest first.
-        embeddings: What is below the blocks. Unset: what is defined before them.
-    """
-
-    no_decay: Literal["dimension", "module type"] | list[str] | None = None
-    decay: list[str] | None = None
-    layer_decay: float | None = None
-    blocks: str | list[str] | None = None
-    embeddings: list[str] | None = None
-
-
-@final
-@dataclass
-class LookaheadOptions:
-    """Lookahead around optimizer; see lumen.optim.Lookahead.
-
-    Args:
-        k: Fast steps for one slow step. Unset: no Lookahead.
-        alpha: Part of the way that a slow step goes, in (0, 1].
-    """
-
-    k: int | None = None
-    alpha: float = 0.5
 
 
 @final
@@ -156,7 +90,6 @@ def run(command: str, words: list[str]) -> int:
     """Run one of the four loops and return 0."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    parser = _make_parser(command)
     pairs = parse_words(["--help" if word == "-h" else word for word in words])
     left_out = _flags([text for key, text in pairs if key == "print_config"])
     asked = [(key, text) for key, text in pairs if key == "help" or key.endswith(".help")]
@@ -164,10 +97,12 @@ def run(command: str, words: list[str]) -> int:
     aside = {"config", "print_config", *(key for key, _ in asked)}
     settings = Settings(command, files, [(key, text) for key, text in pairs if key not in aside])
     if asked:
-        return _show_help(parser, settings, asked)
+        return _show_help(_make_parser(command), settings, asked)
     if files and not settings.tree["trainer"].get("name"):
         settings.tree["trainer"]["name"] = Path(files[0]).stem
     resolve(settings)
+    several = settings.tree.get("lr_scheduler")
+    parser = _make_parser(command, schedulers=len(several) if isinstance(several, list) else None)
     check = Check(settings, parser, {"": Options, **_GROUPS})
     for name in check.links:
         parser.link_arguments("data", f"model.init_args.{name}", partial(_take, name), apply_on="instantiate")
@@ -207,7 +142,7 @@ def run(command: str, words: list[str]) -> int:
                 record["model"].setdefault("init_args", {})[name] = value
         if command == "fit":
             built.trainer.callbacks.insert(0, SaveConfig(record))
-            configure = partial(_configure_optimizers, config, built.model) if config.optimizer else None
+            configure = partial(configure_optimizers, config, built.model) if config.optimizer else None
             built.trainer.fit(built.model, built.data, configure_optimizers=configure)
             return 0
         results = getattr(built.trainer, command)(built.model, built.data, ckpt_path=built.ckpt_path)
@@ -227,6 +162,8 @@ def run(command: str, words: list[str]) -> int:
 def _recorded(parser: ArgumentParser, config: Namespace, *, skip_unset: bool = False) -> dict[str, Any]:
     """The settings of a run as plain data: what `lumen fit --config` repeats it from."""
     record = yaml.safe_load(parser.dump(config, skip_unset=skip_unset))
+    if (several := record.get("lr_scheduler")) and "class_path" not in several:
+        record["lr_scheduler"] = list(several.values())
     return {key: value for key, value in record.items() if key not in ("config", "output", "ckpt_path")}
 
 
@@ -258,8 +195,13 @@ def _processes(trainer: Namespace) -> Processes:
     return processes_of(trainer.devices, trainer.num_nodes, trainer.accelerator, name)
 
 
-def _make_parser(command: str) -> ArgumentParser:
-    """All options of a command; what only fit needs is known to each, so that each reads a run's config."""
+def _make_parser(command: str, schedulers: int | None = None) -> ArgumentParser:
+    """All options of a command; what only fit needs is known to each, so that each reads a run's config.
+
+    Args:
+        command: Its name.
+        schedulers: How many there are in a list; None: one, or none, stands alone.
+    """
     usage = f"lumen {command} --config FILE [--KEY VALUE ...]"
     order = (
         f"The command line beats config files, the last one first, then LUMEN_{command.upper()}__TRAINER__MAX_STEPS=9."
@@ -271,11 +213,23 @@ def _make_parser(command: str) -> ArgumentParser:
     unused = {"ckpt_path", "output"} if command == "fit" else set()
     parser.add_class_arguments(Options, as_group=False, skip=unused)
     for key, base in BASES.items():
+        if key == "lr_scheduler" and schedulers is not None:
+            _add_schedulers(parser, schedulers)
+            continue
         later = SUPPLIED.get(key, set())
         parser.add_subclass_arguments(base, key, skip=later, instantiate=not later, fail_untyped=False)
     for key, kind in _GROUPS.items():
         parser.add_class_arguments(kind, key, skip={*SUPPLIED.get(key, ())})
     return parser
+
+
+def _add_schedulers(parser: ArgumentParser, count: int) -> None:
+    for key in (f"lr_scheduler.{number}" for number in range(count)):
+        supplied = SUPPLIED["lr_scheduler"]
+        parser.add_subclass_arguments(
+            BASES["lr_scheduler"], f"{key}.scheduler", skip=supplied, instantiate=False, fail_untyped=False
+        )
+        parser.add_class_arguments(Schedule, key, instantiate=False)
 
 
 def _instantiate(parser: ArgumentParser, config: Namespace) -> Namespace:
@@ -323,57 +277,6 @@ def _dirpaths(callbacks: Any, own: Path) -> list[PurePath]:
     savers = [node for node in each if node is not None and node.class_path.endswith(".ModelCheckpoint")]
     arguments = sorted((node.init_args.as_dict() for node in savers), key=lambda given: not decides(given))
     return [own if given.get("dirpath") is None else as_place(given["dirpath"]) for given in arguments]
-
-
-def _configure_optimizers(config: Namespace, task: TaskModule) -> dict[str, Any]:
-    if overrides(task, "configure_optimizers"):
-        _log.info("optimizer: %s, instead of the task's configure_optimizers", config.optimizer.class_path)
-    optimizer = _built(config.optimizer, _parameter_groups(config, task))
-    if config.lookahead.k is not None:
-        optimizer = Lookahead(optimizer, config.lookahead.k, config.lookahead.alpha)
-    if not config.lr_scheduler:
-        if config.lr_schedule.as_dict() != vars(Schedule()):
-            _log.warning("lr_schedule says how lr_scheduler moves, but there is none: it is not used")
-        return {"optimizer": optimizer}
-    return {"optimizer": optimizer, "lr_scheduler": {
-        "scheduler": _built(config.lr_scheduler, optimizer), **config.lr_schedule.as_dict()
-    }}  # fmt: skip
-
-
-def _parameter_groups(config: Namespace, task: TaskModule) -> list[Any]:
-    """What the optimizer is built with: trainable parameters, in groups if any are asked for."""
-    wanted, given = config.parameter_groups, config.optimizer.get("init_args", {})
-    lr, weight_decay = given.get("lr"), given.get("weight_decay")
-    if (wanted.layer_decay is None) != (wanted.blocks is None):
-        raise ConfigError("parameter_groups: layer_decay and blocks need each other. Set both or neither.")
-    by = _undecayed(wanted.no_decay, wanted.decay)
-    for name, needed, value in ("no_decay", "weight_decay", weight_decay), ("layer_decay", "lr", lr):
-        if wanted[name] is not None and value is None:
-            raise ConfigError(f"parameter_groups.{name}: {config.optimizer.class_path} has no {needed}. Set it there.")
-    if wanted.layer_decay is not None:
-        return layer_decay_groups(
-            task, lr, wanted.layer_decay, wanted.blocks, weight_decay=weight_decay or 0.0, by=by,
-            embeddings=wanted.embeddings,
-        )  # fmt: skip
-    if wanted.no_decay is not None:
-        return [group for group in decay_groups(task, weight_decay, by=by) if group["params"]]
-    return [parameter for parameter in task.parameters() if parameter.requires_grad]
-
-
-def _undecayed(no_decay: str | list[str] | None, decay: list[str] | None) -> Any:
-    """What does not decay, as `decay_groups` takes it."""
-    if decay is None:
-        return no_decay or []
-    if not isinstance(no_decay, list):
-        raise ConfigError(f"parameter_groups.no_decay: beside decay expected names of classes too, found {no_decay!r}.")
-    return {"decay": decay, "no_decay": no_decay}
-
-
-def _built(node: Namespace, subject: Any) -> Any:
-    try:
-        return find_class(node.class_path)(subject, **node.get("init_args", {}))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{node.class_path} does not take these arguments: {error}") from error
 
 
 def _config_of_run(checkpoint: str | None) -> list[str]:

@@ -35,6 +35,7 @@ _INSTEAD = {
     ("config",): "Config files are named by --config FILE alone.",
 }
 _MINUTES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # a number in YAML 1.1, and to jsonargparse
+_ONE_OF_SEVERAL = re.compile(r"^lr_scheduler\.\d+\.scheduler$")
 _UNKNOWN = inspect.Parameter("unknown", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
@@ -86,6 +87,9 @@ class Check:
         for key, base in BASES.items():
             if is_class(tree.get(key)):
                 self._enter((key,), tree[key], base)
+            elif key == "lr_scheduler" and isinstance(tree.get(key), list):
+                for number, entry in enumerate(tree[key]):
+                    self._enter_schedule((key, str(number)), entry, groups["lr_schedule"])
             elif tree.get(key):
                 self._problems[(key,)] = f"{settings.where((key,))}: expected a class, found {tree[key]!r}."
         if tree.get("lr_scheduler") and not tree.get("optimizer"):
@@ -160,6 +164,15 @@ class Check:
             missing = self._ask((*path, "init_args"), kind, given, needy=not (linked or built_later))
             self.links = missing if linked else self.links
 
+    def _enter_schedule(self, path: Keys, entry: Any, kind: type) -> None:
+        """Look at one of several schedulers, and at when it moves."""
+        if not (isinstance(entry, dict) and is_class(entry.get("scheduler"))):
+            expected = "expected a class, or {scheduler: CLASS, interval: step}"
+            self._problems[path] = f"{self._settings.where(path)}: {expected}, found {entry!r}."
+            return
+        self._enter((*path, "scheduler"), entry["scheduler"], BASES["lr_scheduler"])
+        self._ask(path, kind, {name: value for name, value in entry.items() if name != "scheduler"})
+
     def _try_values(self) -> None:
         """Find the values that do not fit, from the inside out; what a wrong one is part of is not tried."""
         for asked in reversed(self._asked):
@@ -181,7 +194,8 @@ class Check:
 
 def _supplied(path: Keys) -> set[str]:
     """The arguments of a class that Lumen gives it."""
-    return set(SUPPLIED.get(".".join(path).removesuffix(".init_args"), ()))
+    key = _ONE_OF_SEVERAL.sub("lr_scheduler", ".".join(path).removesuffix(".init_args"))
+    return set(SUPPLIED.get(key, ()))
 
 
 def _parameters(kind: type, names: Iterable[str]) -> Mapping[str, inspect.Parameter]:
@@ -234,6 +248,9 @@ def without_defaults(record: Mapping[str, Any], top: ArgumentParser, groups: Ite
             node["init_args"] = given
     for key in groups:
         left[key] = _differing(left[key], defaults[key])
+    if isinstance(several := left.get("lr_scheduler"), list):
+        usual = defaults["lr_scheduler"].values()
+        left["lr_scheduler"] = [_differing(*each) for each in zip(several, usual, strict=True)]
     return {key: value for key, value in _differing(left, defaults).items() if value != {}}
 
 

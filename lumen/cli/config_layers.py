@@ -26,6 +26,7 @@ Keys = tuple[str, ...]
 _CLASSES = {("model",), ("data",), ("optimizer",), ("lr_scheduler",)}
 _GROUPS = ("parameter_groups", "lookahead", "lr_schedule", "trainer")
 _CALLBACKS = ("trainer", "callbacks")
+_SCHEDULERS = ("lr_scheduler",)
 _NODE = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -105,10 +106,12 @@ def parse_words(words: list[str]) -> list[tuple[str, str]]:
 
 
 def plain(tree: Any, path: Keys = ()) -> Any:
-    """A tree whose lists are lists, and a callback alone is in one: jsonargparse takes its keys for names."""
+    """A tree as jsonargparse takes it: a callback alone is in a list, several schedulers are named by their numbers."""
     if isinstance(tree, dict):
         found = {key: plain(value, (*path, key)) for key, value in tree.items()}
         return [found] if path == _CALLBACKS and is_class(tree) else found
+    if isinstance(tree, list) and path == _SCHEDULERS:
+        return {str(number): plain(value) for number, value in enumerate(tree)}
     return [plain(value) for value in tree] if isinstance(tree, list) else tree
 
 
@@ -117,7 +120,7 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
     if isinstance(new, Added):
         return _add(old, new, path)
     callback = path[:2] == _CALLBACKS and len(path) == 3 and path[-1] not in _NODE
-    named = path in _CLASSES or callback or (path == _CALLBACKS and isinstance(new, str))
+    named = path in _CLASSES or callback or (path == _CALLBACKS and isinstance(new, str)) or _is_scheduler(new, path)
     begun = isinstance(old, str) and isinstance(new, dict) and old.rpartition(".")[2].isidentifier()
     if isinstance(new, str) and not named and is_class(old) and not _same(old.get("class_path"), new):
         return new  # a word that stands for an object: `--trainer.profiler simple`
@@ -125,12 +128,14 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
         old = None  # one callback stands in place of all that have names
     if path == _CALLBACKS and is_class(old) and isinstance(new, dict) and not is_class(new):
         new = {name: item["class_path"] if is_class(item) else item for name, item in new.items()}  # they were no names
+    if path == _SCHEDULERS and isinstance(old, list) and isinstance(new, dict) and "class_path" not in new:
+        raise ConfigError("lr_scheduler is a list: write all of it anew, or add to it by --lr_scheduler+.")
     if named or begun or is_class(old) or is_class(new):
         old, new = _as_class(old), _as_class(new)
         if is_class(old) and is_class(new) and not _same(old.get("class_path"), new.get("class_path")):
             old = {}
     if isinstance(new, list):
-        return [merge(None, item, (*path, str(number))) for number, item in enumerate(new)]
+        return [_item(item, (*path, str(number))) for number, item in enumerate(new)]
     if not isinstance(new, dict):
         return new
     if isinstance(old, list) and not is_class(new):
@@ -144,9 +149,21 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
     return merged
 
 
+def _is_scheduler(value: Any, path: Keys) -> bool:
+    """Whether a value is one of several schedulers, alone or with its interval beside it."""
+    numbered = path[:1] == _SCHEDULERS and path[1:2] != () and path[1].isdigit()
+    return numbered and (path[2:] == ("scheduler",) or (len(path) == 2 and isinstance(value, str)))
+
+
+def _item(value: Any, path: Keys) -> Any:
+    """An item of a list; one of several schedulers as `{scheduler: CLASS, interval: ...}`."""
+    item = merge(None, value, path)
+    return {"scheduler": item} if path[:-1] == _SCHEDULERS and is_class(item) else item
+
+
 def _add(old: Any, new: Added, path: Keys) -> Any:
     """A list, or a dictionary of named callbacks, with what is added to it."""
-    items = [merge(None, item, (*path, "0")) for item in new]
+    items = [_item(item, (*path, "0")) for item in new]
     if isinstance(old, str) and old.startswith("["):
         old = _value(path, old)
     if isinstance(old, dict) and old and not is_class(old):
@@ -156,7 +173,7 @@ def _add(old: Any, new: Added, path: Keys) -> Any:
             named[next(each for each in chain([name], (f"{name}{k}" for k in count(2))) if each not in named)] = item
         new.names = tuple(named)[len(old) :]
         return named
-    before = old if isinstance(old, list) else [] if old is None else [old]
+    before = old if isinstance(old, list) else [] if old is None else [_item(old, (*path, "0"))]
     new.names = tuple(str(len(before) + number) for number in range(len(items)))
     return (Added if old is None or isinstance(old, Added) else list)([*before, *items])
 
@@ -210,7 +227,7 @@ def _typed(words: Iterable[tuple[str, str]]) -> list[Tree]:
 
 
 def _nested(keys: Sequence[str], text: str) -> Tree:
-    listed = tuple(keys) == _CALLBACKS and text.startswith("[")
+    listed = tuple(keys) in (_CALLBACKS, _SCHEDULERS) and text.startswith("[")
     return _at(keys, _value(keys, text) if text.startswith("{") or listed else text)
 
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, final
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from lumen.errors import ConfigError, TrainingError
 from lumen.internals.optimizers import StepGuard, schedules_in
@@ -111,6 +121,7 @@ def _kind_of(scheduler: Any) -> str:
     return type(scheduler).__qualname__ + (f"({kinds})" if kinds else "")
 
 
+_ABSOLUTE = (Schedule, LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name")
 _WARMUP = ("warmup_steps", "warmup_epochs", "warmup_start", "warmup_factor")
 _ACCEPTED = {*_KEYS, *_WARMUP, "reduce_on_plateau"}
@@ -162,6 +173,7 @@ def build_optimizers(
                 f"lr_scheduler: the {type(config.scheduler).__name__} moves the learning rates of another optimizer "
                 f"than the {type(optimizer).__name__} that trains. Build it with that one."
             )
+    _refuse_overwriting([config.scheduler for config in configs])
     return optimizer, configs
 
 
@@ -301,6 +313,19 @@ def _paired(configs: list[SchedulerConfig]) -> list[SchedulerConfig]:
             configs.remove(rest)
             configs.insert(configs.index(config), rest)
     return configs
+
+
+def _refuse_overwriting(schedulers: Sequence[Any]) -> None:
+    """Refuse a schedule that sets rates anew, whatever they are, where another one changes the same ones."""
+    for one, other in permutations(schedulers, 2):
+        if not isinstance(one, _ABSOLUTE) or getattr(other, "scheduler", None) is one:
+            continue
+        if {*map(id, one.optimizer.param_groups)} & {*map(id, getattr(other, "optimizer", one.optimizer).param_groups)}:
+            raise ConfigError(
+                f"lr_scheduler: each move of the {type(one).__name__} sets the learning rates anew, which undoes what "
+                f"the {type(other).__name__} does to them. For a warm-up before another scheduler give that one "
+                "warmup_steps or warmup_epochs, with a warmup_factor; for others one after the other use SequentialLR."
+            )
 
 
 def check_held(task: nn.Module, optimizer: Optimizer) -> None:

@@ -61,6 +61,8 @@ class Counted(Layered):
 def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full.yaml").write_text(FULL)
+    (tmp_path / "plain.yaml").write_text("{lookahead: null, parameter_groups: null, lr_schedule: null}")
+    (tmp_path / "several.yaml").write_text(SEVERAL)
     Spy.trainer = Spy.task = None
 
 
@@ -250,3 +252,101 @@ def test_another_optimizer_inside_lookahead_is_found_when_resuming(tmp_path, cap
 )  # fmt: skip
 def test_what_does_not_go_together_is_named(capsys, words, message):
     assert message in refused(capsys, *words)
+
+
+# ---------------------------------------------------------------------- several schedulers
+
+PLAIN = ["--config", "plain.yaml"]
+SEVERAL = """
+lr_scheduler:
+- {scheduler: {class_path: ExponentialLR, init_args: {gamma: 0.5}}, interval: step, frequency: 4}
+- {scheduler: {class_path: ReduceLROnPlateau, factor: 0.1, patience: 0}, monitor: rising}
+- {class_path: StepLR, step_size: 3, gamma: 0.125}
+"""
+
+
+class SeveralInPython(Layered):
+    """Moves its learning rate as `SEVERAL` says."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), fused=True)
+        schedules = torch.optim.lr_scheduler
+        return [optimizer], [
+            {"scheduler": schedules.ExponentialLR(optimizer, 0.5), "interval": "step", "frequency": 4},
+            {"scheduler": schedules.ReduceLROnPlateau(optimizer, factor=0.1, patience=0), "monitor": "rising"},
+            schedules.StepLR(optimizer, 3, 0.125),
+        ]
+
+
+def several(*words):
+    return fit(*PLAIN, "--config", "several.yaml", *words)
+
+
+def test_several_schedulers_of_a_config_move_as_those_of_a_list_in_python():
+    trainer, task = several("--trainer.name=yaml")
+    kinds = [type(each.scheduler).__name__ for each in trainer.lr_scheduler_configs]
+    assert kinds == ["ExponentialLR", "ReduceLROnPlateau", "StepLR"]
+    _, other = fit(
+        f"--model={__name__}.SeveralInPython", "--optimizer=null", "--lr_scheduler=null", *PLAIN, "--trainer.name=code"
+    )
+    assert rates(Path("runs/yaml")) == rates(Path("runs/code"))
+    assert len(set(rates(Path("runs/yaml")))) > 6
+    assert torch.equal(weights(task), weights(other))
+
+
+def test_several_schedulers_go_on_exactly_and_the_saved_config_repeats_them(capsys):
+    _, whole = several("--trainer.name=whole")
+    saved = yaml.safe_load(Path("runs/whole/config.yaml").read_text())["lr_scheduler"]
+    assert [(each["scheduler"]["class_path"], each["interval"]) for each in saved] == [
+        ("torch.optim.lr_scheduler.ExponentialLR", "step"),
+        ("torch.optim.lr_scheduler.ReduceLROnPlateau", "epoch"),
+        ("torch.optim.lr_scheduler.StepLR", "epoch"),
+    ]
+    _, again = fit("--trainer.name=again", config="runs/whole/config.yaml")
+    assert torch.equal(weights(whole), weights(again))
+    for epochs in (1, 3, 4):
+        _, parts = several("--trainer.name=parts", "--trainer.resume=auto", f"--trainer.max_epochs={epochs}")
+    assert torch.equal(weights(whole), weights(parts))
+    assert rates(Path("runs/parts")) == rates(Path("runs/whole"))
+    assert main(["validate", "--config", "runs/whole/config.yaml", "--ckpt_path", "last"]) == 0
+    capsys.readouterr()
+    assert main(["fit", "--config", "runs/whole/config.yaml", "--print_config=skip_default"]) == 0
+    (short, *_) = yaml.safe_load(capsys.readouterr().out)["lr_scheduler"]
+    assert short == {
+        "scheduler": {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.5}},
+        "interval": "step", "frequency": 4,
+    }  # fmt: skip
+
+
+def test_a_word_adds_a_scheduler_to_those_of_the_config():
+    words = ["--lr_scheduler+=StepLR", "--lr_scheduler.step_size=2"]
+    trainer, _ = several(*words, "--lr_scheduler+={scheduler: {class_path: ExponentialLR, gamma: 0.9}, frequency: 2}")
+    *_, step, exponential = trainer.lr_scheduler_configs
+    assert (step.scheduler.step_size, exponential.scheduler.gamma, exponential.frequency) == (2, 0.9, 2)
+    trainer, _ = fit(*PLAIN, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=3", "--lr_scheduler+=ExponentialLR",
+                     "--lr_scheduler.gamma=0.9")  # fmt: skip
+    assert [type(each.scheduler).__name__ for each in trainer.lr_scheduler_configs] == ["StepLR", "ExponentialLR"]
+    (only,) = several("--lr_scheduler=[{class_path: StepLR, step_size: 5}]")[0].lr_scheduler_configs
+    assert only.scheduler.step_size == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lr_scheduler=[StepLR]"], "lr_scheduler.0.scheduler (the command line): StepLR needs step_size. Set it."),
+        (["--lr_scheduler+={scheduler: StepLR, intervall: step}"], "Schedule has no option intervall. Did you mean"),
+        (["--lr_scheduler+={interval: step}"], "expected a class, or {scheduler: CLASS, interval: step}, found"),
+        (["--lr_scheduler+=lumen.optim.cosine", "--lr_scheduler.steps=9"],
+         "each move of the Schedule sets the learning rates anew, which undoes what the ExponentialLR does to them."),
+        (["--lr_scheduler+=AdamW"], "has no class AdamW"),
+        (["--lr_scheduler.gamma=3"], "lr_scheduler is a list: write all of it anew, or add to it by --lr_scheduler+."),
+        (["--lr_schedule.interval=step"], "lr_schedule says how one lr_scheduler moves, but there are several."),
+        (["--optimizer=null"], "lr_scheduler: it needs the optimizer that it schedules. Set optimizer too."),
+        (["--lr_scheduler=[{scheduler: {class_path: StepLR, step_size: 1}, frequency: often}]"],
+         "lr_scheduler.0.frequency (the command line): expected int, found 'often'."),
+        (["--lr_scheduler=[{scheduler: {class_path: StepLR, step_size: few}}]"],
+         "lr_scheduler.0.scheduler.step_size (the command line): expected int, found 'few'."),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_one_of_several_schedulers_is_named(capsys, words, message):
+    assert message in refused(capsys, *PLAIN, "--config", "several.yaml", *words)

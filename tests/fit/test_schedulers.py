@@ -600,6 +600,19 @@ def test_a_scheduler_of_another_optimizer_is_an_error(tmp_path):
         bare_trainer(tmp_path, max_steps=1).fit(Wrong(), loader())
 
 
+@pytest.mark.parametrize(
+    "other", [lambda optimizer: {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"},
+              lambda optimizer: StepLR(optimizer, 1), lambda optimizer: LambdaLR(optimizer, float)]
+)  # fmt: skip
+def test_a_schedule_that_sets_rates_anew_does_not_undo_another_one(tmp_path, other):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        return [optimizer], [other(optimizer), LambdaLR(optimizer, lambda epoch: min(1.0, 0.1 * (1 + epoch)))]
+
+    with pytest.raises(ConfigError, match=r"each move of the LambdaLR sets the learning rates anew, which undoes what"):
+        bare_trainer(tmp_path, max_steps=1).fit(Scheduled(configure), loader())
+
+
 class ByHand(Regression):
     def on_train_batch_start(self, batch, batch_idx):
         for group in self.optimizers().param_groups:
