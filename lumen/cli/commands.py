@@ -199,7 +199,7 @@ def _make_parser(command: str, schedulers: int | None = None) -> ArgumentParser:
     """All options of a command; what only fit needs is known to each, so that each reads a run's config.
 
     Args:
-        command: Its name.
+        command: The name of the command: fit, validate, test or predict.
         schedulers: How many there are in a list; None: one, or none, stands alone.
     """
     usage = f"lumen {command} --config FILE [--KEY VALUE ...]"

@@ -109,15 +109,16 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def convert(data: Any, function: Callable[[Any], Any]) -> Any:
+def convert(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Apply a function to every leaf of nested data, keeping the structure.
 
-    Mappings, lists, tuples, named tuples without a `to` method and dataclasses are walked.
+    Mappings, lists, tuples, named tuples without a `to` method and dataclasses are walked, except where `is_leaf` says
+    that one is a leaf.
     """
-    if isinstance(data, torch.Tensor):
+    if isinstance(data, torch.Tensor) or (is_leaf is not None and is_leaf(data)):
         return function(data)
     if isinstance(data, Mapping):
-        converted = {key: convert(value, function) for key, value in data.items()}
+        converted = {key: convert(value, function, is_leaf) for key, value in data.items()}
         if type(data) is dict:
             return converted
         if isinstance(data, MutableMapping):
@@ -128,11 +129,12 @@ def convert(data: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         if hasattr(data, "to"):
             return function(data)
-        return type(data)(*(convert(value, function) for value in data))
+        return type(data)(*(convert(value, function, is_leaf) for value in data))
     if isinstance(data, (list, tuple)):
-        return type(data)([convert(value, function) for value in data])
+        return type(data)([convert(value, function, is_leaf) for value in data])
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        fields = {field.name: convert(getattr(data, field.name), function) for field in dataclasses.fields(data)}
+        names = [field.name for field in dataclasses.fields(data)]
+        fields = {name: convert(getattr(data, name), function, is_leaf) for name in names}
         made = object.__new__(type(data))  # not replace(): init=False and InitVar fields must survive
         for name, value in fields.items():
             object.__setattr__(made, name, value)

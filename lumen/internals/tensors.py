@@ -135,6 +135,12 @@ def empty_host_cache() -> None:
         empty()
 
 
+def empty_device_cache(device: torch.device) -> None:
+    """Give back memory of an accelerator that torch keeps for tensors to come."""
+    if device.type != "cpu":
+        getattr(torch, device.type).empty_cache()
+
+
 def norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The 2-norm of each of one or more tensors, in a few kernels."""
     return torch._foreach_norm(tensors)

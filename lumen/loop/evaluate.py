@@ -15,7 +15,8 @@ import torch
 from lumen.checkpoint.collect import logger_states
 from lumen.data.adapter import LoaderAdapter, Position
 from lumen.data.nested import move
-from lumen.data.windows import AccumulationWindow
+from lumen.data.windows import AccumulationWindow, MicroBatch
+from lumen.loop.halves import Halves, explained
 from lumen.loop.step import unnoticed
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.stages import StatesApart
@@ -75,7 +76,8 @@ def evaluate(run: Run, stage: str) -> bool:
             named = zip(run.loaders.evaluation, run.loaders.suffixes(), strict=True)
             for number, (adapter, suffix) in enumerate(named):
                 run.log.loader_suffix, run.log.in_evaluation_pass = suffix, True
-                outputs = evaluate_loader(run, stage, name, adapter, number, apart)
+                with explained(run):
+                    outputs = evaluate_loader(run, stage, name, adapter, number, apart)
                 run.log.in_evaluation_pass = False
                 if run.ending.vote.stop_signal is not None:
                     return False
@@ -152,9 +154,11 @@ def evaluate_loader(
     """
     hooks = run.hooks
     starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
-    step, domain, metrics = f"{name}_step", EVALUATIONS[stage], apart.metrics
     call, arguments = run.strategy.call, run.calls.arguments
+    step, domain, metrics = f"{name}_step", EVALUATIONS[stage], apart.metrics
     outputs: list[Numbered[Any]] = []
+    wanted = bool(ends) or stage == "predict"
+    halves = Halves(run, stage, wanted=wanted) if run.plan.halve_on_oom else None
     window: AccumulationWindow | None = None
     limit = run.plan.limit(stage, adapter)
     for window in adapter.windows(0, Position(), limit):
@@ -166,13 +170,16 @@ def evaluate_loader(
             seed_generators(make_key(run.seed, domain, 2, dataloader_idx, micro.index))
             batch = run.calls.receive(micro.batch, dataloader_idx)
             if micro.is_dummy:  # in a forward that all ranks make together
-                with unnoticed(run), run.precision.forward():
-                    call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))
+                with unnoticed(run):
+                    forward(run, step, micro, dataloader_idx, batch)
                 continue
             for hook in starts:
                 hook(batch, micro.index, dataloader_idx)
-            with run.precision.forward():
-                output = call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))
+            if halves is not None:
+                output = halves.evaluate(partial(forward, run, step, micro, dataloader_idx), batch, micro.samples)
+            else:
+                with run.precision.forward():
+                    output = call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))
             for hook in ends:
                 hook(output, batch, micro.index, dataloader_idx)
             if stage == "predict":
@@ -185,6 +192,13 @@ def evaluate_loader(
     if window is None and limit != 0:
         run.loaders.say_empty(stage, adapter)
     return outputs
+
+
+def forward(run: Run, step: str, micro: MicroBatch, dataloader_idx: int, batch: Any) -> Any:
+    """Make a step of the task for a batch, or a part of it. Returns what it returned."""
+    with run.precision.forward():
+        arguments = run.calls.arguments(step, batch, micro.index, dataloader_idx or micro.loader)
+        return run.strategy.call(step, *arguments)
 
 
 def publish(run: Run, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a 
     from torchmetrics import Metric
 
 
+#: What a collector has at a moment: see `StageMetrics.mark`.
+Mark = tuple[dict[str, "_Entry"], dict[str, str], dict[tuple[int, str], str], bool]
+
+
 @final
 class _Entry:
     """Everything logged under one name."""
@@ -40,6 +45,13 @@ class _Entry:
         self.epoch = Accumulator(options.reduce_fx)
         self.latest: list[tuple[float | torch.Tensor, float]] = []
         self.window = -1
+
+    def copied(self) -> _Entry:
+        """One that stays as this is now."""
+        entry = copy(self)
+        entry.latest, entry.epoch = list(self.latest), copy(self.epoch)
+        entry.epoch.pending = list(self.epoch.pending)
+        return entry
 
 
 class _Report(NamedTuple):
@@ -277,6 +289,15 @@ class StageMetrics:
         for entry in self._entries.values():
             if entry.metric is not None:
                 entry.metric.reset()
+
+    def mark(self) -> Mark:
+        """What is collected by now, for `go_back`; metric objects are not part of it."""
+        entries = {name: entry.copied() for name, entry in self._entries.items()}
+        return entries, dict(self._owners), dict(self._fed), self._has_steps
+
+    def go_back(self, mark: Mark) -> None:
+        """Forget what was logged since `mark`, which serves once."""
+        self._entries, self._owners, self._fed, self._has_steps = mark
 
     def state_dict(self, name_of: Callable[[Metric], str | None]) -> dict[str, Any]:
         """Plain data, for a checkpoint in the middle of an epoch.

@@ -137,7 +137,13 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
             f"training and validation within its epoch read one {type(beside).__name__}, which is its own iterator: "
             "each would move the other on. Give a loader to each."
         )
-    rank_slice = _rank_slice(run, run.strategy.communicates_in("evaluation"))
+    communicates = run.strategy.communicates_in("evaluation")
+    if communicates and run.plan.halve_on_oom:
+        raise ConfigError(
+            "halve_on_oom: with this strategy all processes communicate in each evaluation step, so none can make it "
+            "again alone. Leave it out, and make batch_size of the evaluation loaders smaller."
+        )
+    rank_slice = _rank_slice(run, communicates)
     seeds = [make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number) for number in range(len(loaders))]
     adapters = [
         adapt_loader(loader, seed, rank_slice.world, rewinds=True, rank_slice=rank_slice)

@@ -34,6 +34,7 @@ class Plan:
         accumulate: Micro-batches of a step in each process.
         global_batch_size: Samples of a step, instead of `accumulate`; None: that counts.
         same_batches: Every epoch repeats the batches of the first.
+        halve_on_oom: Evaluate a batch that does not fit into memory in halves.
         reload_every_n_epochs: Ask for new loaders at the start of every n-th epoch; 0: never.
     """
 
@@ -52,6 +53,7 @@ class Plan:
     limits: dict[str, int | float | None] = field(default_factory=dict)
     log_every_n_steps: int = 50
     inference_mode: bool = True
+    halve_on_oom: bool = False
     accumulate: int = 1
     global_batch_size: int | None = None
     same_batches: bool = False

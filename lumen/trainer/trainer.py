@@ -109,6 +109,7 @@ class Trainer(RunView):
         profiler: `simple`: a table of where the time goes; `torch`: traces of `torch.profiler`; or a `Profiler`.
         inference_mode: Evaluate under `torch.inference_mode`, else under `torch.no_grad`; `on_validation_start` and
             `_end`, and those of test and predict, under the latter. What modules hold can be trained with afterwards.
+        halve_on_oom: Evaluate a batch that does not fit into memory in halves, these again; see `lumen.loop.halves`.
         gc_every_n_steps: Let Python look for garbage (objects that refer to each other in circles) after every n-th
             optimizer step, in an evaluation after every n-th batch, and at no other time: so no process makes the
             others wait at a moment of its own. Default: whenever Python wants to.
@@ -168,6 +169,7 @@ class Trainer(RunView):
         sync_batchnorm: bool = False,
         profiler: Literal["simple", "torch", "pytorch"] | Profiler | None = None,
         inference_mode: bool = True,
+        halve_on_oom: bool = False,
         gc_every_n_steps: int | None = None,
         enable_progress_bar: bool = True,
         enable_checkpointing: bool = True,
@@ -230,6 +232,7 @@ class Trainer(RunView):
             },
             log_every_n_steps=log_every_n_steps,
             inference_mode=inference_mode,
+            halve_on_oom=halve_on_oom,
             accumulate=accumulate_grad_batches,
             global_batch_size=global_batch_size,
             reload_every_n_epochs=reload_dataloaders_every_n_epochs,

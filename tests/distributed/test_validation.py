@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from lumen import FSDP
+from lumen.errors import ConfigError
 from tests.helpers.tasks import Regression, bare_trainer, loader
-from tests.helpers.validation import full_loss
+from tests.helpers.validation import Cramped, full_loss
 
 
 class OwnNames(Regression):
@@ -36,3 +38,37 @@ def test_a_name_of_one_loader_is_returned_with_that_one_alone(group, tmp_path, w
             {"loss_a": pytest.approx(a, rel=1e-12), "joint": joint, "at_the_end": 3.0},
             {"loss_b": pytest.approx(b, rel=1e-12), "joint": joint, "at_the_end": 3.0},
         ]
+
+
+def validate_cramped(folder, fits):
+    loaders = loader(50, 16, shuffle=False, dtype=torch.float64)
+    return bare_trainer(folder, strategy="auto", halve_on_oom=True).validate(Cramped(fits), loaders)
+
+
+def predict_cramped(folder, fits):
+    loaders = loader(50, 16, shuffle=False, dtype=torch.float64)
+    return bare_trainer(folder, strategy="auto", halve_on_oom=True).predict(Cramped(fits), loaders)
+
+
+def validate_cut_up(folder):
+    strategy = FSDP(reshard_after_forward=True, unshard_in_evaluation=False)
+    trainer = bare_trainer(folder, strategy=strategy, halve_on_oom=True, max_epochs=1, num_sanity_val_steps=0)
+    with pytest.raises(
+        ConfigError, match="halve_on_oom: with this strategy all processes communicate in each evaluation"
+    ):
+        trainer.fit(Cramped(4), loader(dtype=torch.float64), loader(dtype=torch.float64))
+    return trainer.global_step
+
+
+def test_the_processes_that_halve_their_batches_give_the_values_of_one_that_has_the_memory(group, tmp_path):
+    """50 = 3 * 16 + 2: the second process halves one batch, and one fits."""
+    full = full_loss(Cramped(50), 50)
+    for values in group(2).run(validate_cramped, tmp_path, 3):
+        assert values == [{"val_loss": pytest.approx(full, rel=1e-12)}]
+    whole, halved = (group(2).run(predict_cramped, tmp_path, fits)[0] for fits in (16, 4))
+    assert [len(each) for each in halved] == [16, 16, 16, 2]
+    torch.testing.assert_close(torch.cat(halved), torch.cat(whole), rtol=1e-12, atol=1e-14)
+
+
+def test_no_process_halves_a_batch_where_steps_communicate(group, tmp_path):
+    assert group(2).run(validate_cut_up, tmp_path) == [0, 0]
