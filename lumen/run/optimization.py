@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from lumen.internals.optimizers import StepGuard
 from lumen.optim import needs_closure
-from lumen.optim.gradients import clip_grad_norm, clip_grad_value, scale_gradients
 from lumen.run.configure_optimizers import SchedulerConfig, check_held, guard
+from lumen.run.gradients import clip_grad_norm, clip_grad_value, scale_gradients
 from lumen.task.task_module import TaskModule
 
 _ZERO_GRAD = Optimizer.zero_grad  # as it is now: somebody may replace it

@@ -47,7 +47,7 @@ class Records:
         device: torch.device,
     ) -> None:
         self._plan, self._progress, self._log, self._step = plan, progress, log, step
-        self._is_asynchronous = device.type == "cuda"  # who reads a value waits for it
+        self._device = device
         self._pending: PendingStepLog | None = None  # on its way to the loggers
         self.loggers = loggers
         self.is_logged = bool(loggers)
@@ -59,7 +59,7 @@ class Records:
         """Let the loggers have the values of this step: now, or once a device has computed them. Collective."""
         if self.is_logged:
             self._pending = self._newest_log()
-            if not self._is_asynchronous:
+            if not self.is_asynchronous:
                 self.write_row()
 
     def keep_row(self) -> None:
@@ -84,6 +84,11 @@ class Records:
     def write(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Give values to every logger at the current step."""
         self._write({name: float(value) for name, value in values.items()}, self._progress.step, self._progress.epoch)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether values stay on the device, which computes them later: who reads one waits."""
+        return self._device.type == "cuda"
 
     @property
     def _is_unlogged(self) -> bool:

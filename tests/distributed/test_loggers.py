@@ -6,7 +6,7 @@ import io
 import pytest
 
 import lumen
-from lumen.strategies.strategy import Strategy
+from lumen.run.records import Records
 from tests.helpers.loggers import fit
 
 
@@ -45,7 +45,7 @@ def broken_off_and_resumed(folder, later):
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         if later:  # as on CUDA
-            patch.setattr(Strategy, "is_asynchronous", True)
+            patch.setattr(Records, "is_asynchronous", True)
         with pytest.raises(InterruptedError):
             fit(folder, **options, callbacks=[saver, breaking_off])
         trainer = fit(folder, **options, callbacks=[saver])

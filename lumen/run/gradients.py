@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from lumen.distributed.dtensor import is_sharded, own_part
 from lumen.internals.tensors import clamp, multiply
 
 
@@ -26,11 +27,11 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
         The norm before clipping: a scalar tensor on the device of the gradients.
     """
     parameters = list(parameters)
-    if any(isinstance(parameter.grad, DTensor) for parameter in parameters):
-        norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if any(parameter.grad is not None and is_sharded(parameter.grad) for parameter in parameters):
+        norm: Any = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        norm = norm.full_tensor() if is_sharded(norm) else norm
         multiply(_local(parameters), (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        return norm  # type: ignore[no-any-return]
     try:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     except NotImplementedError:  # some are sparse
@@ -46,8 +47,7 @@ def clip_grad_value(parameters: Iterable[nn.Parameter], max_value: float) -> Non
 
 def _local(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients; of those that are cut up this process's parts."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    return [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def _with_rows(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
