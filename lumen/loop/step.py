@@ -114,7 +114,7 @@ def accumulate(
         elif strategy.communicates_in("backward"):
             backward_of_zero(run, micro, batch, weighting)
         elif micro.last:
-            begin_agreement(run, weighting)
+            weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop)
         if micro.last:
             strategy.after_backward()
     return output, part
@@ -131,7 +131,7 @@ def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: LossWei
     if weighting.unseeded:
         weighting.seed(None)
     if micro.last:
-        begin_agreement(run, weighting)
+        weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop)
     try:
         run.precision.backward(loss)
     except RuntimeError as error:
@@ -142,11 +142,6 @@ def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: LossWei
             "loss.backward() out and return the loss. What is kept from an earlier step (a hidden state, an embedding) "
             "has to be detached before it is used in a later one."
         ) from error
-
-
-def begin_agreement(run: Run, weighting: LossWeighting) -> None:
-    """Tell the other processes, beside the last backward, what this one has: weights, and wishes to leave."""
-    weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop)
 
 
 def backward_of_zero(run: Run, micro: MicroBatch, batch: Any, weighting: LossWeighting) -> None:

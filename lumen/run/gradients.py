@@ -27,10 +27,11 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
         The norm before clipping: a scalar tensor on the device of the gradients.
     """
     parameters = list(parameters)
-    if any(parameter.grad is not None and is_sharded(parameter.grad) for parameter in parameters):
-        norm: Any = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if _are_cut(gradients):
+        norm: Any = nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if is_sharded(norm) else norm
-        multiply(_local(parameters), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        multiply(list(map(own_part, gradients)), (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm  # type: ignore[no-any-return]
     try:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -47,7 +48,13 @@ def clip_grad_value(parameters: Iterable[nn.Parameter], max_value: float) -> Non
 
 def _local(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients; of those that are cut up this process's parts."""
-    return [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return list(map(own_part, gradients)) if _are_cut(gradients) else gradients
+
+
+def _are_cut(gradients: list[torch.Tensor]) -> bool:
+    """Whether some are cut up over processes; most models have none, which their types say at once."""
+    return not {*map(type, gradients)} <= {torch.Tensor} and any(map(is_sharded, gradients))
 
 
 def _with_rows(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
