@@ -80,7 +80,7 @@ def test_a_step_calls_few_functions_of_lumens_own(tmp_path, names, most):
 
 def test_clipping_and_accumulation_add_few_calls(tmp_path):
     plain = calls_per_step(tmp_path, Regression())
-    assert calls_per_step(tmp_path, Regression(), gradient_clip_val=1.0) <= plain + 5
+    assert calls_per_step(tmp_path, Regression(), gradient_clip_val=1.0) <= plain + 7
     assert calls_per_step(tmp_path, Regression(), accumulate_grad_batches=8) < 0.55 * plain
 
 
