@@ -108,6 +108,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
             list(map(float, (records.is_logged, log.has_epoch_ends, log.has_metrics, run.hooks.may_stop_at_steps)))
         )
         records.is_logged, log.has_epoch_ends, log.has_metrics, ending.asks_each_step = (ranks > 0 for ranks in of_any)
+        ending.asks_each_step &= processes.world_size > 1
         run.checkpoint, run.saves = checkpoint, Saves(run, check_home)
         task._run = run
         if datamodule is not None:
