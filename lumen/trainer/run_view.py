@@ -29,6 +29,9 @@ _UNASKED_VALUES = 3
 class RunView(ABC):
     """What callbacks and tasks read of a trainer; nothing here changes a run, but for `should_stop`.
 
+    It is apart from `Trainer`, its one child, so that a reader finds what a callback may use in one place, and how a
+    run is opened, made and closed in another.
+
     Attributes:
         plan: How long the run is and what happens when.
         strategy: On which devices tasks lie, and how a step is computed there.
