@@ -1,6 +1,7 @@
 """What the documentation shows works as shown."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,13 +117,22 @@ def take_two_steps(config, tmp_path):
     assert main(["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}", *overrides]) == 0
 
 
-def test_the_readme_config_trains_on_top_of_an_example(tmp_path, monkeypatch):
-    (config,) = blocks("yaml")
-    (tmp_path / "more.yaml").write_text(config)
-    monkeypatch.chdir(ROOT)
-    words = ["--config", "models/digits.yaml", "--config", str(tmp_path / "more.yaml")]
-    small = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", f"--trainer.default_root_dir={tmp_path}"]
+def on_top_of_the_digits(config, folder):
+    """Train two steps of an example with a config of the README's over it; returns the run's own config."""
+    (folder / "more.yaml").write_text(config)
+    words = ["--config", "models/digits.yaml", "--config", str(folder / "more.yaml")]
+    small = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", f"--trainer.default_root_dir={folder}"]
     assert main(["fit", *words, *small]) == 0
-    saved = (tmp_path / "digits/config.yaml").read_text()
+    return (folder / "digits/config.yaml").read_text()
+
+
+def test_the_readme_configs_train_on_top_of_an_example(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    one, several = blocks("yaml")
+    saved = on_top_of_the_digits(one, tmp_path)
     assert "class_path: torch.optim.AdamW" in saved
     assert "interval: step" in saved
+    shutil.rmtree(tmp_path / "digits")
+    saved = on_top_of_the_digits(several, tmp_path)
+    assert "ExponentialLR" in saved
+    assert "ReduceLROnPlateau" in saved
