@@ -177,7 +177,7 @@ def evaluate_loader(
                 hook(batch, micro.index, dataloader_idx)
             if halves is not None:
                 output = halves.evaluate(partial(forward, run, step, micro, dataloader_idx), batch, micro.samples)
-            else:
+            else:  # as `forward` does, without its frame between fit and the step
                 with run.precision.forward():
                     output = call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))
             for hook in ends:

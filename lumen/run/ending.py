@@ -24,7 +24,6 @@ class Ending:
     Attributes:
         vote: The time and the stop request that all processes act on.
         finished: The run is over.
-        stop_agreed: All processes know whether some process wishes to stop: what `progress.should_stop` says is so.
         is_asked: A callback has asked on all ranks, in `on_step_end`, to agree on the end at this boundary.
         asks_each_step: A rank has hooks between the last backward of a step and its end, in which it may wish to stop.
         is_decided: Whether the run ends here is decided, as callbacks that save have to know.
@@ -35,7 +34,7 @@ class Ending:
         self._plan, self._progress, self._processes = plan, progress, processes
         self.vote = StopVote(processes)
         self.finished = self._time_is_up = False
-        self.stop_agreed = True  # a wish that comes from a checkpoint is that of all
+        self._stop_agreed = True  # all know of the wish: one that comes from a checkpoint is that of all
         self.is_asked = self.asks_each_step = False
         self.is_decided = False
         self._clock_s = self.validated_at_s = self.vote.now_s
@@ -71,7 +70,7 @@ class Ending:
 
     def hear(self, wants_to_stop: bool) -> None:
         """Take over what the processes have agreed on: whether some process wishes to stop."""
-        self.stop_agreed = wants_to_stop
+        self._stop_agreed = wants_to_stop
         if wants_to_stop:
             self._progress.should_stop = True
 
@@ -87,7 +86,7 @@ class Ending:
             return f"max_epochs={plan.max_epochs} reached"
         if self._time_is_up:
             return f"max_time of {plan.max_time_s:g} s reached"
-        wishes = progress.should_stop and (self.stop_agreed or self._processes.world_size == 1)
+        wishes = progress.should_stop and (self._stop_agreed or self._processes.world_size == 1)
         return _STOPPED if wishes and self.may_stop else None
 
     @property

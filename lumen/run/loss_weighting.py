@@ -1,8 +1,8 @@
 """The weighting of one optimizer step, in its one place.
 
 The gradient of a step is (sum over micro-batches of weight * grad(mean loss)) / (sum of weights): the gradient of the
-full batch, however it was cut and divided. Each backward gets `loss * (weight / planned)`, times the number
-of processes, because gradients are averaged over them. Where the total is known beforehand it is what was planned and
+full batch, however it was cut and divided. Each backward gets `loss * (weight / planned)`, times the number of
+processes, because gradients are averaged over them. Where the total is known beforehand it is what was planned and
 nothing is left to do; otherwise the gradients are multiplied by `planned / total` once.
 """
 

@@ -156,7 +156,7 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
 
 
 def _rank_slice(run: Run, needs_dummies: bool) -> RankSlice:
-    return RankSlice(run.processes.rank, run.processes.world_size, needs_dummies, run.processes.gather)
+    return RankSlice(run.processes.rank, run.processes.world_size, needs_dummies, run.strategy.gather)
 
 
 def _loader(run: Run, stage: str) -> Any:

@@ -104,11 +104,9 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         given = None if datamodule is not None else (data, val_loaders)
         run = trainer._run = Run(trainer, stage, task, datamodule, given, precision, seed, loggers)
         log, records, ending = run.log, run.records, run.ending
-        of_any = processes.sum(
-            list(map(float, (records.is_logged, log.has_epoch_ends, log.has_metrics, run.hooks.may_stop_at_steps)))
-        )
+        asks = run.hooks.may_stop_at_steps and processes.world_size > 1
+        of_any = processes.sum(list(map(float, (records.is_logged, log.has_epoch_ends, log.has_metrics, asks))))
         records.is_logged, log.has_epoch_ends, log.has_metrics, ending.asks_each_step = (ranks > 0 for ranks in of_any)
-        ending.asks_each_step &= processes.world_size > 1
         run.checkpoint, run.saves = checkpoint, Saves(run, check_home)
         task._run = run
         if datamodule is not None:

@@ -15,10 +15,13 @@ from torch.nn.utils.rnn import pack_sequence
 import lumen
 from lumen.checkpoint.snapshot import Snapshot, pinned_like
 from lumen.data.nested import CopyStream, _copy_stream, move
+from lumen.data.rank_checks import lend
+from lumen.data.windows import LoadedBatch
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError, NonFiniteLoss
 from lumen.precision import make_precision
 from lumen.run.nonfinite import NonFiniteCheck
+from lumen.run.open_loaders import _rank_slice
 from lumen.strategies import SingleDevice
 from lumen.strategies.factory import device_of, make_strategy
 from lumen.task.compile import Compilation
@@ -313,6 +316,17 @@ def test_what_is_pickled_for_other_processes_is_on_the_host(asked):
             asked.clear()
             call(given)
             assert asked == [("cpu", False)] * moves
+
+
+def test_a_batch_that_is_lent_to_another_process_is_on_the_host(request, tmp_path):
+    trainer = bare_trainer(tmp_path, max_steps=1)
+    trainer.fit(Regression(), loader())
+    run = trainer.run
+    run.strategy.processes = run.processes = Recorded()
+    run.strategy.device = torch.device("cuda")
+    asked = request.getfixturevalue("asked")
+    lend(_rank_slice(run, needs_dummies=True), 0, LoadedBatch(torch.ones(2), 2))
+    assert asked == [("cpu", False)]
 
 
 def test_one_process_may_leave_a_micro_batch_out_where_norms_are_synchronised(tmp_path):
