@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.helpers.group import group  # noqa: F401 (a fixture)
+from tests.helpers.workplace import workplace  # noqa: F401 (a fixture)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the processes that tests start
 

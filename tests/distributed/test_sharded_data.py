@@ -26,6 +26,7 @@ from lumen.data.windows import RankSlice
 from lumen.errors import DataError
 from tests.fit.test_loaders import snippets
 from tests.helpers.ranks import Ranks, content, plain, read, together
+from tests.helpers.streams import Buffered
 from tests.helpers.tasks import Saving, bare_trainer, numbers
 
 SEED = 3
@@ -72,28 +73,6 @@ class Stream(IterableDataset):
             yield index + float(torch.rand(()))
 
 
-class Resumable(Stream):
-    """Goes on where it stood, through a buffer that shuffles."""
-
-    def __init__(self, samples):
-        super().__init__(samples)
-        self.read, self.buffer = 0, []
-
-    def __iter__(self):
-        while self.read < self.samples or self.buffer:
-            while self.read < self.samples and len(self.buffer) < 4:
-                self.buffer.append(self.read)
-                self.read += 1
-            yield self.buffer.pop(int(torch.randint(len(self.buffer), ())))
-        self.read = 0
-
-    def state_dict(self):
-        return {"read": self.read, "buffer": self.buffer}
-
-    def load_state_dict(self, state):
-        self.read, self.buffer = state["read"], state["buffer"]
-
-
 def sampled(samples, **options):
     return DataLoader(Augmented(samples), 2, sampler=SubsetRandomSampler(range(samples)), **options)
 
@@ -101,7 +80,7 @@ def sampled(samples, **options):
 def parts(samples):
     """Three loaders of different kinds and lengths."""
     return {"few": sampled(samples), "many": DataLoader(Augmented(2 * samples), 2, shuffle=samples > 0),
-            "stream": DataLoader(Resumable(samples + 3), 3)}  # fmt: skip
+            "stream": DataLoader(Buffered(samples + 3, 4), 3)}  # fmt: skip
 
 
 def combined(mode):
@@ -130,7 +109,7 @@ INDEXED = {
 STREAMS = {
     "a stream": lambda samples: DataLoader(Stream(samples), 2),
     "a stream and workers": lambda samples: DataLoader(Stream(samples), 2, num_workers=2),
-    "a stream with a state": lambda samples: DataLoader(Resumable(samples), 2),
+    "a stream with a state": lambda samples: DataLoader(Buffered(samples, 4), 2),
     "a list of batches": lambda samples: list(torch.arange(samples).split(2)) if samples else [],
 }
 COMBINED = {mode: combined(mode) for mode in ("max_size", "min_size", "sequential")} | {

@@ -36,16 +36,7 @@ CONFIG = {
 }
 
 
-@pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
-    """A working directory of its own, with a config file, and no environment from outside."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in os.environ:
-        if name.startswith("LUMEN_"):
-            monkeypatch.delenv(name)
-    write("line.yaml", CONFIG)
-    Spy.trainer = Spy.task = None
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 def write(path, config):

@@ -1,7 +1,5 @@
 """What users of LightningCLI type works, or gets an answer that says what to type."""
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,30 +8,13 @@ import yaml
 
 from lumen.cli import main
 from tests.helpers.cli_tasks import Slope, Spy
+from tests.helpers.workplace import LINE as CONFIG
 
-CONFIG = """\
-seed_everything: 7
-model: {class_path: tests.helpers.cli_tasks.Line, init_args: {lr: 0.05}}
-data: {class_path: tests.helpers.cli_tasks.Points}
-trainer:
-  max_steps: 2
-  callbacks: {spy: tests.helpers.cli_tasks.Spy}
-  enable_progress_bar: false
-  enable_model_summary: false
-"""
 EARLY = ["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.patience=4", "--trainer.callbacks.monitor=val_loss"]
 STOPPER = {"class_path": "lumen.EarlyStopping", "init_args": {"monitor": "val_loss", "patience": 4}}
 
 
-@pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in os.environ:
-        if name.startswith("LUMEN_"):
-            monkeypatch.delenv(name)
-    Path("line.yaml").write_text(CONFIG)
-    Spy.trainer = Spy.task = None
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 @pytest.fixture

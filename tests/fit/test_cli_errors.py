@@ -1,8 +1,6 @@
 # ruff: noqa: E501 - a message stands on one line with what causes it
 """What the command line says when something is wrong: where it was written, what was found, what to do."""
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,14 +20,7 @@ trainer: {max_steps: 2, enable_progress_bar: false, enable_model_summary: false}
 """
 
 
-@pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in os.environ:
-        if name.startswith("LUMEN_"):
-            monkeypatch.delenv(name)
-    Path("line.yaml").write_text(CONFIG)
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 @pytest.fixture

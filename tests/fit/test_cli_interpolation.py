@@ -1,7 +1,5 @@
 """Settings that refer to each other, `${key.path}`, and those that must be given, `???`."""
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,15 +21,7 @@ trainer:
 """
 
 
-@pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in os.environ:
-        if name.startswith("LUMEN_"):
-            monkeypatch.delenv(name)
-    Path("line.yaml").write_text(CONFIG)
-    Spy.trainer = Spy.task = None
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 def fit(*words):

@@ -23,9 +23,8 @@ from lumen.checkpoint.places import as_place
 from lumen.cli import main
 from lumen.optim import Lookahead
 from tests.helpers import ROOT
-from tests.helpers.checkpoints import FILES, same, save, small, tensor_of
+from tests.helpers.checkpoints import FILES, REGIONS, handmade, same, save, small, tensor_of
 from tests.helpers.tasks import Regression, loader, quiet_trainer
-from tests.unit.test_storage_read import handmade
 
 STEPS = ["step-00000002", "step-00000004", "step-00000006"]
 
@@ -388,15 +387,7 @@ def test_lumen_reads_its_own_export(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "regions",
-    [
-        [((0, 2), (0, 3)), ((2, 5), (0, 3))],
-        [((2, 5), (1, 3)), ((0, 2), (0, 3)), ((2, 5), (0, 1))],
-        [((0, 5), (0, 1)), ((0, 5), (1, 2)), ((0, 5), (2, 3)), ((5, 5), (0, 3))],
-    ],
-    ids=["rows", "mixed", "columns"],
-)
+@pytest.mark.parametrize("regions", REGIONS.values(), ids=REGIONS)
 def test_tensors_in_several_chunks_are_consolidated(dtype, regions):
     tensor = handmade(Path("step-1"), dtype, (5, 3), regions)
     export("step-1", "--output", "whole.safetensors")

@@ -31,6 +31,7 @@ from torch.utils.data.distributed import DistributedSampler
 import lumen
 from lumen.errors import ConfigError, DataError
 from tests.helpers import ROOT
+from tests.helpers.streams import Buffered
 from tests.helpers.tasks import Saving, Seeing, bare_trainer, numbers, plain, quiet_trainer, seen
 
 # ---------------------------------------------------------------------- samplers and batch samplers of the user's
@@ -632,27 +633,6 @@ def test_a_stream_with_a_state_goes_on_from_it(tmp_path, kind, accumulate):
         for epoch, batches in resumed.epochs.items():
             assert plain(batches) == plain(whole.epochs[epoch])[-len(batches) :]
         assert stream.read == 20 * (3 - step / steps) if step % steps == 0 else stream.read < 40
-
-
-class Buffered(IterableDataset):
-    """A shuffle buffer whose state is the buffer itself, not a copy."""
-
-    def __init__(self, samples=22):
-        self.samples, self.read, self.buffer = samples, 0, []
-
-    def __iter__(self):
-        while self.read < self.samples or self.buffer:
-            while self.read < self.samples and len(self.buffer) < 6:
-                self.buffer.append(self.read)
-                self.read += 1
-            yield self.buffer.pop(int(torch.randint(len(self.buffer), ())))
-        self.read = 0
-
-    def state_dict(self):
-        return {"read": self.read, "buffer": self.buffer}
-
-    def load_state_dict(self, state):
-        self.read, self.buffer = state["read"], state["buffer"]
 
 
 class BufferedBatches(Buffered):

@@ -16,7 +16,6 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-import yaml
 
 from lumen.checkpoint.folder import find_checkpoints, remove_checkpoint
 from lumen.checkpoint.listing import list_checkpoints
@@ -42,11 +41,7 @@ CONFIG = {
 }
 
 
-@pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    Path("line.yaml").write_text(yaml.safe_dump(CONFIG))
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 @pytest.fixture

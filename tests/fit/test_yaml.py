@@ -1,7 +1,6 @@
 # ruff: noqa: E501 - a message stands on one line with what causes it
 """YAML that would lose a setting, or the memory of the machine, is one error, wherever Lumen reads any."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,25 +9,9 @@ import yaml
 from lumen.cli import main, yaml_text
 from lumen.cli.yaml_text import MOST_LEVELS, dump_yaml, load_yaml
 from tests.helpers.cli_tasks import Spy
+from tests.helpers.workplace import LINE as CONFIG
 
-CONFIG = """\
-seed_everything: 7
-model: {class_path: tests.helpers.cli_tasks.Line, init_args: {lr: 0.05}}
-data: {class_path: tests.helpers.cli_tasks.Points}
-trainer:
-  max_steps: 2
-  callbacks: {spy: tests.helpers.cli_tasks.Spy}
-  enable_progress_bar: false
-  enable_model_summary: false
-"""
-
-
-@pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    Path("line.yaml").write_text(CONFIG)
-    Spy.trainer = Spy.task = None
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 
 from lumen.checkpoint.codec import encode
 from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.safetensors_file import write_safetensors
 from lumen.checkpoint.writer import write_checkpoint
 
 KNOWN = [
@@ -26,6 +27,12 @@ FILES = [
     *("manifest.json", "state.json", "model/00000-00000.safetensors", "model/00000-00001.safetensors"),
     "optimizer/00000-00000.safetensors",
 ]  # of a `small` checkpoint
+#: Ways to cut up a tensor of five rows and three columns.
+REGIONS = {
+    "rows": [((0, 2), (0, 3)), ((2, 5), (0, 3))],
+    "mixed": [((2, 5), (1, 3)), ((0, 2), (0, 3)), ((2, 5), (0, 1))],
+    "columns": [((0, 5), (0, 1)), ((0, 5), (1, 2)), ((0, 5), (2, 3)), ((5, 5), (0, 3))],
+}
 
 
 def same(a, b):
@@ -115,3 +122,24 @@ class Saboteur(dict):
             for path in self.target():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         return super().__getitem__(name)
+
+
+def handmade(directory, dtype, shape, regions):
+    """A checkpoint of one tensor in several chunks, each in a file of its own."""
+    save(directory, model={"w": tensor_of(dtype, shape), "other": torch.ones(2)})
+    tensor = Checkpoint.open(directory).tensor("model", "w")
+    (directory / "model/00000-00000.safetensors").unlink()
+    records, chunks = {}, []
+    for rank, region in enumerate(regions):
+        file = f"model/{rank:05d}-00000.safetensors"
+        part = tensor[tuple(slice(*bounds) for bounds in region)]
+        others = {"other": torch.ones(2)} if rank == 0 else {}
+        records[file] = write_safetensors(directory / file, {"w": part, **others})
+        chunks.append([file, [begin for begin, _ in region], list(part.shape)])
+
+    def edit(manifest):
+        manifest["files"] |= records
+        manifest["sections"]["model"]["w"]["chunks"] = chunks
+
+    tamper(directory, edit)
+    return tensor

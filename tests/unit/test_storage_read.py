@@ -13,42 +13,22 @@ import torch
 
 from lumen.checkpoint.folder import find_checkpoints, newest_valid, read_info
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.safetensors_file import write_safetensors
 from lumen.errors import CheckpointDamaged, CheckpointError
-from tests.helpers.checkpoints import FILES, assert_small, bytes_read, same, save, small, tamper, tensor_of
-
-
-def handmade(directory, dtype, shape, regions):
-    """A checkpoint of one tensor in several chunks, each in a file of its own."""
-    save(directory, model={"w": tensor_of(dtype, shape), "other": torch.ones(2)})
-    tensor = Checkpoint.open(directory).tensor("model", "w")
-    (directory / "model/00000-00000.safetensors").unlink()
-    records, chunks = {}, []
-    for rank, region in enumerate(regions):
-        file = f"model/{rank:05d}-00000.safetensors"
-        part = tensor[tuple(slice(*bounds) for bounds in region)]
-        others = {"other": torch.ones(2)} if rank == 0 else {}
-        records[file] = write_safetensors(directory / file, {"w": part, **others})
-        chunks.append([file, [begin for begin, _ in region], list(part.shape)])
-
-    def edit(manifest):
-        manifest["files"] |= records
-        manifest["sections"]["model"]["w"]["chunks"] = chunks
-
-    tamper(directory, edit)
-    return tensor
+from tests.helpers.checkpoints import (
+    FILES,
+    REGIONS,
+    assert_small,
+    bytes_read,
+    handmade,
+    same,
+    save,
+    small,
+    tamper,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e5m2, torch.complex128])
-@pytest.mark.parametrize(
-    "regions",
-    [
-        [((0, 2), (0, 3)), ((2, 5), (0, 3))],
-        [((2, 5), (1, 3)), ((0, 2), (0, 3)), ((2, 5), (0, 1))],
-        [((0, 5), (0, 1)), ((0, 5), (1, 2)), ((0, 5), (2, 3)), ((5, 5), (0, 3))],
-    ],
-    ids=["rows", "mixed", "columns"],
-)
+@pytest.mark.parametrize("regions", REGIONS.values(), ids=REGIONS)
 def test_a_tensor_in_several_chunks_is_assembled(tmp_path, dtype, regions):
     tensor = handmade(tmp_path / "step-1", dtype, (5, 3), regions)
     checkpoint = Checkpoint.open(tmp_path / "step-1")

@@ -1,0 +1,34 @@
+"""Where the command line is tried: a directory of its own with a config file."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+LINE = """\
+seed_everything: 7
+model: {class_path: tests.helpers.cli_tasks.Line, init_args: {lr: 0.05}}
+data: {class_path: tests.helpers.cli_tasks.Points}
+trainer:
+  max_steps: 2
+  callbacks: {spy: tests.helpers.cli_tasks.Spy}
+  enable_progress_bar: false
+  enable_model_summary: false
+"""
+
+
+@pytest.fixture
+def workplace(request, tmp_path, monkeypatch):
+    """A working directory of its own, with the module's CONFIG as line.yaml, and no environment from outside."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in os.environ:
+        if name.startswith("LUMEN_"):
+            monkeypatch.delenv(name)
+    config = request.module.CONFIG
+    Path("line.yaml").write_text(config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False))
+    from tests.helpers.cli_tasks import Spy  # with torch, which conftest sets up first
+
+    Spy.trainer = Spy.task = None
