@@ -44,7 +44,6 @@ class Halves:
         self._run, self._wanted = run, wanted
         self._averages = stage != "predict"
         self._metrics = list(metrics_of(run.task).values())
-        self._said = False
 
     def evaluate(self, step: Callable[[Any], Any], batch: Any, samples: int) -> Any:
         """Make a step for a batch.
@@ -101,13 +100,13 @@ class Halves:
         return put_back
 
     def _say(self, samples: int) -> None:
-        if not self._said:
+        if not self._run.loaders.too_large:
             _log.warning(
                 "a batch of %d samples does not fit into memory: it is evaluated in halves, as later ones are. A "
                 "smaller batch_size of the evaluation loader saves the attempts and gives the same values",
                 samples,
             )
-        self._said = True
+        self._run.loaders.too_large = True
 
 
 @contextmanager

@@ -27,6 +27,7 @@ class Loaders:
         evaluation: Those of the evaluation; during `fit` of its validation.
         epoch: The epoch as of which those of `fit` were asked for.
         empty: Why evaluation loaders gave no batch, a sentence each.
+        too_large: It was said that an evaluation batch does not fit into memory.
     """
 
     def __init__(self, datamodule: DataModule | None, given: tuple[Any, Any] | None, progress: Progress) -> None:
@@ -36,6 +37,7 @@ class Loaders:
         self.evaluation: list[LoaderAdapter] = []
         self.epoch = 0
         self.empty: list[str] = []
+        self.too_large = False
 
     def measure(self) -> LoaderAdapter:
         """The training data, with the length of the epoch in progress: it may grow or shrink from one to the next."""

@@ -88,12 +88,12 @@ class Everything(lumen.TaskModule):
 class Averages(lumen.Callback):
     """An average of the parameters by their names, their newest values below them, and one of them gathered.
 
-    Those in a list do not say whose they are.
+    Those in a list do not say whose they are; sizes lie under the parameters' names, but are not made like them.
     """
 
     def __init__(self):
         of_a_layer = [torch.zeros(1, 7), torch.zeros(1)]  # they have the shapes of `last` by chance
-        self.state = {"average": {}, "newest": {}, "listed": [], "gathered": {}, "chance": of_a_layer}
+        self.state = {"average": {}, "newest": {}, "listed": [], "gathered": {}, "sizes": {}, "chance": of_a_layer}
 
     def on_step_end(self, trainer, task):
         named = {name: parameter.detach() for name, parameter in task.named_parameters()}
@@ -101,6 +101,7 @@ class Averages(lumen.Callback):
             self.state["average"].setdefault(name, parameter.clone()).lerp_(parameter, 0.25)
         self.state["newest"] = {name: {"value": parameter.clone()} for name, parameter in named.items()}
         self.state["listed"] = [parameter.clone() for parameter in named.values()]
+        self.state["sizes"] = {name: torch.full((1, 1, 2), parameter.numel()) for name, parameter in named.items()}
         weight = named["first.weight"]
         self.state["gathered"] = {"first.weight": weight.full_tensor() if isinstance(weight, DTensor) else weight}
 
@@ -216,7 +217,8 @@ def check(group, root, written, pairs):
         assert_same(root / source, root / f"{source}-as-{reader}")
         cut_up, kept = reader in SHARDED, reader in SHARDED and source in SHARDED
         expected = {
-            "average": cut_up, "newest": cut_up, "listed": kept, "gathered": cut_up and not kept, "chance": False,
+            "average": cut_up, "newest": cut_up, "listed": kept, "gathered": cut_up and not kept, "sizes": False,
+            "chance": False,
         }  # fmt: skip
         assert kinds[source, reader] == expected
 

@@ -117,6 +117,30 @@ def test_what_a_step_draws_is_repeated_and_touches_no_later_batch(tmp_path):
     assert first[0] != values(5, 1)[0]
 
 
+class Attempts(Cramped):
+    """Notes what each attempt draws."""
+
+    def validation_step(self, batch):
+        self.drawn = [*getattr(self, "drawn", ()), (len(batch[0]), torch.rand(()).item())]
+        self.require(batch[0])
+
+
+def test_the_first_half_draws_what_the_attempt_drew(tmp_path):
+    task = Attempts(4)
+    bare_trainer(tmp_path, halve_on_oom=True).validate(task, data(16, 16))
+    sizes, numbers = zip(*task.drawn, strict=True)
+    assert sizes == (16, 8, 4, 4, 8, 4, 4)
+    assert numbers[0] == numbers[1] == numbers[2]
+    assert numbers[4] == numbers[5]
+    assert len({numbers[2], numbers[3], numbers[5], numbers[6]}) == 4
+
+
+def test_that_batches_are_halved_is_said_once_in_a_run(tmp_path, caplog):
+    trainer = bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, max_epochs=3, log_level="WARNING")
+    trainer.fit(Cramped(4), data(4, 8), val_dataloaders=data(16, 20))
+    assert caplog.text.count("it is evaluated in halves") == 1
+
+
 def test_predictions_are_put_together(tmp_path):
     halves = bare_trainer(tmp_path, precision="fp64", halve_on_oom=True).predict(Cramped(4), data(16))
     small = bare_trainer(tmp_path, precision="fp64").predict(Cramped(4), data(4))
