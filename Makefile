@@ -20,8 +20,9 @@ demo: $(READY) ## Train a small GPT on real text, then let it write.
 check: $(READY) lint ## Lint, types and the units: a minute.
 	$(PARALLEL) tests/unit -m "not slow and not torture"
 
-test: $(READY) lint ## The same, and all fits in one process: five minutes.
+test: $(READY) lint ## The same, all fits in one process, and promises on several: five minutes.
 	$(PARALLEL) tests/unit tests/fit -m "not slow and not torture"
+	$(BIN)/python -m pytest tests/promises -m everyday
 
 test-all: $(READY) lint ## Everything but torture: groups of processes, programs, kills and the promises, one at a time.
 	$(PARALLEL) tests/unit tests/fit -m "not torture"

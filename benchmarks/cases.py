@@ -43,6 +43,7 @@ class Case:
         batch_size: Samples of a batch of one process.
         accumulate: Batches of an optimizer step.
         clip: Largest norm of the gradient.
+        optimizers: Of a step that the task makes itself, each of some of the parameters; 0: it leaves that to the loop.
         logs: Names under which the loss is logged in every step.
         full: Progress bar, in a terminal, and TensorBoard.
         metric: The evaluation computes `loss`, the mean loss, or `accuracy`, a torchmetrics object, or nothing.
@@ -77,6 +78,7 @@ class Case:
     batch_size: int = 32
     accumulate: int = 1
     clip: float | None = None
+    optimizers: int = 0
     logs: int = 0
     full: bool = False
     metric: Literal["loss", "accuracy"] | None = None
@@ -107,7 +109,8 @@ class Case:
     def definition(self) -> dict[str, Any]:
         """All that figures depend on, as plain data: what `results.json` keeps with them."""
         fields = asdict(self) | {"also": list(self.also)}
-        return {name: fields[name] for name in fields if name not in ("about", "systems", "goal", "rounds")}
+        left_out = ("about", "systems", "goal", "rounds", *(() if self.optimizers else ("optimizers",)))
+        return {name: fields[name] for name in fields if name not in left_out}
 
     def small(self) -> Case:
         """The same in a moment, for tests: everything but the figures."""
@@ -138,6 +141,8 @@ _CASES = [
     Case("calls-log1", "function calls of a step of tiny-log1", logs=1, measure="calls", epochs=1, turns=1, rounds=1),
     Case("accumulate", "tiny, 8 batches a step", accumulate=8, epoch=256, goal=1.03),
     Case("clip", "tiny, gradient norm at most 1", clip=1.0, goal=1.03),
+    Case("manual", "tiny, by two optimizers that the task moves itself", optimizers=2, goal=1.10,
+         systems=("hand", "again", "lumen", "lightning")),
     Case("tiny-fp16", "tiny in fp16 with a gradient scaler", precision="fp16", goal=1.03),
     Case("workers2", "tiny, 2 worker processes (their CPU time counts)", workers=2, goal=1.03),
     Case("evaluation", "the MLP evaluated", goal=1.03, **_EVALUATION),

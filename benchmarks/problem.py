@@ -112,6 +112,11 @@ class Problem:
             optimizer.register_step_post_hook(lambda *_: self._ends.append(time.perf_counter()))
         return optimizer
 
+    def optimizers(self, parameters: Any) -> list[torch.optim.Optimizer]:
+        """As many as the case has, each of some of the parameters."""
+        given, number = list(parameters), self.case.optimizers
+        return [self.optimizer(given[place::number]) for place in range(number)]
+
     def loader(self, *, shards: bool = True) -> DataLoader[Any]:
         """The batches in their order.
 

@@ -11,6 +11,8 @@ if "LUMEN_LAUNCHER" in os.environ:  # from here on the launcher shows what ends 
 
 if TYPE_CHECKING:
     from lumen.callbacks import (
+        EMA,
+        BasePredictionWriter,
         Callback,
         EarlyStopping,
         LambdaCallback,
@@ -18,11 +20,14 @@ if TYPE_CHECKING:
         ModelCheckpoint,
         ModelSummary,
         OnExceptionCheckpoint,
+        PredictionWriter,
         ProgressBar,
+        SpikeDetection,
         ThroughputMonitor,
         Timer,
     )
     from lumen.checkpoint import Weights
+    from lumen.cli.command_line import CLI
     from lumen.data.combined import CombinedLoader
     from lumen.errors import LumenError
     from lumen.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -35,16 +40,22 @@ if TYPE_CHECKING:
     from lumen.task.data_module import DataModule
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
+    from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder, Tuner
 
 _HOME = {
+    "BasePredictionWriter": "lumen.callbacks",
+    "BatchSizeFinder": "lumen.trainer.tuner",
+    "CLI": "lumen.cli.command_line",
     "CSVLogger": "lumen.loggers",
     "Callback": "lumen.callbacks",
     "CombinedLoader": "lumen.data.combined",
     "DDP": "lumen.strategies.ddp",
     "DataModule": "lumen.task.data_module",
+    "EMA": "lumen.callbacks",
     "EarlyStopping": "lumen.callbacks",
     "FSDP": "lumen.strategies.fsdp",
     "LambdaCallback": "lumen.callbacks",
+    "LearningRateFinder": "lumen.trainer.tuner",
     "LearningRateMonitor": "lumen.callbacks",
     "Logger": "lumen.loggers",
     "LumenError": "lumen.errors",
@@ -52,10 +63,12 @@ _HOME = {
     "ModelSummary": "lumen.callbacks",
     "OnExceptionCheckpoint": "lumen.callbacks",
     "Precision": "lumen.precision",
+    "PredictionWriter": "lumen.callbacks",
     "Profiler": "lumen.profilers",
     "ProgressBar": "lumen.callbacks",
     "SimpleProfiler": "lumen.profilers",
     "SingleDevice": "lumen.strategies",
+    "SpikeDetection": "lumen.callbacks",
     "Strategy": "lumen.strategies",
     "TaskModule": "lumen.task.task_module",
     "TensorBoardLogger": "lumen.loggers",
@@ -63,18 +76,24 @@ _HOME = {
     "Timer": "lumen.callbacks",
     "TorchProfiler": "lumen.profilers",
     "Trainer": "lumen.trainer.trainer",
+    "Tuner": "lumen.trainer.tuner",
     "Weights": "lumen.checkpoint",
     "seed_everything": "lumen.random",
 }
 __all__ = [
+    "CLI",
     "DDP",
+    "EMA",
     "FSDP",
+    "BasePredictionWriter",
+    "BatchSizeFinder",
     "CSVLogger",
     "Callback",
     "CombinedLoader",
     "DataModule",
     "EarlyStopping",
     "LambdaCallback",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "Logger",
     "LumenError",
@@ -82,10 +101,12 @@ __all__ = [
     "ModelSummary",
     "OnExceptionCheckpoint",
     "Precision",
+    "PredictionWriter",
     "Profiler",
     "ProgressBar",
     "SimpleProfiler",
     "SingleDevice",
+    "SpikeDetection",
     "Strategy",
     "TaskModule",
     "TensorBoardLogger",
@@ -93,6 +114,7 @@ __all__ = [
     "Timer",
     "TorchProfiler",
     "Trainer",
+    "Tuner",
     "Weights",
     "seed_everything",
 ]

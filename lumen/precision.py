@@ -80,9 +80,14 @@ class Precision(ABC):
     def convert(self, model: nn.Module) -> None:
         """Cast a model's parameters and buffers, before an optimizer is built."""
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate the gradients of a scalar loss."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: torch.Tensor, by: Callable[[torch.Tensor], Any] = torch.Tensor.backward) -> None:
+        """Accumulate the gradients of a loss.
+
+        Args:
+            loss: A scalar tensor.
+            by: Makes the backward: the task's own, where it has one.
+        """
+        by(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale, so that clipping thresholds mean what they say."""
@@ -102,6 +107,9 @@ class Precision(ABC):
         else:
             optimizer.step(closure)
         return True
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """No update is made of gradients that are complete and unscaled: a hook has asked for none."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs, as plain data."""
@@ -205,11 +213,8 @@ class Float16(Precision):
         _check(0 < backoff_factor < 1, "backoff_factor", backoff_factor, "between 0 and 1")
         _check(growth_interval >= 1, "growth_interval", growth_interval, "at least 1")
         self._init_scale = float(init_scale)
-        self._growth: dict[str, Any] = {
-            "growth_factor": float(growth_factor),
-            "backoff_factor": float(backoff_factor),
-            "growth_interval": growth_interval,
-        }
+        growth = float(growth_factor), float(backoff_factor), growth_interval
+        self._growth: dict[str, Any] = dict(zip(_GROWTH, growth, strict=True))
 
     @property
     def numerics(self) -> dict[str, str | int | float | bool]:
@@ -236,9 +241,9 @@ class Float16(Precision):
         """Autocast to float16."""
         return self._context
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, by: Callable[[torch.Tensor], Any] = torch.Tensor.backward) -> None:
         """Accumulate the gradients of `loss * scale`."""
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        by(self._scaler.scale(loss))
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale and note whether any overflowed."""
@@ -264,6 +269,11 @@ class Float16(Precision):
         self._count_skipped(before)
         return False
 
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Adapt the scale as after an update."""
+        self._scaler.update()
+        self._scale = self._scaler.get_scale()
+
     def _count_skipped(self, scale: float) -> None:
         self.skipped_updates += 1
         self._in_a_row += 1
@@ -271,16 +281,13 @@ class Float16(Precision):
             _log.warning(
                 "fp16: an update was skipped, because its gradients overflow at a loss scale of %g; the scale is "
                 "%s. A few such updates at the start are usual; how many there were is said at the end",
-                scale,
-                "halved" if self._scale == scale / 2 else f"now {self._scale:g}",
-            )
+                scale, "halved" if self._scale == scale / 2 else f"now {self._scale:g}",
+            )  # fmt: skip
         elif self._in_a_row % _MANY_IN_A_ROW == 0:
             _log.warning(
                 "fp16: %d updates in a row were skipped, and the loss scale has fallen to %g. If that goes on, lower "
-                "the learning rate or use precision: bf16",
-                self._in_a_row,
-                self._scale,
-            )
+                "the learning rate or use precision: bf16", self._in_a_row, self._scale,
+            )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's scale and growth tracker, and how many updates were skipped."""
@@ -307,9 +314,7 @@ class _Explaining(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._context.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         self._context.__exit__(kind, error, trace)
         if error is not None and _is_torchs(error, trace) and self._complaint.search(str(error)):
             better = "bf16 or fp32" if self._name == "fp16" else "fp32"

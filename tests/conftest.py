@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.helpers.clock import clock  # noqa: F401 (a fixture)
 from tests.helpers.group import group  # noqa: F401 (a fixture)
 from tests.helpers.workplace import workplace  # noqa: F401 (a fixture)
 

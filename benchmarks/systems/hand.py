@@ -17,7 +17,7 @@ def train(problem: Problem) -> None:
     """Train with the loop that the case needs."""
     case = problem.case
     model = problem.model.to(case.device)
-    optimizer = problem.optimizer(model.parameters())
+    optimizer: Any = (problem.optimizers if case.optimizers else problem.optimizer)(model.parameters())
     if case.compiled:
         model = torch.compile(model)
     if case.ranks > 1:
@@ -26,7 +26,7 @@ def train(problem: Problem) -> None:
     model.train()
     batches = _sliced(problem) if problem.system == "hand-sliced" else _batches(problem)
     loop = (
-        _scaled if case.precision == "fp16" else _autocast if case.precision == "bf16"
+        _several if case.optimizers else _scaled if case.precision == "fp16" else _autocast if case.precision == "bf16"
         else _accumulated if case.accumulate > 1 else _clipped if case.clip else _plain
     )  # fmt: skip
     loop(problem, model, optimizer, batches)
@@ -38,6 +38,16 @@ def _plain(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer,
         loss = problem.loss(model, batch)
         loss.backward()
         optimizer.step()
+
+
+def _several(problem: Problem, model: nn.Module, optimizers: Any, batches: Iterator[Any]) -> None:
+    for _, batch in zip(range(problem.steps), batches, strict=False):
+        loss = problem.loss(model, batch)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def _clipped(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any]) -> None:

@@ -27,9 +27,9 @@ class Task(LightningModule):
         self.problem = problem
         self.model = torch.compile(problem.model) if problem.case.compiled else problem.model
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         """The user's."""
-        return self.problem.optimizer(self.parameters())
+        return (self.problem.optimizers if self.problem.case.optimizers else self.problem.optimizer)(self.parameters())
 
 
 class Training(Task):
@@ -54,6 +54,23 @@ class LoggedTraining(Task):
         for name in self.names:
             self.log(name, loss, prog_bar=self.shown)
         return loss
+
+
+class ManualTraining(Task):
+    """Moves its optimizers itself."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any) -> None:
+        """One batch."""
+        loss = self.problem.loss(self.model, batch)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
 
 
 class Evaluation(Task):
@@ -108,8 +125,9 @@ def make_trainer(problem: Problem, **options: Any) -> Trainer:
 
 def train(problem: Problem) -> None:
     """Train."""
-    task = (LoggedTraining if problem.case.logs else Training)(problem)
-    make_trainer(problem, max_steps=problem.steps).fit(task, problem.loader())
+    case = problem.case
+    task = (ManualTraining if case.optimizers else LoggedTraining if case.logs else Training)(problem)
+    make_trainer(problem, max_steps=problem.steps * max(case.optimizers, 1)).fit(task, problem.loader())
 
 
 def evaluate(problem: Problem) -> None:

@@ -20,7 +20,8 @@ class Task(TaskModule):
         super().__init__()
         self.problem = problem
         self.model = problem.model
-        self.configure_optimizers = lambda: problem.optimizer(self.parameters())
+        build = problem.optimizers if problem.case.optimizers else problem.optimizer
+        self.configure_optimizers = lambda: build(self.parameters())
 
 
 class Training(Task):
@@ -45,6 +46,23 @@ class LoggedTraining(Task):
         for name in self.names:
             self.log(name, loss, prog_bar=self.shown)
         return loss
+
+
+class ManualTraining(Task):
+    """Moves its optimizers itself."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any) -> None:
+        """One batch."""
+        loss = self.problem.loss(self.model, batch)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
 
 
 class Evaluation(Task):
@@ -111,7 +129,8 @@ def make_trainer(problem: Problem, **options: Any) -> Trainer:
 
 def train(problem: Problem) -> None:
     """Train; Lumen assigns the batches to the processes itself."""
-    task = (LoggedTraining if problem.case.logs else Training)(problem)
+    case = problem.case
+    task = (ManualTraining if case.optimizers else LoggedTraining if case.logs else Training)(problem)
     make_trainer(problem, max_steps=problem.steps).fit(task, problem.loader(shards=False))
 
 

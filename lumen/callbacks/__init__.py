@@ -3,16 +3,21 @@
 from lumen.callbacks.base import Callback
 from lumen.callbacks.defaults import choose_callbacks, savers_of
 from lumen.callbacks.early_stopping import EarlyStopping
+from lumen.callbacks.ema import EMA
 from lumen.callbacks.lambda_callback import LambdaCallback
 from lumen.callbacks.lr_monitor import LearningRateMonitor
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.callbacks.model_summary import ModelSummary
 from lumen.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from lumen.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
 from lumen.callbacks.progress_bar import ProgressBar
+from lumen.callbacks.spike_detection import SpikeDetection
 from lumen.callbacks.throughput_monitor import ThroughputMonitor
 from lumen.callbacks.timer import Timer
 
 __all__ = [
+    "EMA",
+    "BasePredictionWriter",
     "Callback",
     "EarlyStopping",
     "LambdaCallback",
@@ -20,7 +25,9 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "OnExceptionCheckpoint",
+    "PredictionWriter",
     "ProgressBar",
+    "SpikeDetection",
     "ThroughputMonitor",
     "Timer",
     "choose_callbacks",

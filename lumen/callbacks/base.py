@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -106,6 +107,14 @@ class Callback:
 
         `load_state_dict`, which says how tensors come back under FSDP, follows when they are.
         """
+
+    def around_validation(self, trainer: Trainer, task: TaskModule) -> AbstractContextManager[Any]:
+        """The context of each validation in `fit`, from before `on_validation_start` on.
+
+        It is left however the validation ends, so that a callback may put something in the task's place meanwhile. No
+        gradients are made in it. Every rank enters it; under FSDP each holds its shards.
+        """
+        return nullcontext()
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Prepare for a stage: "fit", "validate", "test" or "predict"."""

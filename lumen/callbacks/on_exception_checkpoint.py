@@ -48,7 +48,7 @@ class OnExceptionCheckpoint(Callback):
         self.dirpath = None if dirpath is None else as_place(dirpath)
         self._boundary: Progress | None = None
         self._is_updating = False
-        self._watch: Any = None
+        self._watches: list[Any] = []
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Start anew."""
@@ -60,7 +60,7 @@ class OnExceptionCheckpoint(Callback):
         def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._is_updating = True
 
-        self._watch = trainer.optimizers[0].register_step_pre_hook(note)
+        self._watches = [optimizer.register_step_pre_hook(note) for optimizer in trainer.optimizers]
         self._boundary = replace(trainer.progress)
 
     def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
@@ -81,6 +81,8 @@ class OnExceptionCheckpoint(Callback):
             reason = "the loss is not finite"
         elif self._is_updating and not counted:
             reason = "the exception struck inside optimizer.step, so the parameters may be half updated"
+            if not task.automatic_optimization:
+                reason = "the exception struck in a step in which an optimizer had moved, so it may be half done"
         if reason is not None:
             _log.warning("no checkpoint is saved on this exception: %s", reason)
             return
@@ -94,9 +96,9 @@ class OnExceptionCheckpoint(Callback):
 
     def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Remove the hooks."""
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
+        for watch in self._watches:
+            watch.remove()
+        self._watches = []
 
     def _save(self, trainer: Trainer, *, exact: bool, may_be_there: bool) -> None:
         saver = trainer.checkpoint_callback

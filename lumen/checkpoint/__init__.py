@@ -15,7 +15,7 @@ all, whenever the process or the machine dies. For readers a directory without a
 object store cannot rename: there the files lie in their place at once, under names that never come again, and the
 manifest, uploaded last, is the commit. Nothing is ever overwritten or unpickled.
 
-Each process writes a part: of sharded tensors what it holds, and some of the tensors that all processes hold alike.
+Each process writes blocks: of sharded tensors what it holds, and some of the tensors that all processes hold alike.
 
 The modules, each using only those before it: `codec`, `storage` (the contract), `local_storage`, `object_store`,
 `places` (the choice between these two), `files`, `manifest`, `safetensors_file`, `reader`, `reshard`,

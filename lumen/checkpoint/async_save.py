@@ -48,7 +48,7 @@ def _nothing() -> None:
 class Saves:
     """The checkpoints of a run: written at once, or copied at once and written in a thread while the run goes on.
 
-    At most one save is under way. Every process copies its part and writes it in its thread; the threads agree among
+    At most one save is under way. Every process copies its blocks and writes it in its thread; the threads agree among
     themselves, and rank 0's commits. When they have ended, a vote tells all ranks at one boundary, so that an error
     in any thread ends the run on each of them. A Python that exits waits for the thread; a kill leaves what it leaves
     of any save, a directory that is not committed.
@@ -128,7 +128,7 @@ class Saves:
         at_least = storage_of(path).quick_bytes
         copies = self._copied(path, plan, asynchronous) if self._pays(plan, asynchronous, at_least) else None
         if copies is None:
-            refuse_non_finite(collected, plan.parts()["model"], processes)
+            refuse_non_finite(collected, plan.local_tensors()["model"], processes)
             _write(path, collected, plan, processes)
             return False
         copy, others = replace(plan, sections=copies), processes.beside()
@@ -159,7 +159,7 @@ class Saves:
 
         def take() -> dict[str, Tensors] | None:
             try:
-                return self._snapshot.take(plan.parts())
+                return self._snapshot.take(plan.local_tensors())
             except (RuntimeError, MemoryError) as error:
                 if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
                     raise
@@ -185,11 +185,11 @@ class Saves:
         plan = plan_writes(sections, self._processes, trained)
         if self._pays(plan, asynchronous):
             self._processes.beside()
-            self._chores.append(self._thread.submit(self._reserve, plan.parts()))
+            self._chores.append(self._thread.submit(self._reserve, plan.local_tensors()))
 
-    def _reserve(self, parts: Mapping[str, Tensors]) -> None:
+    def _reserve(self, tensors: Mapping[str, Tensors]) -> None:
         with suppress(RuntimeError, MemoryError):  # taking the copies will find out again, and know what to do
-            self._snapshot.reserve(parts)
+            self._snapshot.reserve(tensors)
             self._is_reserved = True
 
     def _submit(self, work: Callable[[], None]) -> Future[None]:

@@ -45,7 +45,7 @@ def _extra_state(model: nn.Module) -> dict[str, Any]:
 
 
 def logger_states(run: Run) -> dict[str, Any]:
-    """The states of all loggers; of those too that only an earlier part of the run had."""
+    """The states of all loggers; of those too that the run had only before it was resumed."""
     return run.records.absent | states_of(run.records.loggers)
 
 
@@ -75,7 +75,7 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
     task, datamodule = run.task, run.loaders.datamodule
     model, aliases = model_tensors(task)
     optimizer, extra = Tensors(), Tensors()
-    parts: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "seed": run.seed,
         "progress": run.progress.state(),
         "precision": run.precision.state_dict(),
@@ -94,8 +94,8 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
         "data": data_read(run),
     }
     if complete:
-        parts |= _of_user(run)
-    state = {name: encode(part, extra, name) for name, part in parts.items()}
+        entries |= _of_user(run)
+    state = {name: encode(entry, extra, name) for name, entry in entries.items()}
     state["optimizer"] = _capture_optimizer(run, optimizer)
     is_cut_up = any(is_sharded(tensor) for tensor in model.values())
     state["sharded"] = {"optimizer": _sharded(optimizer), "extra": _sharded(extra)} if is_cut_up else None
@@ -108,7 +108,12 @@ def _sharded(tensors: Tensors) -> dict[str, bool]:
 
 
 def _capture_optimizer(run: Run, tensors: Tensors) -> dict[str, Any]:
-    return capture_optimizer(run.task, run.optim.optimizer, run.optim.built_groups, tensors)
+    captured = capture_optimizer(run.task, run.optim.optimizer, run.optim.built_groups, tensors)
+    if run.optim.manual is not None and (kept := run.optim.manual.kept_gradients()):
+        names = parameter_names(run.task)
+        given = {names[id(parameter)]: gradient for parameter, gradient in kept.items()}
+        captured["gradients"] = {name: encode({"grad": each}, tensors, name) for name, each in given.items()}
+    return captured
 
 
 def check_savable(run: Run) -> None:
@@ -151,8 +156,8 @@ def check_additions(run: Run) -> None:
                 at.filename, at.lineno, at.name, error,
             )  # fmt: skip
             return
-        for name, part in said.items():
-            encode(part, extra, name)
+        for name, entry in said.items():
+            encode(entry, extra, name)
         check_tensors({"extra": extra})
 
     run.processes.together(check)
@@ -224,12 +229,12 @@ def _trained(run: Run) -> list[str]:
     return [names[id(parameter)] for parameter in run.optim.parameters]
 
 
-def refuse_non_finite(collected: Collected, parts: Mapping[str, torch.Tensor], processes: Processes) -> None:
+def refuse_non_finite(collected: Collected, tensors: Mapping[str, torch.Tensor], processes: Processes) -> None:
     """Refuse to save parameters that are NaN or infinite. Collective: every rank must call this.
 
     Args:
         collected: The checkpoint's contents, of which `trained` is used.
-        parts: Tensors of the section "model" that this process writes, by name.
+        tensors: Tensors of the section "model" that this process writes, by name.
         processes: The processes that write the checkpoint.
 
     Raises:
@@ -237,7 +242,7 @@ def refuse_non_finite(collected: Collected, parts: Mapping[str, torch.Tensor], p
     """
 
     def broken() -> list[str]:
-        return _not_finite({name: parts[name] for name in collected.trained if name in parts})
+        return _not_finite({name: tensors[name] for name in collected.trained if name in tensors})
 
     def refuse(found: Callable[[], list[list[str]]]) -> None:
         of_any = set().union(*found())

@@ -79,8 +79,8 @@ def changed_hyperparameters(run: Run, checkpoint: Checkpoint) -> dict[str, tuple
     """
     owners = {"model": ("hyperparameters", run.task), "data": ("data_hyperparameters", run.loaders.datamodule)}
     changed: dict[str, tuple[Any, Any]] = {}
-    for prefix, (part, owner) in owners.items():
-        old = decode(checkpoint.state[part], checkpoint.tensors("extra"))
+    for prefix, (entry, owner) in owners.items():
+        old = decode(checkpoint.state[entry], checkpoint.tensors("extra"))
         new = {} if owner is None else dict(owner.hparams)
         for name in dict.fromkeys([*old, *new]):
             values = old.get(name, _ABSENT), new.get(name, _ABSENT)

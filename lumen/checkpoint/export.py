@@ -174,7 +174,7 @@ def _report_extra_state(checkpoint: Checkpoint, module: str | None) -> None:
 
 def _places(checkpoint: Checkpoint, module: str | None, average: str | None) -> dict[str, Place]:
     """Section and stored name of each tensor to write, by the name it is to have."""
-    averages = {} if average is None else _averages(checkpoint, average)
+    averages = {} if average is None else averages_of(checkpoint, average)
     stored = {name: name for name in checkpoint.names("model")} | checkpoint.aliases
     prefix = "" if module is None else f"{module}."
     places = {
@@ -183,15 +183,23 @@ def _places(checkpoint: Checkpoint, module: str | None, average: str | None) -> 
         if name.startswith(prefix)
     }
     if module is not None and not places:
-        parts = sorted({name.partition(".")[0] for name in stored if "." in name})
+        modules = sorted({name.partition(".")[0] for name in stored if "." in name})
         raise ConfigError(
-            f"--module {module}: no tensor of {checkpoint.path} belongs to it. Its parts are {', '.join(parts)}."
+            f"--module {module}: no tensor of {checkpoint.path} belongs to it. Its modules are {', '.join(modules)}."
         )
     return places
 
 
-def _averages(checkpoint: Checkpoint, average: str) -> dict[str, Place]:
-    """Section and stored name of the average of each parameter that has one."""
+def averages_of(checkpoint: Checkpoint, average: str) -> dict[str, Place]:
+    """Section and stored name of the average of each parameter that has one.
+
+    Args:
+        checkpoint: A checkpoint whose averages are looked for.
+        average: "Lookahead", or a callback whose state holds tensors by the parameters' names.
+
+    Raises:
+        ConfigError: There is none of this name, or there are several.
+    """
     found = _all_averages(checkpoint)
     chosen = [where for where in found if where == average] or [
         where for where in found if f".{average}." in f".{where}."
@@ -200,7 +208,7 @@ def _averages(checkpoint: Checkpoint, average: str) -> dict[str, Place]:
         return found[chosen[0]]
     there = f"It has {', '.join(found)}." if found else "It has none at all."
     what = "several averages" if chosen else "no average"
-    raise ConfigError(f"--average {average}: {checkpoint.path} has {what} of that name. {there}")
+    raise ConfigError(f"average {average}: {checkpoint.path} has {what} of that name. {there}")
 
 
 def _all_averages(checkpoint: Checkpoint) -> dict[str, dict[str, Place]]:

@@ -15,7 +15,7 @@ from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.weights_source import Weights, open_weights
 from lumen.console import logger as _log
 from lumen.data.nested import fill
-from lumen.distributed.dtensor import own_block, own_part
+from lumen.distributed.dtensor import local_block, local_tensor
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointMismatch
 from lumen.errors.arguments import local_path
@@ -49,7 +49,7 @@ def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
 def load_model(
     model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, processes: Processes | None = None
 ) -> None:
-    """Copy a checkpoint's parameters and buffers into a model, in place; sharded ones get this process's part.
+    """Copy a checkpoint's parameters and buffers into a model, in place; sharded ones get this process's shard.
 
     Collective: every one of `processes` must call this.
 
@@ -70,7 +70,7 @@ def load_model(
 def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> None:
     """Copy parameters and buffers into a model, in place; floating-point ones are cast to the model's dtypes.
 
-    Beyond the model it needs the memory of one tensor, or of this process's part of one. Collective: every rank must
+    Beyond the model it needs the memory of one tensor, or of this process's shard of one. Collective: every rank must
     call this.
 
     Raises:
@@ -102,7 +102,7 @@ def _copy(tensors: Tensors, sources: dict[str, str], checkpoint: Checkpoint) -> 
         if checkpoint.spec("model", source)[0] == tensors[name].dtype:
             checkpoint.copy_into("model", source, tensors[name])
         else:
-            fill(own_part(tensors[name]), checkpoint.part("model", source, *own_block(tensors[name])))
+            fill(local_tensor(tensors[name]), checkpoint.block("model", source, *local_block(tensors[name])))
 
 
 def _match(
@@ -200,7 +200,7 @@ def _wrong(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str
                 break
         else:
             for source in found[1:]:
-                one, other = (checkpoint.part("model", each, *own_block(tensor)) for each in (found[0], source))
+                one, other = (checkpoint.block("model", each, *local_block(tensor)) for each in (found[0], source))
                 if not torch.equal(one, other):
                     yield f"{name}: the model ties {found[0]} and {source}, which differ in the checkpoint"
 
@@ -236,8 +236,8 @@ def _guess(missing: list[str], unexpected: list[str]) -> str:
 
 def _tails(name: str) -> Iterator[str]:
     """`a.b.c`, `b.c` and `c` for `a.b.c`."""
-    parts = name.split(".")
-    return (".".join(parts[start:]) for start in range(len(parts)))
+    words = name.split(".")
+    return (".".join(words[start:]) for start in range(len(words)))
 
 
 def _some(names: list[str]) -> str:

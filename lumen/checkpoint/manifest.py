@@ -232,8 +232,8 @@ def _check_cover(where: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) 
     while groups:
         group = groups.pop()
         cuts = (_apart(group, dim) for dim in range(len(shape)))
-        if parts := next((parts for parts in cuts if len(parts) > 1), []):
-            groups += parts
+        if halves := next((halves for halves in cuts if len(halves) > 1), []):
+            groups += halves
             continue
         for one, other in combinations(group, 2):
             if _overlap(one, other):

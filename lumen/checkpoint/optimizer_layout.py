@@ -30,10 +30,10 @@ def attributes_of(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str,
         CheckpointError: An attribute holds tensors in a way that cannot be saved.
     """
     found, parameters = {}, {*map(id, model.parameters())}
-    for place, part in parts_of(optimizer).items():
-        if not has_own_state(part) and not type(part).__module__.startswith(_OWNERS_OF_NOTHING):
-            own = {name: value for name, value in vars(part).items() if name not in attributes_of_all_optimizers()}
-            found[place] = {name: value for name, value in own.items() if _is_state(part, name, value, parameters)}
+    for place, owner in optimizers_in(optimizer).items():
+        if not has_own_state(owner) and not type(owner).__module__.startswith(_OWNERS_OF_NOTHING):
+            own = {name: value for name, value in vars(owner).items() if name not in attributes_of_all_optimizers()}
+            found[place] = {name: value for name, value in own.items() if _is_state(owner, name, value, parameters)}
     return found
 
 
@@ -48,12 +48,12 @@ def _inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
             yield from ((f"{name}[{key!r}]", each) for key, each in value.items() if isinstance(each, Optimizer))
 
 
-def parts_of(optimizer: Optimizer, place: str = "") -> dict[str, Optimizer]:
+def optimizers_in(optimizer: Optimizer, place: str = "") -> dict[str, Optimizer]:
     """An optimizer and those inside it, by place; one with its own `state_dict` is not looked into."""
     found = {place: optimizer}
     if not _overrides(optimizer, "state_dict"):
         for name, each in _inside(optimizer):
-            found |= parts_of(each, f"{place}.{name}".lstrip("."))
+            found |= optimizers_in(each, f"{place}.{name}".lstrip("."))
     return found
 
 
@@ -69,7 +69,7 @@ def _overrides(optimizer: Optimizer, method: str) -> bool:
     return own or method in vars(optimizer)
 
 
-def _is_state(part: Optimizer, name: str, value: Any, parameters: Collection[int]) -> bool:
+def _is_state(owner: Optimizer, name: str, value: Any, parameters: Collection[int]) -> bool:
     """Whether an attribute is state: plain data or tensors, but no references to parameters or objects."""
     tensors = list(tensors_in(value))
     refers = any(id(each) in parameters for each in tensors)
@@ -79,15 +79,15 @@ def _is_state(part: Optimizer, name: str, value: Any, parameters: Collection[int
     except CheckpointError as error:
         if not tensors:
             return False
-        raise _unsavable(part, name) from error
+        raise _unsavable(owner, name) from error
     if refers and tensors:
-        raise _unsavable(part, name)
+        raise _unsavable(owner, name)
     return not refers
 
 
-def _unsavable(part: Optimizer, name: str) -> CheckpointError:
+def _unsavable(owner: Optimizer, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{type(part).__name__} keeps tensors in its attribute {name!r} in a way that cannot be saved, so that a "
+        f"{type(owner).__name__} keeps tensors in its attribute {name!r} in a way that cannot be saved, so that a "
         "resumed run would not have them. Keep them in self.state[parameter], or give the class a state_dict and a "
         "load_state_dict."
     )

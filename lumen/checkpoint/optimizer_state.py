@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lumen.checkpoint.codec import JSON, Tensors, decode, encode
-from lumen.checkpoint.optimizer_layout import attributes_of, has_own_state, kind_of, parts_of, tensors_in
+from lumen.checkpoint.optimizer_layout import attributes_of, has_own_state, kind_of, optimizers_in, tensors_in
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.reshard import read_beside, states_of
-from lumen.distributed.dtensor import is_sharded, own_part
+from lumen.distributed.dtensor import is_sharded, local_tensor
 from lumen.errors import CheckpointError, CheckpointMismatch
 from lumen.optim import Lookahead, MultiOptimizer
 
@@ -51,7 +51,7 @@ def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, ten
     Raises:
         CheckpointError: Something cannot be saved; the message names it.
     """
-    names, parts = parameter_names(model), parts_of(optimizer)
+    names, optimizers = parameter_names(model), optimizers_in(optimizer)
     groups = groups_of(model, optimizer)
     captured = {
         "class": kind_of(optimizer),
@@ -61,15 +61,17 @@ def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, ten
         ],
         "state": _states(optimizer, names, tensors),
     }
-    inside = {place: _inside_state(part, optimizer, place, names, tensors) for place, part in parts.items() if place}
+    inside = {
+        place: _inside_state(each, optimizer, place, names, tensors) for place, each in optimizers.items() if place
+    }
     additions = {
         "built": built if built != groups else None,
         "shared": encode(_shared(optimizer), tensors, "shared"),
         "inside": {place: found for place, found in inside.items() if found},
         "own": {
-            place: encode(_own_state(part), tensors, f"own[{place}]")
-            for place, part in parts.items()
-            if has_own_state(part)
+            place: encode(_own_state(each), tensors, f"own[{place}]")
+            for place, each in optimizers.items()
+            if has_own_state(each)
         },
         "attributes": {
             place: encode(own, tensors, f"attributes[{place}]")
@@ -97,8 +99,8 @@ def _states(
             name = _name(names, optimizer, parameter)
             found[name] = encode(entries, tensors, f"{name}.{place}" if place else name)
             for key, value in entries.items() if isinstance(entries, Mapping) else ():
-                if _is_part(value, parameter):
-                    raise _unknown_part(optimizer, f"{key!r} of {name}")
+                if _is_shard(value, parameter):
+                    raise _unknown_shard(optimizer, f"{key!r} of {name}")
     return found
 
 
@@ -108,35 +110,36 @@ def _shared(optimizer: Optimizer) -> dict[Any, Any]:
 
 
 def _inside_state(
-    part: Optimizer, outer: Optimizer, place: str, names: Mapping[int, str], tensors: Tensors
+    inner: Optimizer, outer: Optimizer, place: str, names: Mapping[int, str], tensors: Tensors
 ) -> dict[str, JSON]:
     """State of an optimizer inside another one that the outer one does not share."""
     found: dict[str, JSON] = {}
     known = {*map(id, outer.state.values())}
-    if states := _states(part, names, tensors, place, known):
+    if states := _states(inner, names, tensors, place, known):
         found["state"] = states
-    shared = {key: value for key, value in _shared(part).items() if key not in outer.state}
+    shared = {key: value for key, value in _shared(inner).items() if key not in outer.state}
     if shared:
         found["shared"] = encode(shared, tensors, f"shared[{place}]")
-    if not {*map(id, part.param_groups)} <= {*map(id, outer.param_groups)}:
-        found["groups"] = _group_values(part, f"{place}.group ", tensors)
+    if not {*map(id, inner.param_groups)} <= {*map(id, outer.param_groups)}:
+        found["groups"] = _group_values(inner, f"{place}.group ", tensors)
     return found
 
 
-def _own_state(part: Optimizer) -> dict[str, Any]:
+def _own_state(optimizer: Optimizer) -> dict[str, Any]:
     """Entries of an optimizer's own `state_dict` that differ from torch's, and the keys of those that do not."""
-    given, plain = part.state_dict(), Optimizer.state_dict(part)
+    given, plain = optimizer.state_dict(), Optimizer.state_dict(optimizer)
     if not isinstance(given, dict):
         raise CheckpointError(
-            f"state_dict of {type(part).__name__} returns a {type(given).__name__}. Let it return a dictionary of "
+            f"state_dict of {type(optimizer).__name__} returns a {type(given).__name__}. Let it return a dictionary of "
             "plain data and tensors."
         )
     as_torch = [key for key in given if key in plain and _is_same(given[key], plain[key])]
     rest = {key: value for key, value in given.items() if key not in as_torch}
     tensors = [each for each in tensors_in(rest) if not is_sharded(each) and each.numel() > 1]
-    parts = [own_part(each).shape for group in part.param_groups for each in group["params"] if is_sharded(each)]
-    if any(each.shape in parts for each in tensors):
-        raise _unknown_part(part, "a tensor in its own state_dict")
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shards = [local_tensor(parameter).shape for parameter in held if is_sharded(parameter)]
+    if any(each.shape in shards for each in tensors):
+        raise _unknown_shard(optimizer, "a tensor in its own state_dict")
     return {"as torch": as_torch, "rest": rest}
 
 
@@ -151,17 +154,17 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or bool(type(one) is type(other) and one == other)
 
 
-def _is_part(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether a value is a plain tensor of the shape of this process's part of a sharded parameter."""
+def _is_shard(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a value is a plain tensor of the shape of this process's shard of a sharded parameter."""
     if not (is_sharded(parameter) and isinstance(value, torch.Tensor)) or is_sharded(value) or value.numel() <= 1:
         return False
-    return value.shape == own_part(parameter).shape != parameter.shape
+    return value.shape == local_tensor(parameter).shape != parameter.shape
 
 
-def _unknown_part(optimizer: Optimizer, what: str) -> CheckpointError:
+def _unknown_shard(optimizer: Optimizer, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{type(optimizer).__name__} keeps {what} as this process's part alone, so that nobody knows what it is a part "
-        "of. Make it with torch.zeros_like(parameter), or as another DTensor."
+        f"{type(optimizer).__name__} keeps {what} as this process's shard alone, so that nobody knows what it is a "
+        "shard of. Make it with torch.zeros_like(parameter), or as another DTensor."
     )
 
 
@@ -197,13 +200,13 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
     """Restore the state of parameters, and entries of `state` that belong to none."""
     saved, tensors = checkpoint.state["optimizer"], checkpoint.tensors("optimizer")
     optimizer.state.clear()
-    parts, parameters = parts_of(optimizer), dict(model.named_parameters())
-    inside = {place: found for place, found in saved.get("inside", {}).items() if place in parts}
+    optimizers, parameters = optimizers_in(optimizer), dict(model.named_parameters())
+    inside = {place: found for place, found in saved.get("inside", {}).items() if place in optimizers}
     moving = [group for group in optimizer.param_groups if True in (group.get("fused"), group.get("capturable"))]
     moves_with_it = {parameter for group in moving for parameter in group["params"]}
     state_of = states_of(checkpoint)
     for place, found in {"": saved, **inside}.items():
-        state = parts[place].state
+        state = optimizers[place].state
         for name, entries in found.get("state", {}).items():
             parameter = parameters[name]
             own = state_of(name, parameter)
@@ -216,24 +219,31 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
             state[key] = value
 
 
+def load_gradients(model: nn.Module, checkpoint: Checkpoint) -> dict[nn.Parameter, torch.Tensor]:
+    """The gradients that a task that optimizes by hand had accumulated, sharded as their parameters are."""
+    parameters, state_of = dict(model.named_parameters()), states_of(checkpoint)
+    saved = checkpoint.state["optimizer"].get("gradients", {})
+    return {parameters[name]: decode(entry, state_of(name, parameters[name]))["grad"] for name, entry in saved.items()}
+
+
 def load_rest(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
     """Restore what optimizers keep outside of `state` and `param_groups`, which must be restored before.
 
     Raises:
         CheckpointMismatch: It is not known how to shard a tensor that was not sharded when it was saved.
     """
-    saved, parts = checkpoint.state["optimizer"], parts_of(optimizer)
+    saved, optimizers = checkpoint.state["optimizer"], optimizers_in(optimizer)
     fresh: Tensors = {}
     for place, attributes in attributes_of(model, optimizer).items():
         encode(attributes, fresh, f"attributes[{place}]")
     read = checkpoint.tensors("optimizer", _reader(optimizer, checkpoint, fresh))
     for place, found in saved.get("inside", {}).items():
-        for group, values in zip(parts[place].param_groups, found.get("groups", ()), strict=False):
+        for group, values in zip(optimizers[place].param_groups, found.get("groups", ()), strict=False):
             group.update(decode(values, read))
     for place, attributes in saved.get("attributes", {}).items():
-        vars(parts[place]).update(decode(attributes, read))
+        vars(optimizers[place]).update(decode(attributes, read))
     if own := saved.get("own"):
-        _load_own(optimizer, parts, {place: decode(given, read) for place, given in own.items()})
+        _load_own(optimizers, {place: decode(given, read) for place, given in own.items()})
 
 
 def _reader(
@@ -259,28 +269,27 @@ def _reader(
     return read
 
 
-def _load_own(optimizer: Optimizer, parts: Mapping[str, Optimizer], own: Mapping[str, Mapping[str, Any]]) -> None:
+def _load_own(optimizers: Mapping[str, Optimizer], own: Mapping[str, Mapping[str, Any]]) -> None:
     """Call every optimizer's own `load_state_dict`; groups and `state` are put back afterwards.
 
     For `Optimizer.load_state_dict`, which it may call, casts states and makes new dictionaries of groups.
     """
-    exact = {
-        place: (
-            [dict(group) for group in part.param_groups],
-            {key: dict(each) if isinstance(each, Mapping) else each for key, each in part.state.items()},
-        )
-        for place, part in parts.items()
-    }
+    exact = {place: _groups_and_states(optimizer) for place, optimizer in optimizers.items()}
     for place, given in own.items():
-        part = parts[place]
-        plain = Optimizer.state_dict(part)
-        part.load_state_dict({key: plain[key] for key in given["as torch"]} | given["rest"])
-    for part in reversed([*parts.values()]):
-        if isinstance(part, (Lookahead, MultiOptimizer)):
-            part.share()
+        plain = Optimizer.state_dict(optimizers[place])
+        optimizers[place].load_state_dict({key: plain[key] for key in given["as torch"]} | given["rest"])
+    for optimizer in reversed([*optimizers.values()]):
+        if isinstance(optimizer, (Lookahead, MultiOptimizer)):
+            optimizer.share()
     for place, (groups, states) in exact.items():
-        part = parts[place]
-        for group, values in zip(part.param_groups, groups, strict=True):
+        optimizer = optimizers[place]
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
-        part.state.clear()
-        part.state.update(states)
+        optimizer.state.clear()
+        optimizer.state.update(states)
+
+
+def _groups_and_states(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
+    """Copies of `param_groups` and `state`, as deep as `Optimizer.load_state_dict` changes them."""
+    states = {key: dict(each) if isinstance(each, Mapping) else each for key, each in optimizer.state.items()}
+    return [dict(group) for group in optimizer.param_groups], states

@@ -19,12 +19,12 @@ from lumen.checkpoint.places import exists, storage_of
 from lumen.checkpoint.safetensors_file import check_header
 from lumen.checkpoint.storage import readable
 from lumen.data.nested import fill
-from lumen.distributed.dtensor import own_block, own_part
+from lumen.distributed.dtensor import local_block, local_tensor
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch
 from lumen.internals.garbage import only_young_collected
 
-_PIECE_BYTES = 4 << 20  # read at once where only a part of every row is kept
+_PIECE_BYTES = 4 << 20  # read at once where only some of every row is kept
 
 
 @final
@@ -95,9 +95,9 @@ class Checkpoint:
             CheckpointDamaged: Its file changed since the checkpoint was opened.
         """
         shape = self._spec(section, name).shape
-        return self.part(section, name, (0,) * len(shape), shape)
+        return self.block(section, name, (0,) * len(shape), shape)
 
-    def part(self, section: str, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def block(self, section: str, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Read a block of a tensor into new memory of the host; from the files only the rows that it overlaps.
 
         Args:
@@ -111,9 +111,9 @@ class Checkpoint:
             CheckpointDamaged: Its file changed since the checkpoint was opened.
         """
         spec = self._spec(section, name)
-        part = torch.empty(math.prod(shape) * spec.dtype.itemsize, dtype=torch.uint8, device="cpu")
-        self._read(name, spec, offsets, part.reshape(*shape, spec.dtype.itemsize))
-        return part.view(spec.dtype).reshape(tuple(shape))
+        data = torch.empty(math.prod(shape) * spec.dtype.itemsize, dtype=torch.uint8, device="cpu")
+        self._read(name, spec, offsets, data.reshape(*shape, spec.dtype.itemsize))
+        return data.view(spec.dtype).reshape(tuple(shape))
 
     def tensors(self, section: str, read: Callable[[str], torch.Tensor] | None = None) -> Mapping[str, torch.Tensor]:
         """Return a section as a mapping that reads a tensor each time it is looked up.
@@ -125,7 +125,7 @@ class Checkpoint:
         return _Tensors(self._section(section), partial(self.tensor, section) if read is None else read)
 
     def copy_into(self, section: str, name: str, destination: torch.Tensor) -> None:
-        """Read a tensor into an existing one, on any device, in place; into a sharded one this process's part.
+        """Read a tensor into an existing one, on any device, in place; into a sharded one this process's shard.
 
         Raises:
             CheckpointMismatch: The checkpoint has no such tensor; or `destination` has another dtype or shape, since
@@ -139,9 +139,9 @@ class Checkpoint:
                 f"{destination.dtype} {list(destination.shape)} on {destination.device}, and nothing is cast. "
                 "Build it as it was when this was saved."
             )
-        own, (offsets, shape) = own_part(destination.detach()), own_block(destination)
+        own, (offsets, shape) = local_tensor(destination.detach()), local_block(destination)
         if own.device.type != "cpu" or not own.is_contiguous() or own.is_conj() or own.is_neg():
-            values = self.part(section, name, offsets, shape).to(own.device)
+            values = self.block(section, name, offsets, shape).to(own.device)
             fill(own, values)
             if 0 in own.stride() and not torch.allclose(own, values, rtol=0.0, atol=0.0, equal_nan=True):
                 raise CheckpointMismatch(

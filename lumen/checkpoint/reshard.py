@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lumen.checkpoint.reader import Checkpoint
-from lumen.distributed.dtensor import from_part, is_cut, is_sharded, own_block
+from lumen.distributed.dtensor import from_local, is_cut, is_sharded, local_block
 
 
 def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[str, torch.Tensor]]:
@@ -121,7 +121,7 @@ def _of_parameters(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.T
 
 
 def _read_like(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor, *, copied: bool) -> torch.Tensor:
-    """This process's part of a tensor that is to be sharded as `like` is."""
+    """This process's shard of a tensor that is to be sharded as `like` is."""
     _, shape = checkpoint.spec(section, name)
-    part = checkpoint.part(section, name, *own_block(like, shape, copied=copied))
-    return from_part(part.to(like.device), like, shape, copied=copied)
+    shard = checkpoint.block(section, name, *local_block(like, shape, copied=copied))
+    return from_local(shard.to(like.device), like, shape, copied=copied)

@@ -15,9 +15,10 @@ from torch import nn
 
 from lumen.checkpoint.codec import decode
 from lumen.checkpoint.config_diff import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
+from lumen.checkpoint.export import averages_of
 from lumen.checkpoint.load_weights import load_model
 from lumen.checkpoint.optimizer_layout import kind_of
-from lumen.checkpoint.optimizer_state import groups_of, load_optimizer_states, load_rest, regroup
+from lumen.checkpoint.optimizer_state import groups_of, load_gradients, load_optimizer_states, load_rest, regroup
 from lumen.checkpoint.parts import Part, without
 from lumen.checkpoint.rank_state import load_values
 from lumen.checkpoint.reader import Checkpoint
@@ -27,6 +28,7 @@ from lumen.checkpoint.state_keys import key_of, load_states
 from lumen.checkpoint.user_state import Additions, hand_back
 from lumen.checkpoint.weights_source import find_named
 from lumen.console import logger as _log
+from lumen.data.nested import fill
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.internals.garbage import only_young_collected
 from lumen.internals.optimizers import has_stepped
@@ -155,6 +157,8 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
         )
     _check_parameters(dict(run.task.named_parameters()), checkpoint)
     load_optimizer_states(run.task, optimizer, checkpoint)
+    if run.optim.manual is not None:
+        run.optim.manual.keep(load_gradients(run.task, checkpoint))
 
 
 def _named(where: str, names: Collection[str]) -> str:
@@ -264,7 +268,9 @@ def _without_those_of_bases(kind: type[Task], saved: Mapping[str, Any]) -> dict[
     return {name: value for name, value in saved.items() if name in taken or name not in by_bases}
 
 
-def load_task(kind: type[Task], path: PurePath, *, strict: bool, overrides: Mapping[str, Any]) -> Task:
+def load_task(
+    kind: type[Task], path: PurePath, *, strict: bool, average: str | None, overrides: Mapping[str, Any]
+) -> Task:
     """Build a task from a checkpoint's hyperparameters and load its parameters; see `load_from_checkpoint`."""
     checkpoint = find_named(path)
     saved = decode(checkpoint.state["hyperparameters"], checkpoint.tensors("extra"))
@@ -282,4 +288,9 @@ def load_task(kind: type[Task], path: PurePath, *, strict: bool, overrides: Mapp
     convert_as_saved(task, checkpoint.state["precision"])
     load_model(task, checkpoint, strict=strict)
     _load_own_states(task, checkpoint, extra_of(task, checkpoint))
+    if average is not None:
+        held = dict(task.named_parameters()) | dict(task.named_buffers())
+        for name, place in averages_of(checkpoint, average).items():
+            with torch.no_grad():
+                fill(held[name], checkpoint.tensor(*place))
     return task

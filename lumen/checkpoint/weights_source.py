@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
+from shlex import quote
 from tempfile import TemporaryDirectory
 from typing import Literal, final
 
@@ -30,10 +31,10 @@ _WORDS = ("auto", "last", "best")
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 _WEB = ("http://", "https://")  # servers that list nothing, and often send whole files only
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
-_CONVERT = """{path} is a pickle, which could run any code when it is read; Lumen reads none. Convert it once:
-    import torch; from safetensors.torch import save_file
-    tensors = torch.load("{name}", map_location="cpu", weights_only=True)  # of a Lightning checkpoint: ["state_dict"]
-    save_file({{name: tensor.clone() for name, tensor in tensors.items()}}, "{stem}.safetensors")"""
+_CONVERT = (
+    "{path} is a pickle, which could run any code when it is read; Lumen reads none. {what}: "
+    "lumen convert {name} {stem}"
+)
 
 
 @final
@@ -89,7 +90,9 @@ def refuse_pickle(path: str) -> None:
     """
     place = local_path(path.partition("?")[0])
     if place.suffix in PICKLES and not place.is_dir():
-        raise ConfigError(_CONVERT.format(path=path, name=place.name, stem=place.stem))
+        what, name = ("Download it and convert it", place.name) if "://" in path else ("Convert it once", str(place))
+        stem = quote(f"{place.stem}.safetensors")
+        raise ConfigError(_CONVERT.format(path=path, what=what, name=quote(name), stem=stem))
 
 
 def is_weights(path: Weights | str | PurePath) -> bool:

@@ -1,4 +1,4 @@
-"""Plans which parts of a checkpoint's tensors each process writes, so that together they cover every tensor once."""
+"""Plans which blocks of a checkpoint's tensors each process writes, so that together they cover every tensor once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from lumen.distributed.dtensor import copies, is_first, is_sharded, own_block, own_part
+from lumen.distributed.dtensor import copies, is_first, is_sharded, local_block, local_tensor
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointError
 
@@ -51,10 +51,10 @@ class WritePlan:
     blocks: Mapping[str, Mapping[str, Block]]
     specs: Mapping[str, Mapping[str, TensorSpec]]
 
-    def parts(self) -> dict[str, dict[str, torch.Tensor]]:
+    def local_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of the blocks, by section and name."""
         return {
-            section: {name: own_part(self.sections[section][name]) for name in blocks}
+            section: {name: local_tensor(self.sections[section][name]) for name in blocks}
             for section, blocks in self.blocks.items()
         }
 
@@ -108,7 +108,9 @@ def _own_plan(sections: Sections, processes: Processes, trained: Container[str] 
         if processes.world_size > 1:
             largest_first = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))
             ours = {name for name, tensor in largest_first if division.is_ours(section, name, tensor)}
-        blocks[section] = {name: Block(each.dtype, *own_block(each)) for name, each in tensors.items() if name in ours}
+        blocks[section] = {
+            name: Block(each.dtype, *local_block(each)) for name, each in tensors.items() if name in ours
+        }
     specs = {
         section: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         for section, tensors in sections.items()
@@ -126,9 +128,9 @@ class _Division:
         self._loads: dict[int, list[tuple[int, int]]] = {}  # bytes that each copy has got, by the number of copies
 
     def is_ours(self, section: str, name: str, tensor: torch.Tensor) -> bool:
-        """Whether this process writes a tensor, or the part of it that is here."""
-        if is_sharded(tensor):  # of the copies of each part one is written
-            return self._has_turn(tensor) and _has_part(tensor)
+        """Whether this process writes a tensor, or the shard of it that is here."""
+        if is_sharded(tensor):  # of the copies of each shard one is written
+            return self._has_turn(tensor) and _holds_some(tensor)
         if section not in _ON_ALL:  # nobody else has it
             return True
         if section == "optimizer" or self._trained is None or name in self._trained:  # equal on all
@@ -144,9 +146,9 @@ class _Division:
         return writer == index
 
 
-def _has_part(tensor: torch.Tensor) -> bool:
+def _holds_some(tensor: torch.Tensor) -> bool:
     """Whether this process holds elements of a sharded tensor; an empty one counts as held by the first process."""
-    return own_part(tensor).numel() > 0 or (tensor.numel() == 0 and is_first(tensor))
+    return local_tensor(tensor).numel() > 0 or (tensor.numel() == 0 and is_first(tensor))
 
 
 def _check_same(specs: Mapping[str, str], processes: Processes) -> None:
@@ -187,6 +189,6 @@ def _is_plain_dense(tensor: torch.Tensor) -> bool:
     if is_sharded(tensor):
         sharded: Any = tensor
         summed = not any(placement.is_partial() for placement in sharded.placements)
-        return summed and _is_plain_dense(own_part(tensor))
+        return summed and _is_plain_dense(local_tensor(tensor))
     wrapper = hasattr(tensor, "__tensor_flatten__")  # its bytes are elsewhere
     return not (wrapper or tensor.is_quantized or tensor.is_meta) and tensor.layout == torch.strided

@@ -21,7 +21,7 @@ from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.safetensors_file import write_safetensors
 from lumen.checkpoint.storage import MANIFEST, Draft, explained, readable
 from lumen.checkpoint.write_plan import Block, Sections, TensorSpec, WritePlan, plan_writes
-from lumen.distributed.dtensor import own_part
+from lumen.distributed.dtensor import local_tensor
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError
 
@@ -41,8 +41,8 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint that is either complete under its name or not there at all, even after a kill or power loss.
 
-    Every process writes its part, see `plan_writes`. Beyond the tensors themselves it needs the memory of one block at
-    most. Collective: every rank must call this.
+    Every process writes its blocks, see `plan_writes`. Beyond the tensors themselves it needs the memory of one of them
+    at most. Collective: every rank must call this.
 
     Args:
         directory: Final path, for example `runs/gpt/checkpoints/step-00000200`. A damaged checkpoint there is renamed
@@ -84,7 +84,7 @@ def write_planned(
 
 @final
 class _Save:
-    """Rank 0's part of writing a checkpoint: its beginning and its commit; the arguments are `write_checkpoint`'s."""
+    """What rank 0 does to write a checkpoint: its beginning and its commit; the arguments are `write_checkpoint`'s."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ def _write_files(draft: Draft, plan: WritePlan, max_file_bytes: int, rank: int) 
             with storage.directory(draft.root / section):
                 for index, names in enumerate(_bounded(blocks, max_file_bytes)):
                     file = f"{section}/{rank:05d}-{index:05d}{draft.mark}.safetensors"
-                    tensors = {name: own_part(plan.sections[section][name]) for name in names}
+                    tensors = {name: local_tensor(plan.sections[section][name]) for name in names}
                     files[file] = write_safetensors(draft.root / file, tensors)
                     for name in names:
                         chunk = [file, list(blocks[name].offsets), list(blocks[name].shape)]

@@ -24,6 +24,7 @@ COMMANDS = {
 }
 WITHOUT_CONFIG = {
     "export": "Write the weights of a checkpoint as plain safetensors.",
+    "convert": "Write the weights of a pickle, such as Lightning's .ckpt, as safetensors.",
     "runs": "List runs and their checkpoints.",
 }
 
@@ -40,18 +41,23 @@ def main(args: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except LumenError as error:
-        if os.environ.get("LUMEN_DEBUG") == "1":
-            traceback.print_exc()
-        text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
-        if not report(error, text):
-            print(text, file=stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return tell(error)
     finally:
         stdout.flush()  # here, where a closed pipe is no error, and not when Python exits
 
 
+def tell(error: LumenError) -> int:
+    """Print an error, or leave that to who has started this process; returns the exit code."""
+    if os.environ.get("LUMEN_DEBUG") == "1":
+        traceback.print_exc()
+    text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
+    if not report(error, text):
+        print(text, file=stderr)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
 def _dispatch(args: list[str], *, own: bool) -> int:
-    args = [word for word in args if word not in _of_launcher()]
+    args = without_launchers(args)
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         ours, others = (
@@ -77,20 +83,22 @@ def _dispatch(args: list[str], *, own: bool) -> int:
     return run(words)
 
 
-def _of_launcher() -> tuple[str, ...]:
-    """What `torch.distributed.launch` puts before a program's words; the environment says the same."""
+def without_launchers(words: list[str]) -> list[str]:
+    """A command line without what `torch.distributed.launch` puts before it; the environment says the same."""
     rank = os.environ.get("LOCAL_RANK")
-    return (f"--local-rank={rank}", f"--local_rank={rank}")
+    return [word for word in words if word not in (f"--local-rank={rank}", f"--local_rank={rank}")]
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
     """Import what runs a command, which takes seconds, for torch: not before it is needed."""
     if name == "export":
         from lumen.cli.export import run
+    elif name == "convert":
+        from lumen.cli.convert import run
     elif name == "runs":
         from lumen.cli.runs import run
     else:
-        from lumen.cli import commands
+        from lumen.cli import command_line
 
-        return partial(commands.run, name)
+        return partial(command_line.run, name)
     return run

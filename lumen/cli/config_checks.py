@@ -12,27 +12,31 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import is_dataclass
+from types import NoneType
 from typing import Any, NamedTuple, final, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+import lumen.trainer.tuner  # noqa: F401 (its callbacks have short names too)
 from lumen.callbacks import Callback
 from lumen.cli.config_layers import Added, Keys, Settings, is_class, plain
-from lumen.cli.find_class import classes_by_name, did_you_mean, find_class
-from lumen.cli.type_hints import bases_in, classes_in, in_words, parts_of
+from lumen.cli.find_class import classes_by_name, did_you_mean, find_class, of_lightning
+from lumen.cli.optimization import Schedule
+from lumen.cli.options import OPTIONS, SUPPLIED, OptionParser, Options, short_key
+from lumen.cli.type_hints import bases_in, classes_in, hints_in, in_words
 from lumen.errors import ConfigError
-from lumen.task.data_module import DataModule
-from lumen.task.task_module import TaskModule
+from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, RENAMED
+from lumen.strategies.factory import processes_of
+from lumen.trainer.trainer import Trainer
 
-BASES = {"data": DataModule, "model": TaskModule, "optimizer": Optimizer, "lr_scheduler": LRScheduler}
-SUPPLIED = {"optimizer": {"params"}, "lr_scheduler": {"optimizer"}, "trainer": {"seed"}}
+_OF_TRAINER = inspect.signature(Trainer).parameters.keys()
 _INSTEAD = {
     ("trainer", "seed"): "Use seed_everything.",
     ("ckpt_path",): "For fit use trainer.resume.",
     ("config",): "Config files are named by --config FILE alone.",
+    ("lr_scheduler", "init_args", "monitor"): "Use lr_schedule.monitor.",
+    ("weights_only",): "Leave it out: nothing is ever unpickled.",
 }
 _MINUTES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # a number in YAML 1.1, and to jsonargparse
 _ONE_OF_SEVERAL = re.compile(r"^lr_scheduler\.\d+\.scheduler$")
@@ -50,14 +54,17 @@ class Asked(NamedTuple):
 
     def fits(self, name: str) -> bool:
         """Whether a parameter takes the value that is given."""
+        return _takes(self._parser_of(name), plain({name: self.given[name]}, self.path))
+
+    def value(self, name: str) -> Any:
+        """The value that is given for a parameter, if it fits, as this has it."""
+        return self._parser_of(name).parse_object(plain({name: self.given[name]}, self.path))[name]
+
+    def _parser_of(self, name: str) -> ArgumentParser:
         parser = ArgumentParser(exit_on_error=False)
         others = {*self.parameters, *_supplied(self.path)} - {name}
         parser.add_class_arguments(self.kind, skip=others, fail_untyped=False)
-        try:
-            parser.parse_object(plain({name: self.given[name]}, self.path))
-        except ArgumentError:
-            return False
-        return True
+        return parser
 
 
 @final
@@ -67,37 +74,40 @@ class Check:
     Args:
         settings: Nested settings, as the config has them.
         top: The parser of all options.
-        groups: The class of each group of options; of those without a group under "".
 
     Attributes:
         links: The required arguments of the model that are not set, if there is data to take them from.
     """
 
-    def __init__(self, settings: Settings, top: ArgumentParser, groups: Mapping[str, type]) -> None:
+    def __init__(self, settings: Settings, top: OptionParser) -> None:
         self.links: list[str] = []
         self._settings, self._asked, self._problems = settings, list[Asked](), dict[Keys, str]()
-        tree, defaults = settings.tree, top.get_defaults()
-        known = [key for key in defaults.as_dict() if key != "config"]
+        self._top, tree, defaults = top, settings.tree, top.get_defaults()
+        known = top.heads()
+        for ours, name in settings.unread.items():
+            self._problems[name,] = f"the environment variable {name} is not read. Write {ours}, or unset it."
         for key in tree:
             if key not in known:
-                self._refuse((key,), "lumen", ["config", *known, *defaults.keys()])
-        single = {key: tree[key] for key in tree if key in known and key not in {*groups, *BASES}}
-        for key, kind in groups.items():
-            self._ask((key,) if key else (), kind, tree[key] if key else single)
-        for key, base in BASES.items():
-            if is_class(tree.get(key)):
+                self._refuse((key,), top.prog, ["config", *sorted(known), *defaults.keys()])
+        self._ask((), Options, {key: tree[key] for key in tree if key in known & OPTIONS})
+        for key, kind in top.classes.items():
+            self._ask((key,), kind, tree[key])
+        for key, base in top.bases.items():
+            if is_class(tree.get(key)) or (tree.get(key) and isinstance(tree[key], str)):
                 self._enter((key,), tree[key], base)
             elif key == "lr_scheduler" and isinstance(tree.get(key), list):
                 for number, entry in enumerate(tree[key]):
-                    self._enter_schedule((key, str(number)), entry, groups["lr_schedule"])
+                    self._enter_schedule((key, str(number)), entry)
             elif tree.get(key):
                 self._problems[(key,)] = f"{settings.where((key,))}: expected a class, found {tree[key]!r}."
+        for key, kind in top.fixed.items():
+            self._enter_fixed(key, tree.get(key) or {}, kind)
         if tree.get("lr_scheduler") and not tree.get("optimizer"):
             self._problems["optimizer",] = "lr_scheduler: it needs the optimizer that it schedules. Set optimizer too."
-        if not tree.get("model"):
+        if not tree.get("model") and "model" not in top.fixed:
             self._problems["model",] = "no model is configured. Give --config FILE, or --model module.Class."
 
-    def parse(self, top: ArgumentParser) -> Namespace:
+    def parse(self) -> Namespace:
         """Every setting as its type has it.
 
         Raises:
@@ -105,28 +115,44 @@ class Check:
         """
         refused: ArgumentError | None = None
         if not self._problems:
+            tree = plain(self._settings.tree)
+            tree |= {key: (tree.get(key) or {}).get("init_args", {}) for key in self._top.fixed}
             try:
-                return top.parse_object(plain(self._settings.tree))  # type: ignore[no-any-return]
+                config = self._top.parse_object(tree)
             except ArgumentError as error:
                 refused = error
+            else:
+                self._try_trainer({name: config.trainer[name] for name in self._settings.tree["trainer"]})
+                if not self._problems:
+                    return config  # type: ignore[no-any-return]
         self._try_values()
         raise ConfigError("\n".join(self._problems.values()) or str(refused)) from refused
 
-    def _ask(self, path: Keys, kind: type, given: Mapping[str, Any], *, needy: bool = True) -> list[str]:
+    def _ask(self, path: Keys, kind: type, given: dict[str, Any], *, needy: bool = True) -> list[str]:
         """Look at the names that a class is given, and into their values; return those that it lacks."""
         parser = ArgumentParser(exit_on_error=False)
         options = parser.add_class_arguments(kind, skip=_supplied(path), fail_untyped=False)
         parameters = _parameters(kind, options)
         self._asked.append(Asked(path, kind, given, parameters))
+        linked = {
+            name: source for name in parameters if (source := self._top.linked.get(short_key(".".join((*path, name)))))
+        }
+        if path == ("trainer",):
+            for name in [name for name, value in given.items() if value is None and _needs_a_value(parameters, name)]:
+                del given[name]  # configs of LightningCLI have every argument, and null for many that are not set
         for name, value in given.items():
             if name not in parameters:
                 self._refuse((*path, name), kind.__name__, options, getattr(kind, "INSTEAD", {}))
+                continue
+            if name in linked:
+                text = f"{self._settings.where((*path, name))}: it is taken from {linked[name]}. Leave it out."
+                self._problems[*path, name] = text
                 continue
             if isinstance(value, Added) and isinstance(default := parser.get_defaults().get(name), list | tuple):
                 value[:0] = default
             self._look_into(value, (*path, name), parameters[name].annotation)
         empty = inspect.Parameter.empty
-        missing = [name for name, each in parameters.items() if each.default is empty and name not in given]
+        missing = [name for name, each in parameters.items() if each.default is empty and name not in {*given, *linked}]
         where = self._settings.where((*path[:-1], "class_path") if path[-1:] == ("init_args",) else path)
         for name in missing if needy else ():
             self._problems[*path, name] = f"{where}: {kind.__name__} needs {name}. Set it."
@@ -151,38 +177,85 @@ class Check:
         place = path if isinstance(node, str) else (*path, "class_path")
         node = {"class_path": node} if isinstance(node, str) else node
         settings, name = self._settings, str(node.get("class_path") or "")
+        if (found := of_lightning(name)) is not None:
+            self._problems[*path, "class_path"] = f"{settings.where(place)}: {name} is Lightning's. {found.instead}"
+            if found.name is None:
+                return
+            name = found.name  # to look at its arguments too
         try:
             kind = find_class(name, bases_in(hint), settings.where(place), settings.files)
         except ConfigError as error:
             self._problems[path] = f"{error}{_callback_hint(path, name)}"
             return
         if inspect.isclass(kind) and "dict_kwargs" not in node:
-            linked = path == ("model",) and bool(settings.tree.get("data"))
+            linked = path == ("model",) and self._has_data
             # the class that gets it builds it, with what is missing
-            built_later = any(get_origin(part) is Callable for part in parts_of(hint))
+            built_later = any(get_origin(part) is Callable for part in hints_in(hint))
             given = node.get("init_args") or {}
             missing = self._ask((*path, "init_args"), kind, given, needy=not (linked or built_later))
             self.links = missing if linked else self.links
 
-    def _enter_schedule(self, path: Keys, entry: Any, kind: type) -> None:
+    @property
+    def _has_data(self) -> bool:
+        return bool(self._settings.tree.get("data")) or "data" in self._top.fixed
+
+    def _enter_fixed(self, key: str, node: Any, kind: type) -> None:
+        """Look at what the model or the data is given, whose class is the script's."""
+        if not is_class(node) and node:
+            self._problems[key,] = f"{self._settings.where((key,))}: expected `name: value` lines, found {node!r}."
+            return
+        named = node.get("class_path")
+        if named not in (None, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
+            text = f"the class is {kind.__name__}, which the script says, found {named}. Leave class_path out."
+            self._problems[key, "class_path"] = f"{self._settings.where((key, 'class_path'))}: {text}"
+        linked = key == "model" and self._has_data
+        missing = self._ask((key, "init_args"), kind, node.get("init_args") or {}, needy=not linked)
+        self.links = missing if linked else self.links
+
+    def _enter_schedule(self, path: Keys, entry: Any) -> None:
         """Look at one of several schedulers, and at when it moves."""
         if not (isinstance(entry, dict) and is_class(entry.get("scheduler"))):
             expected = "expected a class, or {scheduler: CLASS, interval: step}"
             self._problems[path] = f"{self._settings.where(path)}: {expected}, found {entry!r}."
             return
-        self._enter((*path, "scheduler"), entry["scheduler"], BASES["lr_scheduler"])
-        self._ask(path, kind, {name: value for name, value in entry.items() if name != "scheduler"})
+        self._enter((*path, "scheduler"), entry["scheduler"], self._top.bases["lr_scheduler"])
+        self._ask(path, Schedule, {name: value for name, value in entry.items() if name != "scheduler"})
+
+    def _try_trainer(self, given: Mapping[str, Any]) -> None:
+        """Find the values that the trainer refuses, one by one: alone it would name the first of them only."""
+        for name, value in given.items():
+            path = ("trainer", name)
+            if path in self._problems or name not in _OF_TRAINER or not isinstance(value, str | int | float):
+                continue
+            alone: dict[str, Any] = {name: value}
+            try:
+                # by its name alone: a strategy is built once
+                processes_of(None, None, **alone) if name == "strategy" else Trainer(**alone)
+            except ConfigError as error:
+                self._problems[path] = f"{self._settings.where(path)}: {str(error).removeprefix(f'{name}: ')}"
 
     def _try_values(self) -> None:
         """Find the values that do not fit, from the inside out; what a wrong one is part of is not tried."""
         for asked in reversed(self._asked):
             for name in filter(asked.parameters.__contains__, asked.given):
                 path = (*asked.path, name)
-                if not any(wrong[: len(path)] == path for wrong in self._problems) and not asked.fits(name):
+                if any(wrong[: len(path)] == path for wrong in self._problems):
+                    continue
+                if asked.fits(name):
+                    self._try_trainer({name: asked.value(name)} if asked.path == ("trainer",) else {})
+                else:
                     value, hint = asked.given[name], asked.parameters[name].annotation
                     near = did_you_mean(value, classes_by_name(bases_in(hint))) if isinstance(value, str) else ""
                     found = f"expected {in_words(hint)}, found {value!r}.{near}"
                     self._problems[path] = f"{self._settings.where(path)}: {found}"
+        for name, hint in self._top.types_of_single().items():
+            parser = ArgumentParser(exit_on_error=False)
+            parser.add_argument("--value", type=hint)
+            keys, place = tuple(name.split(".")), self._settings.tree
+            for key in keys[:-1]:
+                place = place[key] if isinstance(place.get(key), dict) else {}
+            if (given := place.get(keys[-1])) is not None and not _takes(parser, {"value": given}):
+                self._problems[keys] = f"{self._settings.where(keys)}: expected {in_words(hint)}, found {given!r}."
 
     def _refuse(self, path: Keys, owner: str, known: Iterable[str], instead: Mapping[str, str] | None = None) -> None:
         """Note that there is no such option."""
@@ -190,6 +263,18 @@ class Check:
         hint = _INSTEAD.get(path) or (instead or {}).get(name)  # the latter for arguments of Lightning's
         text = f"{owner} has no option {name}.{f' {hint}' if hint else did_you_mean(name, known)}"
         self._problems[path] = f"{self._settings.where(path)}: {text}"
+
+
+def _needs_a_value(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
+    return name in parameters and NoneType not in hints_in(parameters[name].annotation)
+
+
+def _takes(parser: ArgumentParser, values: Any) -> bool:
+    try:
+        parser.parse_object(values)
+    except ArgumentError:
+        return False
+    return True
 
 
 def _supplied(path: Keys) -> set[str]:
@@ -213,7 +298,7 @@ def _parameters(kind: type, names: Iterable[str]) -> Mapping[str, inspect.Parame
 
 def _names_a_class(text: str, hint: Any) -> bool:
     """Whether a text is the name of a class, where a type takes objects and no text."""
-    bases, parts = bases_in(hint), list(parts_of(hint))
+    bases, parts = bases_in(hint), list(hints_in(hint))
     if not bases or str in parts or text in parts or not text.replace(".", "").isidentifier():
         return False
     return "." in text or text in classes_by_name(bases)
@@ -226,7 +311,7 @@ def _callback_hint(path: Keys, value: str) -> str:
         path[:-1] != ("trainer", "callbacks")
         or name.isdigit()
         or "." in value
-        or did_you_mean(value, classes_by_name([Callback]))
+        or did_you_mean(value, {*classes_by_name([Callback]), *RENAMED, *INSTEAD_OF_CLASSES}, cutoff=0.75)
     ):
         return ""
     option = f"{name}={value}"
@@ -236,17 +321,21 @@ def _callback_hint(path: Keys, value: str) -> str:
     )
 
 
-def without_defaults(record: Mapping[str, Any], top: ArgumentParser, groups: Iterable[str]) -> dict[str, Any]:
-    """Settings as plain data, of which what options and classes have by default is left out."""
+def without_defaults(record: Mapping[str, Any], top: OptionParser) -> dict[str, Any]:
+    """Settings as plain data, of which what options and classes have by default is left out.
+
+    Objects that the script sets anything of stay as they are: their classes' defaults are not theirs.
+    """
     defaults, left = top.get_defaults().as_dict(), deepcopy(dict(record))
-    for node in _nodes(left):
+    groups, chosen = {*top.classes, *top.fixed}, top.script.keys() & top.bases.keys()
+    for node in _nodes({key: value for key, value in left.items() if key not in chosen}):
         kind, given = find_class(node["class_path"]), node.pop("init_args", None) or {}
         parser = ArgumentParser(exit_on_error=False)
         if inspect.isclass(kind):
             parser.add_class_arguments(kind, fail_untyped=False)
         if given := _differing(given, parser.get_defaults().as_dict()):
             node["init_args"] = given
-    for key in groups:
+    for key in groups & left.keys():
         left[key] = _differing(left[key], defaults[key])
     if isinstance(several := left.get("lr_scheduler"), list):
         usual = defaults["lr_scheduler"].values()

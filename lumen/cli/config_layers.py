@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import reduce
 from itertools import chain, count
 from typing import Any, final
@@ -24,10 +24,11 @@ from lumen.errors.arguments import local_path
 Tree = dict[str, Any]
 Keys = tuple[str, ...]
 _CLASSES = {("model",), ("data",), ("optimizer",), ("lr_scheduler",)}
-_GROUPS = ("parameter_groups", "lookahead", "lr_schedule", "trainer")
+_GROUPS = {"parameter_groups", "lookahead", "lr_schedule", "trainer"}
 _CALLBACKS = ("trainer", "callbacks")
 _SCHEDULERS = ("lr_scheduler",)
-_NODE = ("class_path", "init_args", "dict_kwargs")
+NODE = ("class_path", "init_args", "dict_kwargs")
+_LIGHTNINGS = "PL_"  # what variables of LightningCLI begin with
 
 
 @final
@@ -45,27 +46,48 @@ class Added(list[Any]):
 class Settings:
     """The merged layers: `tree`, in which every class is `{class_path: ..., init_args: ...}` however it was written.
 
-    Attributes:
+    Args:
+        command: The command that they are for; None if there is none, for a script that runs its own loops.
+        known: All keys that there are.
+        groups: Those of them that hold `name: value` lines.
+        script: What the script sets, which all else covers.
         files: Where config files are.
+        words: The command line, as `parse_words` gives it.
+        given: What the script gives in place of a command line.
+
+    Attributes:
+        files: Paths of the config files.
+        unread: Environment variables as LightningCLI has them, by what Lumen calls them.
     """
 
-    def __init__(self, command: str, files: list[str], words: list[tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        command: str | None,
+        known: Collection[str],
+        groups: Collection[str],
+        *,
+        files: list[str],
+        words: list[tuple[str, str]],
+        script: Tree | None = None,
+        given: Tree | None = None,
+    ) -> None:
         self.files = files
-        prefix = f"LUMEN_{command.upper()}__"  # LUMEN_FIT__TRAINER__MAX_STEPS
-        self._layers = [
-            (
-                f"the environment variable {name}",
-                merge({}, _nested(name.removeprefix(prefix).lower().split("__"), text)),
-            )
-            for name, text in sorted(os.environ.items())
-            if name.startswith(prefix)
+        own = "" if command is None else f"{command.upper()}__"  # LUMEN_FIT__TRAINER__MAX_STEPS
+        variables = _variables(f"LUMEN_{own}", known if command is None else None)
+        unread = _variables(f"{_LIGHTNINGS}{own}", known)
+        self.unread = {f"LUMEN_{name.removeprefix(_LIGHTNINGS)}": name for name in unread}
+        self._layers = [("the script", merge({}, script or {}))]
+        self._layers += [
+            (f"the environment variable {name}", merge({}, nested(keys, os.environ[name])))
+            for name, keys in variables.items()
         ]
         self._layers += [(file, merge({}, read_config(file))) for file in files]
+        self._layers.append(("the arguments", merge({}, given or {})))
         # One layer for all words: whether `--optimizer SGD` stands before or after `--optimizer.lr 1` is the same.
         typed: Tree = reduce(merge, _typed(words), {})
         self._layers.append(("the command line", typed))
-        self.tree: Tree = reduce(merge, (tree for _, tree in self._layers), {key: {} for key in _GROUPS})
-        for key in _GROUPS:
+        self.tree: Tree = reduce(merge, (tree for _, tree in self._layers), {key: {} for key in groups})
+        for key in groups:
             if self.tree[key] is None:
                 self.tree[key] = {}
             if not isinstance(self.tree[key], dict):
@@ -73,7 +95,7 @@ class Settings:
 
     def where(self, path: Keys) -> str:
         """A key as the command line has it, and the last layer that set it."""
-        key = ".".join(str(name) for name in path if name not in _NODE)
+        key = ".".join(str(name) for name in path if name not in NODE)
         return next((f"{key} ({source})" for source, tree in reversed(self._layers) if _has(tree, path)), key)
 
     def class_of(self, key: str) -> str | None:
@@ -83,6 +105,13 @@ class Settings:
             arguments = node.get("init_args") or node if isinstance(node, dict) else {}
             node = arguments.get(name)
         return str(node["class_path"]) if isinstance(node, dict) and "class_path" in node else None
+
+
+def _variables(prefix: str, known: Collection[str] | None) -> dict[str, list[str]]:
+    """The environment variables that begin so, and the keys that they set; None: all, else those of known ones."""
+    found = {name: name.removeprefix(prefix).lower().split("__") for name in sorted(os.environ) if name != prefix}
+    ours = {name: keys for name, keys in found.items() if name.startswith(prefix)}
+    return {name: keys for name, keys in ours.items() if known is None or keys[0] in known}
 
 
 def parse_words(words: list[str]) -> list[tuple[str, str]]:
@@ -119,7 +148,7 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
     """One value over another: mappings are merged, all else is replaced, a class by another class too."""
     if isinstance(new, Added):
         return _add(old, new, path)
-    callback = path[:2] == _CALLBACKS and len(path) == 3 and path[-1] not in _NODE
+    callback = path[:2] == _CALLBACKS and len(path) == 3 and path[-1] not in NODE
     named = path in _CLASSES or callback or (path == _CALLBACKS and isinstance(new, str)) or _is_scheduler(new, path)
     begun = isinstance(old, str) and isinstance(new, dict) and old.rpartition(".")[2].isidentifier()
     if isinstance(new, str) and not named and is_class(old) and not _same(old.get("class_path"), new):
@@ -186,10 +215,10 @@ def is_class(value: Any) -> bool:
 def _as_class(value: Any) -> Any:
     if not isinstance(value, dict):
         return None if value == "null" else {"class_path": value} if isinstance(value, str) else value
-    node = {key: value[key] for key in _NODE if key in value}
+    node = {key: value[key] for key in NODE if key in value}
     if not isinstance(node.get("init_args") or {}, dict):
         raise ConfigError(f"init_args of {node.get('class_path')}: expected `name: value` lines, found {value}.")
-    beside = {key: item for key, item in value.items() if key not in _NODE}
+    beside = {key: item for key, item in value.items() if key not in NODE}
     return {**node, "init_args": {**beside, **(node.get("init_args") or {})}}
 
 
@@ -215,18 +244,21 @@ def _typed(words: Iterable[tuple[str, str]]) -> list[Tree]:
         keys = tuple(key.removesuffix("+").split("."))
         owner = next((above for above in added if keys[: len(above)] == above != keys), None)
         if owner is not None:
-            inner = _nested(keys[len(owner) :], text)
+            inner = nested(keys[len(owner) :], text)
             added[owner][-1] = merge(added[owner][-1], inner, (*owner, "0"))
         elif key.endswith("+"):
             value = _value(keys, text)
             added[keys] = Added(value if isinstance(value, list) else [value])
             trees.append(_at(keys, added[keys]))
         else:
-            trees.append(_nested(keys, text))
+            trees.append(nested(keys, text))
     return trees
 
 
-def _nested(keys: Sequence[str], text: str) -> Tree:
+def nested(keys: Sequence[str], text: Any) -> Tree:
+    """The settings in which a key of several names has a value; text in braces is YAML."""
+    if not isinstance(text, str):
+        return _at(keys, text)
     listed = tuple(keys) in (_CALLBACKS, _SCHEDULERS) and text.startswith("[")
     return _at(keys, _value(keys, text) if text.startswith("{") or listed else text)
 

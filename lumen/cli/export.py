@@ -1,9 +1,13 @@
-"""`lumen export`: the weights of a checkpoint as plain safetensors."""
+"""`lumen export`: the weights of a checkpoint as plain safetensors, or its model in formats of others."""
 
 from __future__ import annotations
 
 import re
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +22,7 @@ _MORE = (
     "The file has the names of the task's state_dict and is read by safetensors.torch.load_file alone; a tied tensor "
     "is in it under each of its names. Checksums are verified first; nothing that exists is overwritten."
 )
+FORMATS = ("torch-export", "onnx", "huggingface")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -53,19 +58,38 @@ def run(words: list[str]) -> int:
         metavar="SIZE",
         help="Such as 5GB: several files in the directory, with model.safetensors.index.json. Default: one file.",
     )
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", *FORMATS),
+        default="safetensors",
+        help="torch-export: a program, FILE.pt2, for torch.export.load. onnx: FILE.onnx. huggingface: a directory that "
+        "from_pretrained reads. These build the model by the run's config and check what they have written.",
+    )
     given = parser.read(words)
     output = local_path(given.output)
+    settings: dict[str, Any] = {
+        "which": given.which,
+        "module": given.module,
+        "average": given.average,
+        "dtype": getattr(torch, given.dtype) if given.dtype else None,
+    }
     with console_log(LogSettings("INFO")):
-        exported = export(
-            given.source,
-            output,
-            which=given.which,
-            module=given.module,
-            average=given.average,
-            dtype=getattr(torch, given.dtype) if given.dtype else None,
-            max_shard_bytes=_bytes(given.max_shard_size) if given.max_shard_size else None,
-        )
+        if given.format != "safetensors":
+            return _as_model(given, output, partial(export, given.source, **settings))
+        shard = _bytes(given.max_shard_size) if given.max_shard_size else None
+        exported = export(given.source, output, **settings, max_shard_bytes=shard)
     _show(output, exported, given.dtype, given.average)
+    return 0
+
+
+def _as_model(given: Namespace, output: Path, weights: Callable[[Path], Exported]) -> int:
+    from lumen.cli.export_formats import check_format, write_format  # with all that building a model takes
+
+    if given.max_shard_size:
+        raise ConfigError(f"--max_shard_size: it is for --format safetensors, found {given.format}. Leave it out.")
+    check_format(given.format, output)
+    checked = write_format(given.format, given.source, output, given.module, weights)
+    print(f"{output}: {given.format}, from {given.source}; {checked}", file=stdout)
     return 0
 
 

@@ -11,10 +11,37 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, final
 
+from lumen import __all__ as public
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
+from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNINGS, RENAMED
+
+
+@final
+class Counterpart(NamedTuple):
+    """What stands here for a class of Lightning's.
+
+    Attributes:
+        name: Full name of the class; None: there is none.
+        instead: What to write, as a sentence.
+    """
+
+    name: str | None
+    instead: str
+
+
+def of_lightning(name: str) -> Counterpart | None:
+    """What stands here for a class, by its full name; None if that is no class of Lightning's."""
+    package, _, rest = name.partition(".")
+    short = rest.rpartition(".")[2]
+    if package not in LIGHTNINGS or not short:
+        return None
+    ours: str | None = f"lumen.{short}" if short in public else RENAMED.get(short)
+    if ours is not None and ours.startswith("lumen.") and ours.rpartition(".")[2] not in public:
+        ours = None
+    return Counterpart(ours, f"Write {ours}." if ours else INSTEAD_OF_CLASSES.get(short, f"Lumen has no {short}."))
 
 
 def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Sequence[str] = ()) -> Any:
@@ -45,6 +72,8 @@ def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Se
     known = {key: [getattr(owner, key, None)] for key in dir(owner)} if owner else classes_by_name(bases)
     if short not in known:
         what = f"{module or 'lumen'} has no class {short}." if short else "no class is named."
+        if not module and {short} & {*RENAMED, *INSTEAD_OF_CLASSES} and (there := of_lightning(f"lightning.{short}")):
+            raise ConfigError(f"{where}: {what} {there.instead}")
         raise ConfigError(f"{where}: {what}{did_you_mean(short, known)} Write class_path: module.Class.")
     found, *others = known[short]
     if others:
@@ -88,8 +117,8 @@ def _where_it_may_be(missing: str, files: Sequence[str]) -> str:
     return f"{hint} It was looked for in {everywhere} and among what is installed. {it_is}, or add that to PYTHONPATH."
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that names what is nearly called so; empty if nothing is."""
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A question that names what is nearly called so, as `difflib` finds it; empty if nothing is."""
     by_lower = {each.lower(): each for each in known}
-    close = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=2)]
+    close = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=2, cutoff=cutoff)]
     return f" Did you mean {' or '.join(close)}?" if close else ""

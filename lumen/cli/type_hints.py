@@ -13,11 +13,11 @@ from torch import Tensor
 _NO_BASES = {"builtins", "types", "typing", "collections.abc", "inspect", "torch"}  # whose classes no class_path names
 
 
-def parts_of(hint: Any) -> Iterator[Any]:
+def hints_in(hint: Any) -> Iterator[Any]:
     """A type, and all that it is made of."""
     yield hint
     for each in get_args(hint):
-        yield from parts_of(each)
+        yield from hints_in(each)
 
 
 def bases_in(hint: Any) -> list[type]:
@@ -27,7 +27,7 @@ def bases_in(hint: Any) -> list[type]:
 
 def classes_in(hint: Any) -> dict[type, None]:
     """The classes in a type."""
-    inner = chain.from_iterable((part, get_origin(part)) for part in parts_of(hint))
+    inner = chain.from_iterable((part, get_origin(part)) for part in hints_in(hint))
     return dict.fromkeys(filter(inspect.isclass, inner))
 
 

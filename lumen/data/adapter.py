@@ -23,14 +23,14 @@ class Position(NamedTuple):
         samples: Samples consumed in this epoch.
         batches: Micro-batches consumed in this epoch.
         state: `state` of the window consumed last, in this epoch or the one before; None before the first one.
-        round: How often a shorter loader of several has begun again within the epoch.
+        cycle: How often a shorter loader of several has begun again within the epoch.
         first_step: Number of the first step where processes take whole steps in turn, else None.
     """
 
     samples: int = 0
     batches: int = 0
     state: Any = None
-    round: int = 0
+    cycle: int = 0
     first_step: int | None = None
 
     def state_of(self, kind: str) -> dict[str, Any]:
@@ -50,8 +50,8 @@ class Position(NamedTuple):
         return {}
 
     def key(self, epoch: int) -> int:
-        """The key of the random order: the epoch, in the low 32 bits, and `round`, so that each round has its own."""
-        return epoch + (self.round << 32)
+        """The key of the random order: the epoch, in the low 32 bits, and `cycle`, so that each cycle has its own."""
+        return epoch + (self.cycle << 32)
 
 
 #: The position before the first sample of an epoch.

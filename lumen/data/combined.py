@@ -216,10 +216,10 @@ class _Part:
     """One of several loaders, within an epoch of the combination."""
 
     def __init__(self, adapter: LoaderAdapter, epoch: int, position: Position, saved: Mapping[str, Any] | None) -> None:
-        self._adapter, self._epoch, self._outer_round = adapter, epoch, position.round << 16
-        self.ended, self._round, self._position = False, 0, Position(state=saved and saved["loader"])
+        self._adapter, self._epoch, self._outer_cycle = adapter, epoch, position.cycle << 16
+        self.ended, self._cycle, self._position = False, 0, Position(state=saved and saved["loader"])
         if saved is not None and position.batches:
-            self.ended, self._round = saved["ended"], saved["round"]
+            self.ended, self._cycle = saved["ended"], saved["round"]
             self._position = Position(saved["samples"], saved["batches"], saved["loader"])
         self._before = self._position
         self._windows: Iterator[AccumulationWindow] | None = None
@@ -227,7 +227,7 @@ class _Part:
     def next(self, step: int) -> LoadedBatch | None:
         """The loader's next batch; without the batch itself if it is another process's turn; None at the end."""
         if self._windows is None:
-            self._position = self._position._replace(round=self._outer_round + self._round, first_step=step)
+            self._position = self._position._replace(cycle=self._outer_cycle + self._cycle, first_step=step)
             self._windows = self._adapter.windows(self._epoch, self._position, None)
         self._before = self._position
         window = next(self._windows, None)
@@ -243,7 +243,7 @@ class _Part:
         self._position = self._before
 
     def begin_again(self, step: int) -> LoadedBatch:
-        self._round += 1
+        self._cycle += 1
         self._position = Position(state=self._position.state)
         self._windows = None
         item = self.next(step)
@@ -256,4 +256,4 @@ class _Part:
 
     def state(self) -> dict[str, Any]:
         samples, batches, loader, *_ = self._position
-        return {"round": self._round, "ended": self.ended, "samples": samples, "batches": batches, "loader": loader}
+        return {"round": self._cycle, "ended": self.ended, "samples": samples, "batches": batches, "loader": loader}

@@ -56,7 +56,7 @@ def adapt_loader(
 
         def adapt(part: Any, number: int) -> LoaderAdapter:
             _refuse_parts(part, rank_slice)
-            alone = rank_slice._replace(needs_dummies=False)  # dummies are batches of them all
+            alone = rank_slice._replace(needs_dummies=False, splits=False)  # dummies are batches of them all
             own = make_key(seed, Domain.LOADER, number)  # two loaders of the same data come in different orders
             return adapt_loader(part, own, rewinds=rewinds, rank_slice=alone)
 
@@ -65,7 +65,7 @@ def adapt_loader(
         raise DataError(f"a loader is an iterable of batches, found {type(loader).__name__}. Return a DataLoader.")
     if _is_standard(loader):
         return MapStyleAdapter(
-            loader, _order(loader, seed, accumulate, global_batch_size, rank_slice.world), seed, rank_slice
+            loader, _order(loader, seed, accumulate, global_batch_size, rank_slice), seed, rank_slice
         )
     kind = ShardedIterableAdapter if shards_itself(loader, rank_slice.world) else IterableAdapter
     accumulate = _batches_of_step(loader, accumulate, global_batch_size, rank_slice.world)
@@ -92,9 +92,12 @@ def _is_torchdatas(kind: type) -> bool:
     return kind.__module__.startswith("torchdata.stateful_dataloader.")
 
 
-def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_size: int | None, world: int) -> Order:
+def _order(
+    loader: DataLoader[Any], seed: int, accumulate: int, global_batch_size: int | None, rank_slice: RankSlice
+) -> Order:
     """The order in which the loader's sampler or batch sampler asks for samples."""
     sampler: Any = loader.sampler
+    world = rank_slice.world
     batch_size, drop_last = loader.batch_size, loader.drop_last
     if batch_size is None and type(loader.batch_sampler) is BatchSampler:
         batches = loader.batch_sampler
@@ -104,13 +107,16 @@ def _order(loader: DataLoader[Any], seed: int, accumulate: int, global_batch_siz
         if loader.batch_sampler is not None:
             return BatchedOrder(loader.batch_sampler, seed, accumulate)
         return BatchedOrder(sampler, seed, accumulate, single=True)
-    if global_batch_size is not None and global_batch_size < batch_size:
+    if global_batch_size is not None and global_batch_size < batch_size and not rank_slice.splits:
         raise ConfigError(
             f"global_batch_size: {global_batch_size} is smaller than the loader's batch_size {batch_size}. "
             "Lower batch_size."
         )
     step_size = global_batch_size or accumulate * batch_size
-    _warn_of_idle_ranks(global_batch_size, -(-step_size // batch_size), world)
+    if rank_slice.splits:
+        batch_size = step_size
+    else:
+        _warn_of_idle_ranks(global_batch_size, -(-step_size // batch_size), world)
     cut = {"batch_size": batch_size, "step_size": step_size, "drop_last": drop_last}
     samples = known_length(loader.dataset)
     if _only_distributes(sampler):  # which Lumen does itself

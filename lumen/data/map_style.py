@@ -52,6 +52,7 @@ class MapStyleAdapter(LoaderAdapter):
         self._seed = seed
         self._order = order
         self._rank_slice = rank_slice
+        self._parts = rank_slice.world if rank_slice.splits and order.is_cut_here else 1
         self._dataset = loader.dataset
         self._count = SampleCounter(loader)
         self._makes_batches = loader.batch_size is not None or loader.batch_sampler is not None
@@ -103,7 +104,7 @@ class MapStyleAdapter(LoaderAdapter):
         samples = known_length(self._dataset)
         if self._rank_slice.world > 1 and not (self._order.is_known and self._agreed_samples == samples):
             requests, self._agreed_samples = self._agreed(requests), samples
-        plan = _assigned(requests, self._rank_slice.assigner(position.first_step))
+        plan = _assigned(requests, self._rank_slice.assigner(position.first_step), self._parts)
         if self._loader is not None:
             # one copy for the DataLoader, which runs ahead of the steps; one to know each step's sizes and the last one
             self._sampler.plan, plan = tee(plan)
@@ -160,8 +161,12 @@ class MapStyleAdapter(LoaderAdapter):
             sizes = [len(request.indices) for request in requests]
             own = rank_slice.take(requests, assigned)
             fetch = ((load(request), 0) for request in own).__next__  # zip would keep the batch
-            yield AccumulationWindow(fetch, sizes, index, ahead is None, state, 0.0, rank_slice, assigned)
-            index += len(sizes)
+            window = AccumulationWindow(
+                fetch, sizes, index, ahead is None, state, 0.0, rank_slice, assigned, self._parts > 1
+            )
+            window.requests = own
+            yield window
+            index += window.batches
 
     def _read(self, plan: AssignedSteps, load: Load) -> Iterator[LoadedStep]:
         """Read a loader that makes no batches, where only a loaded one tells how many samples it holds."""
@@ -195,6 +200,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _assigned(steps: Iterator[StepRequests], assign: Callable[[int], Assigned]) -> AssignedSteps:
+def _assigned(steps: Iterator[StepRequests], assign: Callable[[int], Assigned], parts: int) -> AssignedSteps:
     for requests, state in steps:
-        yield requests, assign(len(requests)), state
+        given = [part for request in requests for part in request.split(parts)] if parts > 1 else requests
+        yield given, assign(len(given)), state

@@ -36,10 +36,12 @@ class Order(ABC):
     Attributes:
         length: Micro-batches of an epoch, of all processes; None if it is known only at the epoch's end.
         is_known: The steps depend on (seed, epoch) alone, so they may be asked for long before they are run.
+        is_cut_here: Batches are as large as Lumen makes them, not as a user's batch sampler does.
     """
 
     length: int | None
     is_known = False
+    is_cut_here = True
 
     @abstractmethod
     def measure(self, position: Position = START) -> None:
@@ -209,6 +211,8 @@ class BatchedOrder(Order):
         single: The sampler gives single indices instead of lists.
     """
 
+    is_cut_here = False
+
     def __init__(self, sampler: Any, seed: int, accumulate: int, *, single: bool = False) -> None:
         self._sampler, self._seed, self._accumulate, self._single = sampler, seed, accumulate, single
         self._begun = False
@@ -269,7 +273,7 @@ def _batches(samples: int, batch_size: int, step_size: int, *, drop_last: bool) 
     return steps * -(-step_size // batch_size) + (rest // batch_size if drop_last else -(-rest // batch_size))
 
 
-def parts_of(loader: Any) -> Iterator[Any]:
+def loader_objects(loader: Any) -> Iterator[Any]:
     """The loader, its samplers and its data set, and the samplers that these hold: all that may have `set_epoch`."""
     waiting, met = [loader], set[int]()
     while waiting:
@@ -294,7 +298,7 @@ def begin_epoch(loader: Any, own: OwnGenerators, seed: int, epoch: int, position
     """Call `set_epoch` wherever a loader or sampler has it, and seed every generator that it keeps for the epoch."""
     own.look()
     own.seed(make_key(seed, Domain.ORDER, position.key(epoch)))
-    for part in parts_of(loader):
+    for part in loader_objects(loader):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 

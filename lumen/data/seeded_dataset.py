@@ -32,6 +32,12 @@ class BatchRequest(NamedTuple):
     indices: Sequence[Any] | np.ndarray[Any, Any]
     by_place: bool
 
+    def split(self, parts: int) -> list[BatchRequest]:
+        """The same samples in at most so many parts, all but the last of one size."""
+        size = -(-len(self.indices) // parts)
+        places = range(0, len(self.indices), size)
+        return [self._replace(start=self.start + at, indices=self.indices[at : at + size]) for at in places]
+
     def __reduce__(self) -> tuple[Callable[..., BatchRequest], tuple[Any, ...]]:
         """Pickle the indices as bytes on the way to a worker: numpy's own way takes three times as long."""
         epoch, start, indices, by_place = self

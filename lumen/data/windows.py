@@ -36,12 +36,14 @@ class RankSlice(NamedTuple):
         needs_dummies: In a round for which no micro-batch is left, this process runs a dummy: a batch of another
             process, whose loss counts nothing. FSDP needs it, because all ranks communicate in every forward.
         gather: Returns every process's value of plain data, in rank order. Collective: every rank must call this.
+        splits: A step is one batch to the task, of which each process takes a part (manual optimization).
     """
 
     rank: int = 0
     world: int = 1
     needs_dummies: bool = False
     gather: Callable[[Any], list[Any]] = lambda value: [value]
+    splits: bool = False
 
     def assign(self, size: int) -> Assigned:
         """Numbers of the micro-batches of this process in a step of `size`; the list is equally long on all ranks."""
@@ -113,15 +115,20 @@ class AccumulationWindow:
     Args:
         fetch: Returns the batch of the next micro-batch of this process (dummies included) and its loader's index.
         sizes: Number of samples of each micro-batch, of all processes.
+        requests: What this process asks a map-style data set for, a request for each fetch; None: it is no such set.
         first_index: Number of the step's first micro-batch in the epoch, from 0.
         last: It is the last step of the epoch.
         state: Where the adapter stands after this step: plain data and tensors, for a checkpoint.
         waited_s: Seconds already spent waiting for the loader.
         rank_slice: The part of each step that this process takes.
         assigned: Numbers of the micro-batches of this process; None: those that `rank_slice.assign` gives.
+        whole: A single process would take them as one batch.
 
     Attributes:
         fetch: Returns the batch of the next micro-batch of this process and its loader's index.
+        first_index: Number of the step's first micro-batch in the epoch, from 0.
+        whole: A single process would take them as one batch.
+        batches: Micro-batches of the step, as a single process would count.
         sizes: Number of samples of each micro-batch, of all processes.
         samples: Number of samples of the whole step, of all processes.
         last: It is the last step of the epoch.
@@ -129,7 +136,10 @@ class AccumulationWindow:
         waited_s: Seconds spent waiting for the loader so far.
     """
 
-    __slots__ = ("_micro_batches", "_needs_dummies", "fetch", "last", "samples", "sizes", "state", "waited_s")
+    __slots__ = (
+        "_micro_batches", "_needs_dummies", "batches", "fetch", "first_index", "last", "requests", "samples", "sizes",
+        "state", "waited_s", "whole",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -141,8 +151,11 @@ class AccumulationWindow:
         waited_s: float = 0.0,
         rank_slice: RankSlice = ALONE,
         assigned: Assigned | None = None,
+        whole: bool = False,
     ) -> None:
-        self.fetch = fetch
+        self.fetch, self.first_index = fetch, first_index
+        self.requests: Sequence[Any] | None = None
+        self.whole, self.batches = whole, 1 if whole else len(sizes)
         self.sizes = sizes
         self.samples = sum(sizes)
         self.last = last

@@ -1,4 +1,4 @@
-"""Tensors that are sharded over processes (DTensors): this process's part, where it lies, and who writes it."""
+"""Tensors that are sharded over processes (DTensors): this process's shard, where it lies, and who writes it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 import torch
 
 from lumen.distributed.processes import Processes
-from lumen.internals.fully_shard import local_block
+from lumen.internals.fully_shard import local_block_of
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor, so that this process may hold a part of it only."""
+    """Whether a tensor is a DTensor, so that this process may hold only a shard of it."""
     if type(tensor) is torch.Tensor:
         return False
     module = sys.modules.get("torch.distributed.tensor")  # without it, and it is slow to import, there can be none
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The elements that this process holds: the local tensor of a DTensor, else the tensor itself."""
     sharded: Any = tensor
     return sharded.to_local() if is_sharded(tensor) else tensor
 
 
-def own_block(
+def local_block(
     tensor: torch.Tensor, whole: torch.Size | None = None, *, copied: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and shape of `own_part` in each dimension of the whole tensor; nothing is communicated.
+    """Offset and shape of `local_tensor` in each dimension of the whole tensor; nothing is communicated.
 
     Args:
         tensor: A DTensor or an ordinary tensor.
@@ -39,14 +39,14 @@ def own_block(
     if not is_sharded(tensor):
         return (0,) * len(whole), tuple(whole)
     sharded: Any = tensor
-    return local_block(whole, sharded.device_mesh, _cuts(tensor, whole, copied))
+    return local_block_of(whole, sharded.device_mesh, _cuts(tensor, whole, copied))
 
 
-def from_part(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copied: bool = False) -> torch.Tensor:
-    """A DTensor that is sharded as another one is, from this process's part; nothing is communicated.
+def from_local(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copied: bool = False) -> torch.Tensor:
+    """A DTensor that is sharded as another one is, from this process's shard; nothing is communicated.
 
     Args:
-        own: This process's part, of the shape that `own_block` gives.
+        own: This process's shard, of the shape that `local_block` gives.
         like: The DTensor whose mesh and placements are used.
         whole: Shape of the whole tensor.
         copied: The tensor is whole on every process.
@@ -81,7 +81,7 @@ def is_cut(tensor: torch.Tensor, whole: torch.Size | None = None) -> bool:
 
 
 def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
-    """Which replica of its part this process holds, from 0, and how many there are; nothing is communicated."""
+    """Which replica of its shard this process holds, from 0, and how many there are; nothing is communicated."""
     if not is_sharded(tensor):
         return processes.rank, processes.world_size
     sharded: Any = tensor
@@ -93,7 +93,7 @@ def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
 
 
 def is_first(tensor: torch.Tensor) -> bool:
-    """Whether this process holds the part that begins at offset 0, or the whole; nothing is communicated."""
+    """Whether this process holds the shard that begins at offset 0, or the whole; nothing is communicated."""
     if not is_sharded(tensor):
         return True
     sharded: Any = tensor

@@ -1,13 +1,12 @@
 """Arguments and attributes of Lightning's `Trainer`, of any version, that Lumen's lacks, with what to use instead."""
 
 _DEVICES = "Use accelerator and devices."
-_BATCH = "Look for it by hand: a run of fast_dev_run or max_steps with another batch_size of the loader."
 
 INSTEAD = {
     "amp_backend": "Use precision: bf16 or fp16, which are torch's own.",
     "amp_level": "Use precision: bf16 or fp16, which are torch's own.",
-    "auto_lr_find": "Look for it by hand, or sweep over configurations.",
-    "auto_scale_batch_size": _BATCH,
+    "auto_lr_find": "Use lumen.Tuner(trainer).lr_find, or LearningRateFinder in callbacks.",
+    "auto_scale_batch_size": "Use lumen.Tuner(trainer).scale_batch_size, or BatchSizeFinder in callbacks.",
     "auto_select_gpus": _DEVICES,
     "barebones": "Leave it out: the loop costs what one by hand costs. Without record and checkpoints: logger=False, "
     "enable_checkpointing=False.",
@@ -36,7 +35,7 @@ INSTEAD = {
     "resume_from_checkpoint": "Use resume.",
     "row_log_interval": "Use log_every_n_steps.",
     "show_progress_bar": "Use enable_progress_bar.",
-    "stochastic_weight_avg": "Use lumen.optim.Lookahead, or average in a callback.",
+    "stochastic_weight_avg": "Put a lumen.EMA into callbacks, or use lumen.optim.Lookahead.",
     "terminate_on_nan": "Leave it out: a loss that is not finite is always an error.",
     "test_percent_check": "Use limit_test_batches.",
     "tpu_cores": "There is no support for TPUs.",
@@ -57,6 +56,61 @@ INSTEAD_IN_LOG = {
     "metric_attribute": "Leave it out: a metric of the task is found by itself.",
     "rank_zero_only": "Leave it out: any rank may log, also one alone.",
     "sync_dist_group": "Leave it out: values are those of all processes.",
+}
+
+#: The same for `CLI`.
+INSTEAD_IN_CLI = {
+    "load_from_checkpoint_support": "Leave it out: checkpoints have the hyperparameters of save_hyperparameters.",
+    "multifile": "Leave it out: the config that is saved is one file.",
+    "parser_class": "Use add_arguments_to_parser, which is given the parser.",
+    "save_config_filename": "Leave it out: it is config.yaml in the run's directory.",
+    "save_config_kwargs": "Leave it out: the config is written to the run's directory, and one that differs is kept.",
+    "save_config_overwrite": "Leave it out: the config of a resumed run is kept beside the new one if they differ.",
+    "seed_everything_seed": "Use seed_everything_default.",
+}
+
+#: Methods that a class derived from `LightningCLI` may define, and one derived from Lumen's `CLI` does not.
+NOT_IN_CLI = {
+    "add_core_arguments_to_parser": "Use add_arguments_to_parser.",
+    "add_default_arguments_to_parser": "Use add_arguments_to_parser.",
+    "configure_optimizers": "Define it in the task, or set optimizer and lr_scheduler.",
+    "init_parser": "Use add_arguments_to_parser.",
+    "link_optimizers_and_lr_schedulers": "Define configure_optimizers in the task.",
+    "parse_arguments": "Use before_instantiate_classes, where the settings are self.config.",
+    "setup_parser": "Use add_arguments_to_parser.",
+    "subcommands": "The commands are fit, validate, test and predict; for others write a script with run=False.",
+}
+
+#: Packages whose classes a config that was written for Lightning names.
+LIGHTNINGS = ("lightning", "lightning_fabric", "pytorch_lightning")
+
+#: Classes of Lightning's that have another name here, if it is there; others of the same purpose have the same name.
+RENAMED = {
+    "AdvancedProfiler": "lumen.SimpleProfiler",
+    "DDPStrategy": "lumen.DDP",
+    "DeviceStatsMonitor": "lumen.ThroughputMonitor",
+    "EMAWeightAveraging": "lumen.EMA",
+    "FSDPStrategy": "lumen.FSDP",
+    "LightningDataModule": "lumen.DataModule",
+    "LightningModule": "lumen.TaskModule",
+    "PyTorchProfiler": "lumen.TorchProfiler",
+    "ReduceLROnPlateau": "torch.optim.lr_scheduler.ReduceLROnPlateau",
+    "RichModelSummary": "lumen.ModelSummary",
+    "RichProgressBar": "lumen.ProgressBar",
+    "SingleDeviceStrategy": "lumen.SingleDevice",
+    "StochasticWeightAveraging": "lumen.SWA",
+    "TQDMProgressBar": "lumen.ProgressBar",
+    "WeightAveraging": "lumen.EMA",
+}
+
+#: Those that have no counterpart, with what serves in their place.
+INSTEAD_OF_CLASSES = {
+    "AsyncCheckpointIO": "Leave it out: ModelCheckpoint(asynchronous=...) saves in the background where it pays.",
+    "DeepSpeedStrategy": "Use lumen.FSDP.",
+    "LightningEnvironment": "Leave it out: the environment of the processes is found.",
+    "MixedPrecision": "Use trainer.precision: bf16 or fp16.",
+    "SLURMEnvironment": "Leave it out: SLURM is found by its variables.",
+    "TorchSyncBatchNorm": "Use trainer.sync_batchnorm.",
 }
 
 _LOADERS = "Keep the loader, or its data set, where it is made: in the data module or the task."
@@ -103,7 +157,7 @@ ATTRIBUTES = {
     "state": "Read trainer.training, validating, testing, predicting or sanity_checking.",
     "test_dataloaders": _LOADERS,
     "train_dataloader": _LOADERS,
-    "tune": "Look for settings by hand, or sweep over configurations.",
+    "tune": "Use lumen.Tuner(trainer).",
     "val_check_interval": _PLAN.format("val_every_n_steps, val_every_epoch_fraction or val_every_s"),
     "val_dataloaders": _LOADERS,
     "validate_loop": "Read trainer.run.progress for counts, and trainer.plan for limits.",

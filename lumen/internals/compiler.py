@@ -13,6 +13,9 @@ from torch import nn
 
 from lumen.internals.torch_versions import need
 
+WRAPPED = "_orig_mod"
+"""Name of the module inside the wrapper that `torch.compile(module)` returns."""
+
 
 def need_to_compile() -> None:
     """Check that this torch has the private names that compiling in place uses.
@@ -28,7 +31,7 @@ def need_to_compile() -> None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled, in place or by a wrapper around it."""
-    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+    return getattr(module, "_compiled_call_impl", None) is not None or WRAPPED in module._modules
 
 
 def compile_calls(module: nn.Module, options: Mapping[str, Any]) -> None:

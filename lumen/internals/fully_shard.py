@@ -12,8 +12,8 @@ import torch
 from lumen.internals.torch_versions import need
 
 
-def local_block(whole: torch.Size, mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and shape of this process's part of a DTensor in each dimension; nothing is communicated."""
+def local_block_of(whole: torch.Size, mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and shape of this process's shard of a DTensor in each dimension; nothing is communicated."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offsets = compute_local_shape_and_global_offset(whole, mesh, placements)

@@ -17,7 +17,8 @@ with suppress(ImportError):
 need("Lumen", nn.Module(), "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 need("Lumen", torch.Tensor, "_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
 need("Lumen", torch.UntypedStorage, "_cdata")
-need("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm", "_foreach_copy_")
+need("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm", "_foreach_copy_",
+     "_foreach_lerp_")  # fmt: skip
 need("Lumen", torch.ops.aten.zero_.default, "_schema")
 if "TorchDispatchMode" not in globals():
     need("Lumen", torch.utils, "_python_dispatch.TorchDispatchMode")
@@ -144,3 +145,13 @@ def empty_device_cache(device: torch.device) -> None:
 def norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The 2-norm of each of one or more tensors, in a few kernels."""
     return torch._foreach_norm(tensors)
+
+
+def lerp(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
+    """Move each tensor towards another one, in place, in a few kernels: by 0 not at all, by 1 to its end."""
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
+def largest_elements(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The largest absolute value in each of one or more tensors; NaN where there is one."""
+    return torch._foreach_norm(tensors, torch.inf)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -16,8 +16,8 @@ from lumen.checkpoint.collect import logger_states
 from lumen.data.adapter import LoaderAdapter, Position
 from lumen.data.nested import move
 from lumen.data.windows import AccumulationWindow, MicroBatch
+from lumen.loop.around_step import unnoticed
 from lumen.loop.halves import Halves, explained
-from lumen.loop.step import unnoticed
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.stages import StatesApart
 from lumen.metrics.step_values import for_loggers
@@ -65,8 +65,9 @@ def evaluate(run: Run, stage: str) -> bool:
         False if the run was asked to leave: then nothing of the pass is published.
     """
     name = "validation" if stage in ("validate", "sanity") else stage
+    around = run.hooks.around_validation if run.stage == "fit" else []
     ordinary = partial(ordinary_afterwards, run.task, vars(run.optim).get("optimizer"))
-    with set_apart(run, stage) as apart, preserved_generators(), torch.no_grad(), ordinary():
+    with set_apart(run, stage) as apart, preserved_generators(), torch.no_grad(), entered(around), ordinary():
         run.task.eval()
         seed_generators(make_key(run.seed, EVALUATIONS[stage]))
         run.log.call_hooks(f"on_{name}_start")
@@ -81,7 +82,7 @@ def evaluate(run: Run, stage: str) -> bool:
                 run.log.in_evaluation_pass = False
                 if run.ending.vote.stop_signal is not None:
                     return False
-                if stage == "predict":
+                if stage == "predict" and run.values.keeps_predictions:
                     run.values.predictions.append(in_order(run, outputs))
             end_pass(run, stage, name, apart)
         apart.metrics.closed = True
@@ -90,6 +91,15 @@ def evaluate(run: Run, stage: str) -> bool:
                 hook()
     run.records.before_evaluation = None
     return True
+
+
+@contextmanager
+def entered(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> Iterator[None]:
+    """The context of several, which are made when it is entered."""
+    with ExitStack() as stack:
+        for make in contexts:
+            stack.enter_context(make())
+        yield
 
 
 @contextmanager
@@ -157,7 +167,8 @@ def evaluate_loader(
     call, arguments = run.strategy.call, run.calls.arguments
     step, domain, metrics = f"{name}_step", EVALUATIONS[stage], apart.metrics
     outputs: list[Numbered[Any]] = []
-    wanted = bool(ends) or stage == "predict"
+    keeps = stage == "predict" and run.values.keeps_predictions
+    wanted = bool(ends) or keeps
     halves = Halves(run, stage, wanted=wanted) if run.plan.halve_on_oom else None
     window: AccumulationWindow | None = None
     limit = run.plan.limit(stage, adapter)
@@ -173,6 +184,8 @@ def evaluate_loader(
                 with unnoticed(run):
                     forward(run, step, micro, dataloader_idx, batch)
                 continue
+            if stage == "predict":
+                run.values.batch_indices = sample_indices(window)
             for hook in starts:
                 hook(batch, micro.index, dataloader_idx)
             if halves is not None:
@@ -182,7 +195,7 @@ def evaluate_loader(
                     output = call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))
             for hook in ends:
                 hook(output, batch, micro.index, dataloader_idx)
-            if stage == "predict":
+            if keeps:
                 outputs.append((micro.index, run.calls.to_host(output)))
             if row := metrics.step_values(for_loggers):
                 apart.rows.append(((dataloader_idx, micro.index), row))
@@ -192,6 +205,14 @@ def evaluate_loader(
     if window is None and limit != 0:
         run.loaders.say_empty(stage, adapter)
     return outputs
+
+
+def sample_indices(window: AccumulationWindow) -> list[int] | None:
+    """Indices in the data set of the samples of this process's batch; None where nobody knows them."""
+    if not window.requests:
+        return None
+    indices = list(window.requests[0].indices)
+    return [int(index) for index in indices] if all(hasattr(each, "__index__") for each in indices) else None
 
 
 def forward(run: Run, step: str, micro: MicroBatch, dataloader_idx: int, batch: Any) -> Any:

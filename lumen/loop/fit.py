@@ -11,8 +11,10 @@ import logging
 
 from lumen.checkpoint.collect import check_additions
 from lumen.errors import DataError, TrainingError
+from lumen.loop.around_step import EpochSkipped
 from lumen.loop.evaluate import evaluate, publish
-from lumen.loop.step import EpochSkipped, train_step
+from lumen.loop.manual import manual_step
+from lumen.loop.step import train_step
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.step_values import for_loggers
 from lumen.metrics.torchmetrics_states import metrics_of
@@ -69,10 +71,11 @@ def train_epoch(run: Run) -> None:
     window, skipped = next(windows, None), limit == 0
     if window is None and fresh and not (progress.step or skipped):
         raise DataError(NO_TRAINING.format(adapter.nothing()))
+    make_step = train_step if run.optim.manual is None else manual_step
     over = progress.validation_due and finish_step(run, updated=True, last=window is None)  # saved while validating
     while window is not None and not over:
         try:
-            updated = train_step(run, window)
+            updated = make_step(run, window)
         except EpochSkipped:
             run.log.in_train_step, skipped = False, True
             break
@@ -101,6 +104,11 @@ def say_empty_epoch(run: Run, *, skipped: bool) -> None:
     progress = run.progress
     if skipped:
         why = "a hook has left it before its first step, or limit_train_batches is 0."
+    elif run.optim.manual is not None and progress.batches:
+        why = (
+            f"no optimizer has moved in any of its {progress.batches} batches. With automatic_optimization = False "
+            "training_step calls self.manual_backward(loss), and step() of self.optimizers()."
+        )
     elif progress.batches:
         why = (
             f"training_step returned None, or the weight 0, for all of its {progress.batches} micro-batches. Does it "

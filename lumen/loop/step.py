@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from typing import Any, final
 
 import torch
 
-from lumen.data.nested import detached, fill
+from lumen.data.nested import detached
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.errors import TrainingError
-from lumen.internals.tensors import own_buffers, writes_to
+from lumen.internals.tensors import writes_to
+from lumen.loop.around_step import EpochSkipped, refuse_own_backward, refuse_synced_norms, unnoticed, weigh
+from lumen.loop.own_update import update_by_task
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
 from lumen.random import GeneratorStates
@@ -22,10 +22,6 @@ from lumen.run.run import Run
 from lumen.task.step_output import read_output, without_gradient
 
 _log = logging.getLogger("lumen")
-
-
-class EpochSkipped(Exception):
-    """A hook ended the epoch."""
 
 
 def train_step(run: Run, window: AccumulationWindow) -> bool:
@@ -51,7 +47,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
         if micro.first:
             for hook in hooks.on_before_zero_grad:
                 hook(optimizer)
-            run.optim.zero_grad()
+            run.optim.zero_grad(run.progress.epoch, window.first_index)
             run.strategy.begin_step()
         if closure is None:
             output, _ = accumulate(run, micro, batch, weighting)
@@ -133,7 +129,10 @@ def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: LossWei
     if micro.last:
         weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop)
     try:
-        run.precision.backward(loss)
+        if run.optim.backward is None:
+            run.precision.backward(loss)
+        else:
+            run.precision.backward(loss, run.optim.backward)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
@@ -154,7 +153,7 @@ def backward_of_zero(run: Run, micro: MicroBatch, batch: Any, weighting: LossWei
         weighting: The weighting of the losses of the step.
     """
     strategy = run.strategy
-    _refuse_synced_norms(run)
+    refuse_synced_norms(run)
     borrows = micro.is_dummy and batch is not None and strategy.communicates_in("forward")
     loss = None if borrows else strategy.zero_loss()
     if loss is not None:
@@ -177,38 +176,6 @@ def backward_of_zero(run: Run, micro: MicroBatch, batch: Any, weighting: LossWei
         backward(run, micro, loss * 0.0, weighting)
 
 
-def _refuse_synced_norms(run: Run) -> None:
-    """Where BatchNorm sees the batches of all processes, one without a batch has no part that changes nothing."""
-    if run.processes.world_size == 1:
-        return
-    if any(isinstance(module, torch.nn.SyncBatchNorm) and module.training for module in run.task.modules()):
-        raise TrainingError(
-            f"rank {run.processes.rank} has no loss in step {run.progress.step + 1}, but SyncBatchNorm needs a forward "
-            "and a backward of every process. Use drop_last=True and a global batch that is a multiple of the "
-            "processes', return no None from training_step, or use a norm that does not depend on the batch."
-        )
-
-
-@contextmanager
-def unnoticed(run: Run) -> Iterator[None]:
-    """The context of a forward that is no part of the run: what it logs, counts and moves is put back."""
-    metrics, accumulated = run.log.stage, metric_states(run.task)
-    places = [(own, own.copy()) for module in run.task.modules() if (own := own_buffers(module))]
-    values = [(buffer, buffer.detach().clone()) for buffer in run.task.buffers()]
-    run.log.stage = StageMetrics()
-    try:
-        yield
-    finally:
-        run.log.stage = metrics
-        restore_metrics(accumulated)
-        for buffers, held in places:  # an assignment has put another tensor there
-            buffers.clear()
-            buffers.update(held)
-        with torch.no_grad():
-            for buffer, before in values:
-                fill(buffer, before)
-
-
 def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closure: Closure | None = None) -> bool:
     """Turn the gradients of a window into one update. Returns False if it was skipped: then no schedule moves."""
     skips_epoch, wants_to_stop = weighting.agree()
@@ -219,12 +186,17 @@ def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closu
     updated = bool(weighting.total)
     if updated:
         complete_gradients(run, weighting)
+        if run.step.skips_update:
+            return leave_out(run, window)
         if run.step.grad_norm is not None:
             run.step.check_gradient(run.step.grad_norm)
         if closure is not None:
             closure.hand_over(weighting)
         run.optim.is_updating = True
-        updated = run.precision.step(run.optim.optimizer, closure)
+        if "optimizer_step" in run.optim.own:
+            updated = update_by_task(run, window, closure)
+        else:
+            updated = run.precision.step(run.optim.optimizer, closure)
         run.optim.is_updating = False
     else:
         _log.warning("update after step %d skipped: the weights of its micro-batches sum to 0", run.progress.step)
@@ -238,6 +210,14 @@ def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closu
     return updated
 
 
+def leave_out(run: Run, window: AccumulationWindow) -> bool:
+    """Make no update of a step, as a hook has asked: its batches are used. Returns False."""
+    run.step.skips_update = False
+    run.precision.leave_out(run.optim.optimizer)
+    run.step.count(window, updated=False)
+    return False
+
+
 def complete_gradients(run: Run, weighting: LossWeighting) -> None:
     """Bring the accumulated gradients to the size of the step's mean, and clip them."""
     plan = run.plan
@@ -246,6 +226,11 @@ def complete_gradients(run: Run, weighting: LossWeighting) -> None:
         run.optim.scale_gradients(factor)
     for hook in run.hooks.on_before_optimizer_step:
         hook(run.optim.optimizer)
+    if run.optim.clips_by_task:
+        value = plan.clip_norm if plan.clip_value is None else plan.clip_value
+        algorithm = None if value is None else "norm" if plan.clip_value is None else "value"
+        run.task.configure_gradient_clipping(run.optim.optimizer, value, algorithm)
+        return
     if plan.clip_norm is not None:
         run.step.grad_norm = run.optim.clip_grad_norm(plan.clip_norm).to(run.strategy.device)
     if plan.clip_value is not None:
@@ -306,7 +291,7 @@ class Closure:
     @torch.enable_grad()
     def _evaluate(self) -> torch.Tensor:
         run, weighting = self._run, copy(self._unused_weighting)
-        run.optim.zero_grad()
+        run.optim.zero_grad(run.progress.epoch, self._micro_batches[0][0].index)
         parts = []
         for micro, batch, states in self._micro_batches:
             states.restore()
@@ -332,40 +317,5 @@ class Closure:
 def _mean(run: Run, parts: list[torch.Tensor | None], weighting: LossWeighting) -> torch.Tensor:
     """The step's mean loss, over all processes."""
     losses = [part.detach().reshape(()) for part in parts if part is not None]
-    world = run.processes.world_size
     own = torch.stack(losses).sum() if losses else torch.zeros((), device=run.strategy.device)
-    return (own if world == 1 else run.strategy.reduce(own.double()) / world) * weighting.correction
-
-
-def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
-    """The micro-batches of a step, weighed as far as is known; fetched all at once only if the task weighs them."""
-    micro_batches: Iterable[MicroBatch] = window
-    planned: float = window.samples
-    if run.step.weighs_batches:
-        micro_batches = list(window)
-        for micro in micro_batches:
-            micro.weight = 0.0 if micro.is_dummy else float(run.task.batch_weight(micro.batch))
-        (planned,) = run.processes.sum([sum(micro.weight for micro in micro_batches)])
-    run.step.weighting.begin(planned, len(window.sizes), run.progress.weight_guess)
-    return micro_batches
-
-
-def refuse_own_backward(run: Run, before: Sequence[torch.Tensor | None]) -> None:
-    """Find out whether `training_step` has touched gradients, while the first step of a run is made.
-
-    Args:
-        run: The run that trains.
-        before: The gradients before it was called.
-
-    Raises:
-        TrainingError: `training_step` has called backward or zero_grad itself.
-    """
-    for old, new in zip(before, run.optim.gradients(), strict=False):
-        if old is not new:
-            did = "a backward" if new is not None else "zero_grad"
-            raise TrainingError(
-                f"training_step has called {did} itself: the gradients of the optimizer's parameters are not what they "
-                "were before. Lumen calls zero_grad, backward and the optimizer's step: return the loss, or the sum of "
-                "several. For gradients that are used within the step call torch.autograd.grad, which leaves those of "
-                "parameters alone."
-            )
+    return weighting.mean(own, run.strategy.reduce)

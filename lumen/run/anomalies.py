@@ -82,7 +82,7 @@ class OperationFinder(TorchDispatchMode):
         nothing = "No operation of its forward made that of finite numbers: look at this batch and at the parameters."
         return "\n".join(self._found.values()) or nothing
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *by: Callable[[torch.Tensor], Any]) -> None:
         """The backward of a loss.
 
         Raises:
@@ -91,7 +91,7 @@ class OperationFinder(TorchDispatchMode):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
-                self._backward(loss)
+                self._backward(loss, *by)
             except RuntimeError as error:
                 if "nan values" not in str(error):
                     raise

@@ -4,121 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, final
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
-    ChainedScheduler,
     CosineAnnealingWarmRestarts,
     CyclicLR,
     LambdaLR,
     LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
-    SequentialLR,
 )
 
 from lumen.errors import ConfigError, TrainingError
-from lumen.internals.optimizers import StepGuard, schedules_in
-from lumen.optim import Schedule, Warmup, needs_closure
+from lumen.internals.optimizers import StepGuard
+from lumen.optim import MultiOptimizer, Schedule, Warmup, needs_closure
 from lumen.precision import Precision
+from lumen.run.scheduler_config import SchedulerConfig
 from lumen.task.references import refer_to_current
 from lumen.task.task_module import TaskModule
 
 _log = logging.getLogger("lumen")
-
-
-@final
-@dataclass
-class SchedulerConfig:
-    """A scheduler and when it steps.
-
-    Attributes:
-        scheduler: The learning rates' mover.
-        interval: "step", "epoch" or "token". By tokens it does not count, but stands where the run does: at the sum of
-            the weights that `training_step` or `batch_weight` gave.
-        frequency: Every how many of them.
-        monitor: Logged name that a plateau scheduler reads; without a new value of it the scheduler does not move.
-        strict: A monitor that has no value yet when it is to move is an error.
-        warmup: Until it is over, this scheduler waits.
-        unread: The monitor's newest value, if the scheduler has not moved since.
-        known: The monitor has had a value, in an earlier part of the run too.
-    """
-
-    scheduler: Any
-    interval: str = "epoch"
-    frequency: int = 1
-    monitor: str | None = None
-    strict: bool = True
-    warmup: Warmup | None = None
-    unread: float | None = None
-    known: bool = False
-
-    def describe(self, optimizer: Optimizer) -> str:
-        """What a saved state must be of to mean the same here: `LambdaLR of groups [1] every 2 epochs`.
-
-        Args:
-            optimizer: The one that trains.
-        """
-        moved = {id(group) for group in getattr(self.scheduler, "optimizer", optimizer).param_groups}
-        groups = [number for number, group in enumerate(optimizer.param_groups) if id(group) in moved]
-        of = [f"groups {groups}"] if len(groups) < len(optimizer.param_groups) else []
-        of += [] if self.monitor is None else [self.monitor]
-        when = f"{self.frequency} {self.interval}s" if self.frequency > 1 else self.interval
-        return f"{_kind_of(self.scheduler)}{' of ' if of else ''}{' by '.join(of)} every {when}"
-
-    def moves_at(self, step: int) -> bool:
-        """Whether it moves when a step is complete."""
-        return self.interval == "step" and step % self.frequency == 0
-
-    def take(self, values: Mapping[str, float]) -> None:
-        """Keep the monitor's value, if it is among these new ones."""
-        if self.monitor is not None and self.monitor in values:
-            self.unread, self.known = values[self.monitor], True
-
-    def step(self) -> None:
-        """Move the schedule by one, a plateau if there is something new to look at."""
-        if self.warmup is not None and not self.warmup.over:
-            return
-        if self.monitor is None:
-            self.scheduler.step()
-        elif self.unread is not None:
-            self._look(self.unread)
-            self.unread = None
-
-    def _look(self, value: float) -> None:
-        """Let a plateau look at its monitor's new value, and say so where it lowers the rate."""
-        groups = self.scheduler.optimizer.param_groups
-        before = [float(group["lr"]) for group in groups]
-        self.scheduler.step(value)
-        moved = dict.fromkeys(zip(before, (float(group["lr"]) for group in groups), strict=True))
-        if rates := ", ".join(f"{old:g} -> {new:g}" for old, new in moved if old != new):
-            _log.info("%s %g is no better than %g: learning rate %s", self.monitor, value, self.scheduler.best, rates)
-
-    def move_to(self, tokens: float, *, counted: bool) -> None:
-        """Move the schedule to where the run stands.
-
-        Args:
-            tokens: Weight of all updates.
-            counted: The weights are the user's, not numbers of samples.
-        """
-        if not counted:
-            raise ConfigError(
-                'lr_scheduler: interval "token" counts the weights of the steps, but the task gives none. '
-                "Return (loss, tokens) from training_step, or define batch_weight."
-            )
-        self.scheduler.move_to(tokens)
-
-
-def _kind_of(scheduler: Any) -> str:
-    """The class of a scheduler, with those of the ones inside it."""
-    many = isinstance(scheduler, (SequentialLR, ChainedScheduler))
-    inside = schedules_in(scheduler)[0] if many else [getattr(scheduler, "scheduler", None)]
-    kinds = ", ".join(_kind_of(each) for each in inside if each is not None)
-    return type(scheduler).__qualname__ + (f"({kinds})" if kinds else "")
 
 
 _ABSOLUTE = (Schedule, LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
@@ -151,13 +59,15 @@ def build_optimizers(
             f"configure_optimizers returned {strangers[0]}; expected a torch.optim.Optimizer, "
             '([optimizer], [scheduler]), or {"optimizer": ..., "lr_scheduler": ...}.'
         )
-    if len(optimizers) != 1:
+    by_hand = not task.automatic_optimization
+    if len(optimizers) != 1 and not (by_hand and optimizers):
         raise ConfigError(
-            f"configure_optimizers returned {len(optimizers)} optimizers; a training has exactly one. If several shall "
-            "step together, return lumen.optim.MultiOptimizer([...]) of them; several learning rates are parameter "
-            "groups of one optimizer."
+            f"configure_optimizers returned {len(optimizers)} optimizers; a training that Lumen steps has exactly one. "
+            "If each shall step when training_step says so, set self.automatic_optimization = False in __init__; if "
+            "all shall step together, return lumen.optim.MultiOptimizer([...]) of them; several learning rates are "
+            "parameter groups of one optimizer."
         )
-    optimizer = optimizers[0]
+    optimizer = optimizers[0] if len(optimizers) == 1 else MultiOptimizer(optimizers)
     if precision.handles_overflow and needs_closure(optimizer):
         raise ConfigError(
             f"{type(optimizer).__name__} evaluates the loss several times in one step, which a gradient scaler cannot "
@@ -165,6 +75,8 @@ def build_optimizers(
         )
     check_held(task, optimizer)
     _warn_of_left_out(task, optimizer)
+    if by_hand:
+        return optimizer, _moved_by_hand(schedulers)
     configs = _paired([config for given in schedulers for config in _configs(given)])
     for config in configs:
         moved = getattr(config.scheduler, "optimizer", optimizer)
@@ -175,6 +87,25 @@ def build_optimizers(
             )
     _refuse_overwriting([config.scheduler for config in configs])
     return optimizer, configs
+
+
+def _moved_by_hand(schedulers: Sequence[Any]) -> list[SchedulerConfig]:
+    """Schedulers that the task moves itself."""
+    configs, left_out = [], set()
+    for given in schedulers:
+        options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+        left_out |= set(options) - {"scheduler", "name"}
+        config = SchedulerConfig(options.get("scheduler"))
+        _check_kind(config.scheduler)
+        config.interval = "hand"
+        configs.append(config)
+    if left_out:
+        _log.warning(
+            "lr_scheduler: %s of configure_optimizers mean nothing in manual optimization, where training_step or a "
+            "hook moves each of self.lr_schedulers() by its step()",
+            ", ".join(sorted(left_out)),
+        )
+    return configs
 
 
 def _unpack(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -191,8 +122,9 @@ def _unpack(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     if isinstance(returned, (list, tuple)):
         if len(returned) == 2 and isinstance(returned[0], (list, tuple)):
             return returned[0], returned[1] if isinstance(returned[1], (list, tuple)) else [returned[1]]
-        if len(returned) == 1 and isinstance(returned[0], Mapping):
-            return _unpack(returned[0])
+        if returned and all(isinstance(each, Mapping) for each in returned):
+            unpacked = [_unpack(each) for each in returned]
+            return [each for some, _ in unpacked for each in some], [each for _, some in unpacked for each in some]
         return returned, []
     return [returned], []
 
@@ -263,8 +195,7 @@ def _warmup(
 
 def _check_config(config: SchedulerConfig) -> None:
     scheduler = config.scheduler
-    if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) and not hasattr(scheduler, "step"):
-        raise ConfigError(f"lr_scheduler: expected a scheduler, found {type(scheduler).__name__}.")
+    _check_kind(scheduler)
     if config.interval not in ("step", "epoch", "token"):
         raise ConfigError(f'lr_scheduler: interval must be "step", "epoch" or "token", found {config.interval!r}.')
     if not isinstance(config.frequency, int) or config.frequency < 1:
@@ -282,6 +213,11 @@ def _check_config(config: SchedulerConfig) -> None:
             raise ConfigError(
                 f'lr_scheduler: interval "token" moves at every step; found frequency {config.frequency}.'
             )
+
+
+def _check_kind(scheduler: Any) -> None:
+    if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) and not hasattr(scheduler, "step"):
+        raise ConfigError(f"lr_scheduler: expected a scheduler, found {type(scheduler).__name__}.")
 
 
 def _no_monitor() -> ConfigError:
@@ -359,21 +295,31 @@ def _warn_of_left_out(task: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def guard(optimizer: Optimizer, is_allowed: Callable[[], bool]) -> StepGuard:
+_LEAVE = (
+    "where Lumen calls it once: the parameters would move twice. Leave step, zero_grad and backward out of "
+    "training_step and the hooks, and return the loss; or set automatic_optimization = False, to make the steps "
+    "yourself. Change gradients in on_before_optimizer_step; for several micro-batches in one step set "
+    "accumulate_grad_batches; an optimizer that steps otherwise is a subclass with such a step."
+)
+_TAKE = (
+    "past Lumen, which sums gradients over the processes, leaves out what overflows in fp16 and counts steps. Call "
+    "step() of what self.optimizers() returns."
+)
+
+
+def guard(optimizer: Optimizer, is_allowed: Callable[[], bool], *, by_hand: bool) -> StepGuard:
     """Refuse steps of an optimizer that nobody is to make.
 
     Args:
         optimizer: The one that trains.
         is_allowed: Asked where somebody else than the run may be calling it.
+        by_hand: The task optimizes by hand.
     """
 
     def refuse() -> None:
         if not is_allowed():
             raise TrainingError(
-                f"{type(optimizer).__name__}.step was called in a training step, where Lumen calls it once: the "
-                "parameters would move twice. Leave step, zero_grad and backward out of training_step and the hooks, "
-                "and return the loss. Change gradients in on_before_optimizer_step; for several micro-batches in one "
-                "step set accumulate_grad_batches; an optimizer that steps otherwise is a subclass with such a step."
+                f"{type(optimizer).__name__}.step was called in a training step, " + (_TAKE if by_hand else _LEAVE)
             )
 
     return StepGuard(optimizer, refuse)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lumen.distributed.dtensor import is_sharded, own_part
-from lumen.internals.tensors import clamp, multiply
+from lumen.distributed.dtensor import is_sharded, local_tensor
+from lumen.internals.tensors import clamp, largest_elements, multiply
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
@@ -31,12 +31,21 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
     if _are_cut(gradients):
         norm: Any = nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if is_sharded(norm) else norm
-        multiply(list(map(own_part, gradients)), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        multiply(list(map(local_tensor, gradients)), (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm  # type: ignore[no-any-return]
     try:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     except NotImplementedError:  # some are sparse
         return nn.utils.clip_grad_norm_(_with_rows(parameters), max_norm)
+
+
+def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The norm of the gradients over all parameters: a scalar tensor.
+
+    Collective where gradients are cut up (`DTensor`): every rank must call this.
+    """
+    norm: Any = nn.utils.get_total_norm([each.grad for each in _with_rows(parameters) if each.grad is not None])
+    return norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[no-any-return]
 
 
 def clip_grad_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:
@@ -46,10 +55,20 @@ def clip_grad_value(parameters: Iterable[nn.Parameter], max_value: float) -> Non
         clamp(gradients, max_value)
 
 
+def largest(parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:
+    """The largest absolute value in the gradients, of those that are cut up in this process's parts; None: no gradient.
+
+    Returns:
+        A scalar tensor on the device of the gradients; NaN or infinite where one of the gradients is.
+    """
+    gradients = [each for each in _local(_with_rows(parameters)) if each.numel()]
+    return torch.stack(list(largest_elements(gradients))).max() if gradients else None
+
+
 def _local(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients; of those that are cut up this process's parts."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return list(map(own_part, gradients)) if _are_cut(gradients) else gradients
+    return list(map(local_tensor, gradients)) if _are_cut(gradients) else gradients
 
 
 def _are_cut(gradients: list[torch.Tensor]) -> bool:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import final
 
+import torch
+
 from lumen.errors import TrainingError
 
 Answer = tuple[int, float | None] | None
@@ -157,6 +159,15 @@ class LossWeighting:
         """What to multiply the gradients with after the last backward; 1.0 where nothing is left to do."""
         late = 1.0 if self.total in (0.0, self._planned) else self._planned / self.total
         return late * self._in_gradients
+
+    def mean(self, part: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The mean loss of the step over all processes, once they have agreed. Collective.
+
+        Args:
+            part: The sum of what this process's losses were when their backwards began: a scalar tensor.
+            reduce: Sums a tensor over the processes.
+        """
+        return (part if self._world == 1 else reduce(part.double()) / self._world) * self.correction
 
     @property
     def next_guess(self) -> float:

@@ -59,7 +59,8 @@ def _open_loaders(run: Run) -> None:
     loader = _loader(run, "fit")
     if loader is None:
         raise DataError("there is no training data. Give a DataModule or a loader to fit, or define train_dataloader.")
-    rank_slice = _rank_slice(run, run.strategy.communicates_in("forward"))
+    by_hand = not run.task.automatic_optimization
+    rank_slice = _rank_slice(run, by_hand or run.strategy.communicates_in("forward"))._replace(splits=by_hand)
     run.loaders.train = adapt_loader(
         loader,
         run.seed,

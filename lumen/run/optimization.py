@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
 
 from lumen.internals.optimizers import StepGuard
-from lumen.optim import needs_closure
-from lumen.run.configure_optimizers import SchedulerConfig, check_held, guard
+from lumen.optim import MultiOptimizer, needs_closure
+from lumen.run.configure_optimizers import check_held, guard
 from lumen.run.gradients import clip_grad_norm, clip_grad_value, scale_gradients
+from lumen.run.manual import ManualOptimization
+from lumen.run.scheduler_config import SchedulerConfig
+from lumen.task.hooks import OWN_STEPS, overrides
 from lumen.task.task_module import TaskModule
 
 _ZERO_GRAD = Optimizer.zero_grad  # as it is now: somebody may replace it
+
+
+def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
+    """What an optimizer moves now."""
+    held: list[torch.nn.Parameter] = []
+    for group in optimizer.param_groups:
+        held += group["params"]
+    return held
 
 
 @final
@@ -24,10 +36,14 @@ class Optimization:
         task: The optimizer moves its parameters.
 
     Attributes:
-        optimizer: The optimizer that trains the task.
+        optimizer: The optimizer that trains the task; several of one that optimizes by hand are one here.
         schedulers: When each is moved, by what.
+        manual: What the task calls where it optimizes by hand; None: the run does.
         needs_closure: The optimizer evaluates a step's loss several times.
         is_updating: The run calls the optimizer's `step` now.
+        backward: The task's own; None: it has none.
+        own: Names of the parts of a step that the task overrides.
+        clips_by_task: The task clips the gradients.
         built_groups: Names of the parameters in each of its groups, when it was built.
         configured: The settings of the optimizer and the schedulers when they were built.
         built: Which parameters were frozen and which modules in eval mode then.
@@ -38,46 +54,84 @@ class Optimization:
     def __init__(self, task: TaskModule) -> None:
         self._task = task
         self._held = 0  # parameters of the optimizer that are known to be the task's
-        self._guard: StepGuard | None = None
+        self._guards: list[StepGuard] = []
         self.schedulers: list[SchedulerConfig] = []
+        self.manual: ManualOptimization | None = None
         self.needs_closure = False
         self.is_updating = False
+        self.backward: Callable[[torch.Tensor], None] | None = None
+        self.own: frozenset[str] = frozenset()
+        self.clips_by_task = False
         self.built_groups: list[list[str]] = []
         self.configured: dict[str, Any] = {}
         self.built: dict[str, list[str]] = {}
 
-    def take(self, optimizer: Optimizer, schedulers: list[SchedulerConfig], *, in_step: Any) -> None:
+    def take(
+        self,
+        optimizer: Optimizer,
+        schedulers: list[SchedulerConfig],
+        *,
+        in_step: Callable[[], bool],
+        by_hand: Callable[[list[Optimizer]], ManualOptimization],
+    ) -> None:
         """Take what `configure_optimizers` gave.
 
         Args:
             optimizer: The optimizer that trains the task.
             schedulers: Configured schedulers of the optimizer.
             in_step: Tells whether a training step is in progress: then nobody but the run may move the optimizer.
+            by_hand: Makes what a task calls that optimizes by hand, of its optimizers.
         """
+        task = self._task
         self.optimizer, self.schedulers = optimizer, schedulers
+        if not task.automatic_optimization:
+            self.manual = manual = by_hand(self.optimizers)
+
+            def allowed() -> bool:
+                return manual.is_updating or not in_step()
+
+            self._guards = [guard(each, allowed, by_hand=True) for each in self.optimizers]
+            return
         self.needs_closure = needs_closure(optimizer)
-        self._guard = guard(optimizer, lambda: self.is_updating or not in_step())
+        self._guards = [guard(optimizer, lambda: self.is_updating or not in_step(), by_hand=False)]
+        self.own = frozenset(name for name in OWN_STEPS if overrides(task, name))
+        self.backward = task.backward if "backward" in self.own else None
+        self.clips_by_task = not self.own.isdisjoint({"configure_gradient_clipping", "clip_gradients"})
+        if "lr_scheduler_step" in self.own:
+            for config in schedulers:
+                config.mover = task.lr_scheduler_step
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that `configure_optimizers` returned."""
+        several = isinstance(self.optimizer, MultiOptimizer) and not self._task.automatic_optimization
+        return self.optimizer.optimizers if several else [self.optimizer]  # type: ignore[attr-defined]
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """What the optimizer moves now: hooks may add to its groups at any time."""
-        held: list[torch.nn.Parameter] = []
-        for group in self.optimizer.param_groups:
-            held += group["params"]
-        return held
+        return parameters_of(self.optimizer)
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Those of `parameters`."""
         return [parameter.grad for parameter in self.parameters]
 
-    def zero_grad(self) -> None:
-        """Drop the gradients of the step before, once it is sure that the optimizer moves the task alone."""
+    def zero_grad(self, epoch: int, batch_idx: int) -> None:
+        """Drop the gradients of the step before, once it is sure that the optimizer moves the task alone.
+
+        Args:
+            epoch: The epoch in progress.
+            batch_idx: Of the step's first micro-batch.
+        """
         held = 0
         for group in self.optimizer.param_groups:
             held += len(group["params"])
         if held != self._held:
             check_held(self._task, self.optimizer)
             self._held = held
+        if "optimizer_zero_grad" in self.own:
+            self._task.optimizer_zero_grad(epoch, batch_idx, self.optimizer)
+            return
         if getattr(self.optimizer.zero_grad, "__func__", None) is not _ZERO_GRAD:
             self.optimizer.zero_grad(set_to_none=True)
             return
@@ -89,15 +143,21 @@ class Optimization:
         """Multiply the gradients by a factor."""
         scale_gradients(self.parameters, factor)
 
-    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients by their norm. Returns the norm before: a scalar tensor. Collective."""
-        return clip_grad_norm(self.parameters, max_norm)
+    def clip_grad_norm(self, max_norm: float, optimizer: Any = None) -> torch.Tensor:
+        """Clip the gradients by their norm; of an optimizer by the norm of its own. Collective.
 
-    def clip_grad_value(self, max_value: float) -> None:
-        """Clamp the gradients to [-max_value, max_value]."""
-        clip_grad_value(self.parameters, max_value)
+        Returns:
+            The norm before: a scalar tensor.
+        """
+        return clip_grad_norm(parameters_of(optimizer or self.optimizer), max_norm)
+
+    def clip_grad_value(self, max_value: float, optimizer: Any = None) -> None:
+        """Clamp the gradients, or those of an optimizer, to [-max_value, max_value]."""
+        clip_grad_value(parameters_of(optimizer or self.optimizer), max_value)
 
     def release(self) -> None:
         """Let the user call the optimizer's `step` again."""
-        if self._guard is not None:
-            self._guard.remove()
+        for each in self._guards:
+            each.remove()
+        if self.manual is not None:
+            self.manual.untoggle()

@@ -55,7 +55,7 @@ class Progress:
         """Count one window; a step only if the update was not skipped."""
         self.step += updated
         self.samples += window.samples
-        self.batches += len(window.sizes)
+        self.batches += window.batches
         self.loader = window.state
 
     def leave_epoch(self) -> None:

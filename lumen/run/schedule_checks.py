@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import (
 from lumen.errors import ConfigError
 from lumen.internals.optimizers import schedules_in
 from lumen.optim import Schedule, Warmup
-from lumen.run.configure_optimizers import SchedulerConfig
 from lumen.run.run import Run
+from lumen.run.scheduler_config import SchedulerConfig
 
 _log = logging.getLogger("lumen")
 _LENGTH = {Schedule: "total_steps", OneCycleLR: "total_steps", CosineAnnealingLR: "T_max",

@@ -52,6 +52,7 @@ class StepContext:
         weighs_batches: The task has a `batch_weight`.
         nonfinite: Finds losses and gradients that are not finite.
         skips_epoch: A hook of this process has ended the epoch in this step.
+        skips_update: Hooks of all processes have asked for no update of the step.
         dummy: A batch that gave a loss, with its micro-batch: it is run again where a rank has none.
         loss: The newest loss, without dimensions; on the device, perhaps with its graph.
         grad_norm: The newest gradient norm before clipping, without dimensions; None where nothing is clipped.
@@ -70,7 +71,7 @@ class StepContext:
         self.weighs_batches = False
         finds = torch.is_anomaly_enabled()
         self.nonfinite = NonFiniteCheck(OperationFinder.over(precision, self.where).told if finds else None)
-        self.skips_epoch = False
+        self.skips_epoch = self.skips_update = False
         self.dummy: tuple[Any, MicroBatch] | None = None
         self.loss: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
@@ -126,8 +127,14 @@ class StepContext:
         if not self._precision.handles_overflow:
             self.nonfinite.check(norm, None, self.where)
 
-    def count(self, window: AccumulationWindow, *, updated: bool) -> None:
-        """Advance the run by one window."""
+    def count(self, window: AccumulationWindow, *, updated: bool, tried: bool = True) -> None:
+        """Advance the run by one window.
+
+        Args:
+            window: The window whose micro-batches are all used.
+            updated: The window made an update.
+            tried: An update was tried; one may have been skipped in fp16.
+        """
         progress, weighting = self._progress, self.weighting
         counted = weighting.counted
         progress.advance(window, updated=updated)
@@ -143,4 +150,4 @@ class StepContext:
         counters.weighs |= counted
         if not self.weighted_windows:
             self._processes.begin_training()
-        self.weighted_windows += bool(weighting.total)
+        self.weighted_windows += tried and bool(weighting.total)

@@ -30,7 +30,7 @@ def validation_due(run: Run, window: AccumulationWindow, *, updated: bool) -> bo
     batches = plan.batches("train", loaders.train)
     assert batches is not None  # Plan.check_validation
     done = progress.batches
-    before = done - len(window.sizes)
+    before = done - window.batches
     return int(done / (batches * fraction) + 1e-9) > int(before / (batches * fraction) + 1e-9)
 
 

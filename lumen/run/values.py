@@ -7,8 +7,8 @@ from typing import Any, final
 from lumen.errors import ConfigError
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import Gather
-from lumen.run.configure_optimizers import SchedulerConfig
 from lumen.run.loaders import Loaders
+from lumen.run.scheduler_config import SchedulerConfig
 from lumen.task.task_module import TaskModule
 
 
@@ -25,6 +25,8 @@ class LoggedValues:
         updated: Names whose value is new since the last boundary.
         logged: Names that have had a value since this part of the run began.
         predictions: What `predict_step` returned, one list per loader.
+        keeps_predictions: Keep the predictions of this process, and gather them; else hooks alone see them.
+        batch_indices: Indices in the data set of the samples of a prediction's batch in progress; None: unknown.
         has_ended_epoch: A training epoch has ended since this part of the run began.
         has_validated: A validation has ended since then.
     """
@@ -38,6 +40,8 @@ class LoggedValues:
         self.updated: set[str] = set()
         self.logged: set[str] = set()
         self.predictions: list[list[Any]] = []
+        self.keeps_predictions = True
+        self.batch_indices: list[int] | None = None
         self.has_ended_epoch = self.has_validated = False
 
     def publish(self, stage: str, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:

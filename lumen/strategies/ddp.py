@@ -17,6 +17,7 @@ from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
 from lumen.internals.process_groups import end_backward, leave_out_expanded_buffers, need_reducer
 from lumen.internals.tensors import norms, own_buffers
+from lumen.strategies.average import average
 from lumen.strategies.late_parameters import Additions
 from lumen.strategies.step_module import Steps, sparse_parameters
 from lumen.strategies.strategy import Strategy, sync_buffers
@@ -76,6 +77,7 @@ class DDP(Strategy):
         self._broadcast_buffers = broadcast_buffers
         self._settles = not (find_unused_parameters or static_graph)
         self._task: nn.Module | None = None
+        self._by_hand = False
         self._ddp: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
@@ -96,6 +98,7 @@ class DDP(Strategy):
         """Move the task to the device; parameters and buffers become those of rank 0."""
         self._check_sparse(task)
         self._task = task.to(self.device)
+        self._by_hand = not getattr(task, "automatic_optimization", True)
         sync_buffers(self, self._task)
         self._wrap()
         self._additions = Additions()
@@ -123,7 +126,7 @@ class DDP(Strategy):
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
         self._buffers = [own_buffers(module) for module in self._task.modules()]
         self._unwrap()
-        if any(self._trained):
+        if any(self._trained) and not self._by_hand:
             # a parameter that no rank has used must be without a gradient even where a rank had no batch
             steps = Steps(self._task, anchored=self._options["find_unused_parameters"]).to(self.device)
             leave_out_expanded_buffers(steps)  # `sync_buffers` can
@@ -200,9 +203,15 @@ class DDP(Strategy):
     def after_backward(self) -> None:
         """Refuse parameters that got no gradient: ranks whose loss does use them would wait for this one.
 
+        Of a task that optimizes by hand, average the gradients there are now: torch's wrapper knows one backward a
+        step, of all parameters.
+
         Raises:
             TrainingError: Names these parameters, or those whose gradients were not summed over the ranks.
         """
+        if self._by_hand:
+            self._average()
+            return
         self._refuse_unsummed()
         if self._ddp is None or self._options["static_graph"]:
             return
@@ -212,6 +221,18 @@ class DDP(Strategy):
             if "finished reduction" not in str(error):
                 raise
             raise TrainingError(self._name_unused(str(error))) from error
+
+    def _average(self) -> None:
+        """Average the gradients over the ranks, those of parameters that some rank has used. Collective."""
+        assert self._task is not None
+        parameters = list(self._task.parameters())
+        if self.processes.world_size == 1:
+            return
+        used = self.processes.sum([float(parameter.grad is not None) for parameter in parameters])
+        average(
+            [parameter for parameter, count in zip(parameters, used, strict=True) if count],
+            self.processes.world_size, self._compression,
+        )  # fmt: skip
 
     def _refuse_unsummed(self) -> None:
         """Refuse parameters that were unfrozen in the middle of a step, after the task was wrapped for it."""

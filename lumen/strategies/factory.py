@@ -151,4 +151,8 @@ def _not_known(name: str) -> str:
     hint = "use auto, single, ddp or fsdp, or give an object"
     if name.startswith("ddp_find_unused_parameters"):
         hint = "write {class_path: lumen.DDP, init_args: {find_unused_parameters: true}}"
+    if name in ("ddp_spawn", "ddp_fork", "ddp_notebook"):
+        hint = "write ddp, which runs the program anew in each process"
+    if name.startswith("deepspeed"):
+        hint = "write fsdp, which keeps parameters, gradients and optimizer in shards too"
     return f"{name!r} is unknown; {hint}."

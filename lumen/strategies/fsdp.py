@@ -22,7 +22,7 @@ from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
 from lumen.optim import needs_closure
 from lumen.strategies.fsdp_task import ShardedTask
-from lumen.strategies.fsdp_units import find_units, modules_of
+from lumen.strategies.fsdp_units import find_units, modules_of, outermost
 from lumen.strategies.late_parameters import Additions
 from lumen.strategies.step_module import sparse_parameters
 from lumen.strategies.strategy import Strategy, sync_buffers
@@ -209,6 +209,9 @@ class FSDP(Strategy):
     def _cut_up(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
         classes, chosen, min_parameters = self._wrap
         units = find_units(task, classes, chosen, min_parameters)
+        by_hand = not getattr(task, "automatic_optimization", True)
+        if by_hand:
+            units += [module for module in outermost(task) if module not in units]
         for module in modules_of(task, self._checkpointed, "activation_checkpointing"):
             # around the forward alone: torch.compile understands that, and no name changes
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
@@ -217,7 +220,7 @@ class FSDP(Strategy):
                 buffer.data = buffer.data.to(self._buffer_dtype)
         return ShardedTask(
             task, units, mesh, self.device, reshard=self._reshard, policy=self._policy,
-            output_dtype=self._output_dtype, offload=self._offload,
+            output_dtype=self._output_dtype, offload=self._offload, by_hand=by_hand,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ training

@@ -19,6 +19,7 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.internals.fully_shard import forget_iteration, need_to_shard, sum_unused
 from lumen.internals.tensors import Hooks, give_hooks, hooks_of, is_view, own_parameters, writes_to
 from lumen.metrics.torchmetrics_states import metrics_of
+from lumen.strategies.fsdp_units import outermost
 from lumen.strategies.step_module import Steps
 from lumen.task.references import replace
 
@@ -38,10 +39,12 @@ class ShardedTask:
         policy: `mp_policy` of `fully_shard`; inputs of the task's modules are cast, those of its steps are not.
         output_dtype: The dtype to cast outputs of the task's modules to; None: they are not cast.
         offload: Keep parameters, gradients and the optimizer's state on the CPU.
+        by_hand: The task's steps call backward: `units` hold all parameters, and each that is in no other one is a
+            root by itself, since none can be gathered for the whole step.
 
     Attributes:
         root: The module around the task that runs its steps; the unit of all parameters in no other unit.
-        units: All units, `root` last.
+        units: All units, `root` last, if it is one.
         outputs: Outputs of units in the training forward in progress, those that require gradients.
         arrived: Names of the parameters that got a gradient since this was emptied.
     """
@@ -57,17 +60,20 @@ class ShardedTask:
         policy: MixedPrecisionPolicy,
         output_dtype: torch.dtype | None,
         offload: bool,
+        by_hand: bool = False,
     ) -> None:
         self.root: Any = Steps(task)
-        self.units: list[Any] = [*units, self.root]
+        self.units: list[Any] = [*units] if by_hand else [*units, self.root]
+        self._roots: list[Any] = outermost(task) if by_hand else [self.root]
         self.outputs: list[torch.Tensor] = []
         self.arrived: set[str] = set()
-        self.is_watched = mesh.size() > 1
+        self.is_watched = mesh.size() > 1 and not by_hand
         self._in_forward = False
         self._versions: dict[str, tuple[nn.Parameter, int, bool]] = {}  # of whole parameters, when they became so
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._hooks: dict[str, Hooks] = {}
         self._hooked: set[int] = set()
+        reshard = by_hand or reshard  # an optimizer may move before a unit is called again
         self._reshards = reshard
         self._syncs = True
         self._has_run = False
@@ -80,7 +86,7 @@ class ShardedTask:
             before = [own_parameters(module)[key] for module, key in own]
             _check(own, names)
             _place(own, unit, device)
-            is_root = unit is self.root
+            is_root = unit is self.root  # which is not called with what its modules compute with
             unit.register_forward_hook(_not_compiled(_copy_views))
             fully_shard(
                 unit,
@@ -95,14 +101,15 @@ class ShardedTask:
             self._watch(unit, own, names)
             if not is_root:
                 unit.register_forward_hook(_not_compiled(self._capture))
-        need_to_shard(self.root)
+        for root in self._roots:
+            need_to_shard(root)
         for module, key, values in attributes:
             own_parameters(module)[key].__dict__.update(values)
         self._parameters = list(task.parameters())
-        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._trained = [] if by_hand else [parameter.requires_grad for parameter in self._parameters]
         for metric in metrics_of(task).values():
             metric.to(device)
-        if self.is_watched:
+        if mesh.size() > 1:
             for unit in self.units:
                 sum_unused(unit)
         if policy.param_dtype is not None or output_dtype is not None:
@@ -276,14 +283,17 @@ class ShardedTask:
     def end_evaluation(self) -> None:
         """Free all gathered parameters, and drop the state of forwards that had no backward."""
         if self._reshards is True:
-            for unit in self.units[:-1]:
+            for unit in self.units:
+                if unit is self.root:
+                    continue
                 unit.set_reshard_after_forward(True, recurse=False)
         self.reset()
 
     def reset(self) -> None:
         """Drop whatever an interrupted step has left behind."""
         if self._has_run:
-            forget_iteration(self.root)
+            for root in self._roots:
+                forget_iteration(root)
         self.reshard()
 
 

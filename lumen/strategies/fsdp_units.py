@@ -55,6 +55,31 @@ def find_units(
     return [module for module in reversed(named) if module in possible]
 
 
+def outermost(task: nn.Module) -> list[nn.Module]:
+    """The largest modules of a task that are called by themselves: they hold all of its parameters.
+
+    Raises:
+        ConfigError: Parameters are the task's own, or shared by several of these modules.
+    """
+    found: list[nn.Module] = []
+    waiting = [*task.children()][::-1]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            waiting += [*module.children()][::-1]
+        elif next(module.parameters(), None) is not None:
+            found.append(module)
+    own = [name for name, _ in task.named_parameters(recurse=False)]
+    shared = [name for name, module in task.named_modules() if module in found and _shares(task, module)]
+    if own or shared:
+        raise ConfigError(
+            f"FSDP: {type(task).__name__} optimizes by hand, so each of its modules is gathered when it is called, but "
+            f"{', '.join([*own, *shared][:8])} {'is a parameter of the task itself' if own else 'share parameters'}. "
+            "Put what belongs together into one module that is called; or use strategy: ddp."
+        )
+    return found
+
+
 def modules_of(task: nn.Module, classes: Iterable[str], option: str) -> list[nn.Module]:
     """Every module of one of these classes, by name of the class.
 

@@ -31,13 +31,17 @@ HOOKS = (
 )  # fmt: skip
 
 
+#: Parts of a step of automatic optimization that a task may make itself.
+OWN_STEPS = (
+    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients",
+    "lr_scheduler_step",
+)  # fmt: skip
+
+
 _EPOCH_END = "Keep what the steps compute in a list of your own and read it in {}; means are self.log's business."
 _STEP_END = "Every process has its own batch: compute the loss in {} itself."
 _MODE = "Lumen puts every module into eval mode and back: set what you need in {}."
 _LOADER = "Do it in {}."
-_CLIP = (
-    "Set Trainer(gradient_clip_val=..., gradient_clip_algorithm=...), or change gradients in on_before_optimizer_step."
-)
 _BEFORE_TRAINING = "Write on_fit_start or on_train_start."
 _EVERY_EPOCH = "Write {0} for each stage: on_train_{1}, on_validation_{1}, on_test_{1}."
 _EITHER = {
@@ -57,14 +61,6 @@ _OF_LOADERS = {
 #: Methods that were hooks in some version of Lightning 1 or 2, by owner, with what to write instead.
 NOT_CALLED: Mapping[str, Mapping[str, str]] = {
     "task": _EITHER | _OF_LOADERS | {
-        "backward": "Return a scaled loss from training_step, or write on_before_backward and on_after_backward.",
-        "optimizer_step": "Write on_before_optimizer_step and on_train_batch_end, or an optimizer whose step does it; "
-        "warm-up is a scheduler's with interval: step.",
-        "optimizer_zero_grad": "Gradients are set to None before a step: write on_before_zero_grad to read them.",
-        "lr_scheduler_step": "Give the scheduler's interval, frequency and monitor in configure_optimizers, or write a "
-        "scheduler whose step does it.",
-        "configure_gradient_clipping": _CLIP,
-        "clip_gradients": _CLIP,
         "configure_callbacks": "Give them to Trainer(callbacks=...).",
         "configure_sharded_model": "Write configure_model.",
         "training_step_end": _STEP_END.format("training_step"),
@@ -113,7 +109,7 @@ _OF_DATA = tuple(name for name in vars(DataHooks) if not name.startswith("_"))
 _MEANT: Mapping[str, tuple[str, ...]] = {
     "task": (*HOOKS, *_STEPS, *_OF_DATA, "configure_optimizers", "configure_model"),
     "data module": (*_OF_DATA, "setup", "teardown", "state_dict", "load_state_dict"),
-    "callback": (*HOOKS, "state_dict", "load_state_dict"),
+    "callback": (*HOOKS, "around_validation", "state_dict", "load_state_dict"),
 }
 _AFTER_THE_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_step_end")
 _ALIKE = 0.9  # of difflib: one letter of ten; `training_stage` is further from `training_step`
@@ -129,6 +125,7 @@ class Hooks:
         trainer: The trainer, the first argument of every callback's hook.
 
     Attributes:
+        around_validation: Each gives the context of a validation in `fit`.
         may_stop_at_steps: There is a hook between the last backward of a step and its end that may wish to stop.
     """
 
@@ -136,6 +133,11 @@ class Hooks:
         callbacks = list(callbacks)
         stopping = [task, *(callback for callback in callbacks if getattr(callback, "stops_at_steps", True))]
         self.may_stop_at_steps = any(overrides(owner, name) for owner in stopping for name in _AFTER_THE_BACKWARD)
+        self.around_validation = [
+            partial(callback.around_validation, trainer, task)
+            for callback in callbacks
+            if overrides(callback, "around_validation")
+        ]
         self._calls: dict[str, tuple[Callable[..., Any], ...]] = {}
         for name in HOOKS:
             calls: list[Callable[..., Any]] = [
@@ -157,14 +159,14 @@ def overrides(thing: Any, method: str) -> bool:
     """Whether a user's class or object overrides a method that Lumen's base class defines as doing nothing."""
     own = vars(thing)
     found = own[method] if method in own else getattr(type(thing), method, None)  # None: the object goes without it
-    return found is not None and not str(found.__module__).startswith(
-        ("lumen.task.task_module", "lumen.task.model_hooks", "lumen.task.data_module", "lumen.callbacks.base")
-    )
+    return callable(found) and not str(found.__module__).startswith(_BASES)
 
 
+_BASES = ("lumen.task.task_module", "lumen.task.model_hooks", "lumen.task.optimizer_hooks", "lumen.task.data_module",
+          "lumen.callbacks.base")  # fmt: skip
 _GONE = {
-    "optimizer_idx": "A step is called once for all optimizers; several that step together are one "
-    "lumen.optim.MultiOptimizer.",
+    "optimizer_idx": "A step is called once for all optimizers: with several set automatic_optimization = False and "
+    "take them from self.optimizers(); several that step together are one lumen.optim.MultiOptimizer.",
     "hiddens": NOT_CALLED["task"]["tbptt_split_batch"],
 }
 
@@ -217,10 +219,6 @@ def check_training(task: Any, *, optimizer_given: bool) -> None:
         raise ConfigError(f"{type(task).__name__} has no training_step. Define `training_step(self, batch)`.")
     if not optimizer_given and not overrides(task, "configure_optimizers"):
         task.configure_optimizers()
-    if not task.automatic_optimization:
-        raise ConfigError(
-            f"{type(task).__name__} sets automatic_optimization = False; this version has no manual optimization."
-        )
 
 
 def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> None:
@@ -238,6 +236,9 @@ def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iter
         for name in HOOKS if kind != "data module" else ():
             if overrides(owner, name):
                 _check_signature(owner, name, 2 if kind == "callback" else 0)
+    for name in OWN_STEPS:
+        if overrides(task, name):
+            _check_signature(task, name, 0)
 
 
 def misspelt_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> list[str]:
@@ -301,7 +302,9 @@ def _check_signature(owner: Any, name: str, before: int) -> None:
 
 def _arguments(name: str, before: int) -> list[str]:
     """Names of the arguments that a hook is called with."""
-    return [*("trainer", "task")[:before], *list(inspect.signature(getattr(TaskModule, name)).parameters)[1:]]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(getattr(TaskModule, name)).parameters.values())[1:]
+    return [*("trainer", "task")[:before], *(each.name for each in parameters if each.kind in positional)]
 
 
 def _without_loader(arguments: list[str]) -> list[str]:

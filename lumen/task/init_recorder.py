@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from lumen.distributed.dtensor import own_part
+from lumen.distributed.dtensor import local_tensor
 from lumen.errors import ConfigError
 from lumen.internals.tensors import (
     TorchDispatchMode,
@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
 
     def know(self, tensor: torch.Tensor, parameter: Built) -> None:
         """Record operations on a tensor as operations on a parameter."""
-        self._known[storage_of(tensor)] = parameter, _layout(tensor), own_part(tensor).untyped_storage()
+        self._known[storage_of(tensor)] = parameter, _layout(tensor), local_tensor(tensor).untyped_storage()
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Undo `know`, so that the tensor's memory can be freed."""
@@ -228,4 +228,4 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """An id of the memory of this process's part of a tensor; equal for its views."""
-    return storage_id(own_part(tensor))
+    return storage_id(local_tensor(tensor))

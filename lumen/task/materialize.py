@@ -1,6 +1,6 @@
 """Layers built in `configure_model`: parameters first on the meta device, then initialised module by module.
 
-No process ever holds more of them than its part and one module, and their values have the same bits under every
+No process ever holds more of them than its shards and one module, and their values have the same bits under every
 strategy: what a module draws is keyed by the seed and the module's name.
 """
 
@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import nn
 
-from lumen.distributed.dtensor import from_part, is_sharded, own_part, placed_like
+from lumen.distributed.dtensor import from_local, is_sharded, local_tensor, placed_like
 from lumen.errors import ConfigError
 from lumen.internals.tensors import give_hooks, hooks_of, own_parameters
 from lumen.random import Domain, make_key, number_of, preserved_generators, seed_generators
@@ -109,7 +109,7 @@ class DeferredInit:
 
     @torch.no_grad()
     def materialize(self, seed: int, device: torch.device) -> None:
-        """Give every parameter on the meta device its values, or this process's part of them.
+        """Give every parameter on the meta device its values, or this process's shards of them.
 
         Nothing is communicated. The global generators are afterwards as they were before.
 
@@ -162,7 +162,7 @@ class DeferredInit:
             parameter.put(outline)
 
     def _below(self, module: nn.Module) -> Iterator[Built]:
-        return (each for part in module.modules() for each in self._owned.get(part, ()))
+        return (each for owner in module.modules() for each in self._owned.get(owner, ()))
 
     def _initialise(self, name: str, module: nn.Module, seed: int) -> None:
         """Call a module's initialiser; after those of its submodules if it writes their parameters, as in building."""
@@ -199,18 +199,18 @@ class DeferredInit:
         return set(self._recorder.written)
 
     def _close(self, parameter: Built, device: torch.device) -> None:
-        """Keep this process's part of an initialised parameter, and free the rest."""
+        """Keep this process's shard of an initialised parameter, and free the rest."""
         whole, target, parameter.whole = parameter.whole, parameter.target, None
         assert whole is not None
         self._recorder.forget(whole)
         parameter.has_gaps = bool(
             whole.numel() and (not parameter.made or (whole.is_floating_point() and whole.isnan().any()))
         )
-        part = placed_like(whole.detach().to(target.dtype), target)
+        kept = placed_like(whole.detach().to(target.dtype), target)
         if is_sharded(target):
-            own = own_part(part).clone().to(device)  # a view would keep the rest alive
-            part = from_part(own, target, target.shape)
-        real = nn.Parameter(part.to(device), requires_grad=target.requires_grad)
+            own = local_tensor(kept).clone().to(device)  # a view would keep the rest alive
+            kept = from_local(own, target, target.shape)
+        real = nn.Parameter(kept.to(device), requires_grad=target.requires_grad)
         real.__dict__.update(target.__dict__)
         parameter.real = become(target, real, *parameter.places[0])
         parameter.put(parameter.real)
@@ -226,10 +226,10 @@ class DeferredInit:
                 continue
             assert parameter.real is not None
             assert source.real is not None
-            values = own_part(source.real)
+            values = local_tensor(source.real)
             for dtype in parameter.through:
                 values = values.to(dtype)
-            own_part(parameter.real).copy_(values)
+            local_tensor(parameter.real).copy_(values)
 
 
 def _problem(parameter: Built) -> str | None:

@@ -56,7 +56,7 @@ class ModelHooks:
         """
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the gradients of the last step are dropped."""
+        """Before the gradients of the last step are dropped; with manual optimization, once before each step."""
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
         """Before backward of one micro-batch."""

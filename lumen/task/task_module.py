@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from lumen.task.all_gather import all_gather
 from lumen.task.data_module import Attached, DataHooks
 from lumen.task.hyperparameters import HasHyperparameters
 from lumen.task.model_hooks import ModelHooks
+from lumen.task.optimizer_hooks import OptimizerHooks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
 
 
-class TaskModule(HasHyperparameters, ModelHooks, DataHooks, Attached, nn.Module):
+class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Attached, nn.Module):
     """A model, its losses and its optimizer.
 
     Subclass it and define `training_step` and `configure_optimizers`; everything else is optional. A step is called
@@ -42,7 +43,7 @@ class TaskModule(HasHyperparameters, ModelHooks, DataHooks, Attached, nn.Module)
     _is_filled = False  # training or a file has given it its parameters
     _is_configured = False  # configure_model has been called
 
-    #: False asks for manual optimization, which this version refuses with a clear error.
+    #: False: `training_step` calls backward and the optimizers' steps itself; see `OptimizerHooks`.
     automatic_optimization = True
 
     # ------------------------------------------------------------------ steps
@@ -304,15 +305,6 @@ class TaskModule(HasHyperparameters, ModelHooks, DataHooks, Attached, nn.Module)
         """The first logger, or None."""
         return self.trainer.logger
 
-    def optimizers(self, use_pl_optimizer: bool = True) -> torch.optim.Optimizer:
-        """The optimizer, as it is: there is no wrapper of Lumen's around it."""
-        return self.trainer.optimizers[0]
-
-    def lr_schedulers(self) -> Any:
-        """None, the scheduler, or the list of schedulers."""
-        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return schedulers if len(schedulers) > 1 else next(iter(schedulers), None)
-
     def freeze(self) -> None:
         """Take every parameter out of training and set eval mode."""
         self.requires_grad_(False)
@@ -324,24 +316,50 @@ class TaskModule(HasHyperparameters, ModelHooks, DataHooks, Attached, nn.Module)
         self.train()
 
     @classmethod
-    def load_from_checkpoint(cls, path: str | PurePath, *, strict: bool = True, **overrides: Any) -> Self:
+    def load_from_checkpoint(
+        cls, path: str | PurePath, *, strict: bool = True, average: str | None = None, **overrides: Any
+    ) -> Self:
         """Build the task from the hyperparameters of a checkpoint and load its parameters.
 
         Args:
             path: A checkpoint directory, or a run directory (its newest valid checkpoint), or a URL of one.
             strict: Missing and unexpected names are errors; otherwise they are reported and left alone. A shape or
                 dtype that differs is an error always.
+            average: Whose averages to take in place of the parameters: "EMA", another callback whose state holds
+                tensors by the parameters' names, or "Lookahead" for its slow weights.
             overrides: Constructor arguments that replace saved ones.
 
         Raises:
+            ConfigError: The checkpoint has no such average.
             CheckpointDamaged: Bytes of the checkpoint are missing or changed.
             CheckpointMismatch: The checkpoint is of another model.
         """
         from lumen.checkpoint import as_place, load_task  # checkpoints are floors above; this is the one way up
 
-        task = load_task(cls, as_place(path), strict=strict, overrides=overrides)
+        task = load_task(cls, as_place(path), strict=strict, average=average, overrides=overrides)
         task._is_filled = True
         return task
+
+    def to_onnx(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not here: the file is written from a run, by the command line.
+
+        Raises:
+            ConfigError: Always; it says what to write.
+        """
+        raise ConfigError(
+            "to_onnx: write lumen export RUN --format onnx --output FILE.onnx, or call torch.onnx.export."
+        )
+
+    def to_torchscript(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not here: torch.export has taken the place of TorchScript.
+
+        Raises:
+            ConfigError: Always; it says what to write.
+        """
+        raise ConfigError(
+            "to_torchscript: write lumen export RUN --format torch-export --output FILE.pt2, which torch.export.load "
+            "reads, or call torch.export.export."
+        )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; an evaluation then no longer warns of parameters that nobody has trained."""

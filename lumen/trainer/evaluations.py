@@ -25,7 +25,13 @@ _STEPS = {"validate": "validation_step", "test": "test_step"}
 
 
 def evaluate_all(
-    trainer: Trainer, stage: str, model: TaskModule | None, data: Any, ckpt_path: Weights | str | Path | None
+    trainer: Trainer,
+    stage: str,
+    model: TaskModule | None,
+    data: Any,
+    ckpt_path: Weights | str | Path | None,
+    *,
+    keeps_outputs: bool = True,
 ) -> Run:
     """Open a run of a stage, evaluate every loader of it, and close it. Collective: every rank must call this.
 
@@ -35,6 +41,7 @@ def evaluate_all(
         model: None: that of the run before.
         data: A loader, several, or a data module; None: the task's, or those of the run before.
         ckpt_path: Parameters to load first.
+        keeps_outputs: Keep what `predict_step` returns.
 
     Returns:
         The run, with its values.
@@ -46,6 +53,7 @@ def evaluate_all(
         prepare(run, ckpt_path)
         run.loaders.evaluation = open_evaluation_loaders(run, stage)
         run.calls.bind(run.loaders)
+        run.values.keeps_predictions = keeps_outputs
         if not evaluate(run, stage):
             raise StopRequested
     return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lumen.callbacks import ModelCheckpoint, OnExceptionCheckpoint, savers_of
+from lumen.callbacks import (
+    ModelCheckpoint,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    ProgressBar,
+    ThroughputMonitor,
+    savers_of,
+)
 from lumen.callbacks.checkpoint_names import is_same
 from lumen.checkpoint import Checkpoint, Saves, storage_of
 from lumen.checkpoint.folder import newest_committed
@@ -85,7 +92,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         strategy.connect()
         if strategy.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(strategy.device)  # what `memory_mb` tells is of this run
-        trainer.name = processes.broadcast(trainer.name)
+        trainer.name = _agree_on_name_and_callbacks(trainer)
         if stage == "fit":
             processes.together(partial(_check_places, trainer))
         check_home, directory = _claim(trainer, closing) if stage == "fit" else (None, None)
@@ -158,6 +165,30 @@ def checkpoints_of(trainer: Trainer, run_directory: Path) -> list[PurePath]:
     default = run_directory / "checkpoints"
     folders = [saver.given_dirpath or default for saver in savers_of(trainer.callbacks)] or [default]
     return [each for number, each in enumerate(folders) if not any(is_same(each, one) for one in folders[:number])]
+
+
+def _agree_on_name_and_callbacks(trainer: Trainer) -> str | None:
+    """Rank 0's name of the run. Collective.
+
+    Raises:
+        ConfigError: Callbacks differ between ranks. Those that a run has by itself, which ask nothing of other ranks,
+            may.
+    """
+    shown = (ThroughputMonitor, ModelSummary, ProgressBar)
+    acting = [(type(each).__qualname__, key_of(each)) for each in trainer.callbacks if not isinstance(each, shown)]
+    (name, first), *others = trainer.processes.gather((trainer.name, acting))
+    for rank, (_, callbacks) in enumerate(others, 1):
+        if callbacks != first:
+            raise ConfigError(
+                f"callbacks differ between ranks: rank 0 has {_in_words(first)}; rank {rank} has "
+                f"{_in_words(callbacks)}. What callbacks agree on all ranks agree on, in one order: give every rank "
+                "the same ones in the same order. One that acts on a single rank can ask trainer.is_global_zero."
+            )
+    return name
+
+
+def _in_words(callbacks: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(key if key.startswith(kind) else f"{kind} ({key})" for kind, key in callbacks) or "none"
 
 
 def _check_places(trainer: Trainer) -> None:

@@ -22,6 +22,7 @@ from lumen.checkpoint import (
 from lumen.internals.garbage import only_young_collected
 from lumen.random import Domain, make_key, seed_generators
 from lumen.run.configure_optimizers import build_optimizers
+from lumen.run.manual import ManualOptimization, check_plan
 from lumen.run.open_loaders import open_loaders
 from lumen.run.run import Run
 from lumen.run.schedule_checks import check_horizons
@@ -32,16 +33,20 @@ from lumen.task.task_module import TaskModule
 from lumen.trainer.open_run import checkpoints_of
 
 
-def prepare(run: Run, ckpt_path: Weights | str | Path | None = None) -> Checkpoint | None:
+def prepare(
+    run: Run, ckpt_path: Weights | str | Path | None = None, given: Callable[[], Any] | None = None
+) -> Checkpoint | None:
     """Prepare the data, set up, place and load the model. Collective: every rank must call this.
 
     Args:
         run: Just opened, of any stage.
         ckpt_path: The parameters to evaluate with; None: those that the task has, or that the run begins with.
+        given: What `fit` was given in place of the task's `configure_optimizers`, for searches in `setup`.
 
     Returns:
         The checkpoint that the run goes on from.
     """
+    run.trainer._given_optimizers = given
     trainer, strategy, task, datamodule, stage = run.trainer, run.strategy, run.task, run.loaders.datamodule, run.stage
     if not (overrides(task, "configure_model") or overrides(task, "setup")):  # its modules are all there
         trainer.compilation.check(task)
@@ -83,7 +88,12 @@ def prepare_training(run: Run, configure_optimizers: Callable[[], Any], checkpoi
     trainer, task, optim = run.trainer, run.task, run.optim
     with only_young_collected():  # the first optimizer of a process makes torch import its compiler
         built = build_optimizers(task, configure_optimizers, run.precision)
-    optim.take(*built, in_step=lambda: run.log.in_train_step)
+    if not task.automatic_optimization:
+        check_plan(task, run.plan)
+    by_hand = partial(
+        ManualOptimization, task, hooks=run.hooks, precision=run.precision, strategy=run.strategy, step=run.step
+    )
+    optim.take(*built, in_step=lambda: run.log.in_train_step, by_hand=by_hand)
     run.strategy.check_optimizer(optim.optimizer)
     optim.built_groups = groups_of(task, optim.optimizer)
     optim.configured, optim.built = configured(run), modes_of(task)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from lumen.callbacks import Callback, ModelCheckpoint
 from lumen.checkpoint import Checkpoint, Saves
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError, TrainingError
 from lumen.errors.lightning_names import ATTRIBUTES
 from lumen.loggers import Logger
 from lumen.metrics.log_call import LogOptions
+from lumen.run.gradients import total_norm
+from lumen.run.open_loaders import open_loaders
 from lumen.run.plan import Plan
 from lumen.run.progress import Progress
 from lumen.run.run import Run
@@ -29,21 +32,23 @@ _UNASKED_VALUES = 3
 class RunView(ABC):
     """What callbacks and tasks read of a trainer; nothing here changes a run, but for `should_stop`.
 
-    It is apart from `Trainer`, its one child, so that a reader finds what a callback may use in one place, and how a
-    run is opened, made and closed in another.
+    It is apart from `Trainer`, its one child: what a callback may use is in one place, how a run is made in another.
 
     Attributes:
         plan: How long the run is and what happens when.
         strategy: On which devices tasks lie, and how a step is computed there.
+        callbacks: Those that were given, and the default ones.
         loggers: Where its record goes beside `metrics.csv`, or that alone; empty: there is none.
         run_directory: Where it writes; None if it writes nothing.
     """
 
     plan: Plan
     strategy: Strategy
+    callbacks: list[Callback]
     loggers: list[Logger]
     run_directory: Path | None
     _run: Run | None
+    _given_optimizers: Callable[[], Any] | None = None
 
     def __getattr__(self, name: str) -> NoReturn:
         """Say what is read in place of an attribute that only Lightning's trainer has.
@@ -179,6 +184,28 @@ class RunView(ABC):
         """The boundary in progress is the run's last one; decided when `on_step_checkpoint` begins."""
         return self.run.ending.is_here
 
+    def skip_update(self) -> None:
+        """Make no update of the step in progress: its batches are used, but no step is counted, no schedule moves.
+
+        To be called in `on_before_optimizer_step`, on every rank; elsewhere it is a `TrainingError`.
+        """
+        if not self.in_training_step or self.run.optim.is_updating:
+            raise TrainingError("skip_update: no update is about to be made. Call it in on_before_optimizer_step.")
+        self.run.step.skips_update = True
+
+    def step_loss(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The mean loss of the step over all processes, in `on_before_optimizer_step`: a scalar tensor. Collective.
+
+        Args:
+            parts: What `on_before_backward` was given on this process in this step, detached.
+        """
+        own = torch.stack([*parts]).sum() if parts else torch.zeros((), device=self.strategy.device)
+        return self.run.step.weighting.mean(own, self.strategy.reduce)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm of the step's gradient, in `on_before_optimizer_step` that before clipping: a scalar. Collective."""
+        return total_norm(self.run.optim.parameters)
+
     @property
     def progress(self) -> Progress:
         """How far the run is; to be read only."""
@@ -267,10 +294,10 @@ class RunView(ABC):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizer, in a list."""
+        """The optimizer, in a list; of a task that optimizes by hand all that it has."""
         if not hasattr(self.run.optim, "optimizer"):
             raise ConfigError("there is no optimizer: it exists during fit, once configure_optimizers has returned.")
-        return [self.run.optim.optimizer]
+        return list(self.run.optim.optimizers)
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
@@ -328,6 +355,23 @@ class RunView(ABC):
         return self.processes.is_global_zero
 
     @property
+    @abstractmethod
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The `ModelCheckpoint` that says which checkpoint is best."""
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """Optimizer steps of the whole run, for schedules that need their length, as long as the data is now.
+
+        Raises:
+            ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
+        """
+        if self.run.loaders.train is None:
+            open_loaders(self.run)
+        assert self.run.loaders.train is not None
+        return self.plan.total_steps(self.run.loaders.train)
+
+    @property
     def num_training_batches(self) -> int | None:
         """Micro-batches of a training epoch; None if the loader has no length."""
         adapter = self.run.loaders.train
@@ -349,15 +393,6 @@ class RunView(ABC):
         if adapter is None:
             raise ConfigError("there is no training loader: it is opened during fit.")
         return adapter.steps(self.plan.limit("train", adapter))
-
-    @property
-    @abstractmethod
-    def estimated_stepping_batches(self) -> int:
-        """Optimizer steps of the whole run, for schedules that need their length.
-
-        Raises:
-            ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
-        """
 
 
 def _for_the_bar(options: LogOptions) -> bool:

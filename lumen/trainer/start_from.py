@@ -69,6 +69,10 @@ class Origin:
             raise ConfigError(f"fit was given ckpt_path={ckpt_path}, but the trainer resume={self._resume}. Give one.")
         return Origin(ckpt_path, None if self._parts == PARTS else self._parts, self._weights)
 
+    def anew(self) -> Origin:
+        """The origin of a trial: the same parameters to begin with, and no checkpoint."""
+        return Origin(None, None, self._weights)
+
     @property
     def stays(self) -> bool:
         """Whether a resumed run stays in its directory; from "best" or a path a new one starts."""

@@ -25,7 +25,7 @@ from lumen.loop.fit import sanity_check, train
 from lumen.precision import Precision, make_precision
 from lumen.profilers import Profiler, make_profiler
 from lumen.random import checked_seed
-from lumen.run.open_loaders import one_source, open_loaders
+from lumen.run.open_loaders import one_source
 from lumen.run.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
 from lumen.run.run import Run
 from lumen.strategies import Strategy, make_strategy
@@ -291,7 +291,7 @@ class Trainer(RunView):
             raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
         check_training(task, optimizer_given=configure_optimizers is not None)
         with opened(self, "fit", task, data, val_dataloaders) as run:
-            checkpoint = prepare(run)
+            checkpoint = prepare(run, given=configure_optimizers)
             prepare_training(run, configure_optimizers or task.configure_optimizers, checkpoint)
             if checkpoint is not None and (reason := run.ending.limit_reached):
                 record("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
@@ -356,14 +356,18 @@ class Trainer(RunView):
         ckpt_path: Weights | str | Path | None = None,
         *,
         datamodule: DataModule | None = None,
-    ) -> list[Any]:
-        """Predict; see `validate`.
+        return_predictions: bool = True,
+    ) -> list[Any] | None:
+        """Predict; see `validate`. With `return_predictions=False` only hooks see the outputs, as `PredictionWriter`'s.
 
         Returns:
             What `predict_step` returned for each batch, in order; with several loaders a list of such lists. Every rank
             has those of all, then with tensors on the CPU: `predict_step` must return what can be pickled.
         """
-        run = evaluate_all(self, "predict", model, one_source(dataloaders, datamodule), ckpt_path)
+        source = one_source(dataloaders, datamodule)
+        run = evaluate_all(self, "predict", model, source, ckpt_path, keeps_outputs=return_predictions)
+        if not return_predictions:
+            return None
         return run.values.predictions[0] if len(run.values.predictions) == 1 else run.values.predictions
 
     def save_checkpoint(self, path: str | PurePath, *, info: Mapping[str, Any] | None = None) -> None:
@@ -387,13 +391,6 @@ class Trainer(RunView):
         return next(iter(savers_of(self.callbacks)), None)
 
     @property
-    def estimated_stepping_batches(self) -> int:
-        """Optimizer steps of the whole run, for schedules that need their length, as long as the data is now.
-
-        Raises:
-            ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
-        """
-        if self.run.loaders.train is None:
-            open_loaders(self.run)
-        assert self.run.loaders.train is not None
-        return self.plan.total_steps(self.run.loaders.train)
+    def batch_indices(self) -> list[int] | None:
+        """Indices in the data set of the samples of a prediction's batch in progress; None where nobody knows them."""
+        return self.run.values.batch_indices

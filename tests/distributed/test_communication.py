@@ -9,13 +9,11 @@ import torch
 from torchmetrics import MeanSquaredError
 
 import lumen
+from tests.helpers.communication import BESIDE, EPOCHS, GATHER, VOTE
 from tests.helpers.tasks import Regression, bare_trainer, loader
 
 PARAMETERS = sum(parameter.numel() for parameter in Regression().parameters())
 CPU = [torch.profiler.ProfilerActivity.CPU]
-BESIDE = 5  # numbers: a sum of weights, who returned some, who none, who ends the epoch, who wishes to stop
-VOTE = 3  # numbers: a clock, how many ranks are asked to stop, how many announce something
-GATHER = 2  # collectives: each rank tells first how long its value is
 
 
 class Saying(Regression):
@@ -203,7 +201,7 @@ class MeasuringEnding(Measuring):
 @pytest.mark.parametrize("logger", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("make", "gathers", "sums"),
-    [(Quiet, 0, 1), (Saying, 1, 1), (Ending, 2, 2), (QuietEnding, 1, 2), (MeasuringEnding, 3, 2)],
+    [(kind, *EPOCHS[kind.__name__]) for kind in (Quiet, Saying, Ending, QuietEnding, MeasuringEnding)],
 )
 def test_an_epoch_costs_a_small_sum_a_gather_of_what_was_logged_and_another_of_both_for_hooks_but_one_of_metric_objects(
     group, tmp_path, make, gathers, sums, logger

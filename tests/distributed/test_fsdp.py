@@ -18,6 +18,7 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.optim import Lookahead
 from lumen.strategies.fsdp_units import find_units
 from tests.helpers.group import assert_equal, on_ranks
+from tests.helpers.sharded import held_bytes, whole
 from tests.helpers.tasks import FEATURES, Regression, bare_trainer, loader, regression_data
 
 WIDTH = 7  # no multiple of a number of processes
@@ -72,10 +73,6 @@ class Deep(lumen.TaskModule):
 
 def data(samples=50, batch_size=8, dtype=torch.float64, **options):
     return loader(samples, batch_size, dtype=dtype, **options)
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 def state_of(task):
@@ -851,14 +848,6 @@ class Large(lumen.TaskModule):
         gc.collect()
         assert all(parameter.grad is not None for parameter in self.parameters())
         self.held = held_bytes() - self.before
-
-
-def held_bytes():
-    """Bytes of all tensors that this process holds, however many share them."""
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    tensors = [each for each in found if not each.is_meta and each.layout is torch.strided]  # sparse ones have several
-    storages = [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])

@@ -10,7 +10,8 @@ from torch import nn
 
 import lumen
 from lumen.errors import ConfigError
-from tests.distributed.test_fsdp import assert_equal, held_bytes, whole
+from tests.helpers.group import assert_equal
+from tests.helpers.sharded import held_bytes, whole
 from tests.helpers.tasks import FEATURES, Saving, bare_trainer, loader, quiet_trainer
 
 

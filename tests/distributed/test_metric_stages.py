@@ -8,7 +8,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision,
 
 import lumen
 from lumen.errors import ConfigError
-from tests.distributed.test_metrics_over_ranks import Memory, numbers, predictions
+from tests.helpers.logged import Memory, numbers, predictions
 from tests.helpers.tasks import Saving, bare_trainer, quiet_trainer
 
 TRAINING, VALIDATION = 8, 5

@@ -15,22 +15,8 @@ from torchmetrics.retrieval import RetrievalMRR
 
 import lumen
 from lumen.errors import ConfigError, TrainingError
+from tests.helpers.logged import CLASSES, Memory, numbers, predictions
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
-
-CLASSES = 3
-
-
-class Memory(lumen.Logger):
-    """Keeps what it is given."""
-
-    def __init__(self):
-        self.rows = []
-
-    def open(self, directory, *, resumed):
-        pass
-
-    def log_metrics(self, metrics, step, epoch):
-        self.rows.append((step, dict(metrics)))
 
 
 class Logs(lumen.TaskModule):
@@ -60,23 +46,12 @@ class Logs(lumen.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def numbers(count, batch_size=1):
-    """Batches of the numbers 0, 1, 2, ... as float64."""
-    return DataLoader(TensorDataset(torch.arange(count, dtype=torch.float64)), batch_size)
-
-
 def evaluate(folder, task, count, batch_size=1, strategy="ddp"):
     return bare_trainer(folder, strategy=strategy).validate(task, numbers(count, batch_size))[0]
 
 
 def rank():
     return torch.distributed.get_rank()
-
-
-def predictions(numbers):
-    """Scores (N, 3) and classes (N) made of numbers."""
-    scores = torch.stack([(numbers * factor).sin() for factor in (1.3, 2.1, 3.7)], 1).softmax(1)
-    return scores, (numbers.long() * 7) % CLASSES
 
 
 # ---------------------------------------------------------------------- self.log
@@ -665,12 +640,12 @@ def stand_in(folder, count):
 @pytest.mark.parametrize(("world", "count"), [(2, 5), (3, 1)])
 def test_a_batch_that_stands_in_takes_part_in_forwards_and_counts_nowhere(group, tmp_path, world, count):
     found = group(world).run(stand_in, tmp_path, count)
-    for rank, (values, batches, forwards, counted, predictions) in enumerate(found):
+    for rank, (values, batches, forwards, counted, predicted) in enumerate(found):
         assert values == {"x_epoch": (count - 1) / 2, "count": count, "kept": sum(range(count))}
         assert batches == list(range(rank, count, world))
         assert counted == len(batches)
         assert forwards == -(-count // world)  # the same on every rank
-        assert predictions == list(range(count))
+        assert predicted == list(range(count))
 
 
 # ---------------------------------------------------------------------- buffers

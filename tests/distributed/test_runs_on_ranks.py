@@ -610,3 +610,50 @@ def grow(folder, more, on_rank_one):
     except DataError as error:
         return str(error)
     return {epoch: task.samples(epoch) for epoch in task.epochs}
+
+
+# ---------------------------------------------------------------------- callbacks that differ
+
+
+class Asking(lumen.Callback):
+    """Has the ranks agree at the end of the first step."""
+
+    def on_step_end(self, trainer, task):
+        trainer.request_agreement()
+
+
+DIFFERENT = {
+    "on one rank": (lambda rank: [Asking()] * rank, r"rank 0 has none; rank 1 has Asking\. What"),
+    "in another order": (
+        lambda rank: [Asking(), lumen.EarlyStopping("loss")][:: 1 - 2 * rank],
+        "rank 0 has Asking, EarlyStopping.*; rank 1 has EarlyStopping.*, Asking",
+    ),
+    "with another key": (
+        lambda rank: lumen.EarlyStopping(("loss", "val_loss")[rank]),
+        "EarlyStopping.*'loss'.*; rank 1.*'val_loss'",
+    ),
+}
+
+
+def fit_with_callbacks_by_rank(folder, name):
+    make, said = DIFFERENT[name]
+    trainer = bare_trainer(folder, max_steps=2, strategy="ddp", callbacks=make(torch.distributed.get_rank()))
+    with pytest.raises(ConfigError, match=f"callbacks differ between ranks: .*{said}"):
+        trainer.fit(Regression(), loader(16))
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_callbacks_that_differ_between_ranks_are_refused_before_the_run(group, tmp_path, name):
+    group(2).run(fit_with_callbacks_by_rank, tmp_path, name, limit_s=20)
+
+
+def fit_with_a_bar_on_one_rank(folder):
+    first = torch.distributed.get_rank() == 0
+    options = {"max_steps": 2, "strategy": "ddp", "enable_model_summary": first, "callbacks": [Asking()]}
+    trainer = bare_trainer(folder, **options, logger=first)
+    trainer.fit(Regression(), loader(16))
+    return trainer.global_step
+
+
+def test_what_shows_and_records_may_differ_between_ranks(group, tmp_path):
+    assert group(2).run(fit_with_a_bar_on_one_rank, tmp_path) == [2, 2]

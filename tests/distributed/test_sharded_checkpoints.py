@@ -559,7 +559,7 @@ def mean_of_columns(tensor):
 def test_an_optimizer_that_keeps_bare_parts_is_refused(group, tmp_path):
     messages = group(2).run(train_keeping, tmp_path, own_part_of)
     assert messages[0] == messages[1]
-    assert "Keeping keeps 'kept' of net.0.weight as this process's part alone" in messages[0]
+    assert "Keeping keeps 'kept' of net.0.weight as this process's shard alone" in messages[0]
     assert not list(tmp_path.rglob("step-*"))
 
 

@@ -24,7 +24,7 @@ from lumen.data.adapter import Position
 from lumen.data.loaders import adapt_loader
 from lumen.data.windows import RankSlice
 from lumen.errors import DataError
-from tests.fit.test_loaders import snippets
+from tests.helpers.pages import snippets
 from tests.helpers.ranks import Ranks, content, plain, read, together
 from tests.helpers.streams import Buffered
 from tests.helpers.tasks import Saving, bare_trainer, numbers

@@ -8,12 +8,7 @@ import logging
 import os
 import resource
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -26,8 +21,6 @@ from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.checkpoint.folder import read_info
 from lumen.checkpoint.snapshot import Snapshot
 from lumen.errors import CheckpointError, NonFiniteLoss
-from tests.fit.test_callbacks import fit as fit_scripted
-from tests.helpers import ROOT
 from tests.helpers.asynchronous_saves import (
     At,
     Large,
@@ -44,6 +37,7 @@ from tests.helpers.asynchronous_saves import (
     wait_until_announced,
 )
 from tests.helpers.checkpoints import DTYPES, SHAPES, same, tensor_of
+from tests.helpers.scripted import fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 # ---------------------------------------------------------------------- what is saved
@@ -368,121 +362,6 @@ def test_a_failing_run_finds_the_boundary_that_is_being_saved(tmp_path, monkeypa
     assert names(tmp_path) == ["step-00000004"]
 
 
-IMPATIENT = """
-import os, sys, threading, time
-from tests.helpers.asynchronous_saves import Moving, fit, saving
-from pathlib import Path
-
-fsync = os.fsync
-def slow(descriptor):
-    if threading.current_thread() is not threading.main_thread():
-        print("saving", flush=True)
-        time.sleep(0.2)
-    fsync(descriptor)
-os.fsync = slow
-
-class Slow(Moving):
-    def training_step(self, batch):
-        time.sleep(0.05)
-        return super().training_step(batch)
-
-fit(Path(sys.argv[1]), saving(every_n_train_steps=2), Slow(), max_epochs=1000, log_level="WARNING")
-"""
-
-
-def test_python_waits_for_the_save_even_if_it_is_interrupted_again_and_again(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", IMPATIENT, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        while child.stdout.readline().strip() != "saving":
-            assert child.poll() is None
-        for _ in range(3):  # finish this step; leave at once; do not wait; and now Python ends
-            child.send_signal(signal.SIGINT)
-            time.sleep(0.3)
-        errors = child.communicate(timeout=60)[1]
-    assert child.returncode in (130, -signal.SIGINT), errors
-    assert names(tmp_path) == ["step-00000002"], errors
-    assert errors.count("SIGINT: leaving when the checkpoint under way is written") == 1, errors
-    Checkpoint.open(folder(tmp_path) / "step-00000002")
-
-
-# ---------------------------------------------------------------------- several processes
-
-
-KILLED = """
-import os, sys, threading, time
-from pathlib import Path
-import torch
-from tests.helpers.asynchronous_saves import Moving, fit, saving
-
-torch.set_num_threads(1)
-directory, strategy, held, step_s = Path(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
-fsync = os.fsync
-def slow(descriptor):
-    if threading.current_thread() is not threading.main_thread() and os.environ["RANK"] == held:
-        print("saving", flush=True)
-        time.sleep(600)
-    fsync(descriptor)
-os.fsync = slow
-
-class Slow(Moving):
-    def training_step(self, batch):
-        time.sleep(step_s)
-        return super().training_step(batch)
-
-options = {"max_epochs": 100_000} if held != "none" else {"max_steps": 9}
-fit(directory, saving(), Slow(), strategy=strategy, resume="auto", log_every_n_steps=10_000, **options)
-"""
-
-
-@pytest.mark.parametrize(("strategy", "victim"), [pytest.param("ddp", 1, marks=pytest.mark.slow), ("fsdp", 0)])
-def test_ranks_whose_threads_wait_for_one_that_is_killed_end_at_once(tmp_path, strategy, victim):
-    job = start_ranks(tmp_path, strategy, str(victim))
-    assert job[victim].stdout.readline().strip() == "saving"
-    time.sleep(0.5)  # the other one waits for it now
-    assert names(tmp_path)[0].startswith("step-00000004.tmp-")
-    job[victim].kill()
-    killed_s = time.monotonic()
-    _, errors = job[1 - victim].communicate(timeout=60)
-    assert time.monotonic() - killed_s < 20
-    assert job[1 - victim].returncode == 1, errors
-    assert "ProcessLost" in errors
-    job[victim].communicate()
-    assert find_checkpoints(folder(tmp_path)) == []
-    for process in start_ranks(tmp_path, strategy, "none"):
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors
-    assert names(tmp_path) == ["step-00000004", "step-00000008"]
-
-
-def test_a_save_that_lost_a_process_while_the_run_did_says_so_in_a_sentence(tmp_path):
-    job = start_ranks(tmp_path, "ddp", "1", step_s="0.4")
-    assert job[1].stdout.readline().strip() == "saving"
-    time.sleep(0.5)  # rank 0 trains, and does not wait for its thread
-    job[1].kill()
-    errors = job[0].communicate(timeout=60)[1]
-    job[1].communicate()
-    (said,) = [line for line in errors.splitlines() if "the save under way failed" in line]
-    assert said.endswith(": rank 0 lost another process of the run: see why that one ended."), errors
-
-
-def start_ranks(tmp_path, strategy, held, step_s="0.02"):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", KILLED, tmp_path, strategy, held, step_s], cwd=ROOT, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-            env=os.environ | {
-                "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-            },
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-
-
 # ---------------------------------------------------------------------- what went wrong once
 
 
@@ -563,47 +442,6 @@ def test_what_a_failed_save_leaves_is_the_checkpoint_before_it(tmp_path, monkeyp
     with pytest.raises(CheckpointError, match="step-00000008"):
         fit(tmp_path, [*savers, lumen.OnExceptionCheckpoint()])
     assert "step-00000004" in [path.name for path in find_checkpoints(tmp_path / "b")]
-
-
-CRAMPED = """
-import re, resource, sys
-from pathlib import Path
-import torch
-from tests.helpers.asynchronous_saves import At, Moving, fit, saving
-
-class Growing(Moving):
-    grown = None
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["grown"] = self.grown
-
-def cramp(trainer):
-    task.grown = torch.ones(24 << 20)
-    taken = int(re.search(r"VmSize:\\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) << 10
-    resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), -1))
-
-task = Growing()
-saver = saving(asynchronous=True if sys.argv[2] == "True" else None)
-fit(Path(sys.argv[1]), [At(step4=cramp), saver], task, max_steps=5, log_level="WARNING")
-"""
-
-
-@pytest.mark.parametrize("asynchronous", [None, True])
-def test_without_memory_for_a_copy_training_waits_for_the_save_unless_it_was_told_not_to(tmp_path, asynchronous):
-    done = subprocess.run(
-        [sys.executable, "-c", CRAMPED, tmp_path, str(asynchronous)], cwd=ROOT, capture_output=True, text=True
-    )
-    if asynchronous:
-        assert done.returncode == 1
-        assert "CheckpointError: step-00000004: there is no memory for the copy" in done.stderr
-        assert "can't allocate memory" in done.stderr
-        assert "Set asynchronous=False in ModelCheckpoint." in done.stderr
-        assert names(tmp_path) == []
-    else:
-        assert done.returncode == 0, done.stderr
-        assert "step-00000004: there is no memory for a copy, so training waits" in done.stderr
-        checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
-        assert (checkpoint.tensor("extra", "task.grown") == 1).all()
 
 
 @pytest.mark.parametrize("asynchronous", [None, True])

@@ -26,8 +26,8 @@ from lumen.checkpoint.snapshot import Snapshot
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged
-from tests.fit.test_callbacks import fit as fit_scripted
 from tests.helpers.checkpoints import same, save, tamper, tensor_of
+from tests.helpers.scripted import fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 

@@ -99,6 +99,14 @@ def test_an_option_of_no_callback_says_how_to_name_the_callback(refused, option,
     assert said.endswith(f"--trainer.callbacks+=CLASS --trainer.callbacks.{option}={value}.")
 
 
+@pytest.mark.parametrize(("name", "ours"), [("EMAWeightAveraging", "EMA"), ("TQDMProgressBar", "ProgressBar")])
+def test_a_class_that_lightning_calls_otherwise_is_told_its_name_here(refused, name, ours):
+    said = refused(f"--trainer.callbacks+={name}")
+    assert (
+        said == f"trainer.callbacks.{name.lower()} (the command line): lumen has no class {name}. Write lumen.{ours}."
+    )
+
+
 def test_a_misspelt_callback_is_not_taken_for_an_option(refused):
     assert "--trainer.callbacks+" not in refused("--trainer.callbacks.early=EarlyStoping")
     assert "--trainer.callbacks+" not in refused("--trainer.callbacks.early=nowhere.EarlyStopping")

@@ -147,7 +147,10 @@ def test_the_last_one_to_set_a_wrong_value_is_named(refused):
         (["fit", "--config", "line.yaml", "--model.widths", "1", "2"], "'2' stands alone"),
         (["fit"], "no model is configured. Give --config FILE, or --model module.Class."),
         (["fti"], "lumen has no command fti. Did you mean fit?"),
-        (["dance"], "lumen has no command dance. Did you mean fit or validate or test or predict or export or runs?"),
+        (
+            ["dance"],
+            "lumen has no command dance. Did you mean fit or validate or test or predict or export or convert or runs?",
+        ),
         (
             ["fit", "--trainer.callbacks.help"],
             "expected one argument. For the options of a class write --model.help module.Class.",
@@ -251,7 +254,7 @@ def test_an_import_error_inside_a_users_module_is_the_users_own():
         (["--trainer.resume_parts", "model"], "expected a list of one of model, optimizer, schedulers, progress, data, found 'model'."),
         (["--trainer.init_from.rename", "x"], "trainer.init_from"),
         (["--model.encoder", "torch.nn.Linear", "--model.encoder.in_features=a", "--model.encoder.out_features=1"], "model.encoder.in_features (the command line): expected int, found 'a'."),
-        (["--seed_everything", "lucky"], "seed_everything (the command line): expected int, found 'lucky'."),
+        (["--seed_everything", "lucky"], "seed_everything (the command line): expected int or bool, found 'lucky'."),
         (["--optimizer", "SGD", "--optimizer.lr", "x"], "optimizer.lr (the command line): expected float, found 'x'."),
         (["--lr_schedule.interval=week"], "lr_schedule.interval (the command line): expected one of step, epoch, token, found 'week'."),
     ],
@@ -344,7 +347,9 @@ def test_predictions_that_do_not_fit_the_file_say_which_other_one_does(capsys):
 def test_an_error_of_lumen_is_one_paragraph_and_its_kind_the_exit_code(refused, capsys):
     assert "Stepless has no training_step" in fit(refused, "--model", "tests.helpers.cli_tasks.Stepless")
     assert "how long to train is not set" in fit(refused, "--trainer.max_steps", "null")
-    assert "accumulate_grad_batches: must be at least 1" in fit(refused, "--trainer.accumulate_grad_batches=0")
+    assert "accumulate_grad_batches (the command line): must be at least 1" in fit(
+        refused, "--trainer.accumulate_grad_batches=0"
+    )
     assert main(["fit", "--config", "line.yaml", "--trainer.resume=nowhere"]) == 1
     assert "no valid checkpoint" in capsys.readouterr().err
 

@@ -50,7 +50,7 @@ class WrongStep(Regression):
         (NoOptimizer, {}, "NoOptimizer has no configure_optimizers"),
         (NoParameters, {}, "an optimizer without parameters"),
         (AnothersParameters, {}, "2 parameters that are not the task's"),
-        (Manual, {}, "automatic_optimization = False"),
+        (Manual, {"accumulate_grad_batches": 2}, "automatic_optimization = False"),
         (TwoOptimizers, {}, "returned 2 optimizers"),
         (WrongStep, {}, r"a step takes \(batch\)"),
         (Regression, {"max_epochs": None}, "Set one of max_epochs, max_steps and max_time"),

@@ -1,17 +1,12 @@
 """A new run that begins with the parameters of others: from where, under which names, and what is refused."""
 
-import http.server
 import json
 import logging
 import os
 import pickle
 import re
-import subprocess
-import sys
+import shlex
 import tempfile
-import threading
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -22,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import lumen
-from lumen.checkpoint import find_checkpoints
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
+from tests.helpers.serving import serving
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
 
 
@@ -184,23 +179,6 @@ def test_a_url_is_copied_for_the_time_of_loading(tmp_path, temporary, form):
     assert list(temporary.glob("lumen-*")) == []
 
 
-@contextmanager
-def serving(folder):
-    """A web server of a directory: its address, and what was asked of it."""
-    asked = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *values):
-            asked.append(str(values[1]))
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
-        server.shutdown()
-        thread.join()
-
-
 def test_a_web_server_of_a_sharded_model_is_enough(tmp_path, temporary):
     expected = other_weights()
     shards(tmp_path / "served/model", expected)
@@ -272,7 +250,7 @@ def test_a_damaged_checkpoint_is_no_beginning(tmp_path):
         begin(tmp_path, path)
 
 
-def test_a_pickle_is_never_read_and_the_error_converts_it(tmp_path):
+def test_a_pickle_is_never_read_and_the_error_converts_it(tmp_path, monkeypatch):
     class Bomb:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "exploded"),)
@@ -292,8 +270,8 @@ def test_a_pickle_is_never_read_and_the_error_converts_it(tmp_path):
     torch.save(tensors, tmp_path / "old.pt")
     with pytest.raises(ConfigError) as caught:
         lumen.Weights(tmp_path / "old.pt")
-    snippet = "\n".join(line.strip() for line in str(caught.value).splitlines()[1:])
-    subprocess.run([sys.executable, "-c", snippet], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(str(caught.value).partition("Convert it once: lumen ")[2])) == 0
     assert equal(begin(tmp_path, tmp_path / "old.safetensors", Tied()), tensors)
 
 
@@ -542,62 +520,3 @@ def test_mistakes_in_a_config_are_one_paragraph(tmp_path, monkeypatch, capsys):
 
 
 # ---------------------------------------------------------------------- memory
-
-MEMORY = """
-import resource, sys, torch, torch._dynamo, lumen  # the compiler comes with the first optimizer
-from pathlib import Path
-from fsspec.implementations import http
-from tests.helpers.tasks import loader, quiet_trainer
-from torch import nn
-
-class Big(lumen.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ParameterList(torch.zeros(1 << 20) for _ in range(50))  # 200 MiB
-
-    def training_step(self, batch):
-        return sum(layer[0] for layer in self.layers)
-
-    def validation_step(self, batch):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-root, where = Path(sys.argv[1]), sys.argv[2]
-task = Big()
-if where == "save":
-    raise SystemExit(quiet_trainer(root, max_steps=1).fit(task, loader()))
-quiet_trainer(root, logger=False).validate(task, loader())  # whatever is imported late is there now
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-if where == "resume":
-    quiet_trainer(root, resume="auto", max_steps=1).fit(task, loader())
-    assert task.optimizers().state[task.layers[0]]["momentum_buffer"][0] == 1
-else:
-    quiet_trainer(root, logger=False).validate(task, loader(), ckpt_path=lumen.Weights(where))
-assert task.layers[0][0] != 0
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-"""
-
-
-SLACK_MIB = 48  # of the allocator, the libraries and the page cache; a second copy of the model would be 200
-
-
-def grown_mib(root, where):
-    """How much more memory a process needs for loading a model of 200 MiB that it has built."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(root), str(where)], cwd=ROOT, text=True, capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout or 0)
-
-
-@pytest.mark.slow
-def test_loading_needs_the_memory_of_one_tensor_more(tmp_path):
-    grown_mib(tmp_path, "save")
-    (checkpoint,) = find_checkpoints(tmp_path / "runs/run/checkpoints")
-    assert grown_mib(tmp_path, checkpoint) < 4 + SLACK_MIB
-    assert grown_mib(tmp_path, "resume") < 200 + 4 + SLACK_MIB  # with the optimizer's state
-    with serving(checkpoint) as (url, _):
-        assert grown_mib(tmp_path, url) < 4 + SLACK_MIB

@@ -6,6 +6,7 @@ import pkgutil
 import re
 
 import pytest
+import torch
 from torch import nn
 
 import lumen
@@ -56,7 +57,9 @@ LIGHTNING = {
 
 
 class Task(Regression):
-    pass
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer)]
 
 
 class Data(lumen.DataModule):
@@ -95,7 +98,7 @@ def called(tmp_path_factory):
         def step(self, batch):
             return method(self, batch)
 
-        return step if name.endswith("_step") and not name.startswith("on") else method
+        return step if name in ("training_step", "validation_step", "test_step", "predict_step") else method
 
     def instance(kind):
         base = KINDS[kind]
@@ -150,11 +153,11 @@ def test_every_text_names_what_exists():
 
 def test_it_may_come_from_a_parent_a_mixin_or_the_object_itself(tmp_path):
     class Mixin:
-        def optimizer_step(self, *_):
+        def training_step_end(self, *_):
             pass
 
     class Parent(Regression):
-        def backward(self, loss):
+        def on_hpc_save(self, checkpoint):
             pass
 
     class Child(Mixin, Parent):
@@ -164,14 +167,14 @@ def test_it_may_come_from_a_parent_a_mixin_or_the_object_itself(tmp_path):
     task.on_epoch_end = print
     with pytest.raises(ConfigError) as caught:
         bare_trainer(tmp_path, max_steps=1).fit(task, loader())
-    assert re.findall(r"^  (\w+):", str(caught.value), re.M) == ["on_epoch_end", "backward", "optimizer_step"]
+    assert re.findall(r"^  (\w+):", str(caught.value), re.M) == ["on_epoch_end", "training_step_end", "on_hpc_save"]
 
 
 def test_a_module_or_a_flag_of_such_a_name_is_no_hook(tmp_path):
     class Bidirectional(Regression):
         def __init__(self):
             super().__init__()
-            self.backward, self.optimizer_step = nn.Linear(6, 1), 3
+            self.on_epoch_end, self.optimizer_step = nn.Linear(6, 1), 3
 
     assert bare_trainer(tmp_path, max_steps=1).fit(Bidirectional(), loader()) is None
 
@@ -192,6 +195,12 @@ def test_a_module_or_a_flag_of_such_a_name_is_no_hook(tmp_path):
         ),
         ("callback", "on_train_start", lambda self, trainer: 0, r"it is called with \(trainer, task\)"),
         ("callback", "on_test_end", lambda self, t, m, outputs: 0, r"it is called with \(trainer, task\)"),
+        (
+            "task",
+            "optimizer_step",
+            lambda self, e, b, o, optimizer_idx, closure, on_tpu: 0,
+            r"\(epoch, batch_idx, optim",
+        ),
         ("task", "training_step", lambda self, b, batch_idx, optimizer_idx: 0, "optimizer_idx is not given. A step is"),
         ("task", "training_step", lambda self, b, batch_idx, optimizer_idx=0: 0, "optimizer_idx is not given"),
         ("task", "validation_step", lambda self, b, *, hiddens=None: 0, "hiddens is not given. Split the sequence"),

@@ -3,7 +3,6 @@
 import multiprocessing
 import re
 import shutil
-import textwrap
 import time
 from itertools import count
 
@@ -30,7 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import lumen
 from lumen.errors import ConfigError, DataError
-from tests.helpers import ROOT
+from tests.helpers.pages import snippets
 from tests.helpers.streams import Buffered
 from tests.helpers.tasks import Saving, Seeing, bare_trainer, numbers, plain, quiet_trainer, seen
 
@@ -836,7 +835,7 @@ def test_a_stream_with_a_state_may_be_cut_otherwise_in_the_middle_of_an_epoch(tm
 def test_torchdatas_loader_goes_on_from_its_state(tmp_path, workers):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    from tests.promises.loader_run import Sharded
+    from tests.helpers.loader_run import Sharded
 
     class Watched(Sharded):
         def __iter__(self):
@@ -1022,11 +1021,6 @@ def test_loaders_of_the_same_data_and_rounds_of_one_loader_have_different_orders
     assert content(first) != content(second)
     assert content(first) != content(again)
     assert sorted(content(first)) == sorted(content(again)) == list(range(12))
-
-
-def snippets():
-    page = ROOT / "docs" / "loaders.md"
-    return [textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)```", page.read_text(), re.S | re.M)]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

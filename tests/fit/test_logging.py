@@ -3,11 +3,7 @@
 import copy
 import csv
 import math
-import os
 import pickle
-import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -25,7 +21,6 @@ import lumen
 from lumen.data.permutation import epoch_order
 from lumen.errors import ConfigError
 from lumen.metrics.accumulator import Accumulator
-from tests.helpers import ROOT
 from tests.helpers.tasks import Regression, bare_trainer, loader, network, quiet_trainer, regression_data
 
 SEED = 3
@@ -715,37 +710,6 @@ def test_the_learning_rate_monitor_logs_the_rate_each_update_used(tmp_path):
         )
         for place, name in enumerate(names):
             assert memory.of(name) == [(step + 1, rates[place]) for step, rates in enumerate(task.rates)]
-
-
-@pytest.mark.parametrize(
-    ("setup", "shown"),
-    [
-        ("logging.basicConfig()", "INFO:lumen:"),
-        pytest.param("logging.basicConfig(filename='mine.log')", "", marks=pytest.mark.slow),
-        pytest.param(
-            "logging.basicConfig(handlers=[rich.logging.RichHandler()])", "INFO INFO:lumen:", marks=pytest.mark.slow
-        ),
-        ("pass", ""),
-    ],
-)
-def test_a_message_is_shown_once_and_in_the_manner_of_the_users_program(tmp_path, setup, shown):
-    script = f"""
-import logging, sys
-import rich.logging
-{setup}
-from tests.helpers.tasks import Regression, loader, quiet_trainer
-from pathlib import Path
-quiet_trainer(Path("."), log_level="INFO", max_steps=1).fit(Regression(), loader())
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True, text=True, capture_output=True
-    )
-    (line,) = [line for line in (done.stdout + done.stderr).splitlines() if "the run is in" in line]
-    assert re.search(rf"^(\[.*\] |){shown}the run is in runs/run", re.sub(" +", " ", line))
-    assert (tmp_path / "runs/run/run.log").read_text().count("finished: ") == 1
-    if "mine.log" in setup:
-        assert (tmp_path / "mine.log").read_text().count("INFO:lumen:the run is in") == 1
 
 
 def test_the_norm_of_clipped_gradients_is_logged(tmp_path):

@@ -150,17 +150,12 @@ class NoOptimizer(lumen.TaskModule):
         return None
 
 
-class Manual(Regression):
-    automatic_optimization = False
-
-
 @pytest.mark.parametrize(
     ("task", "data", "error", "message"),
     [
         (nn.Linear(1, 1), loader(), ConfigError, "expected a TaskModule, found Linear"),
         (NoSteps(), loader(), ConfigError, "NoSteps has no training_step"),
         (NoOptimizer(), loader(), ConfigError, "NoOptimizer has no configure_optimizers"),
-        (Manual(), loader(), ConfigError, "no manual optimization"),
         (Regression(), None, DataError, "no training data"),
         (Regression(), 3, DataError, "a loader is an iterable of batches, found int"),
     ],

@@ -17,7 +17,7 @@ import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.checkpoint.folder import read_info
 from lumen.errors import CheckpointError, ConfigError, TrainingError
-from tests.fit.test_callbacks import Scripted, fit
+from tests.helpers.scripted import Scripted, fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
@@ -62,7 +62,7 @@ def steps(tmp_path, name="run"):
     ],
 )
 def test_exactly_the_expected_checkpoints_are_kept(tmp_path, options, kept):
-    fit(tmp_path, [9, 5, 1, 2, 8, 7], [lumen.ModelCheckpoint(**options)])
+    fit_scripted(tmp_path, [9, 5, 1, 2, 8, 7], [lumen.ModelCheckpoint(**options)])
     assert steps(tmp_path) == kept
 
 
@@ -117,7 +117,7 @@ def test_stopping_where_it_is_decided_already_is_an_error(tmp_path):
 
 
 def test_the_interval_counts_from_the_last_save(tmp_path):
-    fit(tmp_path, [1, 2], [lumen.ModelCheckpoint(train_time_interval=timedelta(microseconds=1), keep_last=-1)])
+    fit_scripted(tmp_path, [1, 2], [lumen.ModelCheckpoint(train_time_interval=timedelta(microseconds=1), keep_last=-1)])
     assert steps(tmp_path) == [1, 2, 3, 4]
 
 
@@ -127,7 +127,7 @@ def test_several_savers_each_keep_what_they_say(tmp_path):
         lumen.ModelCheckpoint(monitor="score", mode="max", every_n_epochs=0, at_end=False, keep_last=0),
         lumen.ModelCheckpoint(every_n_train_steps=5, keep_last=1, at_end=False),
     ]
-    fit(tmp_path, [9, 5, 1, 2, 8, 7], saving)
+    fit_scripted(tmp_path, [9, 5, 1, 2, 8, 7], saving)
     assert steps(tmp_path) == [2, 6, 10]
 
 
@@ -143,7 +143,7 @@ def test_a_step_with_several_reasons_is_saved_once(tmp_path):
         lumen.ModelCheckpoint(monitor="score", every_n_train_steps=1, every_n_epochs=1, keep_last=-1),
         lumen.ModelCheckpoint(every_n_epochs=1, keep_last=-1),
     ]
-    fit(tmp_path, [3, 2, 1], [Watching(), *saving])
+    fit_scripted(tmp_path, [3, 2, 1], [Watching(), *saving])
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     for before, after in pairwise(written):
         assert before.items() <= after.items()
@@ -151,7 +151,7 @@ def test_a_step_with_several_reasons_is_saved_once(tmp_path):
 
 def test_a_nan_first_score_does_not_block_a_later_best(tmp_path):
     saving = lumen.ModelCheckpoint(monitor="score", keep_last=1)
-    fit(tmp_path, [math.nan, 3, 5], [saving])
+    fit_scripted(tmp_path, [math.nan, 3, 5], [saving])
     assert saving.best_model_score == 3
     assert saving.best_model_path.endswith("step-00000004")
     assert saving.last_model_path.endswith("step-00000006")
@@ -164,7 +164,7 @@ def test_the_callback_knows_its_best_checkpoints(tmp_path):
     assert saving.best_model_score is saving.current_score is None
     assert saving.best_k_models == {}
     folder = tmp_path / "runs/run/checkpoints"
-    fit(tmp_path, [9, 5, 1, 2, 8, 7], [saving])
+    fit_scripted(tmp_path, [9, 5, 1, 2, 8, 7], [saving])
     assert saving.best_k_models == {
         str(folder / "step-00000006"): 1.0,
         str(folder / "step-00000008"): 2.0,
@@ -183,7 +183,7 @@ def test_without_a_monitor_the_newest_checkpoint_is_the_best_one_as_in_lightning
     assert plain.best_model_path == ""
     seen = []
     watch = lumen.LambdaCallback(on_train_epoch_start=lambda trainer, task: seen.append(plain.best_model_path[-2:]))
-    trainer = fit(tmp_path, [9, 5, 1, 2], [watch, plain])
+    trainer = fit_scripted(tmp_path, [9, 5, 1, 2], [watch, plain])
     assert seen == ["", "", "04", "04"]
     assert plain.best_model_path == plain.last_model_path == str(tmp_path / "runs/run/checkpoints/step-00000008")
     assert (plain.best_model_score, plain.best_k_models, plain.kth_best_model_path) == (None, {}, "")
@@ -193,7 +193,7 @@ def test_without_a_monitor_the_newest_checkpoint_is_the_best_one_as_in_lightning
 
 
 def test_checkpoints_can_lie_elsewhere(tmp_path):
-    fit(tmp_path, [1, 2], [lumen.ModelCheckpoint(dirpath=tmp_path / "elsewhere")])
+    fit_scripted(tmp_path, [1, 2], [lumen.ModelCheckpoint(dirpath=tmp_path / "elsewhere")])
     assert [path.name for path in find_checkpoints(tmp_path / "elsewhere")] == ["step-00000002", "step-00000004"]
 
 
@@ -201,10 +201,10 @@ def test_a_run_goes_on_from_checkpoints_that_lie_elsewhere(tmp_path):
     def elsewhere():
         return [lumen.ModelCheckpoint(dirpath=tmp_path / "elsewhere")]
 
-    fit(tmp_path, [1, 2], elsewhere())
+    fit_scripted(tmp_path, [1, 2], elsewhere())
     with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
-        fit(tmp_path, [1, 2, 3], elsewhere())
-    trainer = fit(tmp_path, [1, 2, 3], elsewhere(), resume="auto")
+        fit_scripted(tmp_path, [1, 2, 3], elsewhere())
+    trainer = fit_scripted(tmp_path, [1, 2, 3], elsewhere(), resume="auto")
     assert trainer.global_step == 6
     rows = (tmp_path / "runs/run/metrics.csv").read_text().splitlines()
     assert len(rows) == 1 + 3
@@ -226,25 +226,27 @@ def test_a_resumed_run_ranks_its_checkpoints_with_those_of_before(tmp_path):
         return lumen.ModelCheckpoint(monitor="score", save_top_k=2, keep_last=1)
 
     values = [9, 1, 2, 8, 3, 7]
-    fit(tmp_path, values, [saving()], max_epochs=3)
+    fit_scripted(tmp_path, values, [saving()], max_epochs=3)
     assert steps(tmp_path) == [4, 6]
     resumed = saving()
-    fit(tmp_path, values, [resumed], resume="auto")
+    fit_scripted(tmp_path, values, [resumed], resume="auto")
     assert steps(tmp_path) == [4, 6, 12]
     assert list(resumed.best_k_models.values()) == [1.0, 2.0]
 
 
 def test_a_new_run_from_a_checkpoint_leaves_those_of_the_old_one(tmp_path):
-    fit(tmp_path, [3, 2, 1], [lumen.ModelCheckpoint(keep_last=-1)])
+    fit_scripted(tmp_path, [3, 2, 1], [lumen.ModelCheckpoint(keep_last=-1)])
     before = {path: path.read_bytes() for path in (tmp_path / "runs/run").rglob("*") if path.is_file()}
     source = tmp_path / "runs/run/checkpoints/step-00000002"
-    fit(tmp_path, [3, 2, 1], [lumen.ModelCheckpoint(monitor="score", keep_last=1, save_top_k=0)], resume=source)
+    fit_scripted(
+        tmp_path, [3, 2, 1], [lumen.ModelCheckpoint(monitor="score", keep_last=1, save_top_k=0)], resume=source
+    )
     assert steps(tmp_path, "run-2") == [6]
     assert before == {path: path.read_bytes() for path in (tmp_path / "runs/run").rglob("*") if path.is_file()}
 
 
 def test_what_is_resumed_from_stays_until_a_newer_one_is_committed(tmp_path):
-    fit(tmp_path, [3, 2], [lumen.ModelCheckpoint()], max_epochs=1)
+    fit_scripted(tmp_path, [3, 2], [lumen.ModelCheckpoint()], max_epochs=1)
 
     class Fails(Scripted):
         def training_step(self, batch):
@@ -258,17 +260,17 @@ def test_what_is_resumed_from_stays_until_a_newer_one_is_committed(tmp_path):
 
 
 def test_a_best_checkpoint_that_somebody_removed_is_forgotten(tmp_path):
-    fit(tmp_path, [1, 2, 3, 4], [lumen.ModelCheckpoint(monitor="score")], max_epochs=3)
+    fit_scripted(tmp_path, [1, 2, 3, 4], [lumen.ModelCheckpoint(monitor="score")], max_epochs=3)
     shutil.rmtree(tmp_path / "runs/run/checkpoints/step-00000002")
     resumed = lumen.ModelCheckpoint(monitor="score")
-    fit(tmp_path, [1, 2, 3, 4], [resumed], resume="auto")
+    fit_scripted(tmp_path, [1, 2, 3, 4], [resumed], resume="auto")
     assert resumed.best_model_score == 2.0
 
 
 def test_a_callback_that_is_missing_on_resume_is_named(tmp_path, caplog):
-    fit(tmp_path, [3, 2, 1], [lumen.EarlyStopping("score")], max_epochs=2)
+    fit_scripted(tmp_path, [3, 2, 1], [lumen.EarlyStopping("score")], max_epochs=2)
     with caplog.at_level(logging.WARNING, "lumen"):
-        fit(tmp_path, [3, 2, 1], [], resume="auto", log_level="WARNING")
+        fit_scripted(tmp_path, [3, 2, 1], [], resume="auto", log_level="WARNING")
     assert "holds the state of EarlyStopping{'monitor': 'score', 'mode': 'min'}, which this run does not" in caplog.text
 
 
@@ -282,7 +284,7 @@ def test_the_checkpoint_callback_runs_after_all_others(tmp_path):
         def state_dict(self):
             return {"calls": self.calls}
 
-    trainer = fit(tmp_path, [1, 2], [lumen.ModelCheckpoint(), Late()])
+    trainer = fit_scripted(tmp_path, [1, 2], [lumen.ModelCheckpoint(), Late()])
     assert type(trainer.callbacks[-1]) is lumen.ModelCheckpoint
     state = Checkpoint.open(tmp_path / "runs/run/checkpoints/step-00000004").state
     assert "calls" in str(state["callbacks"])

@@ -3,10 +3,8 @@
 import csv
 import io
 import os
-import pty
 import shutil
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -15,9 +13,8 @@ from torchmetrics import MeanSquaredError
 
 import lumen
 import lumen.console
-from lumen.checkpoint import find_checkpoints
 from lumen.errors import ConfigError, RunDirectoryError, TrainingError
-from tests.helpers import ROOT
+from tests.helpers.run_ends import names
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
@@ -53,10 +50,6 @@ def fit(tmp_path, task=None, **options):
 def rows(tmp_path):
     with (tmp_path / "runs/run/metrics.csv").open() as file:
         return list(csv.DictReader(file))
-
-
-def names(tmp_path, run="run"):
-    return [path.name for path in find_checkpoints(tmp_path / "runs" / run / "checkpoints")]
 
 
 def test_a_run_that_ends_inside_an_epoch_keeps_its_last_row_when_started_again(tmp_path):
@@ -165,6 +158,30 @@ def test_an_interrupt_while_the_first_is_answered_leaves_after_the_answer_and_no
     assert task.global_step == 2
 
 
+class Slow(io.StringIO):
+    """A terminal before which somebody presses Ctrl-C twice more before it has written the answer to the first one."""
+
+    presses, answered = 0, False
+
+    def write(self, text):
+        if "once more leaves at once" in text and self.presses == 0:
+            for self.presses in (1, 2):
+                os.kill(os.getpid(), signal.SIGINT)
+            self.answered = True
+        return super().write(text)
+
+
+def test_the_third_interrupt_does_not_wait_for_the_answer_to_the_first(tmp_path, monkeypatch):
+    terminal = Slow()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    task, before = Pressed(), signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        quiet_trainer(tmp_path, max_steps=9, log_level="INFO").fit(task, loader())
+    assert (terminal.presses, terminal.answered, task.global_step) == (2, False, 2)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "stopped at once: SIGINT" in (tmp_path / "runs/run/run.log").read_text()
+
+
 def test_fast_dev_run_touches_no_run_directory(tmp_path):
     fit(tmp_path, max_steps=2)
     before = sorted(tmp_path.rglob("*"))
@@ -198,10 +215,10 @@ def test_training_that_never_counts_anything_ends_with_an_error(tmp_path, precis
 
 def test_what_lightning_calls_and_lumen_does_not_is_an_error(tmp_path):
     class Overriding(Regression):
-        def optimizer_step(self, *args):
+        def training_epoch_end(self, outputs):
             raise AssertionError("never called")
 
-    with pytest.raises(ConfigError, match="optimizer_step: Write on_before_optimizer_step"):
+    with pytest.raises(ConfigError, match="training_epoch_end: Keep what the steps compute"):
         fit(tmp_path, Overriding(), max_steps=1)
 
 
@@ -222,54 +239,6 @@ def test_a_sparse_buffer_is_refused_before_training(tmp_path):
     task.register_buffer("sparse", torch.eye(3).to_sparse())
     with pytest.raises(lumen.LumenError, match="sparse"):
         fit(tmp_path, task, max_steps=1)
-
-
-# ---------------------------------------------------------------------- a display that is gone
-
-TALKING = """
-import time
-from pathlib import Path
-import lumen
-from tests.helpers.tasks import Regression, loader
-
-class Talking(Regression):
-    def training_step(self, batch):
-        time.sleep(0.01)
-        self.print("step", self.global_step)
-        return super().training_step(batch)
-
-def on_train_epoch_end(trainer, task):
-    while not Path("closed").exists():
-        time.sleep(0.01)
-
-lumen.Trainer(
-    max_epochs=4, name="run", profiler="simple", logger=[lumen.CSVLogger()],
-    callbacks=[lumen.ProgressBar(plain_every_s=0), lumen.LambdaCallback(on_train_epoch_end=on_train_epoch_end)],
-).fit(Talking(), loader(), val_dataloaders=loader())
-"""
-
-
-@pytest.mark.parametrize(
-    "display",
-    [pytest.param("pipe", marks=pytest.mark.slow), "terminal", pytest.param("closed", marks=pytest.mark.slow)],
-)
-def test_a_display_that_is_gone_does_not_end_the_run(tmp_path, display):
-    ours, theirs = pty.openpty() if display == "terminal" else os.pipe()
-    words = [sys.executable, "-c", TALKING]
-    if display == "closed":  # from the beginning
-        words = ["bash", "-c", 'exec "$@" >&- 2>&-', "bash", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
-    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        shown = b""
-        while shown.count(b"\n") < 2 and display != "closed":
-            shown += os.read(ours, 100)
-        os.close(ours)
-        (tmp_path / "closed").touch()
-    assert process.returncode == 0
-    said = (tmp_path / "runs/run/run.log").read_text()
-    assert "finished: max_epochs=4 reached at step 28, epoch 4" in said
-    assert names(tmp_path)[-1] == "step-00000028"
 
 
 # ---------------------------------------------------------------------- a directory that goes away

@@ -11,27 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.optim import Warmup
+from tests.helpers.scripted import Both
 from tests.helpers.tasks import Regression, loader, quiet_trainer
-
-LOSSES, SCORES = [5, 4, 6, 7, 8, 9], [10, 30, 20, 15, 12, 11]
-
-
-class Both(lumen.TaskModule):
-    """Logs a loss, of which less is better, and a score, of which more is."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def training_step(self, batch):
-        return (self.weight - batch[0]).pow(2).mean()
-
-    def validation_step(self, batch):
-        self.log("loss", LOSSES[self.current_epoch])
-        self.log("score", SCORES[self.current_epoch])
-
-    def configure_optimizers(self):
-        return SGD(self.parameters(), lr=0.1)
 
 
 def fit(tmp_path, callbacks, epochs=3, **options):

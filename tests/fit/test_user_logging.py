@@ -2,11 +2,7 @@
 
 import io
 import logging
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,31 +13,9 @@ import lumen
 from lumen.cli.runs import run as list_runs
 from lumen.errors import ConfigError
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
+from tests.helpers.user_logging import Says, fit_saying, said
 
-ROOT = Path(__file__).parents[2]
 LIBRARY = f"{torchmetrics.__name__}.x"
-
-
-class Says(lumen.Callback):
-    """Says something of each level, by the logger of a name."""
-
-    def __init__(self, *names):
-        self.names = names
-
-    def on_train_start(self, trainer, task):
-        for name in self.names:
-            for level in (logging.DEBUG, logging.INFO, logging.WARNING):
-                logging.getLogger(name).log(level, "said at %d", level)
-
-
-def fit(folder, *names, task=None, data=None, **options):
-    trainer = quiet_trainer(folder, **{"max_steps": 1, "log_level": "INFO", "callbacks": Says(*names)} | options)
-    trainer.fit(task or Regression(), data or loader())
-    return (trainer.run_directory / "run.log").read_text().splitlines()
-
-
-def said(lines):
-    return [line.split(" ", 2)[2] for line in lines if ": said" in line]
 
 
 class Speaks(Regression):
@@ -59,7 +33,7 @@ class SpeaksToo(lumen.DataModule):
 
 
 def test_what_a_task_a_data_module_and_a_callback_say_is_in_run_log_and_the_terminal(tmp_path, capsys):
-    lines = fit(tmp_path, "__main__", task=Speaks(), data=SpeaksToo())
+    lines = fit_saying(tmp_path, "__main__", task=Speaks(), data=SpeaksToo())
     assert said(lines) == [
         "INFO data: said by the data module",
         "INFO __main__: said at 20",
@@ -74,7 +48,7 @@ def test_what_a_task_a_data_module_and_a_callback_say_is_in_run_log_and_the_term
 
 
 def test_lumens_own_lines_are_as_they_were(tmp_path):
-    begin, *_, end = fit(tmp_path)
+    begin, *_, end = fit_saying(tmp_path)
     assert begin.split(" ", 2)[2].startswith("INFO the run is in ")
     assert end.split(" ", 2)[2] == "INFO finished: max_steps=1 reached at step 1, epoch 1"
 
@@ -90,7 +64,7 @@ def test_lumens_own_lines_are_as_they_were(tmp_path):
     ],
 )  # fmt: skip
 def test_each_logger_is_heard_from_its_level_and_a_library_from_warning(tmp_path, level, heard):
-    lines = fit(tmp_path, "a.b", "a.c", LIBRARY, log_level=level)
+    lines = fit_saying(tmp_path, "a.b", "a.c", LIBRARY, log_level=level)
     names = {10: "DEBUG", 20: "INFO", 30: "WARNING"}
     assert said(lines) == [f"{names[number]} {name}: said at {number}" for name, number in heard]
 
@@ -111,9 +85,9 @@ def test_the_users_own_handlers_hear_what_they_heard_and_all_is_put_back(tmp_pat
         options = {"log_level": {"root": "DEBUG", "asked": "INFO"}, "callbacks": callback("other", "mine", "asked")}
         if callback is Fails:
             with pytest.raises(KeyError, match="on purpose"):
-                fit(tmp_path, **options)
+                fit_saying(tmp_path, **options)
         else:
-            assert "DEBUG other: said at 10" in said(fit(tmp_path, **options))
+            assert "DEBUG other: said at 10" in said(fit_saying(tmp_path, **options))
         assert (root.level, [*root.handlers], [[*each.filters] for each in root.handlers]) == before
         assert (mine.level, logging.getLogger("asked").level) == (logging.ERROR, logging.NOTSET)
         log = (tmp_path / "runs/run/run.log").read_text()
@@ -127,7 +101,7 @@ def test_the_users_own_handlers_hear_what_they_heard_and_all_is_put_back(tmp_pat
 
 
 def test_lines_are_written_in_a_format_of_ones_own_and_the_run_is_known_to_have_finished(tmp_path, capsys):
-    lines = fit(tmp_path, "mine", log_format="[%(levelname)s][%(name)s] %(message)s")
+    lines = fit_saying(tmp_path, "mine", log_format="[%(levelname)s][%(name)s] %(message)s")
     assert "[INFO][mine] said at 20" in lines
     assert list_runs([str(tmp_path / "runs")]) == 0
     assert "finished" in capsys.readouterr().out
@@ -156,37 +130,5 @@ class Loud(Dataset):
 
 
 def test_what_is_said_in_a_worker_is_there_too(tmp_path):
-    lines = fit(tmp_path, data=DataLoader(Loud(), 8, num_workers=1, multiprocessing_context="fork"))
+    lines = fit_saying(tmp_path, data=DataLoader(Loud(), 8, num_workers=1, multiprocessing_context="fork"))
     assert said(lines) == [f"INFO dataset: said of sample {index}" for index in range(8)]
-
-
-SCRIPT = """
-import logging
-{setup}
-from tests.fit.test_user_logging import fit
-from pathlib import Path
-fit(Path("."), "mine")
-"""
-
-
-@pytest.mark.parametrize(
-    ("setup", "shown"),
-    [
-        ("", ["mine: said at 20", "warning: mine: said at 30"]),
-        ("logging.basicConfig(level='INFO')", ["INFO:mine:said at 20", "WARNING:mine:said at 30"]),
-        ("logging.basicConfig()", ["WARNING:mine:said at 30"]),
-        pytest.param(
-            "h = logging.StreamHandler(); logging.getLogger('mine').addHandler(h)",
-            ["said at 20", "said at 30"],
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_no_line_is_shown_twice_and_a_program_that_shows_them_itself_does(tmp_path, setup, shown):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(setup=setup)], cwd=tmp_path, check=True, text=True, capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert [line for line in done.stderr.splitlines() if "said" in line] == shown
-    log = (tmp_path / "runs/run/run.log").read_text()
-    assert said(log.splitlines()) == ["INFO mine: said at 20", "WARNING mine: said at 30"]

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import textwrap
 
 from lumen.distributed.processes import Processes
 from tests.helpers import ROOT as HOME
@@ -23,3 +24,9 @@ COLLECTIVE = {
     name for name, method in vars(Processes).items()
     if inspect.isfunction(method) and "Collective" in (method.__doc__ or "")
 }  # fmt: skip
+
+
+def snippets(page="docs/loaders.md"):
+    """The programs of a page, in their order."""
+    text = (HOME / page).read_text()
+    return [textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)```", text, re.S | re.M)]

@@ -2,6 +2,7 @@
 
 import torch
 
+from lumen.checkpoint import find_checkpoints
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
@@ -35,3 +36,7 @@ def fit_expanded(folder, strategy="auto"):
         assert strategy == "fsdp" or task.rows.stride() == task.part.stride() == (1, 0)
     assert ends[0] == ends[1]
     assert ends[0]["rows"][0][0] > 2
+
+
+def newest(tmp_path, name="run"):
+    return find_checkpoints(tmp_path / "runs" / name / "checkpoints")[-1]

@@ -53,7 +53,8 @@ class Noisy(lumen.TaskModule):
         return loss, float(len(indices)) * (1.0 + batch_idx % 2)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        entry = [self.current_epoch, self.global_step, batch_idx, batch[2].tolist()]
+        part = batch_idx if self.automatic_optimization else f"{batch_idx} of rank {self.global_rank}"
+        entry = [self.current_epoch, self.global_step, part, batch[2].tolist()]
         with open("samples.jsonl", "a") as file:
             file.write(json.dumps(entry) + "\n")
 
@@ -71,21 +72,52 @@ class Noisy(lumen.TaskModule):
         ]
 
 
+class ByHand(Noisy):
+    """The same by two optimizers, of which one moves in every second batch by the gradients of two."""
+
+    def __init__(self, striker):
+        super().__init__(striker)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss, _ = super().training_step(batch, batch_idx)
+        front, rear = self.optimizers()
+        front.zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        self.clip_gradients(front, gradient_clip_val=0.5)
+        front.step()
+        with self.toggled_optimizer(rear):
+            inputs, targets, _ = batch
+            self.manual_backward(nn.functional.l1_loss(self.net(inputs).float(), targets) / 2)
+        if batch_idx % 2:
+            rear.step()
+            rear.zero_grad()
+            self.lr_schedulers()[1].step()
+        self.lr_schedulers()[0].step()
+
+    def configure_optimizers(self):
+        front = torch.optim.AdamW(self.net[:2].parameters(), lr=1e-2)
+        rear = torch.optim.SGD(self.net[2:].parameters(), lr=1e-2, momentum=0.9)
+        return [front, rear], [torch.optim.lr_scheduler.ExponentialLR(each, 0.97) for each in (front, rear)]
+
+
 def main(
     strategy="single", devices=1, workers=0, precision="fp32", asynchronous=False, accumulate=3,
-    max_epochs=EPOCHS, max_steps=None, strike=None,
+    max_epochs=EPOCHS, max_steps=None, spikes=False, by_hand=False, strike=None,
 ):  # fmt: skip
     torch.set_num_threads(1)
     lumen.seed_everything(7)
     trainer = lumen.Trainer(
         strategy=STRATEGIES[strategy](), devices=devices, accelerator="cpu", max_epochs=max_epochs, max_steps=max_steps,
-        accumulate_grad_batches=accumulate, precision=precision, gradient_clip_val=1.0, seed=7, val_check_interval=0.5,
+        accumulate_grad_batches=1 if by_hand else accumulate, precision=precision,
+        gradient_clip_val=None if by_hand else 1.0, seed=7, val_check_interval=0.5,
         log_every_n_steps=1, default_root_dir=".", name="run", resume="auto", enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
             lumen.ModelCheckpoint(monitor="val_loss", every_n_train_steps=1, asynchronous=asynchronous),
             lumen.EarlyStopping("val_loss", patience=100),
             lumen.LearningRateMonitor(),
+            *[lumen.SpikeDetection(window=4, warmup=2, rtol=0.15, max_in_a_row=99)] * spikes,
         ],
     )  # fmt: skip
     meant = strike is not None and strike[0] == trainer.global_rank
@@ -94,8 +126,10 @@ def main(
     if devices == 1 or "RANK" in os.environ:  # not what becomes the launcher
         Path(f"rank-{trainer.global_rank}-{os.getpid()}").touch()
     trainer.fit(
-        Noisy(striker),
-        DataLoader(Drawing(SAMPLES), 4, shuffle=True, num_workers=workers, persistent_workers=workers > 0),
+        (ByHand if by_hand else Noisy)(striker),
+        DataLoader(
+            Drawing(SAMPLES), 5 if by_hand else 4, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+        ),
         val_dataloaders=loader(20, 5, shuffle=False),
     )
 

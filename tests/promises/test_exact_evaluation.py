@@ -216,7 +216,12 @@ ALL = [(kind, count) for kind in KINDS for count in COUNTS]
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 @pytest.mark.parametrize(
     ("strategy", "world"),
-    [("ddp", 2), pytest.param("ddp", 3, marks=pytest.mark.slow), ("fsdp", 2), ("fsdp with stand-ins", 2)],
+    [
+        pytest.param("ddp", 2, marks=pytest.mark.everyday),
+        pytest.param("ddp", 3, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, marks=pytest.mark.everyday),
+        ("fsdp with stand-ins", 2),
+    ],
 )
 def test_processes_evaluate_as_one_does(group, tmp_path, strategy, world):
     check(group, tmp_path, world, strategy, FEW)

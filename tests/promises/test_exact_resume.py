@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.promises.jobs import Nursery, is_alive, script, torchrun
+from tests.helpers.jobs import Nursery, is_alive, script, torchrun
 from tests.promises.lives import MODULE, Lives
 from tests.promises.resumable_run import EPOCHS, SAMPLES
 
+BY_HAND = {"by_hand": True}
 DDP_2 = {"strategy": "ddp", "devices": 2}
 DDP_3 = {"strategy": "ddp", "devices": 3}
 FSDP_2 = {"strategy": "fsdp", "devices": 2}
@@ -28,7 +29,12 @@ KILLS = {
     "2 workers": ({"workers": 2}, [(0, "operation", 27), (0, "train", 20), (0, "validate", 5)]),
     "bf16": (BF16, [(0, "validate", 8), (0, "operation", 100), (0, "train", 4)]),
     "bf16, 2 workers": (BF16 | {"workers": 2}, [(0, "train", 11), (0, "operation", 12), (0, "operation", 80)]),
+    "by hand": (BY_HAND | {"precision": "fp16"}, [(0, "train", 7), (0, "operation", 60), (0, "validate", 3)]),
+    "by hand, ddp 2": (BY_HAND | DDP_2, [(1, "train", 5), (0, "operation", 30), (1, "train", 4)]),
+    "by hand, fsdp 2": (BY_HAND | FSDP_2, [(0, "operation", 33), (1, "train", 5), (0, "train", 4)]),
     "asynchronous": (LATER, [(0, "train", 9), (0, "operation", 51), (0, "operation", 90)]),
+    "spikes": ({"spikes": True}, [(0, "train", 12), (0, "operation", 60), (0, "validate", 4)]),
+    "spikes, ddp 2": (DDP_2 | {"spikes": True}, [(1, "train", 5), (0, "operation", 51), (0, "train", 6)]),
     "ddp 2": (
         DDP_2 | {"workers": 2, "asynchronous": True},
         [(1, "train", 5), (0, "operation", 51), (1, "validate", 2)],
@@ -37,7 +43,8 @@ KILLS = {
     "fsdp 2": (FSDP_2, [(0, "operation", 33), (0, "cleaning", 2), (1, "train", 5)]),
     "fsdp 2, 2 workers": (FSDP_2 | {"workers": 2}, [(1, "validate", 3), (1, "operation", 7), (0, "train", 4)]),
 }
-SLOW = ("bf16", "bf16, 2 workers", "ddp 3", "fsdp 2, 2 workers")
+SLOW = ("by hand, fsdp 2", "bf16", "bf16, 2 workers", "spikes, ddp 2", "ddp 3", "fsdp 2, 2 workers")
+TIERS = {"ddp 2": "everyday", **dict.fromkeys(SLOW, "slow")}
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +71,7 @@ def undisturbed(nursery, tmp_path_factory):
 
 @pytest.mark.time_limit(300)
 @pytest.mark.parametrize(
-    "which", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KILLS]
+    "which", [pytest.param(name, marks=getattr(pytest.mark, TIERS[name]) if name in TIERS else ()) for name in KILLS]
 )
 def test_three_kills_leave_no_trace(tmp_path, nursery, undisturbed, which):
     options, strikes = KILLS[which]

@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.loader_run import KINDS
 from tests.promises.lives import final_state
-from tests.promises.loader_run import KINDS
 
 
 def run(directory, *kinds, strike=None):
     """Run the child until it is killed at an event, or to its end. Returns what it said."""
-    command = [sys.executable, "-u", "-m", "tests.promises.loader_run", str(directory), *kinds]
+    command = [sys.executable, "-u", "-m", "tests.helpers.loader_run", str(directory), *kinds]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     said = []
     with subprocess.Popen(

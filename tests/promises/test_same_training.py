@@ -290,6 +290,7 @@ def test_several_processes_over_fifty_steps(tmp_path, group, strategy, world):
     check(results[0], 50, f"{strategy}, {world} x {4 // world}")
 
 
+@pytest.mark.everyday
 @pytest.mark.time_limit(120)
 @pytest.mark.parametrize("strategy", ["DDP", "hybrid 2x2"])
 def test_four_processes_over_a_few_steps(tmp_path, group, strategy):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lumen.cli import main
-from tests.promises.jobs import ROOT, end_all, processes_in
+from tests.helpers.jobs import ROOT, end_all, processes_in
 
 SHORT = ["--trainer.max_steps=30", "--trainer.val_check_interval=10", "--trainer.log_every_n_steps=1",
          "--trainer.callbacks.snapshots.every_n_train_steps=5", "--model.warmup_steps=5"]  # fmt: skip

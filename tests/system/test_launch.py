@@ -180,10 +180,12 @@ def test_a_seed_that_nobody_set_is_the_same_in_all_processes():
 
 
 def test_what_is_wrong_in_all_processes_is_said_once_with_exit_code_2():
-    words = ["--trainer.devices", "2", "--trainer.gradient_clip_val", "-1"]
+    words = ["--trainer.devices", "2", "--trainer.global_batch_size", "8", "--trainer.accumulate_grad_batches", "2"]
     code, output = run("-m", "lumen", "fit", "--config", "line.yaml", *words)
     assert code == 2
-    assert output.splitlines()[1:] == ["error: gradient_clip_val: must be more than 0 (None: no clipping), found -1.0."]
+    assert output.splitlines()[1:] == [
+        "error: global_batch_size and accumulate_grad_batches both say how large a step is. Set only one of them."
+    ]
     assert not left_in_tmp()
 
 

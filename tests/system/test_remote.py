@@ -442,7 +442,7 @@ def test_a_box_of_a_large_tensor_is_read_there(memory):
     write_checkpoint(memory / "step-1", {"model": {"w": tensor}}, {}, info={})
     checkpoint = Checkpoint.open(memory / "step-1")
     for rows, columns in ((7, 2500), (0, 1000)), ((1, 3000), (3, 998)), ((2998, 3000), (999, 1000)), ((5, 5), (0, 9)):
-        box = checkpoint.part("model", "w", (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
+        box = checkpoint.block("model", "w", (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
         assert torch.equal(box, tensor[slice(*rows), slice(*columns)])
 
 

@@ -19,35 +19,27 @@ from torch.utils.data import DataLoader
 import lumen
 from lumen.checkpoint.storage import Storage
 from lumen.task.hooks import HOOKS
+from tests.helpers.architecture import FLOORS, ROOT, SOURCES
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
-ROOT = Path(lumen.__file__).parent
-#: From the ground up. A module imports only from floors below its own; a package is one unit.
-FLOORS = (
-    {"errors", "console"},
-    {"internals", "random"},
-    {"data", "metrics", "optim", "precision", "distributed", "loggers"},
-    {"task"},
-    {"strategies"},
-    {"run"},
-    {"checkpoint"},
-    {"loop", "callbacks", "profilers"},
-    {"trainer"},
-    {"cli"},
-)
 DOORS = {"lumen", "lumen.__main__"}
 LAZY_WAYS_UP = {("task", "checkpoint")}
-MIXINS = {"HasHyperparameters", "ModelHooks", "DataHooks", "Attached"}
-OPEN_CLASSES = {"TaskModule", "DataModule", "Callback"} | MIXINS
+MIXINS = {"HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "Attached"}
+OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "BasePredictionWriter", "CLI"} | MIXINS
 PUBLIC = [
+    "BasePredictionWriter",
+    "BatchSizeFinder",
+    "CLI",
     "CSVLogger",
     "Callback",
     "CombinedLoader",
     "DDP",
     "DataModule",
+    "EMA",
     "EarlyStopping",
     "FSDP",
     "LambdaCallback",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "Logger",
     "LumenError",
@@ -55,10 +47,12 @@ PUBLIC = [
     "ModelSummary",
     "OnExceptionCheckpoint",
     "Precision",
+    "PredictionWriter",
     "Profiler",
     "ProgressBar",
     "SimpleProfiler",
     "SingleDevice",
+    "SpikeDetection",
     "Strategy",
     "TaskModule",
     "TensorBoardLogger",
@@ -66,17 +60,10 @@ PUBLIC = [
     "Timer",
     "TorchProfiler",
     "Trainer",
+    "Tuner",
     "Weights",
     "seed_everything",
 ]
-
-
-def module_name(path):
-    parts = path.relative_to(ROOT.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-SOURCES = {module_name(path): ast.parse(path.read_text(), str(path)) for path in sorted(ROOT.rglob("*.py"))}
 
 
 def is_type_checking(node):
@@ -245,7 +232,7 @@ def parameters(function, skip):
 
 
 def test_every_hook_exists_on_callback_and_task_with_the_same_arguments():
-    not_hooks = {"state_key", "state_dict", "load_state_dict", "stops_at_steps"}
+    not_hooks = {"state_key", "state_dict", "load_state_dict", "stops_at_steps", "around_validation"}
     hooks = [name for name in vars(lumen.Callback) if not name.startswith("_") and name not in not_hooks]
     assert sorted(hooks) == sorted(HOOKS)
     assert len(set(HOOKS)) == len(HOOKS)
@@ -408,6 +395,26 @@ def test_what_only_a_path_of_this_machine_has_is_asked_for_where_locks_logs_and_
     }
 
 
+def test_one_module_reads_pickles_and_by_torchs_reader_of_weights():
+    reading = []
+    for module, tree in SOURCES.items():
+        for node in ast.walk(tree):
+            imported = {alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)}
+            imported |= {getattr(node, "module", None)} if isinstance(node, ast.ImportFrom) else set()
+            assert not imported & {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}, module
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.jit.load"):
+                settings = {each.arg: ast.unparse(each.value) for each in node.keywords}
+                reading.append((module, ast.unparse(node.func), settings.get("weights_only")))
+    assert reading == [("lumen.checkpoint.unpickle", "torch.load", "True")]
+    users = {
+        module
+        for module in SOURCES
+        for lazily in (False, True)
+        if "lumen.checkpoint.unpickle" in imported_by(module, lazily=lazily)
+    }
+    assert users == {"lumen.cli.convert"}
+
+
 def names_imported_by(module):
     imports = (node for node in ast.walk(SOURCES[module]) if isinstance(node, ast.ImportFrom))
     return {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
@@ -475,6 +482,7 @@ OTHERS = {
     "_asdict", "_fields", "_make", "_replace",  # named tuples
     "_distributed",  # Hugging Face's data sets
     "_strip_protocol",  # fsspec
+    "_actions", "_typehint",  # argparse and jsonargparse
     "_computed", "_defaults", "_forward_cache", "_reductions", "_sync_dist", "_to_sync",  # torchmetrics
     "_update_count",
 }  # fmt: skip

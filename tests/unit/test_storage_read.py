@@ -43,7 +43,7 @@ def test_a_box_of_a_tensor_is_that_box_of_the_whole(tmp_path, dtype):
     checkpoint = Checkpoint.open(tmp_path / "step-1")
     for rows in combinations_with_replacement(range(6), 2):
         for columns in combinations_with_replacement(range(4), 2):
-            part = checkpoint.part("model", "w", (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
+            part = checkpoint.block("model", "w", (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
             assert same(part, tensor[slice(*rows), slice(*columns)]), (rows, columns)
 
 
@@ -70,7 +70,7 @@ def test_only_the_rows_of_a_box_are_read(tmp_path, offsets, shape, mib):
     tensor = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
     checkpoint = Checkpoint.open(save(tmp_path / "step-1", model={"w": tensor}))
     before = bytes_read()
-    part = checkpoint.part("model", "w", offsets, shape)
+    part = checkpoint.block("model", "w", offsets, shape)
     assert mib << 20 <= bytes_read() - before < (mib << 20) + 50_000
     assert torch.equal(part, tensor[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))])
     assert ("w" in checkpoint.tensors("model"), "v" in checkpoint.tensors("model")) == (True, False)

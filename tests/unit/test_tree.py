@@ -46,3 +46,20 @@ def test_units_and_fits_open_no_group_of_processes(tree):
 def test_units_start_no_program(tree):
     starts = {"subprocess", "multiprocessing", "torch.multiprocessing", "pty"}
     assert not {name for name in imported(tree) if name in starts or name.rpartition(".")[0] in starts}
+
+
+#: Fits beside which a command of `lumen` or a killed run works as a program.
+WITH_PROGRAMS = {f"fit/test_{name}.py" for name in ("cli", "export", "loggers", "runs")}
+
+
+def test_fits_start_no_program_but_where_it_is_said():
+    fits = {name: {*imported(tree)} for name, tree in TREES.items() if name.startswith("fit/")}
+    assert {name for name, modules in fits.items() if modules & {"subprocess", "pty"}} == WITH_PROGRAMS
+
+
+@pytest.mark.parametrize("tree", in_rooms("helpers", *ROOMS))
+def test_what_several_files_of_tests_use_is_a_helper(tree):
+    own = {name for name in TREES if TREES[name] is tree}
+    tests = {name.removesuffix(".py").replace("/", ".") for name, each in TREES.items() if of_file(each)}
+    known = {f"tests.{name}" for name in tests - {name.removesuffix(".py").replace("/", ".") for name in own}}
+    assert {name for name in imported(tree) if name in known or name.rpartition(".")[0] in known} == set()

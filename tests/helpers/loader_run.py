@@ -1,6 +1,6 @@
 """Runs that differ in their training loader, and that may be killed at any moment: the child of test_loader_resume.
 
-    python -m tests.promises.loader_run DIRECTORY KIND [KIND ...]
+    python -m tests.helpers.loader_run DIRECTORY KIND [KIND ...]
 
 It prints a line at each micro-batch and each fsync of a save, so that its parent can strike there.
 """

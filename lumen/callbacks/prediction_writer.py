@@ -1,0 +1,191 @@
+"""Writes predictions to files, those of each process by itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final
+
+import torch
+
+from lumen.callbacks.base import Callback
+from lumen.data.nested import move
+from lumen.errors import ConfigError, DataError
+from lumen.errors.arguments import checked, local_path
+
+if TYPE_CHECKING:
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
+
+_Interval = Literal["batch", "epoch", "batch_and_epoch"]
+
+
+class BasePredictionWriter(Callback):
+    """Subclass it to write what `predict_step` returns, on each process that of its own batches.
+
+    Args:
+        write_interval: "batch": `write_on_batch_end` is called; "epoch": `write_on_epoch_end`, with all of them;
+            "batch_and_epoch": both.
+    """
+
+    @checked
+    def __init__(self, write_interval: _Interval = "batch") -> None:
+        self.interval = write_interval
+        self._predictions: list[list[Any]] = []
+        self._indices: list[list[list[int] | None]] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        task: TaskModule,
+        prediction: Any,
+        batch_indices: list[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write the prediction of a batch.
+
+        Args:
+            trainer: The trainer that predicts.
+            task: The task whose `predict_step` was called.
+            prediction: The output of `predict_step` for the batch, on the device.
+            batch_indices: Indices in the data set of the batch's samples; None where nobody knows them (streams).
+            batch: The batch, on the device.
+            batch_idx: Number of the batch, as one process would count.
+            dataloader_idx: Number of its loader.
+        """
+
+    def write_on_epoch_end(
+        self, trainer: Trainer, task: TaskModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        """Write all predictions of this process, one list for each loader.
+
+        Args:
+            trainer: The trainer that predicts.
+            task: The task whose `predict_step` was called.
+            predictions: Of each loader the predictions of this process's batches, in their order, on the CPU.
+            batch_indices: Of each of these what `write_on_batch_end` gets.
+        """
+
+    def on_predict_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Begin anew."""
+        self._predictions, self._indices = [], []
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Write, or keep, what the step returned."""
+        indices = trainer.batch_indices
+        if self.interval != "epoch":
+            self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)
+        if self.interval != "batch":
+            while len(self._predictions) <= dataloader_idx:
+                self._predictions.append([])
+                self._indices.append([])
+            self._predictions[dataloader_idx].append(move(outputs, torch.device("cpu")))
+            self._indices[dataloader_idx].append(indices)
+
+    def on_predict_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Write what was kept."""
+        if self.interval != "batch":
+            self.write_on_epoch_end(trainer, task, self._predictions, self._indices)
+            self._predictions, self._indices = [], []
+
+
+@final
+class PredictionWriter(BasePredictionWriter):
+    """Writes each batch of predictions as it comes; nothing is gathered, and no process holds more than a batch.
+
+    With `trainer.predict(..., return_predictions=False)` that is all that is kept of them. The files of all processes
+    together hold each sample once; the index of a sample in its data set says where it belongs.
+
+    Args:
+        directory: Where the files are written; it is made if it is not there, and must hold no predictions yet.
+        format: "safetensors": `predictions-LOADER-BATCH.safetensors` for each batch, with the tensors that the step
+            returned (a tensor is named `prediction`, those of a dictionary by its keys, of a list by their numbers) and
+            `index`; "jsonl": `predictions-rank-N.jsonl` for each process, a line for each sample, with `index`,
+            `dataloader` and the values of its sample.
+
+    Raises:
+        ConfigError: There is no such format.
+    """
+
+    @checked
+    def __init__(self, directory: str | Path, format: Literal["safetensors", "jsonl"] = "safetensors") -> None:
+        super().__init__("batch")
+        self.directory, self.format = local_path(directory), format
+
+    def on_predict_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Refuse a directory that has predictions of another run. Collective: every rank must call this."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        found = sorted(self.directory.glob("predictions-*"))
+        trainer.processes.barrier()
+        if found:
+            raise ConfigError(
+                f"PredictionWriter: {self.directory} holds predictions already, such as {found[0].name}. Move them "
+                "away, or give another directory."
+            )
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        task: TaskModule,
+        prediction: Any,
+        batch_indices: list[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write a batch."""
+        named = _named(move(prediction, torch.device("cpu")))
+        if self.format == "safetensors":
+            self._write_tensors(named, batch_indices, f"predictions-{dataloader_idx}-{batch_idx:08d}.safetensors")
+            return
+        lines = _lines(named, batch_indices, dataloader_idx)
+        with (self.directory / f"predictions-rank-{trainer.global_rank}.jsonl").open("a") as file:
+            file.writelines(lines)
+
+    def _write_tensors(self, named: Mapping[str, torch.Tensor], indices: list[int] | None, name: str) -> None:
+        from safetensors.torch import save_file
+
+        tensors = {key: tensor.contiguous().clone() for key, tensor in named.items()}
+        if indices is not None:
+            tensors["index"] = torch.tensor(indices)
+        beside = self.directory / f".{name}.tmp"
+        save_file(tensors, beside)
+        beside.rename(self.directory / name)
+
+
+def _named(prediction: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a prediction by name."""
+    if isinstance(prediction, torch.Tensor):
+        return {"prediction": prediction}
+    items = prediction.items() if isinstance(prediction, Mapping) else None
+    if items is None and isinstance(prediction, (list, tuple)):
+        items = enumerate(prediction)  # type: ignore[assignment]
+    found = {} if items is None else {str(key): value for key, value in items}
+    if not found or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise DataError(
+            f"PredictionWriter: predict_step returned a {type(prediction).__name__}. Return a tensor, or a dictionary "
+            "or list of tensors; write anything else by a BasePredictionWriter of your own."
+        )
+    return found
+
+
+def _lines(named: Mapping[str, torch.Tensor], indices: list[int] | None, loader: int) -> list[str]:
+    """A line of JSON for each sample."""
+    samples = {len(tensor) if tensor.dim() else -1 for tensor in named.values()}
+    if len(samples) != 1 or -1 in samples or (indices is not None and samples != {len(indices)}):
+        raise DataError(
+            "PredictionWriter: jsonl has a line for each sample, but the tensors have "
+            f"{', '.join(str(tuple(tensor.shape)) for tensor in named.values())} elements. Let their first dimension "
+            "be the samples, or use format: safetensors."
+        )
+    columns = {key: tensor.tolist() for key, tensor in named.items()}
+    return [
+        json.dumps({"index": None if indices is None else indices[place], "dataloader": loader}
+                   | {key: values[place] for key, values in columns.items()}) + "\n"
+        for place in range(samples.pop())
+    ]  # fmt: skip

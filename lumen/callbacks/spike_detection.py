@@ -1,0 +1,176 @@
+"""Leaves out updates whose loss or gradient is far above those before, or ends the run there."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+
+from lumen.callbacks.base import Callback
+from lumen.errors import ConfigError, TrainingError
+from lumen.errors.arguments import at_least, checked
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
+
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
+
+_log = logging.getLogger("lumen")
+
+
+@final
+class SpikeDetection(Callback):
+    """Looks at the loss or the gradient norm of each step, and does not let a spike move the parameters.
+
+    A value is a spike if it is above the mean of the last `window` values by at least `atol`, and by at least `rtol`
+    times that mean. Spikes do not enter the window. The update of a spike is left out: its batches count as used, no
+    step is counted and no schedule moves, as for an overflow of fp16. Values are those of the whole step: of all
+    micro-batches and processes, so every process decides alike. The window is saved: a resumed run decides as one
+    that was never interrupted.
+
+    Each step costs a wait of the host for its value on CUDA, and with several processes, for the loss, an all-reduce
+    of one number. A loss that is not finite is no spike but an error of the run, and left to the scaler in fp16.
+
+    Args:
+        monitor: "loss": the step's mean loss; "grad_norm": the norm of its gradient before clipping.
+        window: Values whose mean is compared with, at least 1.
+        warmup: Values to see before the first decision, at least 1.
+        atol: Least distance from the mean, >= 0; None: any.
+        rtol: Least distance as a multiple of the mean, >= 0: 2.0 means a value three times as large; None: any.
+        action: "skip": training goes on with the next batches; "stop": it ends there, before the update.
+        max_in_a_row: Spikes in a row that are skipped; one more is an error: then it is no spike any longer.
+
+    Attributes:
+        spikes: How many there were.
+
+    Raises:
+        ConfigError: A value is out of range, or neither `atol` nor `rtol` is given.
+    """
+
+    stops_at_steps = False  # it asks for an agreement where it does
+
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "mode": "Leave it out: a loss spikes upwards.",
+        "finite_only": "Leave it out: a loss that is not finite is always an error.",
+        "exclude_batches_path": "Leave it out: the update is skipped at once, and the run need not begin again.",
+    }
+
+    @checked
+    def __init__(
+        self,
+        monitor: Literal["loss", "grad_norm"] = "loss",
+        window: int = 10,
+        warmup: int = 1,
+        atol: float | None = None,
+        rtol: float | None = 2.0,
+        action: Literal["skip", "stop"] = "skip",
+        max_in_a_row: int = 10,
+    ) -> None:
+        at_least(1, window=window, warmup=warmup, max_in_a_row=max_in_a_row)
+        if atol is None and rtol is None:
+            raise ConfigError("SpikeDetection: atol or rtol must say how far above the mean a spike is.")
+        if min(atol or 0.0, rtol or 0.0) < 0:
+            raise ConfigError(f"SpikeDetection: atol and rtol must be >= 0, found {atol} and {rtol}.")
+        self.monitor = monitor
+        self.window = window
+        self.warmup = warmup
+        self.atol = atol
+        self.rtol = rtol
+        self.action = action
+        self.max_in_a_row = max_in_a_row
+        self._forget()
+
+    def _forget(self) -> None:
+        self.spikes = 0
+        self._values: list[float] = []
+        self._seen = self._in_a_row = 0
+        self._looks = self._stops = False
+        self._parts: list[torch.Tensor] = []
+
+    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Start anew."""
+        if stage == "fit":
+            self._forget()
+            if not task.automatic_optimization:
+                raise ConfigError(
+                    "SpikeDetection: a task with automatic_optimization = False makes its updates itself. Decide there "
+                    "whether to call the optimizer's step, and leave this callback out."
+                )
+
+    def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
+        """A step begins."""
+        self._parts, self._looks = [], True
+
+    def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
+        """Keep a micro-batch's part of the step's loss."""
+        if self.monitor == "loss":
+            self._parts.append(loss.detach())
+
+    def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
+        """Decide about the update, the same on every rank."""
+        if not self._looks:  # an optimizer evaluates the same step once more
+            return
+        self._looks = False
+        value = float(trainer.step_loss(self._parts) if self.monitor == "loss" else trainer.gradient_norm())
+        self._parts = []
+        if not math.isfinite(value):
+            return
+        mean = sum(self._values) / max(len(self._values), 1)
+        if self._seen >= self.warmup and self._is_spike(value, mean):
+            self._act(trainer, value, mean)
+            return
+        self._in_a_row = 0
+        self._seen += 1
+        self._values = [*self._values, value][-self.window :]
+
+    def _is_spike(self, value: float, mean: float) -> bool:
+        above = value - mean
+        return above > 0 and above >= (self.atol or 0.0) and above >= (self.rtol or 0.0) * abs(mean)
+
+    def _act(self, trainer: Trainer, value: float, mean: float) -> None:
+        self.spikes += 1
+        self._in_a_row += 1
+        said = f"{self.monitor} {value:g}, the mean of the last {len(self._values)} is {mean:g}"
+        if self._in_a_row > self.max_in_a_row:
+            raise TrainingError(
+                f"SpikeDetection: {self._in_a_row} updates in a row after step {trainer.global_step} are spikes: "
+                f"{said}. Training does not come back by itself: lower the learning rate, go on from an earlier "
+                "checkpoint, or make atol, rtol or max_in_a_row larger."
+            )
+        self._stops = self.action == "stop"
+        _log.warning(
+            "spike: %s: the update after step %d is %s",
+            said, trainer.global_step, "not made, and the run stops" if self._stops else "skipped",
+        )  # fmt: skip
+        trainer.skip_update()
+
+    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """End the run if a spike is to."""
+        if self._stops:
+            self._stops = False
+            trainer.should_stop = True
+            trainer.request_agreement()
+
+    @property
+    def state_key(self) -> str:
+        """The class with its monitor: values of another mean nothing here."""
+        return self._generate_state_key(monitor=self.monitor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window, and the counts."""
+        return {
+            "values": self._values,
+            "seen": self._seen,
+            "in_a_row": self._in_a_row,
+            "spikes": self.spikes,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the window and the counts."""
+        self._values = state["values"][-self.window :]
+        self._seen = state["seen"]
+        self._in_a_row = state["in_a_row"]
+        self.spikes = state["spikes"]

@@ -1,0 +1,54 @@
+"""How objects are made of settings."""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lumen.errors import ConfigError
+
+_log = logging.getLogger("lumen")
+
+
+def build(parser: ArgumentParser, config: Namespace) -> Namespace:
+    """Build everything; errors of constructors are raised without jsonargparse's wrapping."""
+    try:
+        return parser.instantiate(config)  # type: ignore[no-any-return]
+    except Exception as caught:
+        error: BaseException = caught
+        while error.__cause__ and "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename:
+            error = error.__cause__
+        raise error from None
+
+
+def take(name: str, data: Any) -> Any:
+    """An argument of the model, from the data."""
+    if not hasattr(data, name) and not hasattr(type(data), name):
+        raise ConfigError(
+            f"model.{name} is required and not set. Set it in the config or as --model.{name}, or give "
+            f"{type(data).__name__} an attribute {name} to take it from."
+        )
+    value = getattr(data, name)
+    _log.info("model.%s is %s, from data.%s", name, reprlib.repr(value), name)
+    return value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a config file could say it."""
+    if isinstance(value, Mapping):
+        return all(map(is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def as_list(callbacks: Any) -> list[Any]:
+    """Callbacks as a list, of any of the ways in which a trainer takes them."""
+    if isinstance(callbacks, dict):
+        return list(callbacks.values())
+    return callbacks if isinstance(callbacks, list) else [] if callbacks is None else [callbacks]

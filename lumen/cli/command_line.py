@@ -1,0 +1,379 @@
+"""`lumen.CLI`: the command line of a user's own script, and `lumen fit`, `validate`, `test` and `predict`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import yaml
+from jsonargparse import ArgumentError, Namespace, set_loader
+
+from lumen.callbacks import Callback
+from lumen.cli import COMMANDS, tell, without_launchers
+from lumen.cli.building import as_list, build, is_plain, take
+from lumen.cli.config_checks import Check, without_defaults
+from lumen.cli.config_layers import Settings, Tree
+from lumen.cli.interpolation import escaped, resolve
+from lumen.cli.optimization import configure_optimizers
+from lumen.cli.options import Offer, OptionParser
+from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
+from lumen.cli.seeds import seed_of
+from lumen.cli.words import Shown, check_methods, default_files, read_words
+from lumen.cli.yaml_text import dump_yaml, load_yaml
+from lumen.console import stdout
+from lumen.distributed.launch import launch, relaunch
+from lumen.distributed.processes import Processes
+from lumen.errors import ConfigError, LumenError
+from lumen.errors.arguments import checked, local_path
+from lumen.errors.lightning_names import INSTEAD_IN_CLI
+from lumen.random import seed_for_building
+from lumen.strategies.factory import device_of, processes_of
+from lumen.task.data_module import DataModule
+from lumen.task.task_module import TaskModule
+from lumen.trainer.logs import LogSettings, console_log
+from lumen.trainer.trainer import Trainer
+
+_log = logging.getLogger("lumen")
+set_loader("yaml", load_yaml, (yaml.YAMLError,))
+
+
+class CLI:
+    """The command line of a script: reads settings, builds data, model and trainer of them, and runs a loop.
+
+    `CLI(MyTask, MyData)` is a whole `train.py`: `python train.py fit --config mine.yaml --model.width 3`. It has the
+    commands `fit`, `validate`, `test` and `predict` of `lumen`, with the same settings, checks and errors. A script's
+    own settings are added by a class derived from it, which defines `add_arguments_to_parser`; its methods
+    `before_fit`, `after_fit`, `before_validate` and so on are called around the loops.
+
+    Args:
+        model_class: The task. Default: any, which the settings name as `model.class_path`.
+        datamodule_class: The data. Default: any or none, which the settings name as `data.class_path`.
+        save_config_callback: Called with the settings (plain data) for the callback that keeps them; None: nothing
+            does. Default: they are written to `config.yaml` in the run's directory.
+        trainer_class: Made of the settings of `trainer`.
+        trainer_defaults: Settings of `trainer` below all others; an object of yours, such as a logger, is used where
+            the settings have none, and callbacks always.
+        seed_everything_default: The seed where the settings have none; True: it is drawn and recorded.
+        parser_kwargs: `{"default_config_files": [...]}`: config files below those of `--config`, if they exist, for
+            all commands or as `{"fit": {...}}`.
+        subclass_mode_model: The settings may name a class derived from `model_class`.
+        subclass_mode_data: The settings may name a class derived from `datamodule_class`.
+        args: The words of the command line, or settings. Default: the process's own words; an error is then a message
+            and an exit code in place of an exception.
+        run: False: there are no commands, and no loop is run: use `cli.trainer`, `cli.model` and `cli.datamodule`.
+        auto_configure_optimizers: The settings may have `optimizer` and `lr_scheduler`.
+
+    Attributes:
+        subcommand: What is run: fit, validate, test or predict; None with `run=False`.
+        parser: All options that there are.
+        config: The settings; with a command those of `config[subcommand]`.
+        config_init: The same with objects in place of their settings.
+        model: The task, once it is built.
+        datamodule: The data, or None.
+        trainer: The trainer, which keeps what the run was.
+
+    Raises:
+        ConfigError: The settings are wrong; the message says all that is.
+        SystemExit: After `--help` and `--print_config`, and in place of errors where `args` is not given.
+    """
+
+    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_CLI
+
+    @checked
+    def __init__(
+        self,
+        model_class: type[TaskModule] | None = None,
+        datamodule_class: type[DataModule] | None = None,
+        *,
+        save_config_callback: type[Callback] | None = SaveConfig,
+        trainer_class: type[Trainer] = Trainer,
+        trainer_defaults: dict[str, Any] | None = None,
+        seed_everything_default: int | bool | None = None,
+        parser_kwargs: dict[str, Any] | None = None,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: list[str] | dict[str, Any] | None = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+    ) -> None:
+        check_methods(type(self))
+        if seed_everything_default is False:
+            raise ConfigError("seed_everything_default=False: a run always has a seed. Leave it out: one is drawn.")
+        self._save_config = save_config_callback
+        self._offer = Offer(
+            model_class or TaskModule,
+            datamodule_class or DataModule,
+            fixed_model=model_class is not None and not subclass_mode_model,
+            fixed_data=datamodule_class is not None and not subclass_mode_data,
+            optimizers=auto_configure_optimizers,
+            trainer=trainer_class,
+        )
+        defaults = {name: value for name, value in (trainer_defaults or {}).items() if is_plain(value)}
+        self._kept = {name: value for name, value in (trainer_defaults or {}).items() if name not in defaults}
+        self._script: Tree = {"trainer": defaults} if defaults else {}
+        if seed_everything_default not in (None, True):
+            self._script["seed_everything"] = seed_everything_default
+        self._parser_kwargs = parser_kwargs or {}
+        self._links: list[str] = []
+        self.subcommand: str | None = None
+        with _told() if args is None else nullcontext():
+            self._read(without_launchers(sys.argv[1:]) if args is None else args, run=run)
+            self._build_and_run()
+
+    # ------------------------------------------------------------------ what a script may define
+
+    def add_arguments_to_parser(self, parser: OptionParser) -> None:
+        """Add options of the script's own, link some to others, set defaults.
+
+        Args:
+            parser: A parser of jsonargparse: `parser.add_argument("--note", default="")`, `parser.link_arguments(
+                "data.classes", "model.classes", apply_on="instantiate")`, `parser.set_defaults({"trainer.max_epochs":
+                5})`, `parser.add_lightning_class_args(EarlyStopping, "stopping")`.
+        """
+
+    def before_instantiate_classes(self) -> None:
+        """Look at `config`, or change it, before anything is built."""
+
+    def instantiate_classes(self) -> None:
+        """Build `datamodule`, `model` and `trainer` of `config`."""
+        self.config_init = build(self.parser, self._own(self.config))
+        self.model, self.datamodule = self.config_init.model, self.config_init.get("data")
+        self.trainer = self.instantiate_trainer()
+
+    def instantiate_trainer(self, **given: Any) -> Trainer:
+        """Build the trainer.
+
+        Args:
+            given: Arguments in place of those of the settings.
+        """
+        added = [self.config_init[key] for key in self.parser.callbacks]
+        arguments = {**self.config_init.trainer.as_dict(), **given}
+        defaults = self.parser.get_defaults().trainer
+        for name, value in self._kept.items():
+            if name == "callbacks":
+                added += value if isinstance(value, list) else [value]
+            elif arguments.get(name) == defaults.get(name):
+                arguments[name] = value
+        if added:
+            arguments["callbacks"] = [*as_list(arguments.get("callbacks")), *added]
+        return self._offer.trainer(**arguments)  # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------------ reading
+
+    def _read(self, args: list[str] | Mapping[str, Any], *, run: bool) -> None:
+        """Take commands and settings from words, or from settings; check all of them."""
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        self._asked = asked = read_words(args, self._program(), run=run)
+        self.subcommand = asked.command
+        self.parser = self._make_parser()
+        settings = Settings(
+            self.subcommand,
+            self.parser.heads(),
+            self.parser.classes,
+            files=[*default_files(self._parser_kwargs, asked.command), *asked.files],
+            words=asked.settings,
+            script=self.parser.script,
+            given=asked.given,
+        )
+        if asked.help:
+            self._show_help(settings, asked.help)
+            raise Shown
+        if asked.files and not settings.tree["trainer"].get("name"):
+            settings.tree["trainer"]["name"] = Path(asked.files[0]).stem
+        resolve(settings)
+        if isinstance(several := settings.tree.get("lr_scheduler"), list):
+            self.parser = self._make_parser(len(several))
+        config = self._checked(settings)
+        self.config = config if self.subcommand is None else Namespace(**{self.subcommand: config})  # type: ignore[no-untyped-call]
+        if self.subcommand is not None:
+            self.config.subcommand = self.subcommand
+        if asked.left_out is not None:
+            record = self._recorded(skip_unset="unset" in asked.left_out)
+            if "default" in asked.left_out:
+                record = without_defaults(record, self.parser)
+            print(dump_yaml(escaped(record)), end="", file=stdout)
+            raise Shown
+
+    def _checked(self, settings: Settings) -> Namespace:
+        check = Check(settings, self.parser)
+        self._links, inside = check.links, "" if "model" in self.parser.fixed else "init_args."
+        for name in check.links:
+            self.parser.link_arguments("data", f"model.{inside}{name}", partial(take, name), apply_on="instantiate")
+        config = check.parse()
+        if not config.get("optimizer") and self._offer.optimizers and any(
+            value is not None for value in (config.lookahead.k, *vars(config.parameter_groups).values())
+        ):  # fmt: skip
+            raise ConfigError(
+                "lookahead and parameter_groups: they need the optimizer that they are for. Set optimizer too."
+            )
+        return config
+
+    def _make_parser(self, schedulers: int | None = None) -> OptionParser:
+        """All options of the command.
+
+        Args:
+            schedulers: How many there are in a list; None: one, or none, stands alone.
+        """
+        command, program = self.subcommand, self._program()
+        words = [program] if command is None else [program, command]
+        variable = "_".join(["LUMEN", *([f"{command.upper()}_"] if command else []), "TRAINER__MAX_STEPS=9"])
+        order = f"The command line beats config files, the last one first, then {variable}."
+        parser = OptionParser(
+            prog=program,
+            usage=f"{' '.join(words)} --config FILE [--KEY VALUE ...]",
+            description=f"{COMMANDS[command]} {order}" if command else order,
+            exit_on_error=False,
+        )
+        self._offer.add_to(parser, command, schedulers)
+        self.add_arguments_to_parser(parser)
+        parser.set_defaults(self._script)
+        return parser
+
+    def _program(self) -> str:
+        """What the command line begins with."""
+        return os.path.basename(sys.argv[0])
+
+    def _show_help(self, settings: Settings, asked: list[tuple[str, str]]) -> None:
+        """Show the options; for `--model.help` those of the class that is named there, or else in the settings."""
+        words = []
+        for key, text in asked:
+            if key.removesuffix(".help") in self.parser.fixed:
+                key = "help"
+            name = settings.class_of(key.removesuffix(".help")) if text == "true" else text
+            words += [f"--{key}", *([name] if name and key != "help" else [])]
+        try:
+            self.parser.parse_args(words)
+        except ArgumentError as error:
+            raise ConfigError(f"{error}. For the options of a class write --model.help module.Class.") from error
+
+    # ------------------------------------------------------------------ running
+
+    def _own(self, config: Namespace) -> Namespace:
+        """The settings of the command."""
+        return config if self.subcommand is None else config[self.subcommand]
+
+    def _recorded(self, *, skip_unset: bool = False) -> dict[str, Any]:
+        """The settings of a run as plain data: what `fit --config` repeats it from."""
+        record = yaml.safe_load(self.parser.dump(self._own(self.config), skip_unset=skip_unset))
+        if (several := record.get("lr_scheduler")) and "class_path" not in several:
+            record["lr_scheduler"] = list(several.values())
+        return {key: value for key, value in record.items() if key not in ("config", "output", "ckpt_path")}
+
+    def _build_and_run(self) -> None:
+        command, config = self.subcommand, self._own(self.config)
+        if (output := config.get("output")) is not None:
+            check_output(str(command), local_path(output))
+        self.before_instantiate_classes()
+        processes = self._processes(config.trainer)
+        if processes.are_missing and command is not None:
+            self._start_workers(processes.world_size)
+        said = LogSettings(config.trainer.log_level, config.trainer.log_format)
+        with console_log(said, shown=processes.rank == 0), processes.explained():
+            record = self._build(processes)
+            if self._save_config is not None:
+                self.trainer.callbacks.insert(0, self._save_config(record))  # type: ignore[call-arg]
+            configure = partial(configure_optimizers, config, self.model) if config.get("optimizer") else None
+            if command is None:
+                if configure is not None:
+                    self.model.configure_optimizers = configure
+                return
+            self._around("before")
+            results = None
+            if command == "fit":
+                self.trainer.fit(self.model, self.datamodule, configure_optimizers=configure)
+            else:
+                results = getattr(self.trainer, command)(
+                    self.model, self.datamodule, ckpt_path=self.config_init.ckpt_path
+                )
+        if results is not None and processes.rank == 0:
+            self._show(results, config)
+        self._around("after")
+
+    def _build(self, processes: Processes) -> dict[str, Any]:
+        """Build everything with the run's seed; returns the settings as plain data."""
+        config, record = self._own(self.config), self._recorded()
+        if processes.world_size > 1 and not processes.are_missing:
+            processes.connect(device_of(config.trainer.accelerator, processes))
+        goes_on_from = config.get("ckpt_path") if self.subcommand not in ("fit", None) else config.trainer.resume
+        name = config.trainer.name or self._class_of_model(config).rpartition(".")[2].lower()
+        draw = partial(seed_of, config, goes_on_from, name)
+        seed = record["seed_everything"] = draw() if processes.are_missing else processes.on_rank_zero(draw)
+        seed_for_building(seed)
+        self.instantiate_classes()
+        self.trainer.seed = seed
+        for name in self._links:
+            with suppress(yaml.YAMLError):  # what is no plain data is taken from the data again
+                yaml.safe_dump(value := getattr(self.datamodule, name))
+                inside = (
+                    record["model"] if "model" in self.parser.fixed else record["model"].setdefault("init_args", {})
+                )
+                inside[name] = value
+        return record
+
+    def _class_of_model(self, config: Namespace) -> str:
+        return self._offer.model.__name__ if "model" in self.parser.fixed else str(config.model.class_path)
+
+    def _processes(self, trainer: Namespace) -> Processes:
+        """Those of the run, before anything is built."""
+        strategy = self._kept.get("strategy", "auto") if trainer.strategy == "auto" else trainer.strategy
+        name = "auto" if isinstance(strategy, Namespace) else strategy
+        return processes_of(trainer.devices, trainer.num_nodes, trainer.accelerator, name)
+
+    def _start_workers(self, workers: int) -> None:
+        """Run the script from its beginning in several processes, in place of this one."""
+        relaunch(workers)
+
+    def _around(self, when: str) -> None:
+        getattr(self, f"{when}_{self.subcommand}", _nothing)()
+
+    def _show(self, results: list[Any], config: Namespace) -> None:
+        """Print what an evaluation has found, and write it to `--output`."""
+        output, checkpoint = config.get("output"), config.ckpt_path
+        if self.subcommand == "predict":
+            results = [batch for loader in self.trainer.run.values.predictions for batch in loader]
+            show_predictions(results, kept=output is not None)
+        else:
+            title = f"{self.subcommand}, {getattr(checkpoint, 'path', checkpoint) or 'no checkpoint'}"
+            show_metrics(results, self.trainer.run.loaders, title)
+        if output is not None:
+            write_results(results, local_path(output))
+
+
+@final
+class LumenCommand(CLI):
+    """`lumen fit`, `validate`, `test` and `predict`: any task, any data."""
+
+    def _program(self) -> str:
+        return "lumen"
+
+    def _start_workers(self, workers: int) -> None:
+        raise SystemExit(launch(workers, ["-m", "lumen", str(self.subcommand), *self._asked.words]))
+
+
+def run(command: str, words: list[str]) -> int:
+    """Run one of the four loops and return 0."""
+    with suppress(Shown):
+        LumenCommand(args=[command, *words])
+    return 0
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """The context in which an error of Lumen's is a message and an exit code, as with the command `lumen`."""
+    try:
+        yield
+    except LumenError as error:
+        raise SystemExit(tell(error)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _nothing() -> None:
+    """The hook that a script does not define."""

@@ -1,0 +1,68 @@
+"""One step of a task that optimizes by hand: its `training_step` does what `step` does otherwise."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from lumen.data.nested import detached
+from lumen.data.windows import AccumulationWindow
+from lumen.loop.around_step import EpochSkipped, unnoticed, weigh
+from lumen.run.run import Run
+
+
+def manual_step(run: Run, window: AccumulationWindow) -> bool:
+    """One call of `training_step`, in which the task moves its optimizers. Returns False if none has moved.
+
+    Raises:
+        EpochSkipped: A hook asks to end the epoch here: the task is not called.
+    """
+    hooks, manual, weighting = run.hooks, run.optim.manual, run.step.weighting
+    assert manual is not None
+    run.log.train.window += 1
+    run.log.in_train_step = True
+    run.step.begin()
+    (micro,) = weigh(run, window)
+    index = window.first_index // (1 if window.whole else run.processes.world_size)  # the same on all processes
+    run.step.seed(micro)
+    run.log.batch_samples = micro.samples
+    batch = run.calls.receive(micro.batch, micro.loader)
+    if hooks.on_train_batch_start:
+        leave_epoch(run, window, not micro.is_dummy and _asks_to_leave(run, batch, index))
+    for hook in hooks.on_before_zero_grad:
+        hook(run.optim.optimizer)
+    run.strategy.begin_step()
+    manual.begin(weighting.loss_factor(micro.weight, None), is_dummy=micro.is_dummy)
+    with (
+        unnoticed(run) if micro.is_dummy else nullcontext(),
+        run.strategy.gradient_sync(True),
+        run.precision.forward(),
+    ):
+        output = run.strategy.call("training_step", *run.calls.arguments("training_step", batch, index, micro.loader))
+    weighting.begin_agreement(run.progress.should_stop)
+    run.ending.hear(*weighting.agree())
+    updated = manual.end()
+    run.step.count(window, updated=updated, tried=manual.has_tried)
+    if hooks.on_train_batch_end and not micro.is_dummy:
+        output = detached(output)
+        for hook in hooks.on_train_batch_end:
+            hook(output, batch, index)
+    run.log.in_train_step = False
+    return updated
+
+
+def _asks_to_leave(run: Run, batch: Any, index: int) -> bool:
+    return any(hook(batch, index) == -1 for hook in run.hooks.on_train_batch_start)
+
+
+def leave_epoch(run: Run, window: AccumulationWindow, asked: bool) -> None:
+    """End the epoch here, if a hook of one process asks for it: the others would wait for it in the step.
+
+    Raises:
+        EpochSkipped: A hook of some process asks for it.
+    """
+    if run.processes.world_size > 1:
+        (asked,) = run.ending.agree(asked)
+    if asked:
+        run.step.end(window)
+        raise EpochSkipped

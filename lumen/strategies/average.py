@@ -1,0 +1,49 @@
+"""The mean of gradients over processes, where no wrapper of torch's makes it during the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+_BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel has them
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def average(parameters: Sequence[nn.Parameter], world: int, compression: str | None = None) -> None:
+    """Replace each gradient by its mean over all processes. Collective: every rank must call this.
+
+    Args:
+        parameters: The same on all ranks; one without a gradient here has zeros.
+        world: Number of processes.
+        compression: Communicate in `fp16` or `bf16`; None: in the gradients' own dtype.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        if bucket[0].is_sparse:
+            torch.distributed.all_reduce(bucket[0])
+            bucket[0].div_(world)
+            continue
+        joined = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(world)
+        wire = joined if compression is None else joined.to(_DTYPES[compression])
+        torch.distributed.all_reduce(wire)
+        parts = torch.split(wire.to(joined.dtype), [gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Gradients that are communicated together: of one dtype, up to some size; a sparse one alone."""
+    open_buckets: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.is_sparse:
+            yield [gradient]
+            continue
+        bucket = open_buckets.setdefault(gradient.dtype, [])
+        bucket.append(gradient)
+        if sum(each.numel() * each.element_size() for each in bucket) >= _BUCKET_BYTES:
+            yield open_buckets.pop(gradient.dtype)
+    yield from open_buckets.values()

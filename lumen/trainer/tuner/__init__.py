@@ -1,0 +1,6 @@
+"""Searches before a training: the learning rate, and the batch size that fits into memory."""
+
+from lumen.trainer.tuner.finders import BatchSizeFinder, LearningRateFinder
+from lumen.trainer.tuner.tuner import Tuner
+
+__all__ = ["BatchSizeFinder", "LearningRateFinder", "Tuner"]

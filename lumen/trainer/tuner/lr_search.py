@@ -1,0 +1,171 @@
+"""The learning rate: trained with ever larger ones, the loss tells where it falls fastest."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final
+
+import numpy as np
+
+from lumen.callbacks import Callback
+from lumen.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
+
+_SMOOTHING = 0.98
+Mode = Literal["exponential", "linear"]
+
+
+@final
+class LearningRateCurve:
+    """What a search for a learning rate has found.
+
+    Attributes:
+        mode: How the rates grow.
+        results: "lr": the rates; "loss": the smoothed loss at each, before its update. As long as each other.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """The rate at which the loss falls fastest from one rate to the next.
+
+        Args:
+            skip_begin: Rates at the beginning that are not looked at.
+            skip_end: Likewise at the end.
+
+        Returns:
+            None: the curve is too short, or the loss never falls.
+        """
+        index = self._steepest(skip_begin, skip_end)
+        return None if index is None else self.results["lr"][index]
+
+    def _steepest(self, skip_begin: int = 10, skip_end: int = 1) -> int | None:
+        losses = np.array(self.results["loss"])
+        looked_at = np.arange(len(losses))[skip_begin : len(losses) - skip_end]
+        looked_at = looked_at[np.isfinite(losses[looked_at])]
+        if len(looked_at) < 2:
+            return None
+        slopes = np.gradient(losses[looked_at])
+        return int(looked_at[slopes.argmin()]) if slopes.min() < 0 else None
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Draw the curve with matplotlib.
+
+        Args:
+            suggest: Mark the suggestion.
+            show: Show all figures of pyplot.
+            ax: The axes to draw into; None: those of a new figure.
+
+        Returns:
+            The matplotlib figure that the curve was drawn into.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise ConfigError("the curve is drawn with matplotlib, which is not installed.") from error
+        figure, ax = pyplot.subplots() if ax is None else (ax.figure, ax)
+        ax.plot(self.results["lr"], self.results["loss"])
+        if self.mode == "exponential":
+            ax.set_xscale("log")
+        ax.set_xlabel("learning rate")
+        ax.set_ylabel("loss, smoothed")
+        if suggest and (index := self._steepest()) is not None:
+            rate, loss = (self.results[name][index] for name in ("lr", "loss"))
+            ax.plot(rate, loss, "o", color="red", label=f"steepest: {rate:.3g}")
+            ax.legend()
+        if show:
+            pyplot.show()
+        return figure
+
+    def write(self, path: Path) -> None:
+        """Write the curve as CSV, with the columns `lr` and `loss`."""
+        with path.open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(self.results)
+            rows.writerows(zip(*self.results.values(), strict=True))
+
+
+@final
+class RisingRate(Callback):
+    """Trains each step with the next larger rate, and keeps the smoothed loss.
+
+    Groups keep the ratios that their rates have when training begins: the rate is that of the first.
+
+    Args:
+        curve: Where rates and losses go.
+        rates: Those of the steps.
+        early_stop_threshold: Stop when the loss is more than so many times the least one; None: never.
+    """
+
+    stops_at_steps = False
+
+    def __init__(self, curve: LearningRateCurve, rates: list[float], early_stop_threshold: float | None) -> None:
+        self._curve, self._rates, self._threshold = curve, rates, early_stop_threshold
+        self._average, self._least = 0.0, math.inf
+        self._parts: list[torch.Tensor] = []
+        self._ratios: list[float] = []
+        self._is_first = self._is_over = False
+
+    def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Take the place of the schedules."""
+        trainer.run.optim.schedulers.clear()
+        rates = [group.get("initial_lr", group["lr"]) for group in trainer.optimizers[0].param_groups]
+        self._ratios = [rate / rates[0] if rates[0] else 1.0 for rate in map(float, rates)]
+
+    def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Any) -> None:
+        """A step begins."""
+        self._parts, self._is_first = [], True
+
+    def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
+        """Keep a micro-batch's part of the step's loss."""
+        self._parts.append(loss.detach())
+
+    def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: Any) -> None:
+        """Set the rate of the update, and note the loss before it."""
+        step, (rates, losses) = trainer.global_step, self._curve.results.values()
+        for group, ratio in zip(optimizer.param_groups, self._ratios, strict=True):
+            group["lr"] = self._rates[step] * ratio
+        if not self._is_first or step < len(rates):  # the loss of a step that an optimizer evaluates again, or of fp16
+            return
+        self._is_first = False
+        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * float(trainer.step_loss(self._parts))
+        smoothed = self._average / (1 - _SMOOTHING ** (step + 1))
+        rates.append(self._rates[step])
+        losses.append(smoothed)
+        explodes = self._threshold is not None and step > 1 and smoothed > self._threshold * self._least
+        self._is_over = explodes or not math.isfinite(smoothed)
+        if smoothed < self._least or step == 1:
+            self._least = smoothed
+
+    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Stop where the loss has exploded."""
+        trainer.should_stop |= self._is_over
+
+
+def rising(min_lr: float, max_lr: float, steps: int, mode: Mode) -> list[float]:
+    """The rates of a search, both ends included.
+
+    Raises:
+        ConfigError: They do not rise, or are no rates.
+    """
+    if not 0 < min_lr < max_lr or steps < 2 or mode not in ("exponential", "linear"):
+        raise ConfigError(
+            f"lr_find: expected 0 < min_lr < max_lr, at least 2 steps and the mode exponential or linear, found "
+            f"min_lr={min_lr}, max_lr={max_lr}, {steps} steps and {mode!r}."
+        )
+    parts = [step / (steps - 1) for step in range(steps)]
+    if mode == "linear":
+        return [min_lr + (max_lr - min_lr) * part for part in parts]
+    return [min_lr * (max_lr / min_lr) ** part for part in parts]

@@ -1,0 +1,264 @@
+"""Manual optimization on several processes: what one process trains, with the gradients of the whole batch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+import lumen
+from lumen.errors import TrainingError
+from tests.helpers.by_hand import Gan, critic_loss, pair_loader, pairs
+from tests.helpers.tasks import bare_trainer, quiet_trainer
+
+
+def values(task):
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in task.parameters()]
+    return torch.cat([each.detach().flatten() for each in whole]).tolist()
+
+
+def train(folder, strategy, task=None, data=None, **options):
+    """Parameters, the numbers of the batches, the steps and the means of the last epoch."""
+    task = Gan(every=2) if task is None else task
+    options = {"max_epochs": 3, "strategy": strategy, "global_batch_size": 16} | options
+    trainer = bare_trainer(folder, **options)
+    trainer.fit(task, pair_loader(shuffle=True) if data is None else data)
+    means = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return values(task), task.indices, trainer.global_step, means
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow)]
+)
+def test_several_processes_train_what_one_does(group, tmp_path, strategy, world):
+    alone, indices, steps, means = train(tmp_path / "alone", "auto")
+    assert indices == [0, 1, 2, 3] * 3
+    for each in group(world).run(train, tmp_path, strategy):
+        torch.testing.assert_close(each[0], alone, rtol=0, atol=1e-13)
+        assert each[1:3] == (indices, steps)
+        for name in ("critic", "generator"):
+            assert each[3][name] == pytest.approx(means[name], abs=1e-13)
+
+
+class Accumulating(Gan):
+    """The critic alone, by two batches each time, of which a loss is added to what is there."""
+
+    def training_step(self, batch, batch_idx):
+        self.indices.append(batch_idx)
+        theirs = self.optimizers()[1]
+        self.manual_backward(critic_loss(self.generator, self.critic, *batch) / 2)
+        self.manual_backward(0.1 * self.critic[0].weight.square().sum())
+        if batch_idx % 2:
+            theirs.step()
+            theirs.zero_grad()
+
+
+def accumulate(folder, strategy):
+    return train(folder, strategy, Accumulating())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_kept_from_one_batch_to_the_next_are_summed_once(group, tmp_path, strategy):
+    alone = accumulate(tmp_path / "alone", "auto")
+    for each in group(2).run(accumulate, tmp_path, strategy):
+        torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-13)
+        assert each[1:3] == alone[1:3]
+
+
+class Joint(Gan):
+    """One backward for both, of a graph that is older than the freezing of one."""
+
+    def training_step(self, batch, batch_idx):
+        self.indices.append(batch_idx)
+        loss = softplus(self.critic(self.generator(batch[1]) - batch[0])).mean()
+        ours, theirs = self.optimizers()
+        for each in (ours, theirs):
+            each.zero_grad()
+        with self.toggled_optimizer(theirs):
+            self.manual_backward(loss)
+        theirs.step()
+        self.manual_backward(softplus(self.critic(self.generator(batch[1]))).mean())
+        ours.step()
+        theirs.step()
+
+
+def join(folder, strategy):
+    return train(folder, strategy, Joint())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_backward_serves_several_optimizers(group, tmp_path, strategy):
+    alone = join(tmp_path / "alone", "auto")
+    for each in group(2).run(join, tmp_path, strategy):
+        torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-13)
+        assert each[1:3] == alone[1:3]
+
+
+class Weighed(Gan):
+    def batch_weight(self, batch):
+        return float(batch[0].exp().sum())
+
+
+def train_weighed(folder, strategy):
+    class Scaled(Weighed):
+        def training_step(self, batch, batch_idx):
+            theirs = self.optimizers()[1]
+            theirs.zero_grad()
+            units = self.batch_weight(batch)
+            self.manual_backward((self.critic(batch[0]).square() * batch[0].exp().sum(1, keepdim=True)).sum() / units)
+            theirs.step()
+
+    return train(folder, strategy, Scaled())
+
+
+def test_parts_of_a_batch_count_by_the_weights_of_the_task(group, tmp_path):
+    alone = train_weighed(tmp_path / "alone", "auto")
+    for each in group(2).run(train_weighed, tmp_path, "ddp"):
+        torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-13)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return zip(*(each.split(4) for each in pairs(44)), strict=True)
+
+
+def read_batches(folder, kind):
+    if kind == "stream":
+        data = DataLoader(Stream(), batch_size=None)
+    else:
+        batches = BatchSampler(SequentialSampler(range(44)), 4, drop_last=False)
+        data = DataLoader(TensorDataset(*pairs(44)), batch_sampler=batches)
+    return train(folder, "ddp", Gan(), data, max_epochs=1, global_batch_size=None)
+
+
+@pytest.mark.parametrize("kind", ["stream", "sampler"])
+def test_batches_that_cannot_be_cut_are_taken_in_turn_and_numbered_alike(group, tmp_path, kind):
+    alone = train(tmp_path / "alone", "auto", Gan(), pair_loader(44, 8), max_epochs=1, global_batch_size=None)
+    for each in group(2).run(read_batches, tmp_path, kind):
+        torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-13)
+        assert each[1] == [0, 1, 2, 3, 4, 5]
+
+
+def go_on(folder, strategy, max_steps):
+    task = Gan(every=2)
+    options = {"global_batch_size": 16, "max_steps": max_steps, "resume": "auto", "log_every_n_steps": 1}
+    trainer = quiet_trainer(folder, strategy=strategy, **options)
+    trainer.fit(task, pair_loader(shuffle=True), pair_loader())
+    return values(task), (trainer.default_root_dir / "run" / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one_and_goes_on_anywhere(group, tmp_path, strategy):
+    whole = group(2).run(go_on, tmp_path / "whole", strategy, 11)
+    group(2).run(go_on, tmp_path / "parts", strategy, 5)
+    assert group(2).run(go_on, tmp_path / "parts", strategy, 11) == whole
+    group(2).run(go_on, tmp_path / "moved", strategy, 5)
+    alone = go_on(tmp_path / "moved", "auto", 11)
+    torch.testing.assert_close(alone[0], whole[0][0], rtol=0, atol=1e-13)
+
+
+class Half(Gan):
+    """In the third batch the generator's gradients overflow on one process."""
+
+    def move_generator(self, optimizer, noise):
+        optimizer.zero_grad()
+        factor = 1e38 if self.current_epoch == 0 and self.global_step == 2 and self.global_rank == 1 else 1.0
+        self.manual_backward(self.generator(noise).float().mean() * factor)
+        optimizer.step()
+
+
+def overflow(folder, strategy):
+    precision = lumen.precision.Float16(init_scale=1024.0)
+    options = {"precision": precision, "max_steps": 6, "max_epochs": -1}
+    trained = train(folder, strategy, Half(torch.float32), pair_loader(dtype=torch.float32), **options)
+    return *trained, precision.state_dict()["scale"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_overflow_on_one_process_keeps_all_from_moving(group, tmp_path, strategy):
+    results = group(2).run(overflow, tmp_path, strategy)
+    assert results[0][0] == results[1][0]
+    assert {each[-1] for each in results} == {512.0}
+    assert all(torch.tensor(each[0]).isfinite().all() for each in results)
+
+
+class Counting(Gan):
+    """A buffer that counts samples, and a value that is logged: a part that is no part of the batch leaves neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.seen += len(batch[0])
+
+
+def train_counting(folder, strategy):
+    task = Counting()
+    return *train(folder, strategy, task, pair_loader(33), max_epochs=1), float(task.seen)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_process_without_a_part_of_the_batch_makes_the_others_steps_and_leaves_no_trace(group, tmp_path, strategy):
+    alone = train_counting(tmp_path / "alone", "auto")
+    assert alone[2] == 3
+    strategy = getattr(lumen, strategy.upper())(broadcast_buffers=False)
+    for each, seen in zip(group(2).run(train_counting, tmp_path, strategy), (17.0, 16.0), strict=True):
+        torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-13)
+        assert each[1:3] == alone[1:3]
+        assert each[3] == pytest.approx(alone[3], abs=1e-13)
+        assert each[4] == seen
+
+
+class Leaving(Gan):
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 2 and self.global_rank == 1 else None
+
+
+class Stopping(Gan):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.global_rank == 1:
+            self.trainer.should_stop = True
+
+
+def leave(folder):
+    left = train(folder, "ddp", Leaving(), max_epochs=2)
+    return left[1:3], train(folder, "ddp", Stopping(), max_epochs=2)[1:3]
+
+
+def test_one_process_ends_the_epoch_or_the_run_for_all(group, tmp_path):
+    for left, stopped in group(2).run(leave, tmp_path):
+        assert left == ([0, 1] * 2, 4)
+        assert stopped == ([0, 1], 2)
+
+
+class Plain(Gan):
+    def training_step(self, batch, batch_idx):
+        critic_loss(self.generator, self.critic, *batch).backward()
+        self.optimizers()[1].step()
+
+
+def plain_backward(folder, strategy):
+    with pytest.raises(TrainingError, match="no manual_backward was called"):
+        train(folder, strategy, Plain())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_plain_backward_is_refused_where_it_has_to_be_summed(group, tmp_path, strategy):
+    group(2).run(plain_backward, tmp_path, strategy)
+
+
+def own_parameter(folder):
+    class Owning(Gan):
+        def __init__(self):
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(1))
+
+    with pytest.raises(lumen.errors.ConfigError, match="temperature is a parameter of the task itself"):
+        train(folder, "fsdp", Owning())
+
+
+def test_parameters_that_no_module_gathers_are_refused_under_fsdp(group, tmp_path):
+    group(2).run(own_parameter, tmp_path)

@@ -1,0 +1,20 @@
+"""Predictions of several processes are written by each, and nowhere gathered."""
+
+import pytest
+
+import lumen
+from tests.helpers.predicting import Doubling, data, read
+from tests.helpers.tasks import bare_trainer
+
+
+def predict(folder, form):
+    trainer = bare_trainer(folder, strategy="ddp", callbacks=[lumen.PredictionWriter(folder / "out", form)])
+    return trainer.predict(Doubling(), data(), return_predictions=False)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "jsonl"])
+def test_the_files_of_all_processes_hold_each_sample_once(group, tmp_path, form):
+    assert group(2).run(predict, tmp_path, form) == [None, None]
+    found = sorted(read(tmp_path / "out"))
+    assert found == [((0, number), 2 * number, [number] * 2) for number in range(10)]
+    assert len(list((tmp_path / "out").iterdir())) == (4 if form == "safetensors" else 2)

@@ -1,0 +1,213 @@
+"""Configs that were written for LightningCLI: all that has to be edited is said at once, and then they run."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lumen.cli import main
+
+CONFIG = {}
+OURS = "model: {class_path: tests.helpers.cli_tasks.Line, init_args: {width: 3, lr: 0.01}}\n"
+
+#: What LightningCLI writes beside a run: every argument of its trainer.
+SAVED = f"""\
+# lightning.pytorch==2.6.0
+seed_everything: true
+trainer:
+  accelerator: auto
+  strategy: auto
+  devices: 1
+  num_nodes: 1
+  precision: null
+  logger: null
+  callbacks: null
+  fast_dev_run: false
+  max_epochs: 1
+  min_epochs: null
+  max_steps: -1
+  min_steps: null
+  max_time: null
+  limit_train_batches: null
+  limit_val_batches: null
+  limit_test_batches: null
+  limit_predict_batches: null
+  overfit_batches: 0.0
+  val_check_interval: null
+  check_val_every_n_epoch: 1
+  num_sanity_val_steps: null
+  log_every_n_steps: null
+  enable_checkpointing: null
+  enable_progress_bar: false
+  enable_model_summary: false
+  accumulate_grad_batches: 1
+  gradient_clip_val: null
+  gradient_clip_algorithm: null
+  deterministic: null
+  benchmark: null
+  inference_mode: true
+  use_distributed_sampler: true
+  profiler: null
+  detect_anomaly: false
+  barebones: false
+  plugins: null
+  sync_batchnorm: false
+  reload_dataloaders_every_n_epochs: 0
+  default_root_dir: null
+  enable_autolog_hparams: true
+  model_registry: null
+{OURS}data: {{class_path: tests.helpers.cli_tasks.Points, init_args: {{batch_size: 4}}}}
+optimizer: {{class_path: torch.optim.AdamW, init_args: {{lr: 0.01}}}}
+lr_scheduler:
+  class_path: lightning.pytorch.cli.ReduceLROnPlateau
+  init_args: {{monitor: val_loss, patience: 3}}
+ckpt_path: null
+weights_only: null
+"""
+#: What somebody wrote for a run on several devices.
+WRITTEN = f"""\
+seed_everything: 42
+trainer:
+  accelerator: cpu
+  devices: 1
+  strategy: ddp_find_unused_parameters_true
+  precision: 16-mixedd
+  max_epochs: 1
+  gradient_clip_val: 1.0
+  enable_progress_bar: false
+  enable_model_summary: false
+  limit_val_batches: 1.5
+  profiler: nosuch
+  logger:
+    - class_path: lightning.pytorch.loggers.TensorBoardLogger
+    - class_path: lightning.pytorch.loggers.CSVLogger
+      init_args: {{flush_logs_every_n_steps: 10}}
+    - class_path: lightning.pytorch.loggers.CometishLogger
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {{monitor: val_loss, mode: min, save_top_k: 2, prefix: best}}
+    - class_path: lightning.pytorch.callbacks.EarlyStopping
+      init_args: {{monitor: val_loss, patience: 5, mode: least}}
+    - class_path: lightning.pytorch.callbacks.RichProgressBar
+      init_args: {{leave: true}}
+    - lightning.pytorch.callbacks.RichModelSummary
+{OURS}data: {{class_path: tests.helpers.cli_tasks.Points}}
+"""
+#: And what was written for an old version.
+OLD = f"""\
+trainer:
+  gpus: 1
+  auto_lr_find: true
+  checkpoint_callback: true
+  progress_bar_refresh_rate: 20
+  resume_from_checkpoint: last.ckpt
+  terminate_on_nan: true
+  max_epochs: 1
+  enable_progress_bar: false
+  strategy: {{class_path: pytorch_lightning.strategies.DDPStrategy, init_args: {{find_unused_parameters: true}}}}
+  plugins: [{{class_path: pytorch_lightning.plugins.environments.SLURMEnvironment}}]
+  callbacks:
+    lr: {{class_path: pytorch_lightning.callbacks.LearningRateMonitor, init_args: {{logging_intervall: step}}}}
+    bar: {{class_path: pytorch_lightning.callbacks.TQDMProgressBar}}
+{OURS}data: {{class_path: tests.helpers.cli_tasks.Points}}
+"""
+
+pytestmark = pytest.mark.usefixtures("workplace")
+
+
+def problems(config, capsys):
+    """What `lumen fit` says of a config, each with the key that it is about."""
+    Path("lightning.yaml").write_text(config)
+    capsys.readouterr()
+    assert main(["fit", "--config", "lightning.yaml"]) == 2
+    lines = capsys.readouterr().err.removeprefix("error: ").splitlines()
+    assert not Path("runs").exists()
+    found = [re.fullmatch(r"([\w.]+) \(lightning.yaml\): (.*)", line) for line in lines]
+    assert all(found), lines
+    return {each[1]: each[2] for each in found}
+
+
+def runs(config):
+    Path("edited.yaml").write_text(yaml.safe_dump(config))
+    assert main(["fit", "--config", "edited.yaml"]) == 0
+    assert Path("runs/edited/config.yaml").is_file()
+
+
+def test_the_config_that_lightning_saves(capsys):
+    said = problems(SAVED, capsys)
+    unknown = {
+        f"trainer.{name}"
+        for name in ("use_distributed_sampler", "barebones", "plugins", "enable_autolog_hparams", "model_registry")
+    }
+    assert said.keys() == unknown | {"lr_scheduler", "lr_scheduler.monitor", "ckpt_path", "weights_only"}
+    assert all(f"Trainer has no option {name.partition('.')[2]}." in said[name] for name in unknown)
+    assert said["lr_scheduler"] == (
+        "lightning.pytorch.cli.ReduceLROnPlateau is Lightning's. Write torch.optim.lr_scheduler.ReduceLROnPlateau."
+    )
+    assert said["lr_scheduler.monitor"].endswith("Use lr_schedule.monitor.")
+    config = yaml.safe_load(SAVED)
+    for name in unknown:
+        del config["trainer"][name.partition(".")[2]]
+    del config["ckpt_path"], config["weights_only"]
+    config["lr_scheduler"] = {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau", "init_args": {"patience": 3}}
+    config["lr_schedule"] = {"monitor": "val_loss"}
+    runs(config)
+    saved = yaml.safe_load(Path("runs/edited/config.yaml").read_text())
+    assert type(saved["seed_everything"]) is int  # drawn
+    assert saved["trainer"]["log_every_n_steps"] == 50  # null is what is there by default
+
+
+def test_a_config_of_callbacks_loggers_and_names(capsys):
+    said = problems(WRITTEN, capsys)
+    lightnings = {
+        "trainer.logger.0": "lumen.TensorBoardLogger",
+        "trainer.logger.1": "lumen.CSVLogger",
+        "trainer.callbacks.0": "lumen.ModelCheckpoint",
+        "trainer.callbacks.1": "lumen.EarlyStopping",
+        "trainer.callbacks.2": "lumen.ProgressBar",
+        "trainer.callbacks.3": "lumen.ModelSummary",
+    }
+    for key, ours in lightnings.items():
+        assert said.pop(key).endswith(f" is Lightning's. Write {ours}."), key
+    assert said.pop("trainer.logger.2").endswith("is Lightning's. Lumen has no CometishLogger.")
+    assert "find_unused_parameters: true" in said.pop("trainer.strategy")
+    assert "'16-mixedd'" in said.pop("trainer.precision")
+    assert "found 1.5" in said.pop("trainer.limit_val_batches")
+    assert "found 'nosuch'" in said.pop("trainer.profiler")
+    assert "found 'least'" in said.pop("trainer.callbacks.1.mode")
+    for key in ("trainer.callbacks.0.prefix", "trainer.callbacks.2.leave", "trainer.logger.1.flush_logs_every_n_steps"):
+        assert f"has no option {key.rpartition('.')[2]}." in said.pop(key)
+    assert not said
+    config = yaml.safe_load(WRITTEN)
+    trainer = config["trainer"]
+    trainer |= {"strategy": "auto", "precision": "bf16-mixed", "limit_val_batches": 1.0, "profiler": None}
+    trainer["logger"] = [{"class_path": "lumen.CSVLogger"}]
+    for callback, (_, ours) in zip(trainer["callbacks"], list(lightnings.items())[2:], strict=False):
+        if isinstance(callback, dict):
+            callback["class_path"] = ours
+    trainer["callbacks"][0]["init_args"].pop("prefix")
+    trainer["callbacks"][1]["init_args"]["mode"] = "min"
+    trainer["callbacks"][2:] = ["lumen.ModelSummary"]
+    runs(config)
+
+
+def test_a_config_of_an_old_version(capsys):
+    said = problems(OLD, capsys)
+    gone = (
+        "gpus", "auto_lr_find", "checkpoint_callback", "progress_bar_refresh_rate", "resume_from_checkpoint",
+        "terminate_on_nan", "plugins",
+    )  # fmt: skip
+    for name in gone:
+        assert f"Trainer has no option {name}. " in said.pop(f"trainer.{name}")
+    assert said.pop("trainer.strategy").endswith("DDPStrategy is Lightning's. Write lumen.DDP.")
+    assert said.pop("trainer.callbacks.lr").endswith("Write lumen.LearningRateMonitor.")
+    assert "Did you mean logging_interval?" in said.pop("trainer.callbacks.lr.logging_intervall")
+    assert said.pop("trainer.callbacks.bar").endswith("Write lumen.ProgressBar.")
+    assert not said
+    config = yaml.safe_load(OLD)
+    for name in gone:
+        del config["trainer"][name]
+    config["trainer"]["strategy"]["class_path"] = "lumen.DDP"
+    config["trainer"]["callbacks"] = {"lr": "lumen.LearningRateMonitor"}
+    runs(config)

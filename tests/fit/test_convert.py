@@ -1,0 +1,197 @@
+"""`lumen convert`: pickles made safetensors, by a reader that runs no code of theirs."""
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import nn
+
+import lumen
+from lumen.checkpoint import unpickle
+from lumen.cli import main
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def convert(*words, code=0):
+    assert main(["convert", *map(str, words)]) == code
+    return load_file("out.safetensors") if code == 0 else None
+
+
+def refused(capsys, *words, code=2):
+    capsys.readouterr()
+    convert(*words, code=code)
+    assert [path for path in Path().iterdir() if ".tmp-" in path.name] == []
+    return capsys.readouterr().err.removeprefix("error: ").rstrip("\n")
+
+
+def lightnings(task, **more):
+    """A checkpoint as Lightning 2 writes it."""
+    optimizer = torch.optim.AdamW(task.parameters())
+    task(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return {
+        "epoch": 1, "global_step": 20, "pytorch-lightning_version": "2.6.0", "state_dict": task.state_dict(),
+        "loops": {"fit_loop": {"state_dict": {}}}, "callbacks": {"ModelCheckpoint{'monitor': None}": {"best": None}},
+        "optimizer_states": [optimizer.state_dict()], "lr_schedulers": [],
+        "hparams_name": "kwargs", "hyper_parameters": {"width": 4, "lr": 0.1, "layers": (1, 2)}, **more,
+    }  # fmt: skip
+
+
+TWO = {"ema": nn.Linear(2, 2).state_dict(), "model": nn.Linear(2, 2).state_dict()}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def forward(self, x):
+        return self.model.eval()(x)
+
+
+def test_a_checkpoint_of_lightnings_has_its_tensors_and_hyperparameters_taken_out(capsys):
+    net = Net()
+    torch.save(lightnings(net), "last.ckpt")
+    tensors = convert("last.ckpt", "out.safetensors")
+    assert tensors.keys() == net.state_dict().keys()
+    assert all(torch.equal(tensors[name], value) for name, value in net.state_dict().items())
+    out, said = capsys.readouterr()
+    assert yaml.safe_load(out) == {"width": 4, "lr": 0.1, "layers": [1, 2]}
+    size = sum(value.nbytes for value in net.state_dict().values())
+    assert said == f"out.safetensors: 9 tensors (8 float32, 1 int64), {size} B, from last.ckpt, state_dict\n"
+
+
+def test_a_part_of_it_by_the_names_it_has_there_and_other_names():
+    net = Net()
+    torch.save(lightnings(net), "last.ckpt")
+    tensors = convert("last.ckpt", "out.safetensors", "--module", "model", "--rename", r"^0\.=first.")
+    assert set(tensors) == {name.replace("0.", "first.", 1) for name in net.model.state_dict()}
+    assert torch.equal(tensors["first.weight"], net.model[0].weight)
+
+
+def test_a_run_begins_with_what_was_converted(tmp_path):
+    old = Regression()
+    torch.save({"state_dict": {f"net.{name}": value for name, value in old.state_dict().items()}}, "old.ckpt")
+    convert("old.ckpt", "out.safetensors", "--module", "net")
+    task = Regression()
+    trainer = quiet_trainer(tmp_path, max_steps=1, init_from="out.safetensors")
+    began = {}
+    task.on_fit_start = lambda: began.update({name: value.clone() for name, value in task.state_dict().items()})
+    trainer.fit(task, loader())
+    assert all(torch.equal(began[name], value) for name, value in old.state_dict().items())
+
+
+def test_plain_dictionaries_and_those_inside_others():
+    net = nn.Linear(2, 2)
+    plain = net.state_dict()
+    for content, key in [
+        (plain, None),
+        ({"step": 3, "model": plain}, None),
+        ({"a": plain, "b": dict(TWO["ema"])}, "a"),
+    ]:
+        torch.save(content, "plain.pt")
+        unpickle.main("plain.pt", "out.safetensors", json.dumps({"key": key}))
+        assert torch.equal(load_file("out.safetensors")["weight"], net.weight)
+        Path("out.safetensors").unlink()
+
+
+def test_an_old_format_compiled_names_and_tied_tensors():
+    weight = torch.randn(3, 3)
+    tied = {"_orig_mod.a.weight": weight, "_orig_mod.b.weight": weight, "c": weight.t()}
+    torch.save(tied, "old.pth", _use_new_zipfile_serialization=False)
+    tensors = convert("old.pth", "out.safetensors")
+    assert tensors.keys() == {"a.weight", "b.weight", "c"}
+    assert torch.equal(tensors["b.weight"], weight)
+    assert torch.equal(tensors["c"], weight.t())
+
+
+def test_hyperparameters_that_are_no_plain_data_are_named(capsys):
+    torch.save(lightnings(Net(), hyper_parameters={"lr": 0.1, "prior": torch.ones(2)}), "last.ckpt")
+    convert("last.ckpt", "out.safetensors")
+    out, said = capsys.readouterr()
+    assert yaml.safe_load(out) == {"lr": 0.1}
+    assert "not shown: prior" in said
+
+
+class Bomb:
+    def __reduce__(self):
+        return (Path.touch, (Path("went-off"),))
+
+
+@pytest.mark.parametrize("what", [Bomb(), Namespace(lr=1)], ids=["code", "object"])
+def test_what_only_code_could_make_is_not_made(capsys, what):
+    torch.save(lightnings(Net(), hyper_parameters={"args": what}), "last.ckpt")
+    said = refused(capsys, "last.ckpt", "out.safetensors", code=1)
+    name = "argparse.Namespace" if isinstance(what, Namespace) else "getattr"
+    assert said.startswith(f"last.ckpt asks for {name}, to make an object of its own")
+    assert "torch.save(model.state_dict(), FILE)" in said
+    assert not Path("went-off").exists()
+    assert not Path("out.safetensors").exists()
+    assert "torch.serialization" not in said
+
+
+@pytest.mark.parametrize(
+    ("content", "request_", "said"),
+    [
+        (TWO, {}, "which tensors are meant is not clear. Give --key, one of ema, model."),
+        (TWO, {"key": "emma"}, "--key emma: there are no tensors. Give --key, one of ema, model."),
+        (TWO, {"key": "ema", "module": "net"}, "Its parts are bias, weight."),
+        (TWO, {"key": "ema", "rename": {".+": "w"}}, "--rename: several tensors would be called w."),
+        ([torch.ones(1)], {}, "holds a list, expected a dictionary of tensors."),
+        ({"lr": 0.1}, {}, "It holds no dictionary of names and tensors."),
+        ({"w": torch.ones(2, 2).to_sparse()}, {}, "w is a Tensor of torch.float32, torch.sparse_coo, which"),
+        ({"w": torch.ones(2, dtype=torch.complex128)}, {}, "which safetensors files do not have."),
+    ],
+)
+def test_what_cannot_be_converted_says_why(capsys, content, request_, said):
+    """What the other process does, here: it takes seconds to start."""
+    torch.save(content, "content.pt")
+    unpickle.main("content.pt", "out.safetensors", json.dumps(request_))
+    assert said in json.loads(capsys.readouterr().out)["wrong"]
+    assert not Path("out.safetensors").exists()
+
+
+def test_words_and_places_that_are_wrong_are_found_before_the_work(capsys):
+    Path("text.ckpt").write_text("not a pickle")
+    for words, said in [
+        (["out.safetensors", "--rename", "(=w"], "cannot be used as a regular expression"),
+        (["out.safetensors", "--rename", "w"], "write PATTERN=TEXT"),
+        (["out.pt"], "Name a .safetensors file"),
+        (["nowhere/out.safetensors"], "there is no directory nowhere"),
+    ]:
+        assert said in refused(capsys, "text.ckpt", *words)
+    assert "there is no file gone.pt" in refused(capsys, "gone.pt", "out.safetensors", code=1)
+    Path("out.safetensors").write_text("mine")
+    assert "nothing is overwritten" in refused(capsys, "text.ckpt", "out.safetensors")
+    assert Path("out.safetensors").read_text() == "mine"
+
+
+def test_what_is_no_pickle_is_said_to_be_none(capsys):
+    Path("text.ckpt").write_text("not a pickle")
+    assert "text.ckpt cannot be read as torch.save writes files" in refused(
+        capsys, "text.ckpt", "out.safetensors", code=1
+    )
+
+
+def test_who_is_given_a_pickle_says_how_it_is_converted(tmp_path):
+    with pytest.raises(lumen.LumenError, match=r"lumen convert last\.ckpt last\.safetensors"):
+        lumen.Weights("last.ckpt")
+
+
+def test_the_pickle_is_read_by_another_process(monkeypatch):
+    torch.save(nn.Linear(1, 1).state_dict(), "plain.pt")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("read here"))
+    assert convert("plain.pt", "out.safetensors").keys() == {"weight", "bias"}
+    assert "lumen.checkpoint.unpickle" in sys.modules

@@ -1,0 +1,167 @@
+"""EMA: the average by hand, evaluated, saved, resumed and exported in place of the parameters."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import lumen
+from lumen.checkpoint import find_checkpoints
+from lumen.checkpoint.export import export
+from lumen.errors import ConfigError
+from tests.helpers.by_hand import Gan, pair_loader
+from tests.helpers.ema import Kept, Normed, averaged, fit
+from tests.helpers.tasks import loader, quiet_trainer
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    return all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def newest(trainer):
+    return find_checkpoints(trainer.run_directory / "checkpoints")[-1]
+
+
+def test_the_average_has_the_bits_of_the_one_by_hand_and_is_left_in_the_task(tmp_path):
+    first, ema, kept = Normed().state_dict(), lumen.EMA(decay=0.8), Kept()
+    _, task = fit(tmp_path, ema, kept)
+    expected = averaged(kept.states, first, 0.8)
+    assert same(dict(ema.average), expected)
+    assert same(task.state_dict(), expected)
+
+
+def test_it_changes_nothing_of_the_training(tmp_path):
+    kept, alone = Kept(), Kept()
+    fit(tmp_path / "with", lumen.EMA(decay=0.9), kept)
+    fit(tmp_path / "without", alone)
+    assert all(same(ours, theirs) for ours, theirs in zip(kept.states, alone.states, strict=True))
+
+
+def test_validations_in_fit_are_of_the_average_with_the_newest_update(tmp_path):
+    first, kept, seen = Normed().state_dict(), Kept(), []
+
+    class Watching(lumen.Callback):
+        def on_validation_start(self, trainer, task):
+            seen.append({name: each.clone() for name, each in task.state_dict().items()})
+
+    trainer, _ = fit(tmp_path, lumen.EMA(decay=0.8), kept, Watching(), num_sanity_val_steps=0, max_steps=8)
+    assert same(seen[0], averaged(kept.states[:4], first, 0.8))
+    assert same(seen[1], averaged(kept.states[:8], first, 0.8))
+    task = Normed()
+    task.load_state_dict(seen[1])
+    values = trainer.validate(task, loader(20, shuffle=False, dtype=torch.float64))[0]
+    assert trainer.checkpoint_callback.best_model_path != ""
+    rows = (trainer.run_directory / "metrics.csv").read_text().splitlines()
+    assert any(str(values["val_loss"]) in row for row in rows)
+
+
+@pytest.mark.parametrize("cut", [3, 4, 8])
+def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path, cut):
+    whole, parts = lumen.EMA(decay=0.7, warmup=True), lumen.EMA(decay=0.7, warmup=True)
+    expected, _ = fit(tmp_path / "whole", whole)
+    fit(tmp_path / "parts", lumen.EMA(decay=0.7, warmup=True), max_steps=cut)
+    trainer, _ = fit(tmp_path / "parts", parts)
+    assert same(dict(parts.average), dict(whole.average))
+    files = [(each.run_directory / "metrics.csv").read_bytes() for each in (expected, trainer)]
+    assert files[0] == files[1]
+
+
+def test_an_error_in_a_validation_leaves_the_parameters_in_the_task(tmp_path):
+    class Failing(Normed):
+        def validation_step(self, batch):
+            raise ZeroDivisionError
+
+    kept = Kept()
+    task = Failing()
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, lumen.EMA(decay=0.8), kept, task=task, num_sanity_val_steps=0)
+    alone = Kept()
+    fit(tmp_path / "alone", alone, max_steps=4)
+    assert same(task.state_dict(), alone.states[3])
+
+
+@pytest.mark.parametrize(
+    ("options", "moves"),
+    [
+        ({"update_every_n_steps": 3}, {3: 0.8, 6: 0.8, 9: 0.8}),
+        ({"update_starting_at_step": 2}, {1: 0.0, 2: 0.0} | dict.fromkeys(range(3, 10), 0.8)),
+        ({"update_starting_at_epoch": 1}, dict.fromkeys(range(1, 7), 0.0) | dict.fromkeys(range(7, 10), 0.8)),
+        ({"warmup": True}, {step: min(0.8, step / (9 + step)) for step in range(1, 10)}),
+    ],
+    ids=str,
+)
+def test_when_and_how_far_it_moves(tmp_path, options, moves):
+    first, ema, kept = Normed().state_dict(), lumen.EMA(decay=0.8, **options), Kept()
+    fit(tmp_path, ema, kept, val_check_interval=1.0)
+    expected = {name: each.clone() for name, each in first.items()}
+    for step, decay in moves.items():
+        expected = averaged(kept.states[step - 1 : step], expected, decay)
+    assert all(torch.equal(ema.average[name], each) for name, each in expected.items() if each.is_floating_point())
+
+
+def test_without_buffers_the_average_has_those_of_the_model(tmp_path):
+    ema, kept = lumen.EMA(decay=0.8, use_buffers=False), Kept()
+    _, task = fit(tmp_path, ema, kept)
+    assert ema.average.keys() == dict(task.named_parameters()).keys()
+    assert torch.equal(task.net[1].running_mean, kept.states[-1]["net.1.running_mean"])
+
+
+def test_updates_that_overflow_do_not_move_it(tmp_path):
+    precision, ema = lumen.precision.Float16(init_scale=2.0**40), lumen.EMA(decay=0.5)
+    trainer = quiet_trainer(tmp_path, precision=precision, callbacks=[ema], max_epochs=1, max_steps=1)
+    task = Normed(torch.float32)
+    before = {name: each.detach().clone() for name, each in task.named_parameters()}
+    trainer.fit(task, loader(400))
+    assert precision.skipped_updates > 1
+    for name, each in before.items():
+        moved = (ema.average[name] - each).abs().max()
+        assert 0 < moved < 1e-2  # by one update, of AdamW with this rate
+
+
+def test_a_task_that_optimizes_by_hand_is_averaged_once_a_step(tmp_path):
+    first, ema, kept = Gan().state_dict(), lumen.EMA(decay=0.8), Kept()
+    quiet_trainer(tmp_path, max_steps=5, callbacks=[ema, kept]).fit(Gan(every=2), pair_loader())
+    assert same(dict(ema.average), averaged(kept.states, first, 0.8))
+
+
+def test_checkpoints_hold_both_and_each_way_out_gives_the_average(tmp_path):
+    ema, kept = lumen.EMA(decay=0.8), Kept()
+    trainer, _ = fit(tmp_path, ema, kept)
+    plain = Normed.load_from_checkpoint(newest(trainer))
+    assert same(plain.state_dict(), kept.states[-1])
+    task = Normed.load_from_checkpoint(newest(trainer), average="EMA")
+    assert same(task.state_dict(), dict(ema.average))
+    export(str(newest(trainer)), tmp_path / "average.safetensors", average="EMA")
+    assert same(load_file(tmp_path / "average.safetensors"), dict(ema.average))
+    with pytest.raises(ConfigError, match=r"average SWA: .* has no average of that name. It has callbacks.EMA.average"):
+        Normed.load_from_checkpoint(newest(trainer), average="SWA")
+
+
+def test_what_it_cannot_be_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="decay must be at least 0 and less than 1, found 1"):
+        lumen.EMA(decay=1.0)
+    with pytest.raises(ConfigError, match="update_every_n_steps"):
+        lumen.EMA(update_every_n_steps=0)
+    with pytest.raises(ConfigError, match="the average lies where the parameters do"):
+        lumen.EMA(device="cpu")
+    fit(tmp_path, lumen.EMA(), max_steps=2)
+    with pytest.raises(ConfigError, match="use_buffers it was saved with"):
+        fit(tmp_path, lumen.EMA(use_buffers=False))
+
+
+def test_a_callback_of_ones_own_may_stand_around_validations(tmp_path):
+    calls = []
+
+    class Around(lumen.Callback):
+        def around_validation(self, trainer, task):
+            calls.append("made")
+            return nn.utils.parametrize.cached()
+
+        def on_validation_start(self, trainer, task):
+            calls.append("start")
+
+    trainer, task = fit(tmp_path, Around(), max_steps=4)
+    assert calls == ["made", "start"] * 2  # the sanity check too
+    trainer.validate(task, loader(8, dtype=torch.float64))
+    assert calls == ["made", "start"] * 2 + ["start"]

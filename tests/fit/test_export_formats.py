@@ -1,0 +1,150 @@
+"""`lumen export --format`: programs of torch.export and ONNX, and directories for `from_pretrained`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import lumen
+from lumen.cli import main
+from tests.helpers.cli_tasks import Line
+
+CONFIG = {
+    "seed_everything": 7,
+    "model": {"class_path": "tests.helpers.cli_tasks.Line"},
+    "data": {"class_path": "tests.helpers.cli_tasks.Points"},
+    "trainer": {"max_steps": 2, "enable_progress_bar": False, "enable_model_summary": False},
+}
+pytestmark = pytest.mark.usefixtures("workplace")
+X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.25, 4.0], [7.0, 8.0, 9.0], [1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])
+
+
+class Within(Line):
+    """A line whose net is a part of it."""
+
+    def __init__(self, width: int = 3):
+        super().__init__(width)
+        self.net = torch.nn.Sequential(self.layer, torch.nn.Tanh())
+        self.example_input_array = torch.ones(2, width)
+
+    def forward(self, x):
+        return self.net(x * 2) * 3
+
+
+class Writer(lumen.TaskModule):
+    """A model of transformers in a task, whose weights are tied."""
+
+    def __init__(self, layers: int = 1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.gpt = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=layers, n_head=2))
+
+    def training_step(self, batch):
+        ids = batch[0].abs().long() % 11
+        return self.gpt(ids, labels=ids).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(model=None):
+    words = [] if model is None else ["--model", f"tests.fit.test_export_formats.{model}"]
+    assert main(["fit", "--config", "line.yaml", *words]) == 0
+
+
+def export(*words, code=0):
+    return main(["export", "runs/line", *words]) == code
+
+
+def trained(kind, **arguments):
+    return kind.load_from_checkpoint("runs/line", **arguments).eval()
+
+
+def refused(capsys, *words):
+    capsys.readouterr()
+    assert export(*words, code=2)
+    assert not [path for path in Path().iterdir() if ".tmp-" in path.name]
+    return capsys.readouterr().err
+
+
+def test_a_program_gives_the_tasks_numbers_for_a_batch_of_any_size(capsys):
+    fit()
+    capsys.readouterr()
+    assert export("--format", "torch-export", "--output", "line.pt2")
+    assert capsys.readouterr().out == (
+        "line.pt2: torch-export, from runs/line; checked, its numbers are at most 0 from the model's\n"
+    )
+    program, task = torch.export.load("line.pt2").module(), trained(Line)
+    for count in (2, 5):
+        assert torch.equal(program(X[:count]), task(X[:count]))
+
+
+def test_a_part_is_called_with_what_the_task_gives_it_and_written_in_another_type():
+    fit("Within")
+    assert export("--format", "torch-export", "--output", "net.pt2", "--module", "net", "--dtype", "bfloat16")
+    net = trained(Within).net.to(torch.bfloat16)
+    program = torch.export.load("net.pt2").module()
+    assert torch.equal(program(X.to(torch.bfloat16)), net(X.to(torch.bfloat16)))
+
+
+def test_a_directory_is_what_from_pretrained_reads(capsys):
+    fit("Writer")
+    assert export("--format", "huggingface", "--output", "gpt")
+    assert "GPT2LMHeadModel.from_pretrained reads the same bits" in capsys.readouterr().out
+    read, notes = GPT2LMHeadModel.from_pretrained("gpt", output_loading_info=True)
+    assert not any(notes.values())
+    task = trained(Writer)
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(read.eval()(ids).logits, task.gpt(ids).logits)
+    assert "lm_head.weight" not in load_file("gpt/model.safetensors")  # tied, and written once
+    assert export("--format", "huggingface", "--output", "half", "--module", "gpt", "--dtype", "bfloat16")
+    assert GPT2LMHeadModel.from_pretrained("half", dtype="auto").dtype == torch.bfloat16
+
+
+def test_a_program_of_onnx_gives_the_tasks_numbers():
+    pytest.importorskip("onnxscript")  # 45 MB with onnx, which nothing else needs
+    reference = pytest.importorskip("onnx.reference")
+    fit()
+    assert export("--format", "onnx", "--output", "line.onnx")
+    evaluator = reference.ReferenceEvaluator("line.onnx")
+    (name,) = evaluator.input_names
+    torch.testing.assert_close(torch.from_numpy(evaluator.run(None, {name: X.numpy()})[0]), trained(Line)(X).detach())
+
+
+def test_packages_that_are_missing_are_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    assert "--format onnx: it needs onnx and onnxscript. pip install onnx onnxscript" in refused(
+        capsys, "--format", "onnx", "--output", "line.onnx"
+    )
+
+
+def test_what_cannot_be_exported_so_says_why(capsys):
+    fit()
+    program = ["--format", "torch-export", "--output"]
+    assert "writes a .pt2 file" in refused(capsys, *program, "line.onnx")
+    assert "writes a directory" in refused(capsys, "--format", "huggingface", "--output", "line.safetensors")
+    assert "there is no directory nowhere" in refused(capsys, *program, "nowhere/line.pt2")
+    assert "it is for --format safetensors" in refused(capsys, *program, "line.pt2", "--max_shard_size", "1GB")
+    assert "the task has none" in refused(capsys, "--format", "huggingface", "--output", "line")
+    Path("line.pt2").write_text("mine")
+    assert "nothing is overwritten" in refused(capsys, *program, "line.pt2")
+    assert Path("line.pt2").read_text() == "mine"
+    config = yaml.safe_load(Path("runs/line/config.yaml").read_text())
+    Path("runs/line/config.yaml").rename("kept.yaml")
+    assert "runs/line is no run with a config.yaml" in refused(capsys, *program, "new.pt2")
+    config["model"]["init_args"]["width"] = 4
+    Path("runs/line/config.yaml").write_text(yaml.safe_dump(config))
+    capsys.readouterr()
+    assert export(*program, "new.pt2", code=1)
+    assert "runs/line/config.yaml describes another model than runs/line holds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("method", "instead"), [("to_onnx", "--format onnx"), ("to_torchscript", "torch.export.load")])
+def test_methods_of_lightnings_say_what_to_write(method, instead):
+    with pytest.raises(lumen.LumenError, match=instead):
+        getattr(Line(3), method)("file")

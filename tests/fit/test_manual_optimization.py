@@ -1,0 +1,534 @@
+"""Manual optimization: the task's own backwards and steps, counted, clipped, scaled, saved and refused."""
+
+import csv
+import logging
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import lumen
+from lumen.checkpoint import Checkpoint, find_checkpoints
+from lumen.errors import ConfigError, TrainingError
+from tests.helpers.by_hand import Gan, critic_loss, generator_loss, networks, optimizers_of, pair_loader, pairs
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
+
+
+def by_hand(steps, dtype=torch.float32, autocast=nullcontext, scaler=None, every=1):
+    """The loop of a `Gan`, written by hand."""
+    generator, critic = networks(dtype)
+    (ours, theirs), schedules = optimizers_of(generator, critic)
+    batches = list(zip(*(each.split(8) for each in pairs(dtype=dtype)), strict=True))
+    for step in range(steps):
+        real, noise = batches[step % len(batches)]
+        with autocast():
+            loss = critic_loss(generator, critic, real, noise)
+        move(loss, theirs, scaler)
+        schedules[1].step()
+        if step % len(batches) % every == every - 1:
+            critic.requires_grad_(False)
+            with autocast():
+                loss = generator_loss(generator, critic, noise)
+            move(loss, ours, scaler, clip=0.05)
+            critic.requires_grad_(True)
+            schedules[0].step()
+        if scaler is not None:
+            scaler.update()
+    return weights(nn.ModuleList([generator, critic]))
+
+
+def move(loss, optimizer, scaler, clip=None):
+    optimizer.zero_grad()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    if clip is not None:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+
+
+def trained(tmp_path, task=None, dtype=torch.float32, **options):
+    """A `Gan` after some steps, and its trainer."""
+    task = Gan(dtype) if task is None else task
+    trainer = bare_trainer(tmp_path, **{"max_steps": 12} | options)
+    trainer.fit(task, pair_loader(dtype=dtype))
+    return task, trainer
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_two_optimizers_end_with_the_bits_of_the_loop_by_hand(tmp_path, every):
+    task, trainer = trained(tmp_path, Gan(torch.float32, every))
+    assert torch.equal(weights(task), by_hand(12, every=every))
+    assert trainer.global_step == 12
+    assert task.indices == [*range(7), *range(5)]
+
+
+def test_bf16_forwards_after_a_step_see_the_new_parameters(tmp_path):
+    def autocast():
+        return torch.autocast("cpu", torch.bfloat16)
+
+    task, _ = trained(tmp_path, precision="bf16")
+    assert torch.equal(weights(task), by_hand(12, autocast=autocast))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning")  # torch's, of the loop by hand
+def test_fp16_scales_each_backward_and_skips_updates_as_the_loop_by_hand(tmp_path):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=3)
+    expected = by_hand(14, autocast=lambda: torch.autocast("cpu", torch.float16), scaler=scaler)
+    precision = lumen.precision.Float16(init_scale=2.0**18, growth_interval=3)
+    task, trainer = trained(tmp_path, precision=precision, max_epochs=2, max_steps=-1)
+    assert torch.equal(weights(task), expected)
+    assert precision.state_dict()["scale"] == scaler.get_scale()
+    assert 0 < precision.skipped_updates < 14
+    assert trainer.global_step < 14
+
+
+def test_backwards_of_several_batches_add_up_and_a_batch_without_an_update_is_no_step(tmp_path):
+    class Accumulating(Regression):
+        def __init__(self):
+            super().__init__(dtype=torch.float64, optimizer="SGD")
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+            self.manual_backward(loss / 2)
+            if batch_idx % 2:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+
+    task, whole = Accumulating(), Regression(dtype=torch.float64, optimizer="SGD")
+    trainer = bare_trainer(tmp_path, max_epochs=2)
+    trainer.fit(task, loader(48, 4, dtype=torch.float64))
+    assert trainer.global_step == 12
+    bare_trainer(tmp_path, max_epochs=2).fit(whole, loader(48, 8, dtype=torch.float64))
+    torch.testing.assert_close(weights(task), weights(whole), rtol=0, atol=1e-14)
+
+
+def test_accumulation_by_hand_is_exact_while_the_loss_scale_changes(tmp_path):
+    class Accumulating(Regression):
+        def __init__(self):
+            super().__init__(optimizer="SGD")
+            self.automatic_optimization = False
+            self.seen = []
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.net[0].weight.sum())
+            self.seen.append(float(self.net[0].weight.grad[0, 0]))
+            other = self.optimizers()
+            if batch_idx % 3 == 2:
+                other.step()
+                other.zero_grad()
+
+    precision = lumen.precision.Float16(init_scale=4.0, growth_interval=1)
+    task = Accumulating()
+    bare_trainer(tmp_path, max_epochs=1, precision=precision).fit(task, loader(48))
+    assert task.seen == [1.0, 2.0, 3.0] * 2
+    assert precision.state_dict()["scale"] == 16.0
+
+
+def test_an_overflow_keeps_one_optimizer_from_moving_and_not_the_other(tmp_path):
+    class Half(Gan):
+        def move_generator(self, optimizer, noise):
+            optimizer.zero_grad()
+            self.manual_backward(self.generator(noise).float().mean() * 1e38)
+            optimizer.step()
+
+    task = Half(torch.float32)
+    before = weights(task.generator), weights(task.critic)
+    precision = lumen.precision.Float16(init_scale=1024.0)
+    trainer = bare_trainer(tmp_path, max_epochs=1, limit_train_batches=3, precision=precision)
+    trainer.fit(task, pair_loader(dtype=torch.float32))
+    assert torch.equal(weights(task.generator), before[0])
+    assert not torch.equal(weights(task.critic), before[1])
+    assert trainer.global_step == 3
+    assert precision.state_dict()["scale"] == 128.0
+
+
+def test_an_optimizer_with_a_closure_evaluates_it(tmp_path):
+    class Searching(Regression):
+        def __init__(self):
+            super().__init__(dtype=torch.float64)
+            self.automatic_optimization = False
+
+        def training_step(self, batch):
+            optimizer = self.optimizers()
+
+            def closure():
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+                self.manual_backward(loss)
+                return loss
+
+            self.losses = [*getattr(self, "losses", []), optimizer.step(closure).item()]
+
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4)
+
+    task, expected = Searching(), Searching()
+    bare_trainer(tmp_path, max_steps=3).fit(task, loader(24, 8, shuffle=False, dtype=torch.float64))
+    optimizer = torch.optim.LBFGS(expected.parameters(), lr=0.5, max_iter=4)
+    for batch in loader(24, 8, shuffle=False, dtype=torch.float64):
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(expected(batch[0]), batch[1])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert torch.equal(weights(task), weights(expected))
+    assert len(task.losses) == 3
+
+
+@pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.01), ("value", 0.001), (None, 0.02)])
+def test_gradients_of_one_optimizer_are_clipped_as_torch_does(tmp_path, algorithm, value):
+    class Clipping(Gan):
+        def training_step(self, batch):
+            ours, theirs = self.optimizers()
+            for each in (ours, theirs):
+                each.zero_grad()
+            self.manual_backward(critic_loss(self.generator, self.critic, *batch))
+            self.manual_backward(generator_loss(self.generator, self.critic, batch[1]))
+            held = list(self.critic.parameters())
+            expected = nn.ParameterList([nn.Parameter(each.detach().clone()) for each in held])
+            for each, parameter in zip(expected, held, strict=True):
+                each.grad = parameter.grad.clone()
+            others = [each.grad.clone() for each in self.generator.parameters()]
+            (nn.utils.clip_grad_value_ if algorithm == "value" else nn.utils.clip_grad_norm_)(expected, value)
+            self.clip_gradients(theirs, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+            self.same = [torch.equal(each.grad, other.grad) for each, other in zip(expected, held, strict=True)]
+            left = zip(self.generator.parameters(), others, strict=True)
+            self.same += [torch.equal(each.grad, other) for each, other in left]
+            theirs.step()
+
+    task, _ = trained(tmp_path, Clipping(torch.float32), max_steps=2)
+    assert task.same == [True] * 8
+
+
+# ---------------------------------------------------------------------- steps and checkpoints
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp16"])
+def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path, precision):
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    ends = []
+    for name, cuts in (("whole", (17,)), ("parts", (5, 17))):
+        for max_steps in cuts:
+            task = Gan(dtype, every=2)
+            options = {"max_steps": max_steps, "resume": "auto", "precision": precision, "log_every_n_steps": 1}
+            trainer = quiet_trainer(tmp_path / name, **options)
+            trainer.fit(task, pair_loader(dtype=dtype, shuffle=True), pair_loader(dtype=dtype))
+        metrics = (trainer.run_directory / "metrics.csv").read_bytes()
+        ends.append((weights(task), metrics, newest(trainer).state["schedulers"]))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1:] == ends[1][1:]
+    assert trainer.global_step == 17
+
+
+def newest(trainer):
+    return Checkpoint.open(find_checkpoints(trainer.run_directory / "checkpoints")[-1])
+
+
+class Late(Gan):
+    """The generator moves in every second batch, by the gradients of two; the critic in each."""
+
+    def training_step(self, batch, batch_idx):
+        ours, theirs = self.optimizers()
+        theirs.zero_grad()
+        with self.toggled_optimizer(theirs):
+            self.manual_backward(critic_loss(self.generator, self.critic, *batch))
+        theirs.step()
+        with self.toggled_optimizer(ours):
+            self.manual_backward(generator_loss(self.generator, self.critic, batch[1]))
+        if batch_idx % 2:
+            ours.step()
+            ours.zero_grad()
+
+
+def test_gradients_that_a_later_update_needs_are_saved_and_no_others(tmp_path):
+    ends = []
+    for name, cuts in (("whole", (12,)), ("parts", (3, 12))):
+        for max_steps in cuts:
+            task = Late()
+            trainer = quiet_trainer(tmp_path / name, max_steps=max_steps, resume="auto")
+            trainer.fit(task, pair_loader(64))
+            if max_steps == 3:
+                saved = newest(trainer).state["optimizer"]["gradients"]
+                assert [*saved] == [f"generator.{each}" for each, _ in task.generator.named_parameters()]
+        ends.append(weights(task))
+    assert torch.equal(*ends)
+    assert "gradients" not in newest(trainer).state["optimizer"]
+
+
+def test_checkpoints_validations_and_limits_count_calls_of_the_step_in_which_something_moved(tmp_path):
+    task = Gan(every=2)
+    checkpoints = lumen.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)
+    trainer = quiet_trainer(tmp_path, max_steps=10, val_check_interval=5, callbacks=[checkpoints])
+    trainer.fit(task, pair_loader(), pair_loader())
+    assert trainer.global_step == 10
+    names = [path.name for path in sorted((trainer.run_directory / "checkpoints").iterdir())]
+    assert {"step-00000004", "step-00000008"} <= set(names)
+
+
+def test_schedules_move_when_the_task_moves_them_and_settings_for_the_loop_are_told(tmp_path, caplog):
+    class Scheduled(Gan):
+        def training_step(self, batch, batch_idx):
+            theirs = self.optimizers()[1]
+            theirs.zero_grad()
+            self.manual_backward(critic_loss(self.generator, self.critic, *batch))
+            theirs.step()
+            if batch_idx == 3:
+                self.lr_schedulers().step()
+
+        def configure_optimizers(self):
+            ours, theirs = super().configure_optimizers()[0]
+            schedule = torch.optim.lr_scheduler.StepLR(theirs, 1, 0.5)
+            entry = {"scheduler": schedule, "interval": "step", "frequency": 2}
+            return {"optimizer": ours}, {"optimizer": theirs, "lr_scheduler": entry}
+
+    task = Scheduled()
+    trainer = quiet_trainer(tmp_path, max_epochs=2, log_level="WARNING")
+    with caplog.at_level(logging.WARNING, logger="lumen"):
+        trainer.fit(task, pair_loader())
+    assert [group["lr"] for group in newest(trainer).state["optimizer"]["groups"]] == [0.01, 0.1 / 4]
+    assert "frequency, interval of configure_optimizers mean nothing in manual optimization" in caplog.text
+
+
+def test_toggling_freezes_what_only_the_others_move_and_puts_back_what_was(tmp_path):
+    seen = []
+
+    class Toggling(Gan):
+        def training_step(self, batch):
+            self.critic[0].bias.requires_grad_(False)
+            ours, theirs = self.optimizers()
+            self.toggle_optimizer(ours)
+            seen.append([each.requires_grad for each in self.parameters()])
+            self.untoggle_optimizer(ours)
+            with theirs.toggle_model(sync_grad=False):
+                seen.append([each.requires_grad for each in self.parameters()])
+            self.toggle_optimizer(theirs)  # and left so: the step's end puts it back
+
+    task = Toggling()
+    with pytest.raises(TrainingError, match="made no optimizer step"):
+        bare_trainer(tmp_path, max_steps=1, limit_train_batches=1).fit(task, pair_loader())
+    critic = [True, False, True, True]
+    assert seen == [[True] * 4 + [False] * 4, [False] * 4 + critic]
+    assert [each.requires_grad for each in task.parameters()] == [True] * 4 + critic
+
+
+def test_one_optimizer_stands_alone_and_shows_what_torchs_does(tmp_path):
+    seen = {}
+
+    class One(Regression):
+        automatic_optimization = False
+
+        def training_step(self, batch):
+            optimizer = self.optimizers()
+            seen.update(raw=self.optimizers(use_pl_optimizer=False), shown=optimizer, schedulers=self.lr_schedulers())
+            self.manual_backward(self(batch[0]).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.param_groups is optimizer.optimizer.param_groups
+
+    trainer = bare_trainer(tmp_path, max_steps=2)
+    trainer.fit(One(), loader())
+    assert type(seen["raw"]) is torch.optim.AdamW
+    assert seen["shown"].optimizer is seen["raw"]
+    assert repr(seen["shown"]).startswith("AdamW")
+    assert seen["schedulers"] is None
+
+
+def test_hooks_are_called_around_each_backward_and_step(tmp_path):
+    calls = []
+
+    class Watching(lumen.Callback):
+        def on_train_batch_start(self, trainer, task, batch, batch_idx):
+            calls.append(f"start {batch_idx}")
+
+        def on_before_backward(self, trainer, task, loss):
+            calls.append("before backward")
+
+        def on_after_backward(self, trainer, task):
+            calls.append("after backward")
+
+        def on_before_optimizer_step(self, trainer, task, optimizer):
+            calls.append(type(optimizer).__name__)
+
+        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+            calls.append(f"end {batch_idx}")
+
+    bare_trainer(tmp_path, max_steps=2, callbacks=[Watching()]).fit(Gan(every=2), pair_loader())
+    backward = ["before backward", "after backward"]
+    assert calls == [
+        "start 0", *backward, "SGD", "end 0", "start 1", *backward, "SGD", *backward, "Adam", "end 1",
+    ]  # fmt: skip
+
+
+def test_a_hook_ends_the_epoch_before_the_step(tmp_path):
+    class Leaving(Gan):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 2 else None
+
+    task = Leaving()
+    trainer = bare_trainer(tmp_path, max_epochs=3)
+    trainer.fit(task, pair_loader())
+    assert task.indices == [0, 1] * 3
+    assert trainer.global_step == 6
+
+
+def test_lumens_callbacks_see_its_steps(tmp_path):
+    callbacks = [lumen.LearningRateMonitor(), lumen.ThroughputMonitor()]
+    trainer = quiet_trainer(tmp_path, max_steps=4, callbacks=callbacks, log_every_n_steps=1)
+    trainer.fit(Gan(every=2), pair_loader())
+    rows = list(csv.DictReader((trainer.run_directory / "metrics.csv").read_text().splitlines()))
+    assert [row["lr/group_1"] for row in rows if row["lr/group_1"]][:4] == ["0.1", "0.1", "0.1", "0.05"]
+    system = list(csv.DictReader((trainer.run_directory / "system.csv").read_text().splitlines()))
+    assert [row["step"] for row in system] == ["1", "2", "3", "4"]
+    assert all(float(row["samples_per_s"]) > 0 for row in system)
+
+
+def test_an_error_in_a_step_leaves_nothing_frozen(tmp_path):
+    class Failing(Gan):
+        def training_step(self, batch):
+            self.toggle_optimizer(self.optimizers()[0])
+            raise ZeroDivisionError
+
+    task = Failing()
+    with pytest.raises(ZeroDivisionError):
+        bare_trainer(tmp_path, max_steps=1).fit(task, pair_loader())
+    assert all(parameter.requires_grad for parameter in task.parameters())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_exception_between_two_updates_of_a_step_saves_nothing(tmp_path, caplog, first):
+    class Failing(Gan):
+        def training_step(self, batch, batch_idx):
+            if self.global_step == 3 and not first:
+                raise ZeroDivisionError
+            super().training_step(batch, batch_idx)
+
+        def move_generator(self, optimizer, noise):
+            if self.global_step == 3:
+                raise ZeroDivisionError
+            super().move_generator(optimizer, noise)
+
+    trainer = quiet_trainer(tmp_path, max_steps=9, callbacks=[lumen.OnExceptionCheckpoint()], log_level="WARNING")
+    with pytest.raises(ZeroDivisionError), caplog.at_level(logging.WARNING, logger="lumen"):
+        trainer.fit(Failing(), pair_loader())
+    saved = [path.name for path in (trainer.run_directory / "checkpoints").glob("*")]
+    assert saved == ([] if first else ["exception-step-00000003"])
+    assert ("an optimizer had moved, so it may be half done" in caplog.text) == first
+
+
+def test_steps_can_be_called_without_a_trainer():
+    task = Regression()
+    task.manual_backward(task(torch.ones(2, 6)).mean())
+    assert task.net[0].weight.grad is not None
+    with pytest.raises(ConfigError, match=r"self.optimizers\(\): there is no optimizer"):
+        task.optimizers()
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches: 2, but Gan optimizes by hand"),
+        ({"gradient_clip_val": 0.5}, r"call self.clip_gradients\(optimizer, gradient_clip_val"),
+        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, "gradient_clip_val: 0.5"),
+    ],
+)
+def test_settings_that_the_task_has_in_its_hands_are_refused(tmp_path, options, said):
+    with pytest.raises(ConfigError, match=said):
+        bare_trainer(tmp_path, max_steps=1, **options).fit(Gan(), pair_loader())
+
+
+@pytest.mark.parametrize("call", ["manual_backward", "toggle_optimizer", "untoggle_optimizer"])
+def test_calls_for_manual_optimization_are_refused_where_lumen_makes_the_steps(tmp_path, call):
+    class Mistaken(Regression):
+        def training_step(self, batch):
+            getattr(self, call)(self.optimizers() if "toggle" in call else super().training_step(batch))
+
+    with pytest.raises(TrainingError, match=rf"{call} is for manual optimization.*automatic_optimization = False"):
+        bare_trainer(tmp_path, max_steps=1).fit(Mistaken(), loader())
+
+
+def test_a_step_of_an_optimizer_that_was_kept_aside_is_refused(tmp_path):
+    class Keeping(Gan):
+        def training_step(self, batch):
+            self.manual_backward(critic_loss(self.generator, self.critic, *batch))
+            self.kept.step()
+
+        def configure_optimizers(self):
+            optimizers = super().configure_optimizers()[0]
+            self.kept = optimizers[1]
+            return optimizers
+
+    with pytest.raises(TrainingError, match=r"SGD.step was called .* self.optimizers\(\)"):
+        bare_trainer(tmp_path, max_steps=1).fit(Keeping(), pair_loader())
+
+
+def test_a_plain_backward_is_refused_where_it_has_to_be_scaled(tmp_path):
+    class Plain(Gan):
+        def training_step(self, batch):
+            critic_loss(self.generator, self.critic, *batch).backward()
+            self.optimizers()[1].step()
+
+    with pytest.raises(
+        TrainingError, match=r"no manual_backward was called for what it moves.*instead of loss.backward\(\)"
+    ):
+        bare_trainer(tmp_path, max_steps=1, precision="fp16").fit(
+            Plain(torch.float32), pair_loader(dtype=torch.float32)
+        )
+
+
+def test_a_task_that_moves_nothing_is_told_in_its_first_epoch(tmp_path):
+    class Idle(Gan):
+        def training_step(self, batch):
+            self.manual_backward(critic_loss(self.generator, self.critic, *batch))
+
+    with pytest.raises(TrainingError, match=r"no optimizer has moved.*self.optimizers\(\)"):
+        bare_trainer(tmp_path, max_steps=1).fit(Idle(), pair_loader())
+
+
+def test_a_loss_without_a_gradient_and_an_infinite_one_are_errors(tmp_path):
+    class Lossless(Gan):
+        def training_step(self, batch):
+            with torch.no_grad():
+                self.manual_backward(critic_loss(self.generator, self.critic, *batch))
+
+    class Infinite(Gan):
+        def training_step(self, batch):
+            self.manual_backward(critic_loss(self.generator, self.critic, *batch) * torch.inf)
+
+    with pytest.raises(TrainingError, match="without a gradient"):
+        bare_trainer(tmp_path, max_steps=1).fit(Lossless(), pair_loader())
+    with pytest.raises(lumen.errors.NonFiniteLoss, match="step 1"):
+        bare_trainer(tmp_path, max_steps=1).fit(Infinite(), pair_loader())
+
+
+def test_parameters_of_two_optimizers_are_refused(tmp_path):
+    class Sharing(Gan):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.critic.parameters(), 0.1)
+
+    with pytest.raises(ConfigError, match="hold the same parameters"):
+        bare_trainer(tmp_path, max_steps=1).fit(Sharing(), pair_loader())
+
+
+def test_several_optimizers_without_manual_optimization_are_told_both_ways(tmp_path):
+    class Automatic(Gan):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = True
+
+    with pytest.raises(ConfigError, match=r"automatic_optimization = False.*MultiOptimizer"):
+        bare_trainer(tmp_path, max_steps=1).fit(Automatic(), pair_loader())

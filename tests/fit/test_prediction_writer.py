@@ -1,0 +1,112 @@
+"""Predictions are written where they are made, each sample once with its index, and need not be kept."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+import lumen
+from lumen.cli import main
+from lumen.errors import ConfigError, DataError
+from tests.helpers.predicting import Doubling, data, read
+from tests.helpers.tasks import bare_trainer, numbers
+from tests.helpers.workplace import LINE
+
+CONFIG = LINE
+
+
+def predict(tmp_path, writer, loaders=None, task=None, **options):
+    trainer = bare_trainer(tmp_path, callbacks=[writer])
+    return trainer.predict(task or Doubling(), data() if loaders is None else loaders, **options)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "jsonl"])
+def test_each_sample_is_written_once_with_its_index(tmp_path, form):
+    writer = lumen.PredictionWriter(tmp_path / "out", form)
+    assert predict(tmp_path, writer, return_predictions=False) is None
+    assert read(tmp_path / "out") == [((0, number), 2 * number, [number] * 2) for number in range(10)]
+    assert len(list((tmp_path / "out").iterdir())) == (4 if form == "safetensors" else 1)
+
+
+def test_several_loaders_and_samplers_tell_their_own_indices(tmp_path):
+    torch.manual_seed(0)
+    sampled = DataLoader(numbers(10), 3, sampler=WeightedRandomSampler([1.0] * 10, 6))
+    predict(tmp_path, lumen.PredictionWriter(tmp_path / "out"), [data(4), sampled])
+    found = read(tmp_path / "out")
+    assert [place for place, *_ in found[:4]] == [(0, number) for number in range(4)]
+    assert all(value == 2 * index and loader == 1 for (loader, index), value, _ in found[4:])
+    assert len(found) == 10
+
+
+def test_predictions_that_are_not_wanted_are_not_kept(tmp_path):
+    class Watching(lumen.Callback):
+        def on_predict_end(self, trainer, task):
+            self.kept = [len(each) for each in trainer._run.values.predictions]
+
+    watching = Watching()
+    trainer = bare_trainer(tmp_path, callbacks=[watching])
+    assert trainer.predict(Doubling(), data(), return_predictions=False) is None
+    assert watching.kept == []
+    assert trainer.predict(Doubling(), data())[0]["value"].tolist() == [0, 2, 4]
+
+
+def test_a_writer_of_ones_own_gets_lightnings_arguments(tmp_path):
+    class Own(lumen.BasePredictionWriter):
+        def __init__(self):
+            super().__init__("batch_and_epoch")
+            self.batches, self.epochs = [], []
+
+        def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+            self.batches.append((prediction["value"].tolist(), batch_indices, batch_idx, dataloader_idx))
+
+        def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+            self.epochs.append(([[each["value"].tolist() for each in one] for one in predictions], batch_indices))
+
+    own = Own()
+    predict(tmp_path, own, [data(4), data(2)])
+    assert own.batches == [([0, 2, 4], [0, 1, 2], 0, 0), ([6], [3], 1, 0), ([0, 2], [0, 1], 0, 1)]
+    assert own.epochs == [([[[0, 2, 4], [6]], [[0, 2]]], [[[0, 1, 2], [3]], [[0, 1]]])]
+
+
+def test_of_a_stream_nobody_knows_the_indices(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from (torch.tensor([number]) for number in range(5))
+
+    class Plain(lumen.TaskModule):
+        def predict_step(self, batch):
+            return batch[:, 0]
+
+    out = tmp_path / "out"
+    predict(tmp_path, lumen.PredictionWriter(out, "jsonl"), DataLoader(Stream(), 2), Plain())
+    assert (out / "predictions-rank-0.jsonl").read_text().splitlines()[0] == (
+        '{"index": null, "dataloader": 0, "prediction": 0}'
+    )
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    class Word(lumen.TaskModule):
+        def predict_step(self, batch):
+            return "cat"
+
+    class Mean(lumen.TaskModule):
+        def predict_step(self, batch):
+            return batch[0].float().mean()
+
+    with pytest.raises(DataError, match="predict_step returned a str"):
+        predict(tmp_path, lumen.PredictionWriter(tmp_path / "words"), task=Word())
+    with pytest.raises(DataError, match="a line for each sample"):
+        predict(tmp_path, lumen.PredictionWriter(tmp_path / "means", "jsonl"), task=Mean())
+    predict(tmp_path, lumen.PredictionWriter(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="holds predictions already, such as predictions-0-00000000"):
+        predict(tmp_path, lumen.PredictionWriter(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="format"):
+        lumen.PredictionWriter(tmp_path / "out", "parquet")
+
+
+@pytest.mark.usefixtures("workplace")
+def test_it_is_named_on_the_command_line():
+    words = ["predict", "--config", "line.yaml", "--trainer.callbacks+=PredictionWriter"]
+    assert main([*words, "--trainer.callbacks.directory=out", "--trainer.callbacks.format=jsonl"]) == 0
+    assert len(Path("out/predictions-rank-0.jsonl").read_text().splitlines()) > 3

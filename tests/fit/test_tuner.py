@@ -1,0 +1,523 @@
+"""Searches for a learning rate and a batch size: what they find, and that they leave nothing behind."""
+
+import csv
+import gc
+import os
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import lumen
+from lumen.cli import main
+from lumen.errors import ConfigError, TrainingError
+from tests.helpers.cli_tasks import Spy
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, regression_data, weights
+from tests.helpers.workplace import LINE as CONFIG  # noqa: F401 (of the fixture)
+
+SEARCH = {"min_lr": 1e-4, "max_lr": 10.0, "num_training": 40}
+
+
+class Falling(Regression):
+    """A regression whose loss falls clearly at rates about 0.01; with dropout, and buffers that move."""
+
+    def __init__(self, lr=1e-5, dropout=0.1, dtype=torch.float32, optimizer="SGD"):
+        super().__init__(lr, dropout, dtype, optimizer)
+        self.norm = torch.nn.BatchNorm1d(6, dtype=dtype)
+
+    def forward(self, inputs):
+        return self.net(self.norm(inputs))
+
+    def training_step(self, batch):
+        return super().training_step((batch[0], 5 * batch[1] + 3))
+
+
+def search(tmp_path, task, data, **options):
+    return lumen.Tuner(bare_trainer(tmp_path, max_epochs=1)).lr_find(task, data, **{**SEARCH, **options})
+
+
+# ---------------------------------------------------------------------- the learning rate
+
+
+def test_rates_rise_and_each_loss_is_that_before_its_update(tmp_path):
+    task, data = Regression(optimizer="SGD"), loader(64, 8, shuffle=False)
+    curve = search(tmp_path, task, data, update_attr=False, early_stop_threshold=None)
+    rates = [1e-4 * 1e5 ** (step / 39) for step in range(40)]
+    assert curve.results["lr"] == pytest.approx(rates, rel=1e-12)
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.0)
+    average, losses, batches = 0.0, [], [*data] * 5
+    for step, (rate, (inputs, targets)) in enumerate(zip(rates, batches, strict=True)):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(task(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        average = 0.98 * average + 0.02 * loss.item()
+        losses.append(average / (1 - 0.98 ** (step + 1)))
+    assert curve.results["loss"] == pytest.approx(losses, rel=1e-9)
+
+
+def test_the_suggestion_is_where_the_loss_falls_fastest(tmp_path):
+    curve = search(tmp_path, Falling(), loader(160, 16))
+    losses, index = curve.results["loss"], curve.results["lr"].index(curve.suggestion())
+    slopes = np.gradient(losses[10:-1])
+    assert index == 10 + slopes.argmin()
+    assert 1e-3 < curve.suggestion() < 1.0
+    assert curve.suggestion(skip_begin=len(losses) - 2) is None
+    curve.results["loss"][index] = float("nan")
+    assert curve.suggestion() != curve.results["lr"][index]
+
+
+@pytest.mark.parametrize(("threshold", "optimizer"), [(4.0, "SGD"), (None, "SGD")])
+def test_a_loss_that_explodes_ends_the_search(tmp_path, threshold, optimizer):
+    options = {"max_lr": 1e9, "early_stop_threshold": threshold, "num_training": 60}
+    curve = search(tmp_path, Falling(optimizer=optimizer), loader(160, 16), **options)
+    assert len(curve.results["lr"]) == len(curve.results["loss"]) < 60
+    assert curve.suggestion() < 1.0
+
+
+class Grouped(Regression):
+    def configure_optimizers(self):
+        parameters = [*self.parameters()]
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": self.hparams.lr / 4}]
+        optimizer = torch.optim.SGD(groups, lr=self.hparams.lr)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, [4.0, 1.0], 20), "interval": "step"}
+        ]
+
+
+def test_groups_keep_their_ratios_and_schedules_stand_still(tmp_path):
+    task, data = Grouped(), loader(64, 8, shuffle=False)
+    grouped = search(tmp_path, task, data, update_attr=False).results["loss"]
+    seen = []
+    step = torch.optim.SGD.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.optim.SGD,
+            "step",
+            lambda self, closure=None: (seen.append([group["lr"] for group in self.param_groups]), step(self))[1],
+        )
+        assert search(tmp_path, Grouped(), data, update_attr=False, mode="linear").results["loss"] != grouped
+    assert [first for first, _ in seen] == pytest.approx([1e-4 + (10 - 1e-4) * n / 39 for n in range(len(seen))])
+    assert all(second == pytest.approx(first / 4) for first, second in seen)
+
+
+class Named(Falling):
+    """Its rate is an attribute of another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.hparams.pop("lr")
+        self.rate = 1.0
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+def test_the_attribute_is_set_where_it_is(tmp_path):
+    task, other = Falling(), Named()
+    assert search(tmp_path, task, loader(160, 16)).suggestion() == task.hparams.lr
+    assert search(tmp_path, other, loader(160, 16), attr_name="rate").suggestion() == other.rate != 1.0
+    kept = Falling()
+    search(tmp_path, kept, loader(160, 16), update_attr=False)
+    assert kept.hparams.lr == 1e-5
+
+
+class Manual(Regression):
+    automatic_optimization = False
+
+
+class Two(Regression):
+    learning_rate = 0.1
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "says"),
+    [
+        (Manual, {}, "Manual optimizes by hand"),
+        (Two, {}, "Two has both"),
+        (Named, {}, "Named has no attribute or hyperparameter lr or learning_rate"),
+        (Regression, {"attr_name": "rate"}, "Regression has no attribute or hyperparameter rate"),
+        (Regression, {"min_lr": 2.0, "max_lr": 1.0}, "expected 0 < min_lr < max_lr"),
+        (Regression, {"num_training": 1}, "at least 2 steps"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(tmp_path, task, options, says):
+    with pytest.raises(ConfigError, match=says):
+        search(tmp_path, task(), loader(), **options)
+
+
+def test_a_search_on_several_processes_is_refused_before_any_is_started(tmp_path):
+    tuner = lumen.Tuner(bare_trainer(tmp_path, max_epochs=1, devices=2))
+    for find in (tuner.lr_find, tuner.scale_batch_size):
+        with pytest.raises(ConfigError, match="runs on one process, but the trainer has 2"):
+            find(Regression(), loader())
+
+
+def test_a_rate_that_cannot_be_suggested_is_an_error_only_if_it_was_to_be_set(tmp_path):
+    few = {"num_training": 8}
+    assert search(tmp_path, Falling(), loader(), update_attr=False, **few).suggestion() is None
+    with pytest.raises(TrainingError, match="no rate can be suggested"):
+        search(tmp_path, Falling(), loader(), **few)
+
+
+# ---------------------------------------------------------------------- nothing is left behind
+
+
+class Stream(IterableDataset):
+    """Goes on where its state says."""
+
+    def __init__(self):
+        self.position, self.read = 0, 0
+
+    def __iter__(self):
+        inputs, targets = regression_data(96)
+        while self.position < 96:
+            self.position += 1
+            self.read += 1
+            yield inputs[self.position - 1], targets[self.position - 1]
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def drawn():
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
+def test_a_search_leaves_task_data_trainer_and_generators_as_they_were(tmp_path):
+    calls = lumen.LambdaCallback(setup=lambda *_: pytest.fail("a callback of the trainer was called"))
+    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[calls])
+    task, data = Falling(), loader(160, 16)
+    task.norm.eval()
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    told, generators = {**vars(trainer)}, drawn()
+    lumen.Tuner(trainer).lr_find(task, data, **SEARCH, update_attr=False)
+    assert drawn() == generators
+    assert vars(trainer) == told
+    assert not os.listdir(tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in task.state_dict().items())
+    assert (task.norm.training, task.net.training, task.trainer if task._run else None) == (False, True, None)
+
+
+def stream_loader():
+    return DataLoader(Stream(), 8)
+
+
+def dropping_loader():
+    return loader(100, 8, drop_last=True)
+
+
+@pytest.mark.parametrize("data", [stream_loader, dropping_loader])
+def test_a_fit_after_a_search_has_the_bits_of_one_without_it_at_that_rate(tmp_path, data):
+    finder = lumen.LearningRateFinder(min_lr=1e-4, max_lr=10.0, num_training_steps=40)
+    searched = Falling()
+    trainer = quiet_trainer(tmp_path / "a", max_epochs=3, log_every_n_steps=1, callbacks=[finder])
+    trainer.fit(searched, data())
+    rate = finder.optimal_lr.suggestion()
+    plain = Falling(lr=rate)
+    without = quiet_trainer(tmp_path / "b", max_epochs=3, log_every_n_steps=1)
+    without.fit(plain, data())
+    assert searched.hparams == plain.hparams
+    for name, value in searched.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    rows = [(each.run_directory / "metrics.csv").read_bytes() for each in (trainer, without)]
+    assert rows[0] == rows[1]
+    assert trainer.progress.micro_batches == without.progress.micro_batches
+
+
+def test_a_search_by_hand_reads_a_stream_from_its_beginning_and_so_does_the_fit(tmp_path):
+    data = stream_loader()
+    task = Falling()
+    trainer = bare_trainer(tmp_path, max_steps=5)
+    lumen.Tuner(trainer).lr_find(task, data, **{**SEARCH, "num_training": 21})
+    trainer.fit(task, data)
+    plain = Falling(lr=task.hparams.lr)
+    bare_trainer(tmp_path, max_steps=5).fit(plain, stream_loader())
+    assert torch.equal(weights(task), weights(plain))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_scale_of_the_run_is_not_that_of_the_search(tmp_path, precision):
+    finder = lumen.LearningRateFinder(min_lr=1e-4, max_lr=10.0, num_training_steps=40)
+    precision = precision if precision == "bf16" else lumen.precision.Float16(init_scale=1024.0, growth_interval=5)
+    trainer = quiet_trainer(tmp_path, max_steps=4, precision=precision, callbacks=[finder])
+    trainer.fit(Falling(), loader(160, 16))
+    assert finder.optimal_lr is not None
+    assert trainer.run.precision.state_dict().get("scale", 1024.0) == 1024.0
+
+
+def test_a_resumed_run_has_the_rate_that_was_found_and_does_not_search(tmp_path):
+    def fit(name, steps, **options):
+        finder = lumen.LearningRateFinder(min_lr=1e-4, max_lr=10.0, num_training_steps=40)
+        task = Falling()
+        saver = lumen.ModelCheckpoint(at_end=True)
+        quiet_trainer(tmp_path / name, max_steps=steps, callbacks=[finder, saver], **options).fit(task, loader(100, 8))
+        return task, finder
+
+    straight, _ = fit("a", 9)
+    _, first = fit("b", 4)
+    resumed, second = fit("b", 9, resume="auto")
+    assert second.optimal_lr is None
+    assert resumed.hparams.lr == straight.hparams.lr == first.optimal_lr.suggestion()
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+def test_the_curve_is_drawn_into_the_run_directory_if_asked_for(tmp_path):
+    for plot in (False, True):
+        finder = lumen.LearningRateFinder(min_lr=1e-4, max_lr=10.0, num_training_steps=40, plot=plot)
+        trainer = quiet_trainer(tmp_path, max_steps=1, callbacks=[finder])
+        trainer.fit(Falling(), loader(160, 16))
+        assert {each.name for each in trainer.run_directory.glob("lr_find*")} == (
+            {"lr_find.csv", "lr_find.png"} if plot else set()
+        )
+    with (trainer.run_directory / "lr_find.csv").open() as file:
+        rows = [*csv.reader(file)]
+    assert rows[0] == ["lr", "loss"]
+    results = finder.optimal_lr.results
+    assert [[float(each) for each in row] for row in rows[1:]] == [
+        [*each] for each in zip(*results.values(), strict=True)
+    ]
+    assert (trainer.run_directory / "lr_find.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_log_of_a_run_has_of_its_search_what_was_found(tmp_path):
+    finder = lumen.LearningRateFinder(min_lr=1e-4, max_lr=10.0, num_training_steps=40)
+    trainer = quiet_trainer(tmp_path, max_steps=1, callbacks=[finder], log_level="INFO")
+    trainer.fit(Falling(), loader(160, 16))
+    said = [line.split(" INFO ")[-1] for line in (trainer.run_directory / "run.log").read_text().splitlines()]
+    assert said == [
+        f"the run is in {trainer.run_directory}",
+        f"learning rate: {finder.optimal_lr.suggestion():g}, set as Falling.hparams.lr",
+        "finished: max_steps=1 reached at step 1, epoch 1",
+    ]
+
+
+@pytest.mark.usefixtures("workplace")
+def test_finders_are_named_on_the_command_line():
+    words = ["--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.num_training_steps=30"]
+    assert main(["fit", "--config", "line.yaml", *words, "--trainer.callbacks.min_lr=1e-4"]) == 0
+    (finder,) = (each for each in Spy.trainer.callbacks if type(each).__name__ == "LearningRateFinder")
+    assert finder.optimal_lr.suggestion() == Spy.task.hparams.lr
+
+
+@pytest.mark.usefixtures("workplace")
+def test_of_the_optimizer_in_a_config_the_rate_is_said(capsys):
+    words = ["fit", "--config", "line.yaml", "--optimizer=torch.optim.SGD", "--optimizer.lr=1e-6"]
+    words += ["--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.num_training_steps=30"]
+    assert main([*words, "--trainer.callbacks.min_lr=1e-4"]) == 2
+    assert "Set update_attr: false, and write the rate" in capsys.readouterr().err
+    assert main([*words, "--trainer.callbacks.min_lr=1e-4", "--trainer.callbacks.update_attr=false"]) == 0
+    (finder,) = (each for each in Spy.trainer.callbacks if type(each).__name__ == "LearningRateFinder")
+    assert f"learning rate: {finder.optimal_lr.suggestion():g} is suggested" in capsys.readouterr().err
+    assert finder.optimal_lr.results["loss"][-1] < finder.optimal_lr.results["loss"][0]
+
+
+def test_a_function_that_knows_the_task_itself_is_refused(tmp_path):
+    task, finder = Falling(), lumen.LearningRateFinder(num_training_steps=20, update_attr=False)
+    trainer = bare_trainer(tmp_path, max_steps=1, callbacks=[finder])
+    with pytest.raises(ConfigError, match=r"Give functools\.partial"):
+        trainer.fit(task, loader(), configure_optimizers=lambda: torch.optim.SGD(task.parameters(), lr=1.0))
+    trainer.fit(task, loader(), configure_optimizers=partial(Falling.configure_optimizers, task))
+    assert len(finder.optimal_lr.results["lr"]) > 5
+
+
+# ---------------------------------------------------------------------- the batch size
+
+
+class Cramped(Regression):
+    """Runs out of memory for batches that are too large."""
+
+    def __init__(self, fits=20, lr=1e-2, dtype=torch.float32, error=torch.OutOfMemoryError):
+        super().__init__(lr, 0.0, dtype)
+        self.fits, self.error = fits, self.hparams.pop("error", error)
+
+    def training_step(self, batch):
+        if len(batch[0]) > self.fits:
+            self.held = torch.zeros(1000)
+            raise self.error("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().training_step(batch)
+
+
+class Sized(lumen.DataModule):
+    def __init__(self, batch_size=4, samples=200, dtype=torch.float32, drop_last=False):
+        super().__init__()
+        self.save_hyperparameters(ignore="dtype")
+        self.dtype = dtype
+
+    def train_dataloader(self):
+        given = self.hparams
+        return loader(given.samples, given.batch_size, dtype=self.dtype, drop_last=given.drop_last)
+
+
+def scale(tmp_path, task, data, trainer=None, **options):
+    tuner = lumen.Tuner(bare_trainer(tmp_path, max_epochs=1, **trainer or {}))
+    size = tuner.scale_batch_size(task, datamodule=data, **options)
+    assert data.hparams.batch_size == size
+    return size
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({}, 16),
+        ({"init_val": 5}, 20),
+        ({"init_val": 100}, 12),  # 100, 50, 25
+        ({"max_trials": 3}, 8),
+        ({"mode": "binsearch"}, 19),
+        ({"mode": "binsearch", "margin": 0.0}, 20),
+        ({"mode": "binsearch", "margin": 0.0, "max_trials": 7}, 20),  # 2, 4, 8, 16; not 32, not 24
+    ],
+)
+def test_the_largest_batch_that_fits_is_found(tmp_path, options, size):
+    assert scale(tmp_path, Cramped(), Sized(), **options) == size
+
+
+def test_memory_ends_by_other_errors_too(tmp_path):
+    assert scale(tmp_path, Cramped(error=RuntimeError), Sized(), init_val=16) == 16
+
+
+def test_no_more_is_tried_than_there_is(tmp_path):
+    assert scale(tmp_path, Cramped(1000), Sized(samples=50), init_val=16) == 50
+    assert scale(tmp_path, Cramped(1000), Sized(samples=50, drop_last=True), init_val=16) == 32
+
+
+@pytest.mark.parametrize(
+    ("fits", "options", "size"),
+    [(1000, {}, 24), (10, {}, 8), (10, {"mode": "binsearch", "margin": 0.0}, 8), (13, {"init_val": 13}, 12)],
+)
+def test_with_a_global_batch_size_it_is_the_micro_batch_that_cuts_a_step_evenly(tmp_path, fits, options, size):
+    assert scale(tmp_path, Cramped(fits), Sized(), {"global_batch_size": 24}, **options) == size
+
+
+class WithGradients(Cramped):
+    """Memory ends earlier where the gradients of a micro-batch before have their part of it."""
+
+    def training_step(self, batch):
+        self.fits = 6 if self.net[0].weight.grad is not None else 20
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"), [({"global_batch_size": 24}, 6), ({"accumulate_grad_batches": 4}, 6), ({}, 20)]
+)
+def test_a_trial_accumulates_where_the_run_does(tmp_path, options, size):
+    assert scale(tmp_path, WithGradients(), Sized(), options, mode="binsearch", margin=0.0) == size
+
+
+def test_a_training_whose_micro_batch_was_found_is_the_same_training(tmp_path):
+    def fit(name, callbacks):
+        task, data = Cramped(10, dtype=torch.float64), Sized(3, dtype=torch.float64)
+        trainer = quiet_trainer(tmp_path / name, max_epochs=2, global_batch_size=24, callbacks=callbacks)
+        trainer.fit(task, datamodule=data)
+        return weights(task), data.hparams.batch_size
+
+    finder = lumen.BatchSizeFinder()
+    (found, size), (plain, _) = fit("a", [finder]), fit("b", [])
+    assert size == finder.optimal_batch_size == 8
+    torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-10)
+
+
+def test_a_fit_after_a_search_for_the_batch_size_has_the_bits_of_one_without_it(tmp_path):
+    searched, plain = Cramped(), Cramped()
+    quiet_trainer(tmp_path, max_epochs=2, callbacks=[lumen.BatchSizeFinder()]).fit(searched, datamodule=Sized())
+    quiet_trainer(tmp_path, max_epochs=2).fit(plain, datamodule=Sized(16))
+    assert torch.equal(weights(searched), weights(plain))
+
+
+def test_a_resumed_run_has_the_batch_size_that_was_found(tmp_path):
+    def fit(name, steps, **options):
+        task, finder = Cramped(), lumen.BatchSizeFinder()
+        callbacks = [finder, lumen.ModelCheckpoint(at_end=True)]
+        quiet_trainer(tmp_path / name, max_steps=steps, callbacks=callbacks, **options).fit(task, datamodule=Sized())
+        return weights(task), finder.optimal_batch_size
+
+    straight, size = fit("a", 9)
+    fit("b", 4)
+    resumed, again = fit("b", 9, resume="auto")
+    assert (size, again) == (16, 16)
+    assert torch.equal(resumed, straight)
+
+
+def test_the_memory_of_what_did_not_fit_is_given_back(tmp_path):
+    task = Cramped()
+    scale(tmp_path, task, Sized(), mode="binsearch")
+    assert [each for each in gc.get_objects() if type(each) is Cramped] == [task]
+
+
+class Elsewhere(Cramped):
+    """Makes its loader itself, of a size that is nobody's attribute."""
+
+    def train_dataloader(self):
+        return loader(50, 8)
+
+
+class Fixed(Elsewhere):
+    batch_size = 4
+
+
+class Owning(Cramped):
+    def __init__(self):
+        super().__init__()
+        self.batch_size = 1
+
+    def train_dataloader(self):
+        return loader(200, self.batch_size)
+
+
+def test_the_size_may_be_the_tasks(tmp_path):
+    task = Owning()
+    assert lumen.Tuner(bare_trainer(tmp_path, max_epochs=1)).scale_batch_size(task) == task.batch_size == 16
+
+
+class Broken(Cramped):
+    def training_step(self, batch):
+        raise RuntimeError("of another kind")
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "error", "says"),
+    [
+        (Elsewhere, {}, ConfigError, "Elsewhere has no attribute or hyperparameter batch_size"),
+        (Fixed, {}, ConfigError, "batches have 8 samples: the loader does not take its size from there"),
+        (lambda: Owning(), {"mode": "linear"}, ConfigError, "expected the mode power or binsearch"),
+        (lambda: Owning(), {"init_val": 0}, ConfigError, "init_val"),
+    ],
+)
+def test_a_size_that_cannot_be_found_is_one_error(tmp_path, task, options, error, says):
+    with pytest.raises(error, match=says):
+        lumen.Tuner(bare_trainer(tmp_path, max_epochs=1)).scale_batch_size(task(), **options)
+
+
+def test_errors_of_another_kind_are_raised_and_one_sample_must_fit(tmp_path):
+    with pytest.raises(RuntimeError, match="of another kind"):
+        scale(tmp_path, Broken(), Sized())
+    with pytest.raises(TrainingError, match="a batch of one sample does not fit"):
+        scale(tmp_path, Cramped(0), Sized())
+
+
+def test_data_of_a_single_tensor_is_enough(tmp_path):
+    task = Falling()
+    data = DataLoader(TensorDataset(*regression_data(6)), 6)
+    assert len(search(tmp_path, task, data, update_attr=False).results["lr"]) > 10
+
+
+class ByHand(Owning):
+    automatic_optimization = False
+
+    def training_step(self, batch):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch))
+        optimizer.step()
+
+
+def test_the_batch_size_of_a_task_that_optimizes_by_hand_is_found_too(tmp_path):
+    assert lumen.Tuner(bare_trainer(tmp_path, max_epochs=1)).scale_batch_size(ByHand(), init_val=8) == 16

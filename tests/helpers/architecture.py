@@ -1,0 +1,29 @@
+"""The rooms of Lumen's house, floor by floor, and its files."""
+
+import ast
+from pathlib import Path
+
+import lumen
+
+ROOT = Path(lumen.__file__).parent
+#: From the ground up. A module imports only from floors below its own; a package is one unit.
+FLOORS = (
+    {"errors", "console"},
+    {"internals", "random"},
+    {"data", "metrics", "optim", "precision", "distributed", "loggers"},
+    {"task"},
+    {"strategies"},
+    {"run"},
+    {"checkpoint"},
+    {"loop", "callbacks", "profilers"},
+    {"trainer"},
+    {"cli"},
+)
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): ast.parse(path.read_text(), str(path)) for path in sorted(ROOT.rglob("*.py"))}

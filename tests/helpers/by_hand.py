@@ -1,0 +1,83 @@
+"""A task that optimizes by hand: two networks against each other, each with an optimizer and a schedule."""
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+
+
+def pairs(samples=50, dtype=torch.float64):
+    """What is real, and noise: samples of 3 and 4 numbers."""
+    generator = torch.Generator().manual_seed(1)
+    real = torch.randn(samples, 3, generator=generator, dtype=torch.float64) + 1
+    return real.to(dtype), torch.randn(samples, 4, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def pair_loader(samples=50, batch_size=8, dtype=torch.float64, **options):
+    return DataLoader(TensorDataset(*pairs(samples, dtype)), batch_size, **options)
+
+
+def networks(dtype=torch.float64):
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)).to(dtype)
+    critic = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 1)).to(dtype)
+    return generator, critic
+
+
+def critic_loss(generator, critic, real, noise):
+    return (softplus(-critic(real)) + softplus(critic(generator(noise).detach()))).mean()
+
+
+def generator_loss(generator, critic, noise):
+    return softplus(-critic(generator(noise))).mean()
+
+
+def optimizers_of(generator, critic):
+    """Two optimizers, and a schedule of each."""
+    both = torch.optim.Adam(generator.parameters(), 1e-2), torch.optim.SGD(critic.parameters(), 0.1, momentum=0.9)
+    return both, tuple(torch.optim.lr_scheduler.StepLR(each, 3, 0.5) for each in both)
+
+
+class Gan(lumen.TaskModule):
+    """The generator moves in every `every`-th batch, the critic in each; each freezes the other."""
+
+    def __init__(self, dtype=torch.float64, every=1):
+        super().__init__()
+        self.automatic_optimization = False
+        self.every = every
+        self.generator, self.critic = networks(dtype)
+        self.indices = []
+
+    def training_step(self, batch, batch_idx):
+        real, noise = batch
+        self.indices.append(batch_idx)
+        ours, theirs = self.optimizers()
+        with self.toggled_optimizer(theirs):
+            loss = critic_loss(self.generator, self.critic, real, noise)
+            theirs.zero_grad()
+            self.manual_backward(loss)
+            theirs.step()
+        schedules = self.lr_schedulers()
+        schedules[1].step()
+        self.log("critic", loss, on_step=False, on_epoch=True)
+        if batch_idx % self.every == self.every - 1:
+            self.move_generator(ours, noise)
+            schedules[0].step()
+
+    def move_generator(self, optimizer, noise):
+        self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        loss = generator_loss(self.generator, self.critic, noise)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.05)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+        self.log("generator", loss, on_step=False, on_epoch=True)
+
+    def validation_step(self, batch):
+        self.log("val", critic_loss(self.generator, self.critic, *batch))
+
+    def configure_optimizers(self):
+        return optimizers_of(self.generator, self.critic)

@@ -1,0 +1,34 @@
+"""A clock that tests move: time passes where something sleeps and nowhere else, so that it is counted, not measured."""
+
+import importlib
+import time
+from types import SimpleNamespace
+
+import pytest
+
+READERS = ("lumen.callbacks.throughput", "lumen.data.adapter", "lumen.data.windows", "lumen.profilers.simple")
+
+
+class Clock:
+    """What `time.sleep` moves, in this process."""
+
+    def __init__(self):
+        self.now_s = 1024.0
+
+    def read(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What profilers, timers and the record of throughput read instead of the time."""
+    clock = Clock()
+    for module in READERS:
+        monkeypatch.setattr(importlib.import_module(module), "perf_counter", clock.read)
+    for module in ("lumen.callbacks.timer", "lumen.run.stop_vote"):
+        monkeypatch.setattr(importlib.import_module(module), "time", SimpleNamespace(monotonic=clock.read))
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock

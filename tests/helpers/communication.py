@@ -1,0 +1,7 @@
+"""How much the processes of a run tell each other at once."""
+
+BESIDE = 5  # numbers: a sum of weights, who returned some, who none, who ends the epoch, who wishes to stop
+VOTE = 3  # numbers: a clock, how many ranks are asked to stop, how many announce something
+GATHER = 2  # collectives: each rank tells first how long its value is
+#: Gathers and sums of an epoch of one step, by the task that is trained.
+EPOCHS = {"Quiet": (0, 1), "Saying": (1, 1), "Ending": (2, 2), "QuietEnding": (1, 2), "MeasuringEnding": (3, 2)}

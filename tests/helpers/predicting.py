@@ -1,0 +1,33 @@
+"""A task whose predictions say of which sample they are."""
+
+import json
+
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+import lumen
+from tests.helpers.tasks import numbers
+
+
+class Doubling(lumen.TaskModule):
+    def predict_step(self, batch):
+        return {"value": batch[0] * 2, "pair": torch.stack([batch[0], batch[0]], 1)}
+
+
+def data(count=10, **options):
+    return DataLoader(numbers(count), 3, **options)
+
+
+def read(folder):
+    """Samples by index, of whatever files there are: (loader, index) with what was predicted."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".jsonl":
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            found += [((row["dataloader"], row["index"]), row["value"], row["pair"]) for row in rows]
+        else:
+            tensors, loader = load_file(path), int(path.name.split("-")[1])
+            rows = zip(*(tensors[name].tolist() for name in ("index", "value", "pair")), strict=True)
+            found += [((loader, index), value, pair) for index, value, pair in rows]
+    return found

@@ -1,0 +1,7 @@
+"""The checkpoints that a run has left."""
+
+from lumen.checkpoint import find_checkpoints
+
+
+def names(tmp_path, run="run"):
+    return [path.name for path in find_checkpoints(tmp_path / "runs" / run / "checkpoints")]

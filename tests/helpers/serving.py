@@ -1,0 +1,23 @@
+"""A web server of files."""
+
+import http.server
+import threading
+from contextlib import contextmanager
+from functools import partial
+
+
+@contextmanager
+def serving(folder):
+    """A web server of a directory: its address, and what was asked of it."""
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *values):
+            asked.append(str(values[1]))
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+        thread.join()

@@ -1,0 +1,18 @@
+"""What processes hold of tensors that are cut up."""
+
+import gc
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def held_bytes():
+    """Bytes of all tensors that this process holds, however many share them."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    tensors = [each for each in found if not each.is_meta and each.layout is torch.strided]  # sparse ones have several
+    storages = [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

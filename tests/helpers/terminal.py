@@ -1,0 +1,3 @@
+"""What a terminal is sent."""
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor

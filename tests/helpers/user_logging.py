@@ -1,0 +1,28 @@
+"""A run in which a callback speaks by loggers of the user."""
+
+import logging
+
+import lumen
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+
+class Says(lumen.Callback):
+    """Says something of each level, by the logger of a name."""
+
+    def __init__(self, *names):
+        self.names = names
+
+    def on_train_start(self, trainer, task):
+        for name in self.names:
+            for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+                logging.getLogger(name).log(level, "said at %d", level)
+
+
+def fit_saying(folder, *names, task=None, data=None, **options):
+    trainer = quiet_trainer(folder, **{"max_steps": 1, "log_level": "INFO", "callbacks": Says(*names)} | options)
+    trainer.fit(task or Regression(), data or loader())
+    return (trainer.run_directory / "run.log").read_text().splitlines()
+
+
+def said(lines):
+    return [line.split(" ", 2)[2] for line in lines if ": said" in line]

@@ -1,0 +1,461 @@
+"""`lumen.CLI(Task, Data)`: the command line of a user's own script."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import lumen
+from lumen.errors import ConfigError
+from tests.helpers import ROOT
+from tests.helpers.cli_tasks import Line, Points, Slope, Spy
+
+CONFIG = {"trainer": {"max_steps": 2, "enable_progress_bar": False, "enable_model_summary": False}}
+QUIET = ["--config", "line.yaml", "--seed_everything", "7"]
+SCRIPT = """\
+import lumen
+from tests.helpers.cli_tasks import Points, Line
+
+
+class Mine(Line):
+    pass
+
+
+class Mineral(Mine):
+    pass
+
+
+"""
+
+pytestmark = pytest.mark.usefixtures("workplace")
+
+
+def cli(*words, **options):
+    """A script's command line for a line and its points; its words are given."""
+    return lumen.CLI(Line, Points, args=[words[0], *QUIET, *words[1:]], **options)
+
+
+def refused(*words, kind=lumen.CLI, **options):
+    with pytest.raises(ConfigError) as error:
+        kind(Line, Points, **{"args": ["fit", *QUIET, *words], **options})
+    return str(error.value)
+
+
+def saved(path="runs/line"):
+    return yaml.safe_load((Path(path) / "config.yaml").read_text())
+
+
+def script(text, *words, **environment):
+    """Run a script of its own, as a user does; environment variables of ours as they are."""
+    Path("train.py").write_text(SCRIPT + text)
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "train.py", *words], env=settings, capture_output=True, text=True)
+
+
+# ---------------------------------------------------------------------- classes
+
+
+def test_the_arguments_of_the_scripts_classes_are_settings_of_their_own():
+    made = cli("fit", "--model.lr", "0.5", "--data.samples", "8", "--model.noise.scale", "2")
+    assert (type(made.model), type(made.datamodule), type(made.trainer)) == (Line, Points, lumen.Trainer)
+    assert (made.model.hparams.lr, made.model.noise.scale, made.datamodule.hparams.samples) == (0.5, 2.0, 8)
+    assert made.trainer.global_step == 2
+    # required, and taken from the data as `lumen fit` does
+    assert (made.model.width, saved()["model"]["width"]) == (3, 3)
+    assert saved()["model"]["lr"] == 0.5
+    assert made.subcommand == "fit"
+    assert made.config.fit.model.lr == made.config["fit"]["model"]["lr"] == 0.5
+
+
+def test_the_saved_config_repeats_the_run_under_the_same_script():
+    first = cli("fit", "--model.lr", "0.5").model
+    second = lumen.CLI(Line, Points, args=["fit", "--config", "runs/line/config.yaml"]).model
+    assert torch.equal(first.layer.weight, second.layer.weight)
+    assert Path("runs/line-2/config.yaml").is_file()
+    # and is read by every other command, and by `--ckpt_path` alone
+    assert lumen.CLI(Line, Points, args=["validate", "--ckpt_path", "runs/line"]).model.hparams.lr == 0.5
+
+
+def test_a_config_of_lumen_fit_is_read_by_a_script_of_the_same_class(printed):
+    Path("whole.yaml").write_text(
+        "model: {class_path: tests.helpers.cli_tasks.Line, init_args: {lr: 0.25}}\n"
+        "data: {class_path: tests.helpers.cli_tasks.Points}\n"
+    )
+    assert printed(cli, "fit", "--config", "whole.yaml")["model"]["lr"] == 0.25
+
+
+def test_another_class_than_the_scripts_is_refused():
+    assert refused("--model", "tests.helpers.cli_tasks.Slope") == (
+        "model (the command line): the class is Line, which the script says, found tests.helpers.cli_tasks.Slope. "
+        "Leave class_path out."
+    )
+
+
+def test_with_subclasses_on_the_settings_name_a_class_derived_from_the_scripts():
+    words = ["--model", "tests.helpers.cli_tasks.Slope", "--model.steepness", "3", "--data", "Points"]
+    made = cli("fit", *words, subclass_mode_model=True, subclass_mode_data=True)
+    assert type(made.model) is Slope
+    assert saved()["model"]["class_path"] == "tests.helpers.cli_tasks.Slope"
+    assert saved()["model"]["init_args"]["steepness"] == 3.0
+    assert "is no Line" in refused("--model", "lumen.TaskModule", "--data", "Points", subclass_mode_model=True)
+
+
+def test_without_classes_any_may_be_named():
+    words = ["fit", *QUIET, "--model", "tests.helpers.cli_tasks.Slope", "--data", "tests.helpers.cli_tasks.Points"]
+    assert type(lumen.CLI(args=words).model) is Slope
+    assert type(lumen.CLI(Line, args=["fit", *QUIET, *words[-2:]]).datamodule) is Points
+
+
+# ---------------------------------------------------------------------- a script's own options
+
+
+class Linked(lumen.CLI):
+    """What the documentation of LightningCLI shows."""
+
+    def add_arguments_to_parser(self, parser):
+        parser.add_argument("--note", default="none", help="What this run is for.")
+        parser.add_argument("--tries", type=int, default=1)
+        parser.add_lightning_class_args(lumen.Timer, "timer")
+        parser.set_defaults({"timer.duration": "00:01:00:00", "trainer.max_steps": 9, "model.lr": 0.125})
+        parser.link_arguments("data.batch_size", "model.label", compute_fn=lambda size: f"of {size}")
+        parser.link_arguments("data.width", "model.width", apply_on="instantiate")
+
+
+@pytest.fixture
+def printed(capsys):
+    """The settings that a script prints."""
+
+    def run(make, *words, **options):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            make(*words, "--print_config", **options)
+        assert not ended.value.code
+        return yaml.safe_load(capsys.readouterr().out)
+
+    return run
+
+
+def test_arguments_are_linked_added_and_have_the_scripts_defaults():
+    made = Linked(Line, Points, args=["fit", "--trainer.max_steps", "1", "--data.batch_size", "6", "--note", "a: b"])
+    assert (made.model.hparams.label, made.model.width, made.model.hparams.lr) == ("of 6", 3, 0.125)
+    assert (made.config.fit.note, made.config.fit.tries) == ("a: b", 1)
+    (timer,) = [each for each in made.trainer.callbacks if isinstance(each, lumen.Timer)]
+    assert made.config_init.timer is timer
+    kept = saved("runs/line")
+    assert (kept["note"], kept["timer"]["duration"], kept["trainer"]["max_steps"]) == ("a: b", "00:01:00:00", 1)
+    assert kept["model"].keys().isdisjoint({"width", "label"})  # linked again
+    again = Linked(Line, Points, args=["fit", "--config", "runs/line/config.yaml"])
+    assert (again.model.hparams.label, again.config.fit.note) == ("of 6", "a: b")
+
+
+def test_links_and_defaults_are_for_classes_that_the_settings_name_too():
+    words = ["fit", "--trainer.max_steps=1", "--model=tests.helpers.cli_tasks.Line", "--data=Points"]
+    made = Linked(args=[*words, "--data.batch_size=6"])
+    assert (made.model.hparams.label, made.model.width, made.model.hparams.lr) == ("of 6", 3, 0.125)
+    assert saved("runs/line")["model"]["init_args"].keys().isdisjoint({"width", "label"})
+
+
+def test_files_and_the_environment_beat_what_the_script_sets(printed, monkeypatch):
+    monkeypatch.setenv("LUMEN_FIT__TRAINER__MAX_STEPS", "5")
+
+    def make(*words):
+        return Linked(Line, Points, args=["fit", *words])
+
+    assert printed(make)["trainer"]["max_steps"] == 5
+    assert printed(make, *QUIET)["trainer"]["max_steps"] == 2
+    monkeypatch.delenv("LUMEN_FIT__TRAINER__MAX_STEPS")
+    assert printed(make)["trainer"]["max_steps"] == 9
+
+
+def test_what_is_left_out_of_a_printed_config_is_what_the_script_sets_anyway(capsys):
+    def left(*words):
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            Linked(Line, Points, args=["fit", "--print_config=skip_default", *words])
+        return yaml.safe_load(capsys.readouterr().out)
+
+    assert left() == {}
+    assert left("--trainer.max_steps=null", "--model.lr=0.01", "--tries=3") == {
+        "trainer": {"max_steps": None}, "model": {"lr": 0.01}, "tries": 3,
+    }  # fmt: skip
+
+
+def test_a_linked_argument_is_no_setting():
+    assert refused("--model.label", "mine", kind=Linked) == (
+        "model.label (the command line): it is taken from data.batch_size. Leave it out."
+    )
+
+
+def test_what_is_wrong_with_options_of_the_scripts_own_is_said_with_the_rest():
+    said = refused("--tries", "two", "--timer.duratoin", "3", "--model.lr", "high", "--note2", "x", kind=Linked)
+    assert "tries (the command line): expected int, found 'two'." in said
+    assert "timer.duratoin (the command line): Timer has no option duratoin. Did you mean duration?" in said
+    assert "model.lr (the command line): expected float, found 'high'." in said
+    assert "has no option note2. Did you mean note?" in said
+    assert len(said.splitlines()) == 4
+
+
+class Nested(lumen.CLI):
+    def add_arguments_to_parser(self, parser):
+        parser.add_argument("--sizes.small", type=int, default=3)
+        parser.add_class_arguments(lumen.ModelCheckpoint, "saver")
+        parser.add_subclass_arguments(lumen.Callback, "extra")
+        parser.set_defaults({"sizes.small": 4, "model": {"lr": 0.25}, "trainer.max_steps": 1})
+
+
+def test_options_may_have_names_in_names_and_name_classes():
+    made = Nested(Line, Points, args=["fit", "--extra=Timer", "--extra.duration=00:00:01:00"])
+    assert (made.config.fit.sizes.small, made.model.hparams.lr) == (4, 0.25)
+    assert type(made.config_init.extra) is lumen.Timer
+    assert made.config_init.saver not in made.trainer.callbacks  # add_lightning_class_args puts it there
+    said = refused("--sizes.small=few", "--extra=Tmer", "--saver.mode=mean", kind=Nested)
+    assert "sizes.small (the command line): expected int, found 'few'." in said
+    assert "extra (the command line): lumen has no class Tmer. Did you mean Timer?" in said
+    assert "saver.mode (the command line): expected one of min, max" in said
+    assert len(said.splitlines()) == 3
+
+
+def test_what_is_wrong_with_the_scripts_own_defaults_is_said_so():
+    said = refused(trainer_defaults={"gpus": 2, "max_steps": "many", "precision": "fp17"}, args=["fit"])
+    assert "trainer.gpus (the script): Trainer has no option gpus. Use accelerator and devices." in said
+    assert "trainer.precision (the script): " in said
+    assert "trainer.max_steps (the script): expected int, found 'many'." in said
+
+
+def test_the_help_of_a_script_has_its_own_options_and_its_name(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
+    for words in (["fit", "--help"], ["fit", "--model.help"]):
+        with pytest.raises(SystemExit) as ended:
+            Linked(Line, Points, args=words)
+        out = capsys.readouterr().out
+        assert ended.value.code == 0
+        assert "train.py fit --config FILE" in out
+        for option in ("--note", "What this run is for.", "--timer.duration", "--model.lr", "default: 0.125"):
+            assert option in out
+        assert "--model.width WIDTH" not in out
+    with pytest.raises(SystemExit) as ended:
+        Linked(Line, Points, args=[])
+    assert not ended.value.code
+    assert "train.py COMMAND --config FILE" in capsys.readouterr().out
+
+
+class Wrong(lumen.CLI):
+    def add_arguments_to_parser(self, parser):
+        parser.link_arguments("data.batchsize", "model.label")
+
+
+def test_a_link_of_what_is_not_there_is_an_error():
+    assert refused(kind=Wrong).startswith("link_arguments('data.batchsize', 'model.label'): No action for key")
+
+
+class Optimized(lumen.CLI):
+    def add_arguments_to_parser(self, parser):
+        parser.add_optimizer_args(torch.optim.AdamW)
+        parser.add_lr_scheduler_args(torch.optim.lr_scheduler.ExponentialLR)
+        parser.set_defaults({"optimizer.lr": 0.5, "lr_scheduler.gamma": 0.5})
+
+
+def test_a_script_chooses_the_optimizer_and_the_settings_its_arguments():
+    made = Optimized(Line, Points, args=["fit", *QUIET, "--optimizer.weight_decay", "0.25", "--trainer.max_steps=4"])
+    (optimizer,) = made.trainer.optimizers
+    group = optimizer.param_groups[0]
+    assert (type(optimizer), group["lr"], group["weight_decay"]) == (torch.optim.AdamW, 0.25, 0.25)
+    made = Optimized(Line, Points, args=["fit", *QUIET, "--optimizer", "SGD", "--optimizer.lr", "1"])
+    assert type(made.trainer.optimizers[0]) is torch.optim.SGD
+
+
+def test_without_automatic_optimizers_there_is_no_such_setting():
+    said = refused("--optimizer", "SGD", auto_configure_optimizers=False)
+    assert "has no option optimizer" in said
+    assert type(cli("fit", auto_configure_optimizers=False).trainer.optimizers[0]) is torch.optim.SGD
+
+
+class Two(lumen.CLI):
+    def add_arguments_to_parser(self, parser):
+        parser.add_optimizer_args(torch.optim.AdamW, nested_key="generator", link_to="model.generator")
+
+
+def test_several_optimizers_belong_into_the_task():
+    assert refused(kind=Two) == (
+        "add_optimizer_args('generator'): Lumen configures one as optimizer. Several of them belong into "
+        "configure_optimizers of the task."
+    )
+
+
+# ---------------------------------------------------------------------- hooks and the trainer
+
+
+class Noting(lumen.CLI):
+    noted = ()
+
+    def before_instantiate_classes(self):
+        self.noted = [("classes", hasattr(self, "model"))]
+        self.config[self.subcommand].model.lr = 0.75
+
+    def instantiate_trainer(self, **given):
+        return super().instantiate_trainer(log_every_n_steps=1, **given)
+
+    def before_fit(self):
+        self.noted.append(("before", self.trainer.plan.max_steps, self.model.hparams.lr))
+
+    def after_fit(self):
+        self.noted.append(("after", self.trainer.global_step, self.trainer.plan.log_every_n_steps))
+
+    def after_validate(self):
+        self.noted.append(("validated", set(self.trainer.callback_metrics)))
+
+
+def test_hooks_are_called_around_what_is_run():
+    assert Noting(Line, Points, args=["fit", *QUIET]).noted == [
+        ("classes", False),
+        ("before", 2, 0.75),
+        ("after", 2, 1),
+    ]
+    assert saved()["model"]["lr"] == 0.75
+    assert Noting(Line, Points, args=["validate", *QUIET]).noted[1:] == [("validated", {"val_loss"})]
+
+
+class Misspelt(lumen.CLI):
+    def parse_arguments(self, parser, args):
+        pass
+
+    def before_fti(self):
+        pass
+
+
+def test_a_method_that_nothing_calls_is_an_error():
+    assert refused(kind=Misspelt) == (
+        "Misspelt.parse_arguments: nothing calls it. Use before_instantiate_classes, where the settings are "
+        "self.config.\nMisspelt.before_fti: nothing calls it. Did you mean before_fit?"
+    )
+
+
+def test_defaults_of_the_trainer_may_be_settings_or_objects():
+    logger = lumen.CSVLogger()
+    defaults = {"log_every_n_steps": 1, "logger": logger, "callbacks": [Spy()], "max_steps": 8}
+    made = cli("fit", "--trainer.callbacks+=lumen.LearningRateMonitor", trainer_defaults=defaults)
+    assert (made.trainer.plan.log_every_n_steps, made.trainer.plan.max_steps) == (1, 2)
+    assert logger in made.trainer.loggers
+    assert {Spy, lumen.LearningRateMonitor} <= {type(each) for each in made.trainer.callbacks}
+    without = cli("fit", "--trainer.logger=false", trainer_defaults=defaults)
+    assert without.trainer.loggers == []
+
+
+class Mine(lumen.Trainer):
+    """A trainer with an argument of its own, as scripts derive it."""
+
+    def __init__(self, room: str = "here", **settings: Any):
+        super().__init__(**settings)
+        self.room = room
+
+
+def test_the_trainer_may_be_a_class_of_the_scripts():
+    made = cli("fit", "--trainer.room", "there", trainer_class=Mine)
+    assert (type(made.trainer), made.trainer.room, made.trainer.plan.max_steps) == (Mine, "there", 2)
+
+
+def test_seeds_of_scripts():
+    assert cli("fit").trainer.seed == 7
+    words = ["fit", *QUIET[:2]]
+    assert lumen.CLI(Line, Points, args=words, seed_everything_default=11).trainer.seed == 11
+    assert isinstance(lumen.CLI(Line, Points, args=words, seed_everything_default=True).trainer.seed, int)
+    assert "a run always has a seed" in refused(seed_everything_default=False)
+
+
+class Keeping(lumen.Callback):
+    def __init__(self, config):
+        self.config = config
+
+
+def test_the_callback_that_keeps_the_config_may_be_another_or_none():
+    made = cli("fit", save_config_callback=Keeping)
+    assert made.trainer.callbacks[0].config["model"]["lr"] == 0.01
+    assert not Path("runs/line/config.yaml").exists()
+    cli("fit", save_config_callback=None)
+    assert not Path("runs/line-2/config.yaml").exists()
+
+
+def test_files_that_the_script_reads_by_default_are_below_all_others():
+    Path("own.yaml").write_text("model: {lr: 0.5, widths: [7]}")
+    Path("mine.yaml").write_text("model: {lr: 0.25}")
+    for files in ({"default_config_files": ["own.yaml", "none.yaml"]}, {"fit": {"default_config_files": ["own.yaml"]}}):
+        made = cli("fit", "--config", "mine.yaml", parser_kwargs={**files, "parser_mode": "omegaconf"})
+        assert (made.model.hparams.lr, made.model.hparams.widths) == (0.25, (7,))
+    assert "found env_prefix='MY'" in refused(parser_kwargs={"env_prefix": "MY"})
+
+
+def test_an_argument_of_lightnings_cli_says_what_serves_in_its_place():
+    with pytest.raises(ConfigError, match="CLI has no argument save_config_kwargs"):
+        lumen.CLI(Line, save_config_kwargs={"overwrite": True}, args=["fit"])
+
+
+# ---------------------------------------------------------------------- run=False, words of others
+
+
+def test_without_running_everything_is_built_and_fit_is_the_scripts():
+    words = ["--config", "line.yaml", "--seed_everything=7", "--optimizer=AdamW", "--optimizer.lr=0.5"]
+    made = lumen.CLI(Line, Points, run=False, args=words)
+    assert (made.subcommand, made.config.optimizer.init_args.lr) == (None, 0.5)
+    assert not Path("runs").exists()
+    made.trainer.fit(made.model, datamodule=made.datamodule)
+    assert type(made.trainer.optimizers[0]) is torch.optim.AdamW
+    assert (saved()["optimizer"]["init_args"]["lr"], saved()["seed_everything"]) == (0.5, 7)
+    told = lumen.CLI(Line, Points, args=["fit", *words])
+    assert torch.equal(told.model.layer.weight, made.model.layer.weight)
+
+
+def test_without_running_the_environment_is_read_without_a_command(monkeypatch):
+    monkeypatch.setenv("LUMEN_MODEL__LR", "0.5")
+    monkeypatch.setenv("LUMEN_FIT__MODEL__LR", "0.25")
+    assert lumen.CLI(Line, Points, run=False, args=[]).model.hparams.lr == 0.5
+
+
+def test_arguments_may_be_settings():
+    given = {"model": {"lr": 0.5}, "trainer": {"fast_dev_run": True}}
+    assert lumen.CLI(Line, Points, run=False, args=given).model.hparams.lr == 0.5
+    made = lumen.CLI(Line, Points, args={"subcommand": "fit", "fit": given})
+    assert (made.model.hparams.lr, made.trainer.global_step) == (0.5, 1)
+    with pytest.raises(ConfigError, match=r"model.lrr \(the arguments\): Line has no option lrr"):
+        lumen.CLI(Line, Points, run=False, args={"model": {"lrr": 1}})
+
+
+@pytest.mark.parametrize("run", [True, False])
+def test_variables_of_lightnings_are_named_and_not_passed_over(monkeypatch, run):
+    middle = "FIT__" if run else ""
+    monkeypatch.setenv(f"PL_{middle}TRAINER__MAX_STEPS", "3")
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")  # Lightning sets it itself
+    with pytest.raises(ConfigError) as error:
+        lumen.CLI(Line, Points, args=["fit"] if run else [], run=run)
+    assert str(error.value) == (
+        f"the environment variable PL_{middle}TRAINER__MAX_STEPS is not read. "
+        f"Write LUMEN_{middle}TRAINER__MAX_STEPS, or unset it."
+    )
+
+
+# ---------------------------------------------------------------------- scripts
+
+
+def test_a_script_needs_one_line_and_its_errors_are_one_line():
+    done = script("lumen.CLI(Mine, Points)\nprint('goes on')\n", "fit", *QUIET)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "goes on\n"
+    assert saved()["model"]["width"] == 3
+    done = script("lumen.CLI(Mine, Points)\nprint('goes on')\n", "fit", "--model.lrr", "3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("error: model.lrr (the command line): Mine has no option lrr. Did you mean lr?\n")
+
+
+@pytest.mark.slow
+def test_a_scripts_processes_run_the_script():
+    text = "cli = lumen.CLI(Mine, Points, subclass_mode_model=True)\nprint(cli.trainer.world_size, cli.model.width)\n"
+    words = ["fit", *QUIET, "--trainer.accelerator=cpu", "--model", "Mineral"]
+    done = script(text, *words, "--trainer.devices=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "2 3"
+    assert saved()["model"]["class_path"] == "__main__.Mineral"
+    assert saved()["trainer"]["devices"] == 2

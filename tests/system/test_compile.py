@@ -1,0 +1,33 @@
+"""Compilation in a program of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+
+pytestmark = pytest.mark.filterwarnings(  # of torch's own code, when it compiles and when it is imported for it
+    "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.torch.jit:DeprecationWarning"
+)
+
+
+@pytest.mark.slow
+def test_a_missing_compiler_is_one_clear_error(tmp_path):
+    script = (
+        "from pathlib import Path\n"
+        "from tests.helpers.tasks import Regression, loader, quiet_trainer\n"
+        "quiet_trainer(Path('.'), max_steps=1, compile=True).fit(Regression(), loader())\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    environment = os.environ | {
+        "CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "ConfigError: compile: there is no C++ compiler" in done.stderr.strip().splitlines()[-1]
+    assert "Install g++ or clang++" in done.stderr

@@ -1,0 +1,41 @@
+"""What a user's program shows of logged messages."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+
+
+@pytest.mark.parametrize(
+    ("setup", "shown"),
+    [
+        ("logging.basicConfig()", "INFO:lumen:"),
+        pytest.param("logging.basicConfig(filename='mine.log')", "", marks=pytest.mark.slow),
+        pytest.param(
+            "logging.basicConfig(handlers=[rich.logging.RichHandler()])", "INFO INFO:lumen:", marks=pytest.mark.slow
+        ),
+        ("pass", ""),
+    ],
+)
+def test_a_message_is_shown_once_and_in_the_manner_of_the_users_program(tmp_path, setup, shown):
+    script = f"""
+import logging, sys
+import rich.logging
+{setup}
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+from pathlib import Path
+quiet_trainer(Path("."), log_level="INFO", max_steps=1).fit(Regression(), loader())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True, text=True, capture_output=True
+    )
+    (line,) = [line for line in (done.stdout + done.stderr).splitlines() if "the run is in" in line]
+    assert re.search(rf"^(\[.*\] |){shown}the run is in runs/run", re.sub(" +", " ", line))
+    assert (tmp_path / "runs/run/run.log").read_text().count("finished: ") == 1
+    if "mine.log" in setup:
+        assert (tmp_path / "mine.log").read_text().count("INFO:lumen:the run is in") == 1

@@ -1,0 +1,144 @@
+"""The bar in a real terminal, beside a pipe and a debugger."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from tests.helpers import ROOT
+from tests.helpers.progress_bar import without_escapes
+from tests.helpers.terminal import HIDE, SHOW
+
+
+def run_in_a_terminal(script: str) -> tuple[str, str, int]:
+    """Run Python with a terminal as stderr and a pipe as stdout. Returns what came out of both, and the exit code."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    os.close(theirs)
+    screen = b""
+    try:
+        while select.select([ours], [], [], 60)[0] and (part := os.read(ours, 65536)):
+            screen += part
+    except OSError:  # Linux: the other end is closed
+        pass
+    os.close(ours)
+    out, _ = process.communicate(timeout=60)
+    return out.decode(), screen.decode(), process.returncode
+
+
+def test_a_real_terminal_gets_its_cursor_back_and_a_piped_output_stays_in_its_pipe(tmp_path: Path) -> None:
+    out, screen, code = run_in_a_terminal(f"""
+        from tests.fit import test_progress_bar as t
+        task = t.Task(pause_s=0.01)
+        task.at = {{5: lambda: print("a result"), 15: t.fail}}
+        t.trainer(t.Path({str(tmp_path)!r}), max_steps=30).fit(task, t.loader(30))
+    """)
+    assert code == 1
+    assert out == "a result\n"
+    assert "step 0/30 · epoch 0 ━" in without_escapes(screen)
+    assert screen.count(HIDE) == 1
+    assert "RuntimeError: a mistake of the user" in screen.rpartition(SHOW)[2]
+
+
+def test_a_callback_that_fails_while_closing_does_not_cost_the_cursor(tmp_path: Path) -> None:
+    _, screen, code = run_in_a_terminal(f"""
+        from tests.fit import test_progress_bar as t
+        class Bad(t.Callback):
+            def on_exception(self, *arguments): raise ValueError("first")
+            def teardown(self, *arguments): raise ValueError("second")
+        run = t.trainer(t.Path({str(tmp_path)!r}), max_steps=30)
+        run.callbacks.insert(0, Bad())
+        run.fit(t.Task(pause_s=0.01, at={{5: t.fail}}), t.loader(30))
+    """)
+    assert code == 1
+    assert "ValueError: second" in screen
+    assert screen.rfind(SHOW) > screen.rfind(HIDE) >= 0
+
+
+def screen_of(written: str) -> list[str]:
+    """The lines that a terminal shows which has got all this."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b.|[^\x1b]", written):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part == "\x1b[K":
+            lines[row] = lines[row][:column]
+        elif re.fullmatch(r"\x1b\[\d*A", part):
+            row -= int(part[2:-1] or 1)
+        elif not part.startswith(("\x1b", "\a", "\b")):
+            lines[row] = lines[row].ljust(column)[:column] + part + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in "\n".join(lines).rstrip().split("\n")]
+
+
+def debug_in_a_terminal(script: str, commands: list[str]) -> tuple[list[list[str]], str, int]:
+    """Run Python in a terminal, and give a debugger a command at each of its prompts.
+
+    Returns:
+        What the terminal showed at each prompt, all that was written, and the exit code.
+    """
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )  # fmt: skip
+    os.close(theirs)
+    written, shown = "", []
+    try:
+        while select.select([ours], [], [], 60)[0] and (part := os.read(ours, 65536)):
+            written += part.decode()
+            if commands and without_escapes(written).endswith("(Pdb) "):
+                shown.append(screen_of(written))
+                os.write(ours, (commands.pop(0) + "\n").encode())
+    except OSError:  # Linux: the other end is closed
+        pass
+    os.close(ours)
+    return shown, written, process.wait(60)
+
+
+def test_a_debugger_gets_the_terminal_without_the_bar_and_leaves_it_to_the_bar(tmp_path: Path) -> None:
+    shown, written, code = debug_in_a_terminal(
+        f"""
+        from tests.fit import test_progress_bar as t
+        t.lumen.callbacks.display._DRAWING_SHARE = t.math.inf
+        def set_trace(): import pdb; pdb.set_trace()
+        task = t.Task(pause_s=0.01)
+        task.at = {{5: lambda: breakpoint(), 9: set_trace}}
+        bar = t.ProgressBar(refresh_per_second=1e9)
+        t.trainer(t.Path({str(tmp_path)!r}), bar, max_steps=12).fit(task, t.loader(12))
+        import pdb, sys
+        print("as it was:", pdb.Pdb.interaction.__module__, type(sys.stdout).__name__)
+        """,
+        ["p 6 * 7", "up", "p step", "c", "n", "n", "n", "c"],
+    )
+    assert code == 0, written
+    assert len(shown) == 8
+    for screen in shown:
+        assert screen[-1] == "(Pdb)"
+        assert not any("━" in line or line.startswith("step ") for line in screen)
+    assert [line for line in shown[1] if line.isdigit()] == ["42"]
+    assert shown[3][-2] == "5"
+    end = screen_of(written)
+    assert sum(line.startswith("step 12/12") for line in end) == 1
+    assert "as it was: pdb TextIOWrapper" in end
+    assert written.rfind(SHOW) > written.rfind(HIDE)
+    assert "step 5/12" in without_escapes(written)  # it was back between the two

@@ -1,0 +1,41 @@
+"""What a user's program shows of its own and of Lumen's messages."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.helpers.user_logging import said
+
+SCRIPT = """
+import logging
+{setup}
+from tests.helpers.user_logging import fit_saying
+from pathlib import Path
+fit_saying(Path("."), "mine")
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "shown"),
+    [
+        ("", ["mine: said at 20", "warning: mine: said at 30"]),
+        ("logging.basicConfig(level='INFO')", ["INFO:mine:said at 20", "WARNING:mine:said at 30"]),
+        ("logging.basicConfig()", ["WARNING:mine:said at 30"]),
+        pytest.param(
+            "h = logging.StreamHandler(); logging.getLogger('mine').addHandler(h)",
+            ["said at 20", "said at 30"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_no_line_is_shown_twice_and_a_program_that_shows_them_itself_does(tmp_path, setup, shown):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(setup=setup)], cwd=tmp_path, check=True, text=True, capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert [line for line in done.stderr.splitlines() if "said" in line] == shown
+    log = (tmp_path / "runs/run/run.log").read_text()
+    assert said(log.splitlines()) == ["INFO mine: said at 20", "WARNING mine: said at 30"]
