@@ -190,7 +190,6 @@ class Improving(Moving):
 
 def test_nothing_is_removed_before_the_commit_and_every_path_given_out_exists(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
-    disk.goes_on.set()
     saver = saving(monitor="score", on_best=False, keep_last=1)
     seen = {}
 
@@ -216,12 +215,12 @@ def test_nothing_is_removed_before_the_commit_and_every_path_given_out_exists(tm
         wait_until_announced(trainer)
         look(trainer)
 
-    early = {"step5": wait_until_announced, "step6": look, "step7": hold}
-    at = At(**early, step9=look_at_a_held_one, step10=go_on, step11=look, step12=look)
+    at = At(step5=go_on, step6=look, step7=hold, step9=look_at_a_held_one, step10=go_on, step11=look, step12=look)
     fit(tmp_path, [at, saver], Improving(), val_check_interval=4, max_steps=12)
     # each is accounted for one boundary after its end is known; what it replaces is there until then
     assert seen == {
-        6: ("", "04"), 7: ("04", "04"), 9: ("04", "04"), 10: ("04", "08"), 11: ("04", "08"), 12: ("08", "08")
+        5: ("", "04"), 6: ("", "04"), 7: ("04", "04"),
+        9: ("04", "04"), 10: ("04", "08"), 11: ("04", "08"), 12: ("08", "08"),
     }  # fmt: skip
     assert names(tmp_path) == ["step-00000012"]
 
