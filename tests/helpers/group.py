@@ -5,8 +5,11 @@ import faulthandler
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
+import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -34,24 +37,32 @@ class Group:
             self._start()
         name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
         for pipe in self._pipes:
-            pipe.send((name, function, args, limit_s))
+            pipe.send((function, args))
         results, failures = [], []
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                if not pipe.poll(limit_s + 10):
-                    raise EOFError
-                failed, answer = pipe.recv()
-            except (EOFError, ConnectionError):
-                stacks = (self._folder / f"stacks-{rank}").read_text()
-                failed, answer = True, f"died, or took more than {limit_s} s:\n{stacks}"
+        deadline_s = time.monotonic() + limit_s
+        for rank in range(self.world):
+            failed, answer = self._answer(rank, max(deadline_s - time.monotonic(), 0))
             results.append(answer)
             if failed:
-                failures.append(f"--- rank {rank} of {self.world} in {name}: {answer}")
-                limit_s = 5  # the others wait for this one
+                failures.append(f"--- rank {rank} of {self.world} in {name} (limit {limit_s} s): {answer}")
+                deadline_s = min(deadline_s, time.monotonic() + 5)  # the others wait for this one
         if failures:
             self.end()
             pytest.fail("\n".join(failures), pytrace=False)
         return results
+
+    def _answer(self, rank, limit_s):
+        """Whether a rank failed, and what it returned or where it stands."""
+        pipe, process, stacks = self._pipes[rank], self._processes[rank], self._folder / f"stacks-{rank}"
+        try:
+            if pipe.poll(limit_s):
+                return pipe.recv()
+        except (EOFError, ConnectionError):
+            process.join(5)
+            return True, f"it died, exit code {process.exitcode}:\n{stacks.read_text()}"
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return True, f"it is not done, and stands here:\n{stacks.read_text()}"
 
     def _start(self):
         self._folder = Path(tempfile.mkdtemp(prefix="lumen-group-"))
@@ -91,6 +102,7 @@ def _work(rank, world, folder, pipe):
         "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     import torch
     import torch.distributed as dist
 
@@ -100,26 +112,29 @@ def _work(rank, world, folder, pipe):
         timeout=timedelta(seconds=LIMIT_S),
     )  # fmt: skip
     with open(folder / f"stacks-{rank}", "w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks)
         pipe.send("ready")
         while True:
             try:
-                name, function, args, limit_s = pipe.recv()
+                function, args = pipe.recv()
             except EOFError:
                 break
-            stacks.write(f"{name}\n")
-            stacks.flush()
-            faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")
                     answer = False, function(*args)
             except BaseException:
                 answer = True, traceback.format_exc()
-            faulthandler.cancel_dump_traceback_later()
             pipe.send(answer)
             sys.stdout.flush()
     dist.destroy_process_group()
     os._exit(0)  # tidying up takes Python a second after so many checks
+
+
+def _end_with_the_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 @pytest.fixture(scope="session")
