@@ -110,7 +110,7 @@ def convert(source: Path, output: Path, request: Request) -> Converted:
 def _answer(text: str) -> dict[str, Any]:
     """What the other process has said, in its last line; nothing if it was killed."""
     try:
-        found = json.loads(text.rpartition("\n")[2] or text.splitlines()[-1])
+        found = json.loads(text.splitlines()[-1])
     except (ValueError, IndexError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -141,7 +141,8 @@ def _read(source: Path) -> Any:
                 f"{source} asks for {found[1] or found[2]}, to make an object of its own, but no code that a file "
                 "names is run. Where it is trusted, save its tensors alone: torch.save(model.state_dict(), FILE)."
             ) from error
-        raise CheckpointError(f"{source} cannot be read as torch.save writes files: {said.splitlines()[0]}") from error
+        why = (said.splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{source} cannot be read as torch.save writes files: {why}") from error
 
 
 def _write(content: Any, source: Path, output: Path, request: Request) -> Converted:

@@ -226,7 +226,7 @@ def complete_gradients(run: Run, weighting: LossWeighting) -> None:
         run.optim.scale_gradients(factor)
     for hook in run.hooks.on_before_optimizer_step:
         hook(run.optim.optimizer)
-    if run.optim.clips_by_task:
+    if run.optim.own & {"configure_gradient_clipping", "clip_gradients"}:
         value = plan.clip_norm if plan.clip_value is None else plan.clip_value
         algorithm = None if value is None else "norm" if plan.clip_value is None else "value"
         run.task.configure_gradient_clipping(run.optim.optimizer, value, algorithm)

@@ -138,7 +138,7 @@ class ManualOptimization:
         self._toggled: Optimizer | None = None
         self._open = set[int]()  # ids of the optimizers for which a backward was made since they have moved
         self._known = set[int]()  # or ever
-        self._frozen: list[tuple[nn.Parameter, bool]] = []
+        self._frozen: list[nn.Parameter] = []
         self._parts: list[Optimizer] = []  # what was unscaled since the scale changed last
         self.handles = [ManualOptimizer(self, each) for each in optimizers]
         self.is_updating = False
@@ -306,12 +306,12 @@ class ManualOptimization:
             for group in other.param_groups:
                 for parameter in group["params"]:
                     if id(parameter) not in kept and parameter.requires_grad:
-                        self._frozen.append((parameter, True))
+                        self._frozen.append(parameter)
                         parameter.requires_grad_(False)
 
     def untoggle(self) -> None:
         """Put `requires_grad` back to what it was."""
-        for parameter, trained in self._frozen:
-            parameter.requires_grad_(trained)
+        for parameter in self._frozen:
+            parameter.requires_grad_()
         self._frozen.clear()
         self._toggled = None

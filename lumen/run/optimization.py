@@ -43,7 +43,6 @@ class Optimization:
         is_updating: The run calls the optimizer's `step` now.
         backward: The task's own; None: it has none.
         own: Names of the parts of a step that the task overrides.
-        clips_by_task: The task clips the gradients.
         built_groups: Names of the parameters in each of its groups, when it was built.
         configured: The settings of the optimizer and the schedulers when they were built.
         built: Which parameters were frozen and which modules in eval mode then.
@@ -61,7 +60,6 @@ class Optimization:
         self.is_updating = False
         self.backward: Callable[[torch.Tensor], None] | None = None
         self.own: frozenset[str] = frozenset()
-        self.clips_by_task = False
         self.built_groups: list[list[str]] = []
         self.configured: dict[str, Any] = {}
         self.built: dict[str, list[str]] = {}
@@ -96,7 +94,6 @@ class Optimization:
         self._guards = [guard(optimizer, lambda: self.is_updating or not in_step(), by_hand=False)]
         self.own = frozenset(name for name in OWN_STEPS if overrides(task, name))
         self.backward = task.backward if "backward" in self.own else None
-        self.clips_by_task = not self.own.isdisjoint({"configure_gradient_clipping", "clip_gradients"})
         if "lr_scheduler_step" in self.own:
             for config in schedulers:
                 config.mover = task.lr_scheduler_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -38,12 +39,14 @@ def average(parameters: Sequence[nn.Parameter], world: int, compression: str | N
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Gradients that are communicated together: of one dtype, up to some size; a sparse one alone."""
     open_buckets: dict[torch.dtype, list[torch.Tensor]] = {}
+    sizes: Counter[torch.dtype] = Counter()
     for gradient in gradients:
         if gradient.is_sparse:
             yield [gradient]
             continue
-        bucket = open_buckets.setdefault(gradient.dtype, [])
-        bucket.append(gradient)
-        if sum(each.numel() * each.element_size() for each in bucket) >= _BUCKET_BYTES:
+        open_buckets.setdefault(gradient.dtype, []).append(gradient)
+        sizes[gradient.dtype] += gradient.numel() * gradient.element_size()
+        if sizes[gradient.dtype] >= _BUCKET_BYTES:
+            del sizes[gradient.dtype]
             yield open_buckets.pop(gradient.dtype)
     yield from open_buckets.values()

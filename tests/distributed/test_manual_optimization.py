@@ -53,18 +53,6 @@ class Accumulating(Gan):
             theirs.zero_grad()
 
 
-def accumulate(folder, strategy):
-    return train(folder, strategy, Accumulating())
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_gradients_kept_from_one_batch_to_the_next_are_summed_once(group, tmp_path, strategy):
-    alone = accumulate(tmp_path / "alone", "auto")
-    for each in group(2).run(accumulate, tmp_path, strategy):
-        torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-13)
-        assert each[1:3] == alone[1:3]
-
-
 class Joint(Gan):
     """One backward for both, of a graph that is older than the freezing of one."""
 
@@ -82,14 +70,17 @@ class Joint(Gan):
         theirs.step()
 
 
-def join(folder, strategy):
-    return train(folder, strategy, Joint())
+def train_by(folder, strategy, task):
+    return train(folder, strategy, task())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_one_backward_serves_several_optimizers(group, tmp_path, strategy):
-    alone = join(tmp_path / "alone", "auto")
-    for each in group(2).run(join, tmp_path, strategy):
+@pytest.mark.parametrize("task", [Accumulating, Joint])
+def test_gradients_of_several_backwards_and_of_one_for_several_optimizers_are_summed_once(
+    group, tmp_path, strategy, task
+):
+    alone = train_by(tmp_path / "alone", "auto", task)
+    for each in group(2).run(train_by, tmp_path, strategy, task):
         torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-13)
         assert each[1:3] == alone[1:3]
 
@@ -180,6 +171,22 @@ def test_an_overflow_on_one_process_keeps_all_from_moving(group, tmp_path, strat
     assert results[0][0] == results[1][0]
     assert {each[-1] for each in results} == {512.0}
     assert all(torch.tensor(each[0]).isfinite().all() for each in results)
+
+
+def train_critic(folder, strategy):
+    """The critic alone, whose plain SGD shows the size of its gradients."""
+    task = Gan(torch.float32, every=100)
+    before = values(task)
+    after = train(folder, strategy, task, pair_loader(dtype=torch.float32), precision="16-mixed", max_epochs=1)[0]
+    return [one - other for one, other in zip(after, before, strict=True)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_of_fp16_have_the_size_that_they_have_on_one_process(group, tmp_path, strategy):
+    alone = train_critic(tmp_path / "alone", "auto")
+    assert max(map(abs, alone)) > 0.05
+    for each in group(2).run(train_critic, tmp_path, strategy):
+        torch.testing.assert_close(each, alone, rtol=0, atol=2e-3)
 
 
 class Counting(Gan):

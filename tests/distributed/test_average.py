@@ -1,0 +1,68 @@
+"""The mean of gradients where no wrapper makes it: of every dtype and size, of sparse ones, and of none."""
+
+import pytest
+import torch
+from torch import nn
+
+from lumen.strategies.average import average
+
+SIZES = [(3,), (2, 5), (), (7 * 2**20,), (1,)]  # the fourth fills a bucket by itself
+
+
+def gradients(rank):
+    """Whole numbers, so that sums are exact in 16 bits too; the first process has no gradient of the last one."""
+    made = [torch.full(size, float(2 * number + 4 * rank)) for number, size in enumerate(SIZES)]
+    made += [each.double() for each in made[:3]]
+    return [*made, None if rank == 0 else torch.full((2,), 6.0)]
+
+
+def of_all(rank, world, compression):
+    parameters = [nn.Parameter(torch.zeros(2) if each is None else each.clone()) for each in gradients(rank)]
+    for parameter, gradient in zip(parameters, gradients(rank), strict=True):
+        parameter.grad = gradient
+    average(parameters, world, compression)
+    return [(each.grad.dtype, each.grad.shape, each.grad.unique().tolist()) for each in parameters]
+
+
+def run(compression):
+    return of_all(torch.distributed.get_rank(), torch.distributed.get_world_size(), compression)
+
+
+@pytest.mark.parametrize("compression", [None, "bf16", "fp16"])
+def test_each_gradient_becomes_the_mean_of_all_processes_in_its_own_dtype(group, compression):
+    dtypes = [torch.float32] * len(SIZES) + [torch.float64] * 3 + [torch.float32]
+    shapes = [*SIZES, *SIZES[:3], (2,)]
+    means = [2.0 * number + 2 for number in range(len(SIZES))]
+    expected = [
+        (dtype, shape, [mean]) for dtype, shape, mean in zip(dtypes, shapes, [*means, *means[:3], 3.0], strict=True)
+    ]
+    for found in group(2).run(run, compression):
+        assert found == expected
+
+
+def rounded(compression):
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([2.0**-12 + 1])
+    average([parameter], 2, compression)
+    return parameter.grad.item()
+
+
+def test_a_compressed_gradient_is_rounded_as_its_dtype_does(group):
+    for compression, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        alone = float(torch.tensor((2.0**-12 + 1) / 2).to(dtype)) * 2
+        assert group(2).run(rounded, compression) == [alone] * 2
+    assert group(2).run(rounded, None) == [2.0**-12 + 1] * 2
+
+
+def sparse():
+    rank = torch.distributed.get_rank()
+    table = nn.Parameter(torch.zeros(4, 2))
+    table.grad = torch.sparse_coo_tensor(
+        [[rank, 3]], torch.tensor([[2.0, 4.0], [6.0, 8.0]]), (4, 2), check_invariants=True
+    )
+    average([table], 2)
+    return table.grad.is_sparse, table.grad.to_dense().tolist()
+
+
+def test_sparse_gradients_stay_sparse(group):
+    assert group(2).run(sparse) == [(True, [[1, 2], [1, 2], [0, 0], [6, 8]])] * 2
