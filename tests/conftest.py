@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.clock import clock  # noqa: F401 (a fixture)
 from tests.helpers.group import group  # noqa: F401 (a fixture)
+from tests.helpers.runs import listed, shown  # noqa: F401 (fixtures)
 from tests.helpers.workplace import workplace  # noqa: F401 (a fixture)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the processes that tests start

@@ -4,10 +4,6 @@ import json
 import math
 import os
 import resource
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import fsspec
@@ -15,58 +11,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lumen
 from lumen.checkpoint.places import as_place
 from lumen.cli import main
-from lumen.optim import Lookahead
-from tests.helpers import ROOT
 from tests.helpers.checkpoints import FILES, REGIONS, handmade, same, save, small, tensor_of
+from tests.helpers.export import STEPS, Net, Task, export, fit
 from tests.helpers.tasks import Regression, loader, quiet_trainer
-
-STEPS = ["step-00000002", "step-00000004", "step-00000006"]
-
-
-class Net(nn.Module):
-    """Plain torch, with a tied, a frozen, a scalar, an integer and an unsaved tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.again = nn.Linear(6, 6, bias=False)
-        self.again.weight = self.first.weight
-        self.norm = nn.BatchNorm1d(6)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.ones(6, 1), requires_grad=False)
-        self.register_buffer("cache", torch.ones(3), persistent=False)
-
-    def forward(self, inputs):
-        return self.norm(self.again(self.first(inputs))) @ self.frozen * self.scale
-
-
-class Task(lumen.TaskModule):
-    """The net within a task, with an average beside it as torch's documentation has it."""
-
-    def __init__(self, k: int | None = None):
-        super().__init__()
-        self.net = Net()
-        self.averaged = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        self.k = k
-
-    def training_step(self, batch):
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.averaged.update_parameters(self.net)
-
-    def validation_step(self, batch):
-        self.log("score", self.trainer.global_step * 1.0)  # the first checkpoint is the best one
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad], lr=0.05)
-        return Lookahead(optimizer, self.k) if self.k else optimizer
 
 
 class Average(lumen.Callback):
@@ -94,23 +45,6 @@ class Trailing(Average):
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def fit(*callbacks, **options):
-    """A small run in runs/run with three checkpoints, the first of them the best."""
-    torch.manual_seed(0)
-    task = Task(**options)
-    saver = lumen.ModelCheckpoint(monitor="score", every_n_train_steps=2, keep_last=-1)
-    trainer = quiet_trainer(
-        Path(), max_steps=6, val_check_interval=2, callbacks=[*callbacks, saver], num_sanity_val_steps=0
-    )
-    trainer.fit(task, loader(), val_dataloaders=loader(16))
-    assert sorted(path.name for path in Path("runs/run/checkpoints").iterdir()) == STEPS
-    return task
-
-
-def export(*words):
-    assert main(["export", *map(str, words)]) == 0
 
 
 def tensors(*words):
@@ -160,19 +94,6 @@ def test_an_export_has_the_names_dtypes_and_bits_of_the_state_dict():
     assert sorted(found) == sorted(state)
     assert all(same(found[name], state[name]) for name in state)
     assert found["net.again.weight"].data_ptr() != found["net.first.weight"].data_ptr()
-
-
-def test_who_reads_the_file_needs_neither_lumen_nor_a_pickle():
-    fit()
-    export("runs/run", "--output", "net.safetensors", "--module", "net")
-    code = (
-        "import sys, torch\nfrom safetensors.torch import load_file\n"
-        "found = load_file('net.safetensors')\nassert 'lumen' not in sys.modules\nprint(found['frozen'].sum().item())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("6.0\n", 0), done.stderr
-    with safe_open("net.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}  # what transformers insists on
 
 
 def test_the_newest_the_best_or_any_checkpoint_can_be_exported():
@@ -536,28 +457,6 @@ def test_only_what_is_exported_needs_to_be_whole(refused):
 # ---------------------------------------------------------------------- disks and memory
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """A checkpoint of 200 MB in tensors of 4 MB."""
-    model = {f"layers.{n}.weight": torch.full((1024, 1024), float(n)) for n in range(50)}
-    return save(tmp_path_factory.mktemp("large") / "step-1", model=model)
-
-
-LUMEN = [sys.executable, "-m", "lumen", "export"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def test_a_full_disk_is_said_and_leaves_nothing(large):
-    words = [*LUMEN, str(large), "--output", "x", "--max_shard_size", "9MB"]
-    done = subprocess.run(  # no file may be larger than 5 MB
-        ["bash", "-c", f"ulimit -f 5000; exec {' '.join(words)}"], env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: cannot write ")
-    assert "Traceback" not in done.stderr
-    assert os.listdir() == []
-
-
 def test_an_export_that_cannot_begin_leaves_not_even_an_empty_directory(capsys):
     small(Path("step-1"))
     export("step-1", "--output", "hub")  # what is imported once
@@ -572,40 +471,6 @@ def test_an_export_that_cannot_begin_leaves_not_even_an_empty_directory(capsys):
     assert code == 2
     assert "--output again: . cannot be written: Too many open files" in capsys.readouterr().err
     assert sorted(os.listdir()) == ["hub", "step-1"]
-
-
-def stop_in_the_middle(number, output, *words):
-    """Start an export and send it a signal while it writes. Returns it, and where it does."""
-    process = subprocess.Popen([*LUMEN, *map(str, words), "--output", output], env=ENVIRONMENT)
-    while not (found := list(Path().glob(f"{output}.tmp-*/*"))):
-        assert process.poll() is None
-        time.sleep(0.001)
-    process.send_signal(number)
-    return process, found[0].parent
-
-
-@pytest.mark.parametrize(("output", "words"), [("x.safetensors", []), ("x", ["--max_shard_size=20MB"]), ("x", [])])
-def test_a_killed_export_leaves_nothing_under_its_name_and_the_next_one_nothing_at_all(large, output, words):
-    process, left = stop_in_the_middle(signal.SIGKILL, output, large, *words)
-    process.wait()
-    assert left.is_dir()
-    assert not Path(output).exists()
-    export(large, "--output", output, *words)
-    files = [Path(output)] if output.endswith(".safetensors") else Path(output).glob("*.safetensors")
-    assert sum(len(load_file(file)) for file in files) == 50
-    assert os.listdir() == [output]
-
-
-def test_an_export_that_is_still_writing_is_no_left_over(large):
-    small(Path("step-1"))
-    process, left = stop_in_the_middle(signal.SIGSTOP, "x.safetensors", large)
-    export("step-1", "--output", "x.safetensors")
-    before = Path("x.safetensors").read_bytes()
-    assert list(left.iterdir())
-    process.send_signal(signal.SIGCONT)
-    assert process.wait() == 2  # somebody else was faster
-    assert sorted(os.listdir()) == ["step-1", "x.safetensors"]
-    assert Path("x.safetensors").read_bytes() == before
 
 
 def test_nothing_but_left_overs_of_that_name_is_removed():
@@ -630,31 +495,3 @@ def test_nothing_but_left_overs_of_that_name_is_removed():
     Path("x.safetensors.tmp-00000006/x.safetensors").write_text("half of one")
     export("step-1", "--output", "x.safetensors")
     assert sorted(Path().rglob("*")) == sorted([*before, Path("x.safetensors")])
-
-
-PEAK = """
-import re, sys
-from pathlib import Path
-from lumen.checkpoint.places import as_place
-from lumen.cli import main
-
-def memory(which):
-    return int(re.search(which + r":\\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) / 1024
-
-assert main(["export", "step-2", "--output", "warm-up", "--dtype", "bfloat16"]) == 0
-Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-before = memory("VmRSS")
-assert main(["export", *sys.argv[1:]]) == 0
-print(memory("VmHWM") - before)
-"""
-
-
-@pytest.mark.parametrize(
-    "words", [["--output=x.safetensors"], ["--output=x", "--max_shard_size=50MB", "--dtype=bfloat16"]]
-)
-def test_the_peak_of_memory_is_that_of_a_tensor_and_not_of_the_model(large, words):
-    save(Path("step-2"), model={"w": torch.ones(9)})
-    environment = ENVIRONMENT | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
-    done = subprocess.run([sys.executable, "-c", PEAK, large, *words], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert 3 <= float(done.stdout.splitlines()[-1]) < 16  # MiB; a tensor has 4, the model 200

@@ -22,6 +22,7 @@ import lumen
 from lumen.callbacks import Callback, ProgressBar
 from lumen.callbacks.display import duration, number, size, speed
 from lumen.errors import ConfigError
+from tests.helpers.clock import Clock
 from tests.helpers.progress_bar import BATCH, Task, loader, show_on, trainer, without_escapes
 from tests.helpers.terminal import HIDE, SHOW
 
@@ -96,16 +97,16 @@ def test_samples_per_second_are_steps_per_second_times_the_batch(
 
 @pytest.mark.parametrize("plain_every_s", [0.0, 0.1, 1000.0])
 def test_plain_lines_come_at_the_end_and_at_validations_that_are_no_closer_than_the_interval(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain_every_s: float
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock, plain_every_s: float
 ) -> None:
     due_at_s, epochs = 0.0, []
 
     class Expects(Callback):
         def on_validation_end(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
             nonlocal due_at_s
-            if time.perf_counter() >= due_at_s or trainer.current_epoch == 3:
+            if clock.read() >= due_at_s or trainer.current_epoch == 3:
                 epochs.append(trainer.current_epoch + 1)
-                due_at_s = time.perf_counter() + plain_every_s
+                due_at_s = clock.read() + plain_every_s
             time.sleep(0.06)
 
     written = show_on(monkeypatch, terminal=False)
@@ -259,15 +260,17 @@ def test_the_bar_is_the_epochs_in_a_run_of_several_and_else_the_runs(
     assert all(int(percent) == 10 * int(step) for step, percent in shown)
 
 
-def test_a_terminal_is_drawn_no_more_often_than_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_terminal_is_drawn_no_more_often_than_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock
+) -> None:
     written = show_on(monkeypatch, terminal=True)
-    start = time.perf_counter()
+    start = clock.read()
     trainer(tmp_path, ProgressBar(refresh_per_second=5), max_steps=100).fit(Task(pause_s=0.01), loader(100))
-    took_s = time.perf_counter() - start
+    took_s = clock.read() - start
     assert 3 <= len(frames(written())) <= 5 * took_s + 4  # and at the start, at the end, and at closing
 
 
-def test_a_slow_terminal_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_slow_terminal_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
     class Slow(io.StringIO):
         def write(self, text: str) -> int:
             time.sleep(0.003)
@@ -275,9 +278,9 @@ def test_a_slow_terminal_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch, tm
 
     screen = Console(file=Slow(), force_terminal=True, width=80, soft_wrap=True, _environ={"TERM": "xterm"})
     monkeypatch.setattr("lumen.console.console", screen)
-    start = time.perf_counter()
+    start = clock.read()
     trainer(tmp_path, ProgressBar(refresh_per_second=1e9), max_steps=100).fit(Task(pause_s=0.01), loader(100))
-    took_s = time.perf_counter() - start
+    took_s = clock.read() - start
     assert 3 <= len(frames(screen.file.getvalue())) <= took_s / 0.3 + 4  # 0.003 s is 1 % of 0.3 s
 
 

@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-READERS = ("lumen.callbacks.throughput", "lumen.data.adapter", "lumen.data.windows", "lumen.profilers.simple")
+READERS = (
+    "lumen.callbacks.display", "lumen.callbacks.progress_bar", "lumen.callbacks.throughput", "lumen.data.adapter",
+    "lumen.data.windows", "lumen.profilers.simple",
+)  # fmt: skip
 
 
 class Clock:
@@ -24,7 +27,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What profilers, timers and the record of throughput read instead of the time."""
+    """What profilers, timers, the progress bar and the record of throughput read instead of the time."""
     clock = Clock()
     for module in READERS:
         monkeypatch.setattr(importlib.import_module(module), "perf_counter", clock.read)

@@ -1,5 +1,11 @@
 """Loggers: TensorBoard's record beside the CSV files, one run after another, killed and resumed."""
 
+import csv
+
+import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
 import lumen
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
@@ -11,3 +17,52 @@ def fit(tmp_path, task=None, **options):
     trainer = quiet_trainer(tmp_path, **options)
     trainer.fit(task or Regression(dropout=0.2), loader(), val_dataloaders=loader(20, shuffle=False))
     return trainer
+
+
+EVERYTHING = dict.fromkeys(("scalars", "images", "histograms", "tensors"), 0)
+
+
+def events(directory):
+    """TensorBoard's own reader on a run's event files; nothing that was written twice is hidden."""
+    found = EventAccumulator(str(directory / "tensorboard"), size_guidance=EVERYTHING, purge_orphaned_data=False)
+    return found.Reload()
+
+
+def scalars(directory):
+    """{name: [(step, value), ...]} as TensorBoard reads it."""
+    found = events(directory)
+    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def table(path, prefix=""):
+    """The same out of a CSV file, rounded to float32 as TensorBoard's scalars are."""
+    columns = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                if value and name not in ("step", "epoch"):
+                    columns.setdefault(prefix + name, []).append((int(row["step"]), float(np.float32(value))))
+    return columns
+
+
+def csv_record(directory):
+    return table(directory / "metrics.csv") | table(directory / "system.csv", "system/")
+
+
+def hyperparameters(directory):
+    """What the dashboard HPARAMS reads."""
+    content = events(directory).PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    values = HParamsPluginData.FromString(content).session_start_info.hparams
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
+
+
+class Drawn(Regression):
+    """Logs an image, a histogram and a text in every training step."""
+
+    def training_step(self, batch, batch_idx):
+        weights = self.net[0].weight
+        for logger in self.trainer.loggers:
+            logger.log_image("weights", weights.detach().sigmoid(), self.global_step)
+            logger.log_histogram("first layer", weights, self.global_step)
+            logger.log_text("note", f"step *{self.global_step}*", self.global_step)
+        return super().training_step(batch)

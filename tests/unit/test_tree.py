@@ -42,19 +42,16 @@ def test_units_and_fits_open_no_group_of_processes(tree):
     assert not {"tests.helpers.group.on_ranks", "tests.helpers.group.Group"} & {*imported(tree)}
 
 
-@pytest.mark.parametrize("tree", in_rooms("unit"))
-def test_units_start_no_program(tree):
-    starts = {"subprocess", "multiprocessing", "torch.multiprocessing", "pty"}
+@pytest.mark.parametrize("tree", in_rooms("unit", "fit"))
+def test_units_and_fits_start_no_program(tree):
+    starts = {"subprocess", "pty"}
     assert not {name for name in imported(tree) if name in starts or name.rpartition(".")[0] in starts}
 
 
-#: Fits beside which a command of `lumen` or a killed run works as a program.
-WITH_PROGRAMS = {f"fit/test_{name}.py" for name in ("cli", "export", "loggers", "runs")}
-
-
-def test_fits_start_no_program_but_where_it_is_said():
-    fits = {name: {*imported(tree)} for name, tree in TREES.items() if name.startswith("fit/")}
-    assert {name for name, modules in fits.items() if modules & {"subprocess", "pty"}} == WITH_PROGRAMS
+@pytest.mark.parametrize("tree", in_rooms("unit"))
+def test_units_start_no_process(tree):
+    starts = {"multiprocessing", "torch.multiprocessing"}
+    assert not {name for name in imported(tree) if name in starts or name.rpartition(".")[0] in starts}
 
 
 @pytest.mark.parametrize("tree", in_rooms("helpers", *ROOMS))

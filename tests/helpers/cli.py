@@ -1,0 +1,27 @@
+"""What tests of the command line share."""
+
+from pathlib import Path
+
+import yaml
+
+CONFIG = {
+    "seed_everything": 7,
+    "model": {"class_path": "tests.helpers.cli_tasks.Line", "init_args": {"lr": 0.05}},
+    "data": {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 12}},
+    "trainer": {
+        "max_epochs": 2,
+        "log_every_n_steps": 1,
+        "callbacks": {"spy": "tests.helpers.cli_tasks.Spy"},
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    },
+}
+
+
+def write(path, config):
+    Path(path).write_text(config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False))
+    return str(path)
+
+
+def saved(path="runs/line"):
+    return yaml.safe_load((Path(path) / "config.yaml").read_text())

@@ -1,0 +1,85 @@
+"""What tests of `lumen runs` share."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lumen.cli import main
+
+CONFIG = {
+    "seed_everything": 7,
+    "model": {"class_path": "tests.helpers.cli_tasks.Line", "init_args": {"lr": 0.05}},
+    "data": {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 12}},
+    "trainer": {
+        "max_epochs": 3,
+        "log_every_n_steps": 1,
+        "callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_loss", "mode": "max"}}],
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    },
+}
+
+
+@pytest.fixture
+def shown(capsys):
+    """What the command prints."""
+
+    def run(*words, code=0):
+        capsys.readouterr()
+        assert main(["runs", *map(str, words)]) == code
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def listed(shown):
+    """The same by the name of each run, from its JSON."""
+
+    def run(*words, code=0):
+        runs = json.loads(shown("--json", *words, code=code))
+        found = {Path(each["path"]).name: each for each in runs}
+        assert len(found) == len(runs)
+        return found
+
+    return run
+
+
+def fit(*words):
+    assert main(["fit", "--config", "line.yaml", *words]) == 0
+
+
+ENDINGS = """
+import os, signal
+from tests.helpers.cli_tasks import Line
+
+class Asked(Line):
+    def training_step(self, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch)
+
+class AskedTwice(Line):
+    def training_step(self, batch):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch)
+
+class Killed(Line):
+    def training_step(self, batch):
+        if self.global_step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch)
+
+class Wordy(Line):
+    def training_step(self, batch):
+        if self.global_step == 1:
+            raise RuntimeError("what is wrong\\nand what it comes from")
+        return super().training_step(batch)
+"""
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

@@ -1,0 +1,119 @@
+"""Exports as programs: killed, on a full disk, and what they take of the memory."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.helpers import ROOT
+from tests.helpers.checkpoints import save, small
+from tests.helpers.export import export, fit
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_who_reads_the_file_needs_neither_lumen_nor_a_pickle():
+    fit()
+    export("runs/run", "--output", "net.safetensors", "--module", "net")
+    code = (
+        "import sys, torch\nfrom safetensors.torch import load_file\n"
+        "found = load_file('net.safetensors')\nassert 'lumen' not in sys.modules\nprint(found['frozen'].sum().item())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("6.0\n", 0), done.stderr
+    with safe_open("net.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # what transformers insists on
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint of 200 MB in tensors of 4 MB."""
+    model = {f"layers.{n}.weight": torch.full((1024, 1024), float(n)) for n in range(50)}
+    return save(tmp_path_factory.mktemp("large") / "step-1", model=model)
+
+
+LUMEN = [sys.executable, "-m", "lumen", "export"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(large):
+    words = [*LUMEN, str(large), "--output", "x", "--max_shard_size", "9MB"]
+    done = subprocess.run(  # no file may be larger than 5 MB
+        ["bash", "-c", f"ulimit -f 5000; exec {' '.join(words)}"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot write ")
+    assert "Traceback" not in done.stderr
+    assert os.listdir() == []
+
+
+def stop_in_the_middle(number, output, *words):
+    """Start an export and send it a signal while it writes. Returns it, and where it does."""
+    process = subprocess.Popen([*LUMEN, *map(str, words), "--output", output], env=ENVIRONMENT)
+    while not (found := list(Path().glob(f"{output}.tmp-*/*"))):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(number)
+    return process, found[0].parent
+
+
+@pytest.mark.parametrize(("output", "words"), [("x.safetensors", []), ("x", ["--max_shard_size=20MB"]), ("x", [])])
+def test_a_killed_export_leaves_nothing_under_its_name_and_the_next_one_nothing_at_all(large, output, words):
+    process, left = stop_in_the_middle(signal.SIGKILL, output, large, *words)
+    process.wait()
+    assert left.is_dir()
+    assert not Path(output).exists()
+    export(large, "--output", output, *words)
+    files = [Path(output)] if output.endswith(".safetensors") else Path(output).glob("*.safetensors")
+    assert sum(len(load_file(file)) for file in files) == 50
+    assert os.listdir() == [output]
+
+
+def test_an_export_that_is_still_writing_is_no_left_over(large):
+    small(Path("step-1"))
+    process, left = stop_in_the_middle(signal.SIGSTOP, "x.safetensors", large)
+    export("step-1", "--output", "x.safetensors")
+    before = Path("x.safetensors").read_bytes()
+    assert list(left.iterdir())
+    process.send_signal(signal.SIGCONT)
+    assert process.wait() == 2  # somebody else was faster
+    assert sorted(os.listdir()) == ["step-1", "x.safetensors"]
+    assert Path("x.safetensors").read_bytes() == before
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from lumen.checkpoint.places import as_place
+from lumen.cli import main
+
+def memory(which):
+    return int(re.search(which + r":\\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+assert main(["export", "step-2", "--output", "warm-up", "--dtype", "bfloat16"]) == 0
+Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+before = memory("VmRSS")
+assert main(["export", *sys.argv[1:]]) == 0
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["--output=x.safetensors"], ["--output=x", "--max_shard_size=50MB", "--dtype=bfloat16"]]
+)
+def test_the_peak_of_memory_is_that_of_a_tensor_and_not_of_the_model(large, words):
+    save(Path("step-2"), model={"w": torch.ones(9)})
+    environment = ENVIRONMENT | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run([sys.executable, "-c", PEAK, large, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 3 <= float(done.stdout.splitlines()[-1]) < 16  # MiB; a tensor has 4, the model 200

@@ -1,0 +1,203 @@
+"""`lumen runs` beside runs that are alive, killed or failed, in a terminal of its own."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lumen.checkpoint.folder import find_checkpoints
+from lumen.trainer.run_directory import RunDirectory
+from tests.helpers import ROOT, runs
+from tests.helpers.checkpoints import small, tamper
+from tests.helpers.runs import ENDINGS, fit, flip
+
+CONFIG = runs.CONFIG
+pytestmark = pytest.mark.usefixtures("workplace")
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+LUMEN = [sys.executable, "-m", "lumen"]
+
+
+def test_how_a_run_stands_is_told_by_its_lock_and_by_what_it_said_last(listed):
+    def start():
+        return subprocess.Popen(
+            [*LUMEN, "fit", "--config=line.yaml", "--trainer.max_epochs=10000000"],
+            env=ENVIRONMENT, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def wait_for(name):
+        while not list(Path(f"runs/{name}/checkpoints").glob("step-*/manifest.json")):
+            time.sleep(0.05)
+
+    first = start()
+    wait_for("line")
+    second = start()
+    wait_for("line-2")
+    try:
+        both = listed()
+        assert {name: run["status"] for name, run in both.items()} == {"line": "running", "line-2": "running"}
+        assert (both["line"]["pid"], both["line-2"]["pid"]) == (first.pid, second.pid)
+        assert both["line"]["host"] == os.uname().nodename
+        assert all(each["valid"] for run in both.values() for each in run["checkpoints"])
+    finally:
+        first.send_signal(signal.SIGTERM)
+        second.kill()
+        assert (first.wait(), second.wait()) == (143, -9)
+    ended = listed()
+    assert {name: run["status"] for name, run in ended.items()} == {"line": "stopped", "line-2": "failed"}
+    assert ended["line"]["pid"] is None
+    with pytest.raises(KeyError, match="nothing"):
+        fit("--model", "tests.helpers.cli_tasks.Broken")
+    fit("--trainer.log_level", "WARNING", "--trainer.name", "quiet")
+    fit("--trainer.log_level", "WARNING", "--trainer.name", "short", "--trainer.max_steps", "1")
+    statuses = {name: run["status"] for name, run in listed().items()}
+    assert statuses["quiet"] == "finished"  # by its newest checkpoint
+    Path("runs/line-2/run.log").unlink()
+    assert listed()["line-2"]["status"] == "unknown"
+
+
+def test_a_killed_run_has_failed_at_every_log_level(listed):
+    Path("endings.py").write_text(ENDINGS)
+    with pytest.raises(KeyError):
+        fit("--model=tests.helpers.cli_tasks.Broken", "--trainer.name=killed")
+    words = ["fit", "--config=line.yaml", "--model=endings.Killed", "--trainer.log_level=CRITICAL"]
+    ended = subprocess.run([*LUMEN, *words, "--trainer.name=killed", "--trainer.resume=auto"], env=ENVIRONMENT)
+    assert ended.returncode == -9
+    run = listed()["killed"]
+    assert (run["status"], run["error"]) == ("failed", None)  # of that before it nothing is said any more
+
+
+def test_the_log_of_a_failed_run_has_the_whole_traceback_and_the_list_of_runs_its_last_line(shown, capsys):
+    with pytest.raises(KeyError, match="nothing"):
+        fit("--model=tests.helpers.cli_tasks.Broken", "--trainer.log_level=ERROR")
+    assert "Traceback" not in capsys.readouterr().err  # whoever gets the error shows it
+    log = Path("runs/line/run.log").read_text()
+    assert log.count("Traceback (most recent call last):") == 1
+    assert log.count(" ERROR failed: KeyError: 'nothing' (step 0)\n") == 1
+    assert f'File "{ROOT / "tests/helpers/cli_tasks.py"}", line ' in log
+    assert '    return {}["nothing"]\n' in log
+    assert log.endswith("KeyError: 'nothing'\n")
+    assert shown().splitlines()[-1].split(maxsplit=7)[1:] == ["failed", *"-----", "KeyError: 'nothing' (step 0)"]
+    text = re.sub(r"\x1b\[[0-9;]*m", "", terminal(80))
+    assert "runs/line  failed" in text
+    assert "  KeyError: 'nothing' (step 0)" in text
+
+
+def newer(name):
+    return any(path.name > name for path in find_checkpoints(Path("runs/line/checkpoints")))
+
+
+def test_going_on_with_a_run_changes_how_it_stands(listed):
+    fit("--trainer.max_epochs=1")
+    assert listed()["line"]["status"] == "finished"
+    words = [*LUMEN, "fit", "--config=line.yaml", "--trainer.max_epochs=10000000", "--trainer.resume=auto"]
+    with subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.DEVNULL) as process:
+        try:
+            while not newer("step-00000009"):
+                time.sleep(0.02)
+            assert listed()["line"]["status"] == "running"
+        finally:
+            process.kill()
+    assert listed()["line"]["status"] == "failed"
+    fit("--trainer.max_steps=4", "--trainer.max_epochs=null", "--trainer.resume=auto")  # nothing to do
+    assert listed()["line"]["status"] == "finished"
+
+
+def test_looking_disturbs_neither_who_holds_a_run_nor_who_takes_it(shown):
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom lumen.trainer.run_directory import RunDirectory\n"
+        "for _ in range(300):\n    RunDirectory.claim(Path('runs'), 'mine', reuse=True).release()\n"
+    )
+    RunDirectory.claim(Path("runs"), "mine", reuse=True).release()
+    looks = 0
+    with subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT) as process:
+        while process.poll() is None:
+            shown()
+            looks += 1
+    assert process.returncode == 0
+    assert looks > 20
+
+
+def test_names_and_values_of_strangers_do_no_harm(listed, shown):
+    small(Path("runs/\x1b[2J\nevil\udcff/checkpoints/step-1"))
+    info = {"metrics": {"a\nb": 1, "c": "text", "d": [1]}, "epoch": {"$tuple": []}, "best": 3, "finished": "x"}
+    tamper(Path("runs/\x1b[2J\nevil\udcff/checkpoints/step-1"), lambda manifest: manifest.__setitem__("info", info))
+    assert "\x1b[2J" not in shown()
+    assert len(shown().splitlines()) == 2
+    (run,) = listed().values()
+    assert run["checkpoints"][0]["metrics"] == {"a\nb": 1}
+    assert "\x1b[2J" not in terminal(80)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not look")
+def test_what_this_user_may_not_read_is_named_and_the_rest_is_shown(tmp_path):
+    for name in ("mine", "closed", "unreadable", "locked", "blocked"):
+        small(Path(f"runs/{name}/checkpoints/step-1"))
+    RunDirectory.claim(Path("runs"), "locked", reuse=True).release()
+    manifest = "unreadable/checkpoints/step-1/manifest.json"
+    for place in ("closed", manifest, "locked/.lock", "blocked/checkpoints/step-1"):
+        os.chmod(Path("runs", place), 0)
+    code = (
+        "import os, sys\nfrom lumen.cli import main\nimport lumen.cli.runs\n"
+        "os.setgid(65534); os.setuid(65534)\nsys.exit(main(['runs', '--json']))"
+    )
+    above = [tmp_path, *tmp_path.parents]
+    modes = {path: path.stat().st_mode for path in above}
+    try:
+        for path in above:
+            path.chmod(modes[path] | 0o055)
+        done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    finally:
+        for path in above:
+            path.chmod(modes[path])
+    assert done.returncode == 0, done.stderr
+    assert "warning: cannot look into runs/closed: Permission denied" in done.stderr
+    found = {Path(run["path"]).name: run for run in json.loads(done.stdout)}
+    assert set(found) == {"mine", "unreadable", "locked", "blocked"}
+    for name in ("unreadable", "blocked"):
+        assert "Permission denied" in found[name]["checkpoints"][0]["problem"]
+    assert found["locked"]["status"] == "unknown"
+
+
+def terminal(columns, *words):
+    """What a terminal of some width shows."""
+    import fcntl
+    import struct
+    import termios
+
+    mine, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = ENVIRONMENT | {"TERM": "xterm-256color", "COLUMNS": str(columns)}
+    process = subprocess.Popen([*LUMEN, "runs", *words], env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            piece = os.read(mine, 65536)
+        except OSError:
+            break
+        text += piece
+    os.close(mine)
+    assert process.wait() == 0
+    return text.decode()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_gets_a_table_of_its_width(columns):
+    fit("--trainer.max_epochs=2")
+    flip(Path("runs/line/checkpoints/step-00000006/manifest.json"))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal(columns)).splitlines()
+    assert lines[0] == "runs/line  finished"
+    assert lines[1].split() == ["checkpoint", "epoch", "saved", "size", "metrics"]
+    assert re.match(r"★  step-00000003 +1  \d{4}-\d\d-\d\d \d\d:\d\d  [\d.]+ KB  val_loss \d\.\d{3} *$", lines[2])
+    assert re.match(r"✗  step-00000006 +damaged *$", lines[3])
+    assert "manifest.json was changed or cut off" in "".join(lines[4:])
+    assert max(map(len, lines[:4])) <= columns
