@@ -11,6 +11,7 @@ import lumen
 from datamodules.surnames import Surnames, pad
 from lumen.cli import main
 from models.bert import PAD, BertClassifier, GradualUnfreezing, MaskedNames, with_start
+from tests.helpers.cli import run_model
 from tests.helpers.tasks import quiet_trainer
 
 CONFIG = {
@@ -103,22 +104,19 @@ def test_a_run_resumed_within_or_between_epochs_unfreezes_as_one_that_never_stop
 # -------------------------------------------------------------------- the configs, through the command line
 
 
-def run(command, name, tmp_path, *arguments):
-    config = ["--config", f"models/{name}.yaml", f"--trainer.default_root_dir={tmp_path}"]
-    assert main([command, *config, *arguments]) == 0
-
-
 def accuracy(tmp_path, *arguments):
     from_pretrained = f"--trainer.init_from.path={tmp_path}/bert_pretrain"
-    run("fit", "bert_finetune", tmp_path, *(arguments or [from_pretrained]))
-    run("validate", "bert_finetune", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json", *arguments[1:])
+    run_model("fit", "bert_finetune", tmp_path, *(arguments or [from_pretrained]))
+    run_model(
+        "validate", "bert_finetune", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json", *arguments[1:]
+    )
     return json.loads((tmp_path / "values.json").read_text())[0]["val_acc"]
 
 
 def test_what_was_pre_trained_is_fine_tuned_and_exported_as_from_pretrained_reads_it(tmp_path):
-    run("fit", "bert_pretrain", tmp_path, "--trainer.max_steps=20", "--trainer.limit_val_batches=2")
+    run_model("fit", "bert_pretrain", tmp_path, "--trainer.max_steps=20", "--trainer.limit_val_batches=2")
     init_from = f"--trainer.init_from.path={tmp_path}/bert_pretrain"
-    run("fit", "bert_finetune", tmp_path, init_from, "--trainer.max_steps=3", "--trainer.callbacks=null")
+    run_model("fit", "bert_finetune", tmp_path, init_from, "--trainer.max_steps=3", "--trainer.callbacks=null")
     begun = MaskedNames.load_from_checkpoint(tmp_path / "bert_pretrain").bert.bert.embeddings.word_embeddings.weight
     task = BertClassifier.load_from_checkpoint(tmp_path / "bert_finetune").eval()
     assert (task.bert.bert.embeddings.word_embeddings.weight - begun).abs().max() < 1e-3
@@ -137,7 +135,7 @@ def test_what_was_pre_trained_is_fine_tuned_and_exported_as_from_pretrained_read
 @pytest.mark.slow
 @pytest.mark.time_limit(400)
 def test_pre_training_helps_to_tell_60_of_100_origins_from_500_labelled_names(tmp_path):
-    run("fit", "bert_pretrain", tmp_path)
+    run_model("fit", "bert_pretrain", tmp_path)
     tuned = accuracy(tmp_path)
     assert tuned >= 0.60
     assert accuracy(tmp_path, "--trainer.init_from=null", "--trainer.name=raw") <= tuned - 0.03

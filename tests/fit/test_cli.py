@@ -13,15 +13,10 @@ from safetensors.torch import load_file
 import lumen
 from lumen.cli import main
 from lumen.profilers import SimpleProfiler, TorchProfiler
-from tests.helpers.cli import CONFIG, saved, write
+from tests.helpers.cli import CONFIG, fit, saved, write
 from tests.helpers.cli_tasks import Grid, Line, Noise, Points, Slope, Spy
 
 pytestmark = pytest.mark.usefixtures("workplace")
-
-
-def fit(*words, config="line.yaml"):
-    assert main(["fit", "--config", config, *words]) == 0
-    return Spy.trainer, Spy.task
 
 
 def group(trainer):

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from lumen.cli import main
+from tests.helpers.cli import fit
 from tests.helpers.cli_tasks import Spy
 
 CONFIG = """
@@ -24,9 +25,8 @@ trainer:
 pytestmark = pytest.mark.usefixtures("workplace")
 
 
-def fit(*words):
-    assert main(["fit", "--config", "line.yaml", *words]) == 0
-    return Spy.task.hparams
+def trained(*words):
+    return fit(*words)[1].hparams
 
 
 @pytest.fixture
@@ -49,9 +49,11 @@ def refused(capsys):
 
 def test_a_setting_takes_the_value_of_another_as_it_is_in_the_end():
     Path("more.yaml").write_text("model:\n  width: ${data.width}\n")
-    assert fit("--config", "more.yaml").width == 4
-    assert fit("--config", "more.yaml", "--data.width", "5").width == 5
-    assert fit("--config", "more.yaml", "--model.width", "4", "--model.label", "${data.width} wide").label == "4 wide"
+    assert trained("--config", "more.yaml").width == 4
+    assert trained("--config", "more.yaml", "--data.width", "5").width == 5
+    assert (
+        trained("--config", "more.yaml", "--model.width", "4", "--model.label", "${data.width} wide").label == "4 wide"
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_a_setting_takes_the_value_of_another_as_it_is_in_the_end():
 def test_every_way_to_name_a_setting(way, monkeypatch):
     monkeypatch.setenv("WIDTH", "4")
     Path("more.yaml").write_text("model: {widths: [4, 2]}\n")
-    assert fit("--config", "more.yaml", "--model.width", way).width == 4
+    assert trained("--config", "more.yaml", "--model.width", way).width == 4
 
 
 def test_a_list_and_a_class_can_be_taken_over_too(printed):
@@ -79,7 +81,7 @@ def test_a_list_and_a_class_can_be_taken_over_too(printed):
 def test_the_saved_config_has_the_values_and_repeats_the_run(monkeypatch):
     monkeypatch.setenv("SOMEWHERE", "here")
     label = "${oc.env:SOMEWHERE}/${trainer.name} \\${x} \\\\\\${y}"
-    first = fit("--model.width", "${data.width}", "--model.label", label)
+    first = trained("--model.width", "${data.width}", "--model.label", label)
     assert first.label == "here/line ${x} \\${y}"
     monkeypatch.delenv("SOMEWHERE")
     assert "${data" not in Path("runs/line/config.yaml").read_text()
@@ -95,7 +97,7 @@ def test_what_must_be_given_is_named_with_its_place_until_it_is(refused):
     lines = refused("--config", "more.yaml", "--model.lr", "0.1").splitlines()
     said = "(more.yaml): ???: it must be given. Set it."
     assert lines == [f"error: trainer.max_epochs {said}", f"model.width {said}"]
-    assert fit("--config", "more.yaml", "--model.width=4", "--model.lr=0.5", "--trainer.max_epochs=1").lr == 0.5
+    assert trained("--config", "more.yaml", "--model.width=4", "--model.lr=0.5", "--trainer.max_epochs=1").lr == 0.5
 
 
 UNKNOWN = "model.lr (the command line): ${data.widht}: data.widht is not set. Did you mean data.width?"

@@ -12,6 +12,7 @@ from datamodules.surnames import Surnames, collate, pad
 from lumen.cli import main
 from models.bert import GradualUnfreezing
 from models.gpt2 import NameWriter
+from tests.helpers.cli import run_model
 from tests.helpers.tasks import quiet_trainer
 
 CONFIG = {"vocab_size": 256, "n_positions": 48, "n_embd": 16, "n_layer": 2, "n_head": 2}
@@ -75,15 +76,10 @@ def test_a_frozen_embedding_freezes_the_head_and_both_learn_again_afterwards(tmp
 # -------------------------------------------------------------------- the configs, through the command line
 
 
-def run(command, name, tmp_path, *arguments):
-    config = ["--config", f"models/{name}.yaml", f"--trainer.default_root_dir={tmp_path}"]
-    assert main([command, *config, *arguments]) == 0
-
-
 def test_tied_weights_are_begun_with_fine_tuned_and_exported_as_from_pretrained_reads_them(tmp_path, capsys):
-    run("fit", "gpt2_pretrain", tmp_path, "--trainer.max_steps=5", "--trainer.limit_val_batches=1")
+    run_model("fit", "gpt2_pretrain", tmp_path, "--trainer.max_steps=5", "--trainer.limit_val_batches=1")
     init_from = f"--trainer.init_from.path={tmp_path}/gpt2_pretrain"
-    run("fit", "gpt2_finetune", tmp_path, init_from, "--trainer.max_steps=2", "--trainer.callbacks=null")
+    run_model("fit", "gpt2_finetune", tmp_path, init_from, "--trainer.max_steps=2", "--trainer.callbacks=null")
     begun = NameWriter.load_from_checkpoint(tmp_path / "gpt2_pretrain").gpt.lm_head.weight
     task = NameWriter.load_from_checkpoint(tmp_path / "gpt2_finetune").eval()
     assert 0 < (task.gpt.lm_head.weight - begun).abs().max() < 1e-3
@@ -100,7 +96,7 @@ def test_tied_weights_are_begun_with_fine_tuned_and_exported_as_from_pretrained_
     assert torch.equal(read.eval()(ids, attention_mask=ids != 0).logits, task(ids[:, 1:]))
 
     capsys.readouterr()
-    run("predict", "gpt2_finetune", tmp_path, init_from, "--ckpt_path=last", "--data.names=[Mar, Ka]")
+    run_model("predict", "gpt2_finetune", tmp_path, init_from, "--ckpt_path=last", "--data.names=[Mar, Ka]")
     said = capsys.readouterr().out.splitlines()[-2:]
     assert said[0].startswith("Mar")
     assert said[1].startswith("Ka")
@@ -108,17 +104,17 @@ def test_tied_weights_are_begun_with_fine_tuned_and_exported_as_from_pretrained_
 
 def nats_per_letter(name, tmp_path, *arguments):
     output = tmp_path / "values.json"
-    run("validate", name, tmp_path, "--data.only=Finnish", f"--output={output}", *arguments)
+    run_model("validate", name, tmp_path, "--data.only=Finnish", f"--output={output}", *arguments)
     return json.loads(output.read_text())[0]["val_loss"]
 
 
 @pytest.mark.slow
 @pytest.mark.time_limit(600)
 def test_fine_tuning_takes_the_perplexity_of_finnish_letters_below_six(tmp_path):
-    run("fit", "gpt2_pretrain", tmp_path)
+    run_model("fit", "gpt2_pretrain", tmp_path)
     before = nats_per_letter("gpt2_pretrain", tmp_path, "--ckpt_path=last")
     init_from = f"--trainer.init_from.path={tmp_path}/gpt2_pretrain"
-    run("fit", "gpt2_finetune", tmp_path, init_from)
+    run_model("fit", "gpt2_finetune", tmp_path, init_from)
     after = nats_per_letter("gpt2_finetune", tmp_path, init_from, "--ckpt_path=best")
     assert math.exp(after) < 6
     assert math.exp(after - before) < 0.65

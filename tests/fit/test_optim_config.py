@@ -1,6 +1,7 @@
 """Whatever code can do with optimizers and schedules, a configuration can."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from torch import nn
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.cli import main
 from lumen.optim import Lookahead, layer_decay_groups
+from tests.helpers import cli
 from tests.helpers.cli_tasks import Line, Spy
 from tests.helpers.tasks import weights
+
+fit = partial(cli.fit, config="full.yaml")
 
 FULL = """
 seed_everything: 7
@@ -64,11 +68,6 @@ def workplace(tmp_path, monkeypatch):
     (tmp_path / "plain.yaml").write_text("{lookahead: null, parameter_groups: null, lr_schedule: null}")
     (tmp_path / "several.yaml").write_text(SEVERAL)
     Spy.trainer = Spy.task = None
-
-
-def fit(*words, config="full.yaml"):
-    assert main(["fit", "--config", config, *words]) == 0
-    return Spy.trainer, Spy.task
 
 
 def refused(capsys, *words):

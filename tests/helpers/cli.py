@@ -4,6 +4,9 @@ from pathlib import Path
 
 import yaml
 
+from lumen.cli import main
+from tests.helpers.cli_tasks import Spy
+
 CONFIG = {
     "seed_everything": 7,
     "model": {"class_path": "tests.helpers.cli_tasks.Line", "init_args": {"lr": 0.05}},
@@ -25,3 +28,15 @@ def write(path, config):
 
 def saved(path="runs/line"):
     return yaml.safe_load((Path(path) / "config.yaml").read_text())
+
+
+def fit(*words, config="line.yaml"):
+    """Train as the command line does; the trainer and task that the config's spy saw."""
+    assert main(["fit", "--config", config, *words]) == 0
+    return Spy.trainer, Spy.task
+
+
+def run_model(command, name, root, *words):
+    """Run one of the configs of `models/`, below a directory."""
+    config = ["--config", f"models/{name}.yaml", f"--trainer.default_root_dir={root}"]
+    assert main([command, *config, *words]) == 0

@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader, TensorDataset
 
 from datamodules.captions import DIGITS, END, PAD, START, VOCABULARY, Captions, Rows, collate, decode, encode
-from lumen.cli import main
 from models.captions import Captioner, picture
+from tests.helpers.cli import run_model
 from tests.helpers.tasks import bare_trainer
 
 
@@ -174,23 +174,18 @@ def test_a_mean_over_rows_of_means_would_be_another_training(tmp_path, alone, mo
 # -------------------------------------------------------------------- the config, through the command line
 
 
-def run(command, tmp_path, *arguments):
-    config = ["--config", "models/captions.yaml", f"--trainer.default_root_dir={tmp_path}"]
-    assert main([command, *config, *arguments]) == 0
-
-
 def scores(tmp_path, *arguments):
-    run("test", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json", *arguments)
+    run_model("test", "captions", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json", *arguments)
     return json.loads((tmp_path / "values.json").read_text())[0]
 
 
 def test_two_short_epochs_are_enough_for_three_of_ten_captions_and_the_picture_shows_them(tmp_path, capsys):
-    run("fit", tmp_path, "--trainer.max_epochs=2", "--data.rows=2000")
+    run_model("fit", "captions", tmp_path, "--trainer.max_epochs=2", "--data.rows=2000")
     found = scores(tmp_path)
     assert found["test_right"] >= 0.30
 
     capsys.readouterr()
-    run("predict", tmp_path, "--ckpt_path=best")
+    run_model("predict", "captions", tmp_path, "--ckpt_path=best")
     said = capsys.readouterr().out.splitlines()
     data = Captions()
     data.setup("test")
@@ -224,5 +219,5 @@ def test_a_picture_has_the_rows_and_their_captions_beside_them():
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
 def test_the_config_gets_nine_of_ten_captions_of_the_test_right_in_every_word(tmp_path):
-    run("fit", tmp_path)
+    run_model("fit", "captions", tmp_path)
     assert scores(tmp_path)["test_right"] >= 0.90

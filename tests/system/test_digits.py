@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 import lumen
 from datamodules.mnist import MNIST5k
-from lumen.cli import main
 from models.digits import DigitsCNN
 from models.digits_finetune import FineTunedCNN, draw
+from tests.helpers.cli import run_model
 
 
 def batch_of(n):
@@ -47,11 +47,6 @@ def test_the_logged_accuracy_is_that_of_all_images_together(tmp_path):
     assert metrics["val_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
 
 
-def run(command, name, root, *arguments):
-    config = ["--config", f"models/{name}.yaml", "--trainer.default_root_dir", str(root)]
-    assert main([command, *config, *arguments]) == 0
-
-
 def logged(root, name, value):
     """Every value of that name in metrics.csv, in order."""
     with (root / name / "metrics.csv").open() as file:
@@ -62,7 +57,7 @@ def logged(root, name, value):
 def trained(tmp_path_factory):
     """Where models/digits.yaml has been trained."""
     root = tmp_path_factory.mktemp("runs")
-    run("fit", "digits", root)
+    run_model("fit", "digits", root)
     return root
 
 
@@ -89,7 +84,7 @@ def test_moving_the_images_needs_no_seed_to_repeat(tmp_path):
 
 def test_the_learning_rate_warms_up_and_falls_when_the_loss_does_not_and_then_the_run_ends(tmp_path):
     """With a loss that counts as falling only when it falls by 10, on little data."""
-    run("fit", "digits_plateau", tmp_path, "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1",
+    run_model("fit", "digits_plateau", tmp_path, "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1",
         "--trainer.log_every_n_steps=1", "--lr_schedule.warmup_steps=4", "--lr_scheduler.threshold_mode=abs",
         "--lr_scheduler.threshold=10", "--trainer.callbacks.stop.min_delta=10")  # fmt: skip
     rates = [0.0, 0.0005, 0.001, 0.0015] + 4 * [0.002] + 4 * [0.002] + 4 * [0.0004] + 4 * [0.0004]
@@ -100,8 +95,8 @@ def test_the_learning_rate_warms_up_and_falls_when_the_loss_does_not_and_then_th
 @pytest.mark.slow
 @pytest.mark.time_limit(240)
 def test_the_plateau_config_reads_96_percent_of_the_digits_and_ends_by_itself(tmp_path):
-    run("fit", "digits_plateau", tmp_path)
-    run("validate", "digits_plateau", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json")
+    run_model("fit", "digits_plateau", tmp_path)
+    run_model("validate", "digits_plateau", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json")
     assert json.loads((tmp_path / "values.json").read_text())[0]["val_acc"] >= 0.96
     assert logged(tmp_path, "digits_plateau", "lr/decay")[-1] < 0.001
     assert "finished: stopped early" in (tmp_path / "digits_plateau/run.log").read_text()
@@ -112,7 +107,7 @@ def test_the_plateau_config_reads_96_percent_of_the_digits_and_ends_by_itself(tm
 
 def test_nesterovs_rate_warms_up_in_epochs_and_falls_and_then_the_run_ends(tmp_path):
     """With a loss that counts as falling only when it falls by 10, on little data."""
-    run("fit", "digits_ddp", tmp_path, "--trainer.limit_train_batches=8", "--trainer.limit_val_batches=1",
+    run_model("fit", "digits_ddp", tmp_path, "--trainer.limit_train_batches=8", "--trainer.limit_val_batches=1",
         "--trainer.log_every_n_steps=1", "--lr_schedule.warmup_epochs=1", "--lr_scheduler.threshold_mode=abs",
         "--lr_scheduler.threshold=10", "--trainer.callbacks.stop.min_delta=10")  # fmt: skip
     rates = 4 * [0.005] + 4 * [0.05] + 4 * [0.05] + 4 * [0.01] + 4 * [0.01]
@@ -121,7 +116,7 @@ def test_nesterovs_rate_warms_up_in_epochs_and_falls_and_then_the_run_ends(tmp_p
 
 
 def test_the_tricks_are_those_of_torchs_nesterov_inside_lookahead(tmp_path):
-    run("fit", "digits_ddp", tmp_path, "--trainer.max_steps=1")
+    run_model("fit", "digits_ddp", tmp_path, "--trainer.max_steps=1")
     state = next((tmp_path / "digits_ddp/checkpoints").glob("*/state.json")).read_text()
     assert "Lookahead(SGD)" in state
     assert '"nesterov": true' in state
@@ -133,13 +128,15 @@ def test_the_tricks_are_those_of_torchs_nesterov_inside_lookahead(tmp_path):
 @pytest.fixture(scope="module")
 def tuned(trained):
     """Where the trained network has been fine-tuned."""
-    run("fit", "digits_finetune", trained, f"--trainer.init_from={trained / 'digits'}")
+    run_model("fit", "digits_finetune", trained, f"--trainer.init_from={trained / 'digits'}")
     return trained
 
 
 @pytest.mark.slow
 def test_fine_tuning_on_100_images_reads_nine_of_ten_of_another_scanner(tuned):
-    run("validate", "digits", tuned, "--data=datamodules.scans.Scans", "--ckpt_path=last", f"--output={tuned}/v.json")
+    run_model(
+        "validate", "digits", tuned, "--data=datamodules.scans.Scans", "--ckpt_path=last", f"--output={tuned}/v.json"
+    )
     assert json.loads((tuned / "v.json").read_text())[0]["val_acc"] <= 0.75
     assert logged(tuned, "digits_finetune", "val_acc")[-1] >= 0.90
 
@@ -164,7 +161,7 @@ def test_each_layer_learns_half_as_fast_as_the_one_above_and_all_slow_down(tuned
 
 @pytest.mark.slow
 def test_the_images_that_are_read_wrong_are_drawn(tuned, capsys):
-    run("predict", "digits_finetune", tuned, "--ckpt_path=last")
+    run_model("predict", "digits_finetune", tuned, "--ckpt_path=last")
     lines = capsys.readouterr().out.splitlines()
     accuracy = logged(tuned, "digits_finetune", "val_acc")[-1]
     verdicts = [line for line in lines if line.startswith("read as")]

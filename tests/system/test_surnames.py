@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from datamodules.surnames import pad
-from lumen.cli import main
 from models.surnames import SurnameGRU
+from tests.helpers.cli import run_model
 
 ORIGINS = ["Here", "There", "Elsewhere"]
 
@@ -55,21 +55,16 @@ def test_a_prediction_is_the_name_its_likeliest_origin_and_how_likely_it_is(mode
         assert line.split() == [name, ORIGINS[row.index(max(row))], f"{max(row):.0%}"]
 
 
-def run(command, tmp_path, *arguments):
-    config = ["--config", "models/surnames.yaml", f"--trainer.default_root_dir={tmp_path}"]
-    assert main([command, *config, *arguments]) == 0
-
-
 def best_accuracy(tmp_path):
-    run("validate", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json")
+    run_model("validate", "surnames", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json")
     return json.loads((tmp_path / "values.json").read_text())[0]["val_acc"]
 
 
 def test_three_epochs_are_enough_for_three_of_four_names(tmp_path, capsys):
-    run("fit", tmp_path, "--trainer.max_epochs=3")
+    run_model("fit", "surnames", tmp_path, "--trainer.max_epochs=3")
     assert best_accuracy(tmp_path) >= 0.75
     capsys.readouterr()
-    run("predict", tmp_path, "--ckpt_path=best", "--data.names", "[Virtanen, Dvořáková]")
+    run_model("predict", "surnames", tmp_path, "--ckpt_path=best", "--data.names", "[Virtanen, Dvořáková]")
     finnish, slovak = capsys.readouterr().out.splitlines()
     assert finnish.split()[:2] == ["Virtanen", "Finnish"]
     assert slovak.split()[:2] == ["Dvořáková", "Slovak"]
@@ -78,6 +73,6 @@ def test_three_epochs_are_enough_for_three_of_four_names(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.time_limit(240)
 def test_the_config_tells_the_origin_of_four_of_five_names_and_ends_by_itself(tmp_path):
-    run("fit", tmp_path)
+    run_model("fit", "surnames", tmp_path)
     assert best_accuracy(tmp_path) >= 0.80
     assert "finished: stopped early" in (tmp_path / "surnames/run.log").read_text()

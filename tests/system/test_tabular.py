@@ -10,13 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from datamodules.tabular import Tabular
-from lumen.cli import main
 from models.tabular import Classifier, Regressor, Standardize
-
-
-def run(command, name, tmp_path, *arguments):
-    config = ["--config", f"models/{name}.yaml", f"--trainer.default_root_dir={tmp_path}"]
-    assert main([command, *config, *arguments]) == 0
+from tests.helpers.cli import run_model
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +19,8 @@ def trained(tmp_path_factory):
     """Where both configs have been trained, and what their test said of the best checkpoint."""
     root, found = tmp_path_factory.mktemp("runs"), {}
     for name in ("breast_cancer", "diabetes"):
-        run("fit", name, root)
-        run("test", name, root, "--ckpt_path=best", f"--output={root / name}.json")
+        run_model("fit", name, root)
+        run_model("test", name, root, "--ckpt_path=best", f"--output={root / name}.json")
         found[name] = json.loads((root / f"{name}.json").read_text())[0]
     return root, found
 
@@ -95,7 +90,7 @@ def test_the_saved_scale_is_that_of_the_training_rows_only(trained):
 def test_predictions_are_for_people(trained, capsys):
     root, _ = trained
     rows, labels = held_out("breast_cancer")
-    run("predict", "breast_cancer", root, "--ckpt_path=best")
+    run_model("predict", "breast_cancer", root, "--ckpt_path=best")
     lines = capsys.readouterr().out.splitlines()
     assert [line.rpartition(", ")[2] for line in lines] == ["yes" if label else "no" for label in labels]
     likelihoods = best(Classifier(30), "breast_cancer", root)(rows).sigmoid()
@@ -105,7 +100,7 @@ def test_predictions_are_for_people(trained, capsys):
 def test_predictions_of_a_regression_are_in_the_units_of_the_table(trained, capsys):
     root, _ = trained
     rows, targets = held_out("diabetes")
-    run("predict", "diabetes", root, "--ckpt_path=best")
+    run_model("predict", "diabetes", root, "--ckpt_path=best")
     found = [line.split(", was ") for line in capsys.readouterr().out.splitlines()]
     assert [float(was) for _, was in found] == targets.tolist()
     guesses = best(Regressor(10), "diabetes", root)(rows)
