@@ -12,6 +12,8 @@ if "LUMEN_LAUNCHER" in os.environ:  # from here on the launcher shows what ends 
 if TYPE_CHECKING:
     from lumen.callbacks import (
         EMA,
+        BackboneFinetuning,
+        BaseFinetuning,
         BasePredictionWriter,
         Callback,
         EarlyStopping,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder, Tuner
 
 _HOME = {
+    "BackboneFinetuning": "lumen.callbacks",
+    "BaseFinetuning": "lumen.callbacks",
     "BasePredictionWriter": "lumen.callbacks",
     "BatchSizeFinder": "lumen.trainer.tuner",
     "CLI": "lumen.cli.command_line",
@@ -85,6 +89,8 @@ __all__ = [
     "DDP",
     "EMA",
     "FSDP",
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "BasePredictionWriter",
     "BatchSizeFinder",
     "CSVLogger",

@@ -4,6 +4,7 @@ from lumen.callbacks.base import Callback
 from lumen.callbacks.defaults import choose_callbacks, savers_of
 from lumen.callbacks.early_stopping import EarlyStopping
 from lumen.callbacks.ema import EMA
+from lumen.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
 from lumen.callbacks.lambda_callback import LambdaCallback
 from lumen.callbacks.lr_monitor import LearningRateMonitor
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
@@ -17,6 +18,8 @@ from lumen.callbacks.timer import Timer
 
 __all__ = [
     "EMA",
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "BasePredictionWriter",
     "Callback",
     "EarlyStopping",

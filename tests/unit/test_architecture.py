@@ -25,8 +25,10 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 DOORS = {"lumen", "lumen.__main__"}
 LAZY_WAYS_UP = {("task", "checkpoint")}
 MIXINS = {"HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "Attached"}
-OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "BasePredictionWriter", "CLI"} | MIXINS
+OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "BaseFinetuning", "BasePredictionWriter", "CLI"} | MIXINS
 PUBLIC = [
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "BasePredictionWriter",
     "BatchSizeFinder",
     "CLI",

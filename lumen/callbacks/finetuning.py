@@ -1,0 +1,260 @@
+"""Freezes parts of a model before training, and trains them from some epoch on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+from torch import nn
+
+from lumen.callbacks.base import Callback
+from lumen.errors import ConfigError
+from lumen.errors.arguments import at_least, checked
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
+
+Modules = nn.Module | Iterable["Modules"]
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+_log = logging.getLogger("lumen")
+
+
+class BaseFinetuning(Callback):
+    """Freezes what `freeze_before_training` says, and lets `finetune_function` unfreeze it epoch by epoch.
+
+    The task's `configure_optimizers` gives its optimizer what is trained from the beginning, that is
+    `filter(lambda parameter: parameter.requires_grad, self.parameters())`; what is unfrozen gets a parameter group of
+    its own. A checkpoint holds the groups and what is frozen, so a resumed run goes on exactly, under any strategy.
+    """
+
+    def freeze_before_training(self, task: TaskModule) -> None:
+        """Freeze modules by `freeze`. Called when `fit` begins, before `configure_model` and `configure_optimizers`."""
+        raise NotImplementedError(f"{type(self).__name__} needs freeze_before_training(task), which calls self.freeze.")
+
+    def finetune_function(self, task: TaskModule, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze modules by `unfreeze_and_add_param_group` where it is time.
+
+        Called at the beginning of each epoch for each optimizer.
+
+        Args:
+            task: The task in training.
+            epoch: The epoch that begins, from 0.
+            optimizer: One of those that `configure_optimizers` returned.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} needs finetune_function(task, epoch, optimizer), which calls "
+            "self.unfreeze_and_add_param_group."
+        )
+
+    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Freeze before the optimizer is built."""
+        if stage == "fit":
+            self.freeze_before_training(task)
+
+    def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Let the statistics of what a checkpoint has unfrozen move again."""
+        _train(each for each in task.modules() if isinstance(each, _NORMS) and _is_trained(each))
+
+    def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Unfreeze what is to be trained from this epoch on."""
+        for optimizer in trainer.optimizers:
+            self.finetune_function(task, trainer.current_epoch, optimizer)
+
+    # ------------------------------------------------------------------ what a subclass calls
+
+    @staticmethod
+    def freeze(modules: Modules, train_bn: bool = True) -> None:
+        """Do not train the parameters of modules any longer.
+
+        Args:
+            modules: A module, or several, nested as you like.
+            train_bn: Train their BatchNorm layers still; else these keep their statistics too.
+        """
+        for module in _flat(modules):
+            if isinstance(module, _NORMS) and train_bn:
+                _train([module])
+                continue
+            if isinstance(module, _NORMS):
+                module.track_running_stats = False
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_(False)
+
+    @staticmethod
+    def make_trainable(modules: Modules) -> None:
+        """Train the parameters of modules, and let statistics of BatchNorm layers move."""
+        _train(_flat(modules))
+
+    @staticmethod
+    def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
+        """Parameters of modules that are trained (or not), each once.
+
+        Args:
+            modules: A module, or several, nested as you like.
+            train_bn: Those of BatchNorm layers too.
+            requires_grad: The trained ones; False: the frozen ones.
+        """
+        seen = set[int]()
+        for module in _flat(modules):
+            if train_bn or not isinstance(module, _NORMS):
+                for parameter in module.parameters(recurse=False):
+                    if parameter.requires_grad == requires_grad and id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        yield parameter
+
+    @classmethod
+    def unfreeze_and_add_param_group(
+        cls,
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        name: str | None = None,
+    ) -> None:
+        """Train modules from now on, by a parameter group of their own.
+
+        Parameters that the optimizer has already stay in their groups.
+
+        Args:
+            modules: A module, or several, nested as you like.
+            optimizer: Gets the group.
+            lr: Learning rate of the group; None: that of the first group, divided by `initial_denom_lr`.
+            initial_denom_lr: Used where `lr` is None, > 0.
+            train_bn: Unfreeze BatchNorm layers too.
+            name: The group's own, as `LearningRateMonitor` shows it.
+
+        Raises:
+            ConfigError: The optimizer moves all of it already.
+        """
+        _train(each for each in _flat(modules) if train_bn or not isinstance(each, _NORMS))
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        new = [each for each in cls.filter_params(modules, train_bn) if id(each) not in held]
+        if not new:
+            raise ConfigError(
+                f"{cls.__name__}: the optimizer has all parameters of what is unfrozen already. Give it in "
+                "configure_optimizers those that are trained: [p for p in self.parameters() if p.requires_grad]."
+            )
+        rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr
+        optimizer.add_param_group({"params": new, "lr": rate} | ({} if name is None else {"name": name}))
+
+
+@final
+class BackboneFinetuning(BaseFinetuning):
+    """Trains the task's `backbone` from an epoch on, at a rate that rises to that of the rest.
+
+    The rate of the backbone is multiplied in each epoch after the one in which it is unfrozen. See `BaseFinetuning` for
+    what `configure_optimizers` has to give.
+
+    Args:
+        unfreeze_backbone_at_epoch: The first epoch, from 0, in which the backbone is trained.
+        lambda_func: Gives the factor of the backbone's rate for an epoch after that one; None: 2 in each.
+        backbone_initial_ratio_lr: The backbone's first rate, as a multiple of that of the first group.
+        backbone_initial_lr: The backbone's first rate itself.
+        should_align: The backbone's rate rises no further than that of the first group.
+        train_bn: BatchNorm layers of the backbone are trained from the beginning; False: never.
+        verbose: Log the rates of each epoch.
+        rounding: Digits of the rates that are logged.
+
+    Raises:
+        ConfigError: The task has no module `backbone`, or several optimizers.
+    """
+
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "initial_denom_lr": "Leave it out: backbone_initial_ratio_lr says how large the first rate is.",
+    }
+
+    @checked
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] | None = None,
+        backbone_initial_ratio_lr: float = 0.1,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
+        at_least(0, unfreeze_backbone_at_epoch=unfreeze_backbone_at_epoch)
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
+        self.should_align, self.train_bn = should_align, train_bn
+        self.verbose, self.rounding = verbose, rounding
+        self._rate: float | None = None  # of the backbone, before schedules moved it
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rate that the next one is a multiple of."""
+        return {"rate": self._rate}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the rate of a checkpoint."""
+        self._rate = state["rate"]
+
+    def freeze_before_training(self, task: TaskModule) -> None:
+        """Freeze the backbone."""
+        backbone = getattr(task, "backbone", None)
+        if not isinstance(backbone, nn.Module):
+            raise ConfigError(
+                f"BackboneFinetuning: {type(task).__name__} has no module called backbone, made in its __init__. Call "
+                "it so, or derive from BaseFinetuning."
+            )
+        self.freeze(backbone, self.train_bn)
+
+    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Refuse several optimizers: a parameter is moved by one."""
+        if len(trainer.optimizers) > 1:
+            raise ConfigError(
+                f"BackboneFinetuning: there are {len(trainer.optimizers)} optimizers, and the backbone is moved by "
+                "one. Derive from BaseFinetuning, whose finetune_function is told which one it is called for."
+            )
+
+    def finetune_function(self, task: TaskModule, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze the backbone, or raise its rate."""
+        if epoch < self.unfreeze_backbone_at_epoch:
+            return
+        rest = float(optimizer.param_groups[0]["lr"])
+        if self._rate is None:
+            given = self.backbone_initial_lr
+            self._rate = rest * self.backbone_initial_ratio_lr if given is None else given
+            self.unfreeze_and_add_param_group(
+                task.backbone, optimizer, self._rate, train_bn=self.train_bn, name="backbone"
+            )
+        else:
+            self._rate *= 2.0 if self.lambda_func is None else self.lambda_func(epoch + 1)
+            if self.should_align:
+                self._rate = min(self._rate, rest)
+            group = next(each for each in optimizer.param_groups if each.get("name") == "backbone")
+            group["lr"] = self._rate
+        if self.verbose:
+            _log.info(
+                "epoch %d: the learning rate is %s, that of the backbone %s",
+                epoch, round(rest, self.rounding), round(self._rate, self.rounding),
+            )  # fmt: skip
+
+
+def _flat(modules: Modules) -> Iterator[nn.Module]:
+    """Modules and all that are in them."""
+    if isinstance(modules, nn.Module):
+        yield from modules.modules()
+        return
+    for each in modules:
+        yield from _flat(each)
+
+
+def _train(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module, _NORMS):
+            module.track_running_stats = module.running_mean is not None
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_()
+
+
+def _is_trained(norm: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in norm.parameters(recurse=False))

@@ -1,0 +1,145 @@
+"""What is frozen at first and trained from some epoch on, with a parameter group of its own."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lumen
+from lumen.errors import ConfigError
+from tests.helpers.finetuning import EPOCHS, Backbone, by_hand, finetune
+from tests.helpers.group import assert_equal
+from tests.helpers.tasks import bare_trainer, loader
+
+
+@pytest.mark.parametrize("train_bn", [True, False])
+def test_a_backbone_is_trained_from_its_epoch_on_as_by_hand(tmp_path, train_bn):
+    ours, rates = finetune(tmp_path, lumen.BackboneFinetuning(2, train_bn=train_bn))
+    theirs, expected = by_hand(2, train_bn)
+    assert_equal(ours, theirs)
+    assert [len(each) for each in rates] == [1, 1, 2, 2, 2, 2]
+    assert rates == expected
+
+
+def test_rates_are_those_that_were_asked_for(tmp_path):
+    callback = lumen.BackboneFinetuning(1, lambda epoch: epoch, backbone_initial_lr=0.004, should_align=False)
+    _, rates = finetune(tmp_path, callback)
+    assert [len(each) for each in rates] == [1, 2, 2, 2, 2, 2]
+    np.testing.assert_allclose([each[1] for each in rates[1:]], [0.004 * factor for factor in (1, 3, 12, 60, 360)])
+
+
+@pytest.mark.parametrize("train_bn", [True, False])
+@pytest.mark.parametrize("cut", [5, 10, 12, 15, 23])
+def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path, cut, train_bn):
+    """The backbone is unfrozen after ten steps."""
+    whole, _ = finetune(tmp_path / "whole", lumen.BackboneFinetuning(2, train_bn=train_bn), steps=30)
+    finetune(tmp_path / "parts", lumen.BackboneFinetuning(2, train_bn=train_bn), steps=cut)
+    parts, _ = finetune(tmp_path / "parts", lumen.BackboneFinetuning(2, train_bn=train_bn), steps=30)
+    assert whole.keys() == parts.keys()
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+
+
+class ByLayers(lumen.BaseFinetuning):
+    """Unfreezes the last layer of the backbone in the second epoch, and the first one in the third."""
+
+    def freeze_before_training(self, task):
+        self.freeze([task.backbone[:3], [task.backbone[3]]], train_bn=False)
+
+    def finetune_function(self, task, epoch, optimizer):
+        if epoch in (1, 2):
+            layer = task.backbone[3 if epoch == 1 else 0]
+            self.unfreeze_and_add_param_group(layer, optimizer, name=f"epoch {epoch}")
+
+
+class Moved(lumen.Callback):
+    """Names of what has changed since the epoch before."""
+
+    def __init__(self):
+        self.by_epoch, self.before = [], None
+
+    def on_train_epoch_start(self, trainer, task):
+        self.before = {name: each.clone() for name, each in task.state_dict().items()}
+
+    def on_train_epoch_end(self, trainer, task):
+        now = task.state_dict()
+        self.by_epoch.append({name for name in now if not torch.equal(now[name], self.before[name])})
+
+
+def test_layers_are_unfrozen_one_after_another(tmp_path):
+    task, moved = Backbone(), Moved()
+    trainer = bare_trainer(tmp_path, max_epochs=3, callbacks=[ByLayers(), moved])
+    trainer.fit(task, loader(dtype=torch.float64))
+    head = {"head.weight", "head.bias"}
+    first = head | {"backbone.3.weight", "backbone.3.bias"}
+    assert moved.by_epoch == [head, first, first | {"backbone.0.weight", "backbone.0.bias"}]
+    groups = trainer.optimizers[0].param_groups
+    assert [group.get("name") for group in groups] == [None, "epoch 1", "epoch 2"]
+    assert [group["lr"] for group in groups] == [0.02, 0.002, 0.002]
+
+
+def test_parameters_of_modules_are_told_apart():
+    task = Backbone()
+    lumen.BaseFinetuning.freeze(task.backbone, train_bn=True)
+    kept = [*lumen.BaseFinetuning.filter_params([task.backbone, task.backbone])]
+    assert {id(each) for each in kept} == {id(each) for each in task.backbone[1].parameters()}
+    assert len(kept) == 2
+    assert len([*lumen.BaseFinetuning.filter_params(task.backbone, requires_grad=False)]) == 4
+    assert [*lumen.BaseFinetuning.filter_params(task.backbone, train_bn=False)] == []
+    lumen.BaseFinetuning.make_trainable(task.backbone)
+    assert len([*lumen.BaseFinetuning.filter_params(task.backbone)]) == 6
+
+
+class Everything(Backbone):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Several(Backbone):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.1), torch.optim.SGD(self.backbone[1].parameters(), lr=0.1)
+
+
+class Without(Backbone):
+    def __init__(self):
+        super().__init__()
+        self.body = self._modules.pop("backbone")
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Everything, "has all parameters of what is unfrozen already. Give it in configure_optimizers those"),
+        (Several, "there are 2 optimizers, and the backbone is moved by one"),
+        (Without, "Without has no module called backbone"),
+    ],
+)
+def test_what_cannot_be_finetuned_says_why(tmp_path, task, said):
+    with pytest.raises(ConfigError, match=said):
+        finetune(tmp_path, lumen.BackboneFinetuning(0), task())
+
+
+def test_a_callback_that_says_not_what_is_frozen_is_told(tmp_path):
+    with pytest.raises(NotImplementedError, match=r"BaseFinetuning needs freeze_before_training\(task\)"):
+        finetune(tmp_path, lumen.BaseFinetuning())
+
+
+def test_the_rates_are_logged_if_asked_for(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "lumen"):
+        finetune(tmp_path, lumen.BackboneFinetuning(EPOCHS - 1, verbose=True, rounding=4), log_level="INFO")
+    assert f"epoch {EPOCHS - 1}: the learning rate is 0.01, that of the backbone 0.001" in caplog.text
+
+
+def test_evaluation_freezes_nothing(tmp_path):
+    class Validated(Backbone):
+        def validation_step(self, batch):
+            self.log("loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    task = Validated()
+    bare_trainer(tmp_path, callbacks=lumen.BackboneFinetuning(2)).validate(task, loader(dtype=torch.float64))
+    assert all(each.requires_grad for each in task.parameters())
