@@ -12,6 +12,7 @@ if "LUMEN_LAUNCHER" in os.environ:  # from here on the launcher shows what ends 
 if TYPE_CHECKING:
     from lumen.callbacks import (
         EMA,
+        SWA,
         BackboneFinetuning,
         BaseFinetuning,
         BasePredictionWriter,
@@ -56,6 +57,7 @@ _HOME = {
     "DDP": "lumen.strategies.ddp",
     "DataModule": "lumen.task.data_module",
     "EMA": "lumen.callbacks",
+    "SWA": "lumen.callbacks",
     "EarlyStopping": "lumen.callbacks",
     "FSDP": "lumen.strategies.fsdp",
     "LambdaCallback": "lumen.callbacks",
@@ -89,6 +91,7 @@ __all__ = [
     "DDP",
     "EMA",
     "FSDP",
+    "SWA",
     "BackboneFinetuning",
     "BaseFinetuning",
     "BasePredictionWriter",

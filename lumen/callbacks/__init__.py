@@ -13,11 +13,13 @@ from lumen.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from lumen.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
 from lumen.callbacks.progress_bar import ProgressBar
 from lumen.callbacks.spike_detection import SpikeDetection
+from lumen.callbacks.swa import SWA
 from lumen.callbacks.throughput_monitor import ThroughputMonitor
 from lumen.callbacks.timer import Timer
 
 __all__ = [
     "EMA",
+    "SWA",
     "BackboneFinetuning",
     "BaseFinetuning",
     "BasePredictionWriter",

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-import torch
-
-from lumen.callbacks.base import Callback
-from lumen.data.nested import fill
-from lumen.distributed.dtensor import local_tensor
+from lumen.callbacks.parameter_average import ParameterAverage
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked
-from lumen.internals.tensors import lerp
-from lumen.strategies import sync_buffers
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
@@ -22,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @final
-class EMA(Callback):
+class EMA(ParameterAverage):
     """Keeps an exponential moving average of the parameters, and evaluates it.
 
     After an update `average = decay * average + (1 - decay) * parameter` (Polyak and Juditsky, Acceleration of
@@ -48,8 +41,6 @@ class EMA(Callback):
         ConfigError: A value is out of range.
     """
 
-    stops_at_steps = False
-
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "device": "Leave it out: the average lies where the parameters do, under FSDP in shards.",
         "avg_fn": "Leave it out: decay and warmup say how; another average is a callback of your own.",
@@ -68,17 +59,12 @@ class EMA(Callback):
         if not 0.0 <= decay < 1.0:
             raise ConfigError(f"EMA: decay must be at least 0 and less than 1, found {decay:g}.")
         at_least(1, update_every_n_steps=update_every_n_steps)
-        self.decay, self.warmup, self.use_buffers = decay, warmup, use_buffers
+        super().__init__(use_buffers)
+        self.decay, self.warmup = decay, warmup
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
-        self._average: dict[str, torch.Tensor] = {}
-        self._seen = self._updates = 0  # the newest step that was looked at; how often the average has moved
-
-    @property
-    def average(self) -> Mapping[str, torch.Tensor]:
-        """The averages, by name of parameter and buffer; under FSDP in shards."""
-        return self._average
+        self._seen = 0  # the newest step that was looked at
 
     def state_dict(self) -> dict[str, Any]:
         """The averages, and how often they have moved."""
@@ -88,33 +74,14 @@ class EMA(Callback):
         """Go on with the averages of a checkpoint."""
         self._average, self._seen, self._updates = state["average"], state["seen"], state["updates"]
 
-    def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Begin with the parameters as they are, or find those of the checkpoint on their devices."""
-        found = self._of(task)
-        if not self._average:
-            self._average = {name: tensor.detach().clone() for name, tensor in found.items()}
-            self._seen = trainer.global_step
-            return
-        if missing := found.keys() ^ self._average.keys():
-            raise ConfigError(
-                f"EMA: the averages of the checkpoint are not of this model: {', '.join(sorted(missing)[:8])}. Resume "
-                "with the model and the use_buffers it was saved with."
-            )
-        self._average = {name: self._average[name].to(each.device, each.dtype) for name, each in found.items()}
-
-    def _of(self, task: TaskModule) -> dict[str, torch.Tensor]:
-        """What is averaged: parameters, and buffers that are saved."""
-        found = dict[str, torch.Tensor](task.named_parameters())
-        if self.use_buffers:
-            saved = task.state_dict(keep_vars=True).keys()
-            found |= {name: buffer for name, buffer in task.named_buffers() if name in saved}
-        return found
+    def _begin(self, trainer: Trainer, task: TaskModule) -> None:
+        self._copy(task)
+        self._seen = trainer.global_step
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Move the average after an update, unless a validation of this step has."""
         self._look(trainer, task)
 
-    @torch.no_grad()
     def _look(self, trainer: Trainer, task: TaskModule) -> None:
         """Move the average if there was an update since it was looked at, and it is due."""
         if trainer.global_step == self._seen:
@@ -127,44 +94,3 @@ class EMA(Callback):
             decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay
             self._updates += 1
             self._move(task, decay)
-
-    def _move(self, task: TaskModule, decay: float) -> None:
-        averages, values, rest = [], [], []
-        for name, tensor in self._of(task).items():
-            if tensor.is_floating_point() or tensor.is_complex():
-                averages.append(local_tensor(self._average[name]))
-                values.append(local_tensor(tensor.detach()))
-            else:
-                rest.append((self._average[name], tensor))
-        lerp(averages, values, 1.0 - decay)
-        for average, tensor in rest:
-            average.copy_(tensor)
-
-    def around_validation(self, trainer: Trainer, task: TaskModule) -> AbstractContextManager[None]:
-        """The average stands in the place of the parameters."""
-        return self._swapped(trainer, task)
-
-    @contextmanager
-    def _swapped(self, trainer: Trainer, task: TaskModule) -> Iterator[None]:
-        self._look(trainer, task)
-        self._swap(task)
-        try:
-            sync_buffers(trainer.strategy, task)  # each rank has averaged its own
-            yield
-        finally:
-            self._swap(task)
-
-    @torch.no_grad()
-    def _swap(self, task: TaskModule) -> None:
-        """Exchange the averages with what they are of."""
-        for name, tensor in self._of(task).items():
-            before = tensor.detach().clone()
-            fill(tensor, self._average[name])
-            self._average[name].copy_(before)
-
-    @torch.no_grad()
-    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Leave the average in the task."""
-        for name, tensor in self._of(task).items():
-            fill(tensor, self._average[name])
-        sync_buffers(trainer.strategy, task)

@@ -35,7 +35,7 @@ INSTEAD = {
     "resume_from_checkpoint": "Use resume.",
     "row_log_interval": "Use log_every_n_steps.",
     "show_progress_bar": "Use enable_progress_bar.",
-    "stochastic_weight_avg": "Put a lumen.EMA into callbacks, or use lumen.optim.Lookahead.",
+    "stochastic_weight_avg": "Put a lumen.SWA or a lumen.EMA into callbacks.",
     "terminate_on_nan": "Leave it out: a loss that is not finite is always an error.",
     "test_percent_check": "Use limit_test_batches.",
     "tpu_cores": "There is no support for TPUs.",

@@ -52,6 +52,7 @@ PUBLIC = [
     "PredictionWriter",
     "Profiler",
     "ProgressBar",
+    "SWA",
     "SimpleProfiler",
     "SingleDevice",
     "SpikeDetection",

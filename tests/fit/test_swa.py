@@ -1,0 +1,110 @@
+"""SWA: the mean that torch's tools make, evaluated, saved, resumed and exported in place of the parameters."""
+
+import numpy as np
+import pytest
+import torch
+
+import lumen
+from lumen.checkpoint import find_checkpoints
+from lumen.errors import ConfigError
+from tests.helpers.ema import Kept
+from tests.helpers.finetuning import Rates
+from tests.helpers.group import assert_equal
+from tests.helpers.swa import EPOCHS, SAMPLES, START, Scheduled, average, by_hand
+from tests.helpers.tasks import loader, quiet_trainer
+
+
+@pytest.mark.parametrize(("annealing", "strategy"), [(2, "cos"), (2, "linear"), (10, "cos")])
+def test_mean_and_rates_are_those_of_torchs_own_tools(tmp_path, annealing, strategy):
+    rates = Rates()
+    ours, _ = average(tmp_path, lumen.SWA(0.02, START, annealing, strategy), rates)
+    theirs, expected = by_hand(annealing, strategy)
+    counter = "net.1.num_batches_tracked"  # torch divides it too
+    assert (ours.pop(counter), theirs.pop(counter)) == (EPOCHS * SAMPLES // 8, pytest.approx(30, abs=3))
+    assert_equal(ours, theirs)
+    np.testing.assert_allclose([each[0] for each in rates.seen], expected, rtol=0, atol=1e-15)
+
+
+def test_without_annealing_the_rate_is_there_at_once(tmp_path):
+    rates = Rates()
+    average(tmp_path, lumen.SWA([0.02], 0.5, 0), rates)
+    assert [each[0] for each in rates.seen] == [0.1, 0.1, 0.05, 0.02, 0.02, 0.02]
+
+
+def test_buffers_may_be_left_as_they_are(tmp_path):
+    kept = Kept()
+    ours, _ = average(tmp_path, lumen.SWA(0.02, START, 2, use_buffers=False), kept)
+    theirs, _ = by_hand(2, "cos")
+    last = kept.states[-1]
+    assert_equal({"weight": ours["net.0.weight"]}, {"weight": theirs["net.0.weight"]})
+    assert_equal({"mean": ours["net.1.running_mean"]}, {"mean": last["net.1.running_mean"].numpy()}, 0.0)
+
+
+@pytest.mark.parametrize("cut", [8, 18, 20, 24, 30, 33])
+def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path, cut):
+    """An epoch has six steps, and three are averaged."""
+    ends, files = [], []
+    for name, cuts in (("whole", [None]), ("parts", [cut, None])):
+        for steps in cuts:
+            end, trainer = average(tmp_path / name, lumen.SWA(0.02, START, 2), steps=steps, log_every_n_steps=1)
+        ends.append(end)
+        files.append((trainer.run_directory / "metrics.csv").read_bytes())
+    assert_equal(*ends, 0.0)
+    assert files[0] == files[1]
+
+
+def test_validations_are_of_the_mean_once_there_is_one(tmp_path):
+    kept, seen = Kept(), []
+
+    class Watching(lumen.Callback):
+        def on_validation_start(self, trainer, task):
+            seen.append(task.net[0].weight.detach().clone())
+
+    average(tmp_path, lumen.SWA(0.02, 3, 2), kept, Watching(), num_sanity_val_steps=0)
+    ends = [kept.states[6 * epoch - 1]["net.0.weight"] for epoch in range(1, EPOCHS + 1)]
+    expected = [*ends[:4], ends[3], (ends[3] + ends[4]) / 2]
+    torch.testing.assert_close(seen, expected, rtol=0, atol=1e-15)
+
+
+def test_checkpoints_hold_both_and_before_the_first_mean_none(tmp_path):
+    _, trainer = average(tmp_path, swa := lumen.SWA(0.02, START, 2))
+    newest = find_checkpoints(trainer.run_directory / "checkpoints")[-1]
+    mean = Scheduled.load_from_checkpoint(newest, average="SWA").state_dict()
+    assert mean.keys() == swa.average.keys()
+    assert all(torch.equal(each, swa.average[name]) for name, each in mean.items())
+    plain = Scheduled.load_from_checkpoint(newest)
+    assert not torch.equal(plain.net[0].weight, mean["net.0.weight"])
+    _, trainer = average(tmp_path / "early", lumen.SWA(0.02, START, 2), steps=12)
+    newest = find_checkpoints(trainer.run_directory / "checkpoints")[-1]
+    with pytest.raises(ConfigError, match="has no average of that name"):
+        Scheduled.load_from_checkpoint(newest, average="SWA")
+
+
+def test_a_run_that_ends_before_the_first_mean_keeps_its_parameters(tmp_path):
+    kept = Kept()
+    end, _ = average(tmp_path, lumen.SWA(0.02, START), kept, steps=12)
+    assert_equal(end, {name: each.numpy() for name, each in kept.states[-1].items()}, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"swa_lrs": 0.0}, "swa_lrs must be above 0"),
+        ({"swa_lrs": [0.1, -0.1]}, "swa_lrs must be above 0"),
+        ({"swa_epoch_start": 1.5}, "swa_epoch_start is a share below 1 or a whole epoch, found 1.5"),
+        ({"swa_epoch_start": -1}, "swa_epoch_start"),
+        ({"annealing_epochs": -1}, "annealing_epochs"),
+        ({"annealing_strategy": "step"}, "annealing_strategy"),
+        ({"avg_fn": max}, "SWA is the mean"),
+        ({"swa_lrs": [0.1, 0.1]}, "swa_lrs has 2 rates, and there are 1 parameter groups"),
+    ],
+)
+def test_what_it_cannot_be_is_refused(tmp_path, options, said):
+    with pytest.raises(ConfigError, match=said):
+        average(tmp_path, lumen.SWA(**{"swa_lrs": 0.1} | options))
+
+
+def test_a_share_needs_epochs_to_be_of(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_steps=3, callbacks=lumen.SWA(0.1))
+    with pytest.raises(ConfigError, match=r"swa_epoch_start=0.8 is a share of max_epochs, which this run"):
+        trainer.fit(Scheduled(), loader(SAMPLES, dtype=torch.float64))

@@ -1,0 +1,55 @@
+"""A training of which the last epochs are averaged, and what it is by torch's own tools."""
+
+import torch
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+from tests.helpers.ema import Normed
+from tests.helpers.optimizer_state import whole
+from tests.helpers.tasks import loader, quiet_trainer, regression_data
+
+EPOCHS, START, SAMPLES, BATCH = 6, 3, 48, 8
+
+
+class Scheduled(Normed):
+    """Without dropout, so that anybody's loop draws the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[3].p = 0.0
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [StepLR(optimizer, 2, 0.5)]
+
+
+def average(folder, callback, *callbacks, steps=None, task=None, **options):
+    """Where the task ends, and its trainer."""
+    task = Scheduled() if task is None else task
+    length = {"max_epochs": EPOCHS} | ({} if steps is None else {"max_steps": steps})
+    trainer = quiet_trainer(folder, callbacks=[callback, *callbacks], resume="auto", **length, **options)
+    data = loader(SAMPLES, BATCH, shuffle=False, dtype=torch.float64)
+    trainer.fit(task, data, loader(20, shuffle=False, dtype=torch.float64))
+    return {name: value.numpy() for name, value in whole(task).items()}, trainer
+
+
+def by_hand(annealing, strategy, rate=0.02, *, use_buffers=True):
+    """The same by torch's own tools: the mean, and the rate of each epoch."""
+    task = Scheduled()
+    (optimizer,), (schedule,) = task.configure_optimizers()
+    mean, rates = AveragedModel(task.net, use_buffers=use_buffers), []
+    for epoch in range(EPOCHS):
+        if epoch == START:
+            swa = SWALR(optimizer, rate, annealing, strategy)
+        rates.append(optimizer.param_groups[0]["lr"])
+        inputs, targets = regression_data(SAMPLES, torch.float64)
+        for batch in zip(inputs.split(BATCH), targets.split(BATCH), strict=True):
+            optimizer.zero_grad()
+            task.training_step(batch).backward()
+            optimizer.step()
+        if epoch >= START:
+            mean.update_parameters(task.net)
+            swa.step()
+        else:
+            schedule.step()
+    return {f"net.{name}": value.detach().numpy() for name, value in mean.module.state_dict().items()}, rates
