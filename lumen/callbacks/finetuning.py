@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -25,18 +26,21 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _log = logging.getLogger("lumen")
 
 
-class BaseFinetuning(Callback):
+class BaseFinetuning(Callback, ABC):
     """Freezes what `freeze_before_training` says, and lets `finetune_function` unfreeze it epoch by epoch.
 
     The task's `configure_optimizers` gives its optimizer what is trained from the beginning, that is
-    `filter(lambda parameter: parameter.requires_grad, self.parameters())`; what is unfrozen gets a parameter group of
-    its own. A checkpoint holds the groups and what is frozen, so a resumed run goes on exactly, under any strategy.
+    `[p for p in self.parameters() if p.requires_grad]`; what is unfrozen gets a parameter group of its own. Schedules
+    with a rate for each group (`LambdaLR`, `OneCycleLR`, those of `lumen.optim`) leave it as the group was given;
+    others, such as `StepLR`, move it too. A checkpoint holds the groups and what is frozen, so a resumed run goes on
+    exactly, under any strategy.
     """
 
+    @abstractmethod
     def freeze_before_training(self, task: TaskModule) -> None:
         """Freeze modules by `freeze`. Called when `fit` begins, before `configure_model` and `configure_optimizers`."""
-        raise NotImplementedError(f"{type(self).__name__} needs freeze_before_training(task), which calls self.freeze.")
 
+    @abstractmethod
     def finetune_function(self, task: TaskModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze modules by `unfreeze_and_add_param_group` where it is time.
 
@@ -47,10 +51,6 @@ class BaseFinetuning(Callback):
             epoch: The epoch that begins, from 0.
             optimizer: One of those that `configure_optimizers` returned.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} needs finetune_function(task, epoch, optimizer), which calls "
-            "self.unfreeze_and_add_param_group."
-        )
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Freeze before the optimizer is built."""
@@ -220,7 +220,8 @@ class BackboneFinetuning(BaseFinetuning):
         if epoch < self.unfreeze_backbone_at_epoch:
             return
         rest = float(optimizer.param_groups[0]["lr"])
-        if self._rate is None:
+        group = next((each for each in optimizer.param_groups if each.get("name") == "backbone"), None)
+        if group is None or self._rate is None:
             given = self.backbone_initial_lr
             self._rate = rest * self.backbone_initial_ratio_lr if given is None else given
             self.unfreeze_and_add_param_group(
@@ -230,7 +231,6 @@ class BackboneFinetuning(BaseFinetuning):
             self._rate *= 2.0 if self.lambda_func is None else self.lambda_func(epoch + 1)
             if self.should_align:
                 self._rate = min(self._rate, rest)
-            group = next(each for each in optimizer.param_groups if each.get("name") == "backbone")
             group["lr"] = self._rate
         if self.verbose:
             _log.info(

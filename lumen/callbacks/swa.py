@@ -77,7 +77,7 @@ class SWA(ParameterAverage):
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Find the first epoch, and a rate for each group."""
-        start, groups = self.swa_epoch_start, len(_groups(trainer))
+        start = self.swa_epoch_start
         if isinstance(start, float) and start < 1:
             if trainer.max_epochs is None or trainer.max_epochs < 0:
                 raise ConfigError(
@@ -86,20 +86,25 @@ class SWA(ParameterAverage):
                 )
             start = trainer.max_epochs * start
         self._first = int(start)
-        if isinstance(self.swa_lrs, list) and len(self.swa_lrs) != groups:
-            raise ConfigError(f"SWA: swa_lrs has {len(self.swa_lrs)} rates, and there are {groups} parameter groups.")
+        self._ends(len(_groups(trainer)))
 
     def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Set the rates of the step, whatever a schedule has set."""
         if (passed := trainer.current_epoch - self._first) < 0:
             return
         groups = _groups(trainer)
-        self._rates = self._rates or [float(group["lr"]) for group in groups]
+        self._rates += [float(group["lr"]) for group in groups[len(self._rates) :]]  # hooks may add some
         done = min(1.0, passed / self.annealing_epochs) if self.annealing_epochs else 1.0
         share = (1.0 - math.cos(math.pi * done)) / 2.0 if self.annealing_strategy == "cos" else done
-        ends = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
-        for group, before, after in zip(groups, self._rates, ends, strict=True):
+        for group, before, after in zip(groups, self._rates, self._ends(len(groups)), strict=True):
             group["lr"] = after * share + before * (1.0 - share)
+
+    def _ends(self, groups: int) -> list[float]:
+        """The rates in the end, of each group."""
+        rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * groups
+        if len(rates) != groups:
+            raise ConfigError(f"SWA: swa_lrs has {len(rates)} rates, and there are {groups} parameter groups.")
+        return rates
 
     def _look(self, trainer: Trainer, task: TaskModule) -> None:
         """Nothing is due in a validation: the ends of epochs move the mean."""

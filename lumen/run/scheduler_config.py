@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    LambdaLR,
+    MultiplicativeLR,
+    OneCycleLR,
+    SequentialLR,
+)
 
 from lumen.errors import ConfigError
 from lumen.internals.optimizers import schedules_in
 from lumen.optim import Warmup
+from lumen.optim.schedules import Schedule
 
 _log = logging.getLogger("lumen")
+
+#: What has a rate for each group that it was built for, and fails where there are more; others move all that there are.
+_BY_GROUP = (CyclicLR, LambdaLR, MultiplicativeLR, OneCycleLR, Schedule, Warmup)
 
 
 @final
@@ -44,6 +56,10 @@ class SchedulerConfig:
     unread: float | None = None
     known: bool = False
     mover: Callable[[Any, float | None], None] | None = None
+
+    def __post_init__(self) -> None:
+        """Count the groups of a schedule that moves those it was built for."""
+        self._groups = len(self.scheduler.optimizer.param_groups) if _is_by_group(self.scheduler) else None
 
     def describe(self, optimizer: Optimizer) -> str:
         """What a saved state must be of to mean the same here: `LambdaLR of groups [1] every 2 epochs`.
@@ -78,7 +94,10 @@ class SchedulerConfig:
             self.unread = None
 
     def _move(self, *value: float) -> None:
-        if self.mover is not None:
+        if self._groups is not None and len(self.scheduler.optimizer.param_groups) > self._groups:
+            with _first_groups(self.scheduler.optimizer, self._groups):
+                self._move(*value)
+        elif self.mover is not None:
             self.mover(self.scheduler, next(iter(value), None))
         else:
             self.scheduler.step(*value)
@@ -104,7 +123,24 @@ class SchedulerConfig:
                 'lr_scheduler: interval "token" counts the weights of the steps, but the task gives none. '
                 "Return (loss, tokens) from training_step, or define batch_weight."
             )
-        self.scheduler.move_to(tokens)
+        with _first_groups(self.scheduler.optimizer, self._groups):
+            self.scheduler.move_to(tokens)
+
+
+@contextmanager
+def _first_groups(optimizer: Optimizer, count: int | None) -> Iterator[None]:
+    """The context in which an optimizer shows so many groups alone; None: all."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = groups[:count]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+
+def _is_by_group(scheduler: Any) -> bool:
+    inside = schedules_in(scheduler)[0] if isinstance(scheduler, (SequentialLR, ChainedScheduler)) else []
+    return isinstance(scheduler, _BY_GROUP) or any(map(_is_by_group, inside))
 
 
 def _kind_of(scheduler: Any) -> str:

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 import lumen
 from lumen.cli import main
 from lumen.profilers import SimpleProfiler, TorchProfiler
-from tests.helpers.cli import CONFIG, fit, saved, write
+from tests.helpers.cli import fit, saved, write
 from tests.helpers.cli_tasks import Grid, Line, Noise, Points, Slope, Spy
+from tests.helpers.workplace import CONFIG
 
 pytestmark = pytest.mark.usefixtures("workplace")
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR, StepLR
 
 import lumen
 from lumen.errors import ConfigError
@@ -124,9 +125,57 @@ def test_what_cannot_be_finetuned_says_why(tmp_path, task, said):
         finetune(tmp_path, lumen.BackboneFinetuning(0), task())
 
 
-def test_a_callback_that_says_not_what_is_frozen_is_told(tmp_path):
-    with pytest.raises(NotImplementedError, match=r"BaseFinetuning needs freeze_before_training\(task\)"):
-        finetune(tmp_path, lumen.BaseFinetuning())
+class Scheduled(Backbone):
+    """Its rate is that of a schedule which has one for each group."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self):
+        (optimizer,), _ = super().configure_optimizers()
+        return [optimizer], [{"scheduler": SCHEDULES[self.kind](optimizer), "interval": "step"}]
+
+
+SCHEDULES = {
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 0.98**step),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.02, total_steps=30),
+    "cosine": lambda optimizer: lumen.optim.cosine(optimizer, 30, warmup=12),
+    "SequentialLR": lambda optimizer: SequentialLR(
+        optimizer, [LambdaLR(optimizer, lambda step: step / 12), StepLR(optimizer, 5)], [12]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_with_a_rate_for_each_group_leaves_the_new_one_alone(tmp_path, kind):
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([parameter], lr=0.02)
+    schedule, expected = SCHEDULES[kind](optimizer), []
+    parameter.grad = torch.zeros(1)
+    for _ in range(30):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    callback = lumen.BackboneFinetuning(2, backbone_initial_lr=0.001, should_align=False)
+    _, rates = finetune(tmp_path / "whole", callback, Scheduled(kind))
+    before_the_end = expected[5::5]  # of the rates after the last steps of the epochs
+    assert [each[0] for each in rates] == pytest.approx([*before_the_end, rates[-1][0]])
+    assert [each[1] for each in rates[2:]] == [0.001, 0.002, 0.004, 0.008]
+    ends = []
+    for name, cuts in (("once", (30,)), ("parts", (8, 17, 30))):
+        for steps in cuts:
+            callback = lumen.BackboneFinetuning(2, backbone_initial_lr=0.001, should_align=False)
+            end, _ = finetune(tmp_path / name, callback, Scheduled(kind), steps)
+        ends.append(end)
+    assert_equal(*ends, 0.0)
+
+
+def test_a_callback_serves_one_fit_after_the_other(tmp_path):
+    callback = lumen.BackboneFinetuning(2)
+    first, _ = finetune(tmp_path / "first", callback)
+    second, _ = finetune(tmp_path / "second", callback)
+    assert_equal(first, second, 0.0)
 
 
 def test_the_rates_are_logged_if_asked_for(tmp_path, caplog):

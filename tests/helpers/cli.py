@@ -7,19 +7,6 @@ import yaml
 from lumen.cli import main
 from tests.helpers.cli_tasks import Spy
 
-CONFIG = {
-    "seed_everything": 7,
-    "model": {"class_path": "tests.helpers.cli_tasks.Line", "init_args": {"lr": 0.05}},
-    "data": {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 12}},
-    "trainer": {
-        "max_epochs": 2,
-        "log_every_n_steps": 1,
-        "callbacks": {"spy": "tests.helpers.cli_tasks.Spy"},
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    },
-}
-
 
 def write(path, config):
     Path(path).write_text(config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False))

@@ -6,19 +6,10 @@ from pathlib import Path
 import pytest
 
 from lumen.cli import main
+from tests.helpers import workplace
 
-CONFIG = {
-    "seed_everything": 7,
-    "model": {"class_path": "tests.helpers.cli_tasks.Line", "init_args": {"lr": 0.05}},
-    "data": {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 12}},
-    "trainer": {
-        "max_epochs": 3,
-        "log_every_n_steps": 1,
-        "callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_loss", "mode": "max"}}],
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    },
-}
+SAVER = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_loss", "mode": "max"}}
+CONFIG = workplace.CONFIG | {"trainer": workplace.CONFIG["trainer"] | {"max_epochs": 3, "callbacks": [SAVER]}}
 
 
 @pytest.fixture

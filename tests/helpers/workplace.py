@@ -18,6 +18,19 @@ trainer:
   enable_model_summary: false
 """
 
+CONFIG = {
+    "seed_everything": 7,
+    "model": {"class_path": "tests.helpers.cli_tasks.Line", "init_args": {"lr": 0.05}},
+    "data": {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 12}},
+    "trainer": {
+        "max_epochs": 2,
+        "log_every_n_steps": 1,
+        "callbacks": {"spy": "tests.helpers.cli_tasks.Spy"},
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    },
+}
+
 
 @pytest.fixture
 def workplace(request, tmp_path, monkeypatch):

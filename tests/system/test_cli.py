@@ -12,8 +12,9 @@ import pytest
 
 from lumen.cli import main
 from tests.helpers import ROOT
-from tests.helpers.cli import CONFIG, saved, write
+from tests.helpers.cli import saved, write
 from tests.helpers.cli_tasks import Spy
+from tests.helpers.workplace import CONFIG
 
 pytestmark = pytest.mark.usefixtures("workplace")
 
