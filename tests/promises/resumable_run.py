@@ -63,7 +63,7 @@ class Noisy(lumen.TaskModule):
         self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2)
         step = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return [optimizer], [
@@ -101,9 +101,20 @@ class ByHand(Noisy):
         return [front, rear], [torch.optim.lr_scheduler.ExponentialLR(each, 0.97) for each in (front, rear)]
 
 
+class Thawing(lumen.BaseFinetuning):
+    """The first layer is trained from the second epoch on."""
+
+    def freeze_before_training(self, task):
+        self.freeze(task.net[:2], train_bn=False)
+
+    def finetune_function(self, task, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(task.net[:2], optimizer)
+
+
 def main(
     strategy="single", devices=1, workers=0, precision="fp32", asynchronous=False, accumulate=3,
-    max_epochs=EPOCHS, max_steps=None, spikes=False, by_hand=False, strike=None,
+    max_epochs=EPOCHS, max_steps=None, spikes=False, by_hand=False, thaws=False, strike=None,
 ):  # fmt: skip
     torch.set_num_threads(1)
     lumen.seed_everything(7)
@@ -118,6 +129,7 @@ def main(
             lumen.EarlyStopping("val_loss", patience=100),
             lumen.LearningRateMonitor(),
             *[lumen.SpikeDetection(window=4, warmup=2, rtol=0.15, max_in_a_row=99)] * spikes,
+            *[Thawing(), lumen.SWA(5e-3, 1, 1)] * thaws,
         ],
     )  # fmt: skip
     meant = strike is not None and strike[0] == trainer.global_rank

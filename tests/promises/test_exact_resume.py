@@ -35,6 +35,11 @@ KILLS = {
     "asynchronous": (LATER, [(0, "train", 9), (0, "operation", 51), (0, "operation", 90)]),
     "spikes": ({"spikes": True}, [(0, "train", 12), (0, "operation", 60), (0, "validate", 4)]),
     "spikes, ddp 2": (DDP_2 | {"spikes": True}, [(1, "train", 5), (0, "operation", 51), (0, "train", 6)]),
+    "finetuning and SWA": ({"thaws": True}, [(0, "train", 11), (0, "validate", 3), (0, "operation", 60)]),
+    "finetuning and SWA, ddp 2": (
+        DDP_2 | {"thaws": True},
+        [(1, "train", 7), (0, "operation", 51), (0, "train", 4)],
+    ),
     "ddp 2": (
         DDP_2 | {"workers": 2, "asynchronous": True},
         [(1, "train", 5), (0, "operation", 51), (1, "validate", 2)],
@@ -43,7 +48,10 @@ KILLS = {
     "fsdp 2": (FSDP_2, [(0, "operation", 33), (0, "cleaning", 2), (1, "train", 5)]),
     "fsdp 2, 2 workers": (FSDP_2 | {"workers": 2}, [(1, "validate", 3), (1, "operation", 7), (0, "train", 4)]),
 }
-SLOW = ("by hand, fsdp 2", "bf16", "bf16, 2 workers", "spikes, ddp 2", "ddp 3", "fsdp 2, 2 workers")
+SLOW = (
+    "by hand, fsdp 2", "bf16", "bf16, 2 workers", "spikes, ddp 2", "finetuning and SWA, ddp 2", "ddp 3",
+    "fsdp 2, 2 workers",
+)  # fmt: skip
 TIERS = {"ddp 2": "everyday", **dict.fromkeys(SLOW, "slow")}
 
 
