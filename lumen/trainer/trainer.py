@@ -16,12 +16,11 @@ from lumen.callbacks import (
     savers_of,
 )
 from lumen.checkpoint import Part, Weights, as_place
-from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked, local_path
 from lumen.errors.lightning_names import INSTEAD
 from lumen.loggers import Logger, as_loggers
-from lumen.loop.fit import sanity_check, train
+from lumen.loop.fit import train
 from lumen.precision import Precision, make_precision
 from lumen.profilers import Profiler, make_profiler
 from lumen.random import checked_seed
@@ -34,9 +33,9 @@ from lumen.task.data_module import DataModule
 from lumen.task.hooks import check_training
 from lumen.task.task_module import TaskModule
 from lumen.trainer.evaluations import evaluate_all
-from lumen.trainer.logs import LogSettings, record
+from lumen.trainer.fitting import begin_training, end_training
+from lumen.trainer.logs import LogSettings
 from lumen.trainer.open_run import opened
-from lumen.trainer.prepare import prepare, prepare_training
 from lumen.trainer.run_view import RunView
 from lumen.trainer.start_from import Origin
 
@@ -291,29 +290,9 @@ class Trainer(RunView):
             raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
         check_training(task, optimizer_given=configure_optimizers is not None)
         with opened(self, "fit", task, data, val_dataloaders) as run:
-            checkpoint = prepare(run, given=configure_optimizers)
-            prepare_training(run, configure_optimizers or task.configure_optimizers, checkpoint)
-            if checkpoint is not None and (reason := run.ending.limit_reached):
-                record("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
-                if not run.progress.in_epoch:
-                    return
-            self._started = True
-            owners = {"model": task, "data": run.loaders.datamodule}
-            hyperparameters = {name: owner.logged_hparams for name, owner in owners.items() if owner is not None}
-            for logger in run.records.loggers:
-                logger.log_hyperparams(hyperparameters)
-            for hook in run.hooks.on_fit_start:
-                hook()
-            if checkpoint is None and run.loaders.evaluation and run.plan.sanity_batches:
-                sanity_check(run)
-            train(run)
-            for hook in run.hooks.on_fit_end:
-                hook()
-            run.saves.check_home()
-            if skipped := run.precision.skipped_updates:
-                _log.info("%s: %d updates were skipped: their gradients overflowed", run.precision.name, skipped)
-            why, progress = run.ending.limit_reached, run.progress
-            record("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_begun)
+            if begin_training(self, run, configure_optimizers):
+                train(run)
+                end_training(run)
 
     def validate(
         self,
@@ -389,8 +368,3 @@ class Trainer(RunView):
     def checkpoint_callback(self) -> ModelCheckpoint | None:
         """The `ModelCheckpoint` that says which checkpoint is best: the first with a monitor, else the first."""
         return next(iter(savers_of(self.callbacks)), None)
-
-    @property
-    def batch_indices(self) -> list[int] | None:
-        """Indices in the data set of the samples of a prediction's batch in progress; None where nobody knows them."""
-        return self.run.values.batch_indices
