@@ -1,0 +1,306 @@
+"""What becomes of an argument that a class or a method of Lightning's is given, in Python as in a config."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from types import NoneType
+from typing import Any, Literal, NamedTuple, final, get_args, get_type_hints
+
+import lumen
+from lumen.errors.lightning_names import INSTEAD, INSTEAD_IN_LOG
+
+
+@final
+class Object(NamedTuple):
+    """An object to be made: its class, by its name in `lumen`, and what it is given."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@final
+class Change(NamedTuple):
+    """What becomes of one argument.
+
+    Attributes:
+        arguments: What stands in its place, by name; empty: it is left out; None: it stays.
+        sentence: What has to be thought about, if anything.
+    """
+
+    arguments: Mapping[str, Any] | None = None
+    sentence: str = ""
+
+
+@final
+class Unknown:
+    """The value of an argument that is no literal."""
+
+
+UNKNOWN, KEPT = Unknown(), object()
+_OUT, _STAYS = Change({}), Change()
+
+
+#: The arguments of Lightning's constructors in their order, where Lumen's have another one.
+POSITIONS: Mapping[str, str] = {
+    "BackboneFinetuning": "unfreeze_backbone_at_epoch lambda_func backbone_initial_ratio_lr backbone_initial_lr "
+    "should_align initial_denom_lr train_bn verbose rounding",
+    "BatchSizeFinder": "mode steps_per_trial init_val max_trials batch_arg_name margin max_val",
+    "CSVLogger": "save_dir name version prefix flush_logs_every_n_steps",
+    "DDPStrategy": "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin ddp_comm_state "
+    "ddp_comm_hook ddp_comm_wrapper model_averaging_period process_group_backend timeout start_method",
+    "DeviceStatsMonitor": "cpu_stats",
+    "EMAWeightAveraging": "device use_buffers decay update_every_n_steps update_starting_at_step "
+    "update_starting_at_epoch",
+    "LightningCLI": "model_class datamodule_class save_config_callback save_config_kwargs trainer_class "
+    "trainer_defaults seed_everything_default parser_kwargs",
+    "ModelCheckpoint": "dirpath filename monitor verbose save_last save_top_k save_on_exception save_weights_only mode",
+    "OnExceptionCheckpoint": "dirpath filename",
+    "PyTorchProfiler": "dirpath filename",
+    "RichProgressBar": "refresh_rate leave theme console_kwargs",
+    "SimpleProfiler": "dirpath filename extended",
+    "SpikeDetection": "mode window warmup atol rtol exclude_batches_path finite_only",
+    "StochasticWeightAveraging": "swa_lrs swa_epoch_start annealing_epochs annealing_strategy avg_fn device",
+    "TQDMProgressBar": "refresh_rate process_position leave",
+    "TensorBoardLogger": "save_dir name version log_graph default_hp_metric prefix sub_dir",
+    "Timer": "duration interval verbose",
+}
+_RUN_DIRECTORY = "A record lies in the directory of its run: Trainer(default_root_dir=..., name=...)."
+_NOT_ONE_METRIC = "All that is logged is recorded under its own name."
+#: What to think about where an argument is left out, by the class here; `INSTEAD` of the classes goes first.
+_SENTENCES: Mapping[str, Mapping[str, str]] = {
+    "BatchSizeFinder": {"max_val": "The largest size to try follows from init_val and max_trials."},
+    "CSVLogger": dict.fromkeys(("save_dir", "name", "version", "prefix"), _RUN_DIRECTORY),
+    "DDP": {
+        "ddp_comm_hook": "Use DDP(gradient_compression='bf16'), or 'fp16'.",
+        "timeout": "timeout_s is in seconds.",
+    },
+    "OnExceptionCheckpoint": {"filename": "It is called exception-step-N, where it is no checkpoint that is exact."},
+    "TensorBoardLogger": dict.fromkeys(("save_dir", "name", "version", "prefix", "sub_dir"), _RUN_DIRECTORY)
+    | {"default_hp_metric": _NOT_ONE_METRIC, "log_graph": "The graph of the model is not recorded."},
+    "Timer": {"verbose": "How a run ended is always said."},
+    "TorchProfiler": {"filename": "Traces lie in dirpath, by default the run's directory."},
+}
+#: Where an argument that is not known changes what is trained: it stays, and so does the error.
+_STAY = {
+    "DDP": ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"),
+    "EMA": ("avg_fn",), "SWA": ("avg_fn",),
+    "Trainer": ("auto_lr_find", "auto_scale_batch_size", "early_stop_callback", "ipus", "multiple_trainloader_mode",
+                "plugins", "stochastic_weight_avg", "tpu_cores", "truncated_bptt_steps"),
+}  # fmt: skip
+_ALL_STAY = ("FSDP",)
+_NONE_NEEDED = {"cpu_stats", "accelerator", "parallel_devices", "flush_logs_every_n_steps", "process_group_backend"}
+_DEFAULTS = (("enable_autolog_hparams", True), ("leave", True), ("auto_insert_metric_name", True))
+_RENAMED: Mapping[str, Mapping[str, str]] = {
+    "Trainer": {
+        "gradient_clip": "gradient_clip_val",
+        "min_nb_epochs": "min_epochs",
+        "nb_gpu_nodes": "num_nodes",
+        "nb_sanity_val_steps": "num_sanity_val_steps",
+        "num_processes": "devices",
+    },
+    "CLI": {"seed_everything_seed": "seed_everything_default"},
+}
+_FROM_PATH = (
+    "resume: Lumen goes on from its own checkpoints, which are directories. The weights of a .ckpt of Lightning's: "
+    "lumen convert FILE OUT.safetensors, and Trainer(init_from=OUT.safetensors)."
+)
+_WHICH = "devices: it is how many; which ones are those of CUDA_VISIBLE_DEVICES."
+_PRECISION = "precision: 16-true would train float16 parameters without a loss scale: use fp16, or bf16-true."
+_STEPS = (
+    "val_check_interval as an int counts optimizer steps here, across epochs: divide it by accumulate_grad_batches, "
+    "and leave check_val_every_n_epoch=None out."
+)
+_TO_DDP = ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp2", "ddp_cpu", "ddp_find_unused_parameters_false")
+
+
+def _flag(on: Mapping[str, Any], off: Mapping[str, Any] | None = None) -> Callable[[Any], Change]:
+    """What stands for an argument that is on or off."""
+    return lambda value: _STAYS if value is UNKNOWN else Change(on if value else off or {})
+
+
+def _strategy(value: Any) -> Change:
+    name = value.lower() if isinstance(value, str) else ""
+    if name in ("ddp_find_unused_parameters_true", "ddp_notebook_find_unused_parameters_true"):
+        return Change({"strategy": Object("DDP", {"find_unused_parameters": True})})
+    if name.startswith(_TO_DDP) or name in ("fsdp_native", "fsdp_cpu_offload"):
+        return Change({"strategy": name[: 4 if name.startswith("fsdp") else 3]})
+    if name.startswith("deepspeed"):
+        return Change(
+            None, f"strategy: {name} is unknown. Use fsdp, which keeps parameters and optimizer in shards too."
+        )
+    return (
+        Change(None, "strategy: dp is not built. Use ddp, with a process for each device.") if name == "dp" else _STAYS
+    )
+
+
+def _accelerator(value: Any) -> Change:
+    if isinstance(value, str) and value.startswith(("dp", "ddp")):  # of Lightning 1.0 to 1.4
+        change = _strategy(value)
+        return Change({"strategy": KEPT, **(change.arguments or {})}, change.sentence)
+    known = value is UNKNOWN or value is None or value in ("auto", "cpu", "cuda", "gpu", "mps")
+    return _STAYS if known else Change(None, f"accelerator: there is no support for {value}.")
+
+
+def _gpus(value: Any) -> Change:
+    if value is UNKNOWN:
+        return Change({"accelerator": "gpu", "devices": KEPT}, 'gpus: 0 or None would mean accelerator="cpu".')
+    if value in (None, 0, "0", []):
+        return _OUT
+    devices = _devices(value)
+    return Change({"accelerator": "gpu", **(devices.arguments or {"devices": value})}, devices.sentence)
+
+
+def _devices(value: Any) -> Change:
+    several = [each for each in value.split(",") if each] if isinstance(value, str) and "," in value else value
+    return Change({"devices": len(several)}, _WHICH) if isinstance(several, list | tuple) else _STAYS
+
+
+def _checkpoint_callback(value: Any) -> Change:
+    if isinstance(value, bool):
+        return Change({"enable_checkpointing": value})
+    return Change(None, f"checkpoint_callback: {INSTEAD['checkpoint_callback']}")
+
+
+def _refresh_rate(value: Any) -> Change:
+    return Change({"enable_progress_bar": False}) if value == 0 else _OUT
+
+
+def _resume(value: Any) -> Change:
+    return _OUT if value is None else Change({"resume": KEPT}, _FROM_PATH)
+
+
+def _validation_interval(value: Any) -> Change:
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return Change(None, _STEPS) if is_count else _STAYS
+
+
+def _precision(value: Any) -> Change:
+    if value in ("16-true", "fp16-true"):
+        return Change(None, _PRECISION)
+    if isinstance(value, str) and value.startswith("transformer-engine"):
+        return Change(None, "precision: there is none by the Transformer Engine. Use bf16.")
+    return _STAYS
+
+
+#: What becomes of an argument that takes more than a name, by its value.
+_BY_VALUE: Mapping[tuple[str, str], Callable[[Any], Change]] = {
+    ("Trainer", "accelerator"): _accelerator,
+    ("Trainer", "barebones"): _flag(
+        {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    ),
+    ("Trainer", "checkpoint_callback"): _checkpoint_callback,
+    ("Trainer", "devices"): _devices,
+    ("Trainer", "gpus"): _gpus,
+    ("Trainer", "precision"): _precision,
+    ("Trainer", "progress_bar_refresh_rate"): _refresh_rate,
+    ("Trainer", "reload_dataloaders_every_epoch"): _flag({"reload_dataloaders_every_n_epochs": 1}),
+    ("Trainer", "resume_from_checkpoint"): _resume,
+    ("Trainer", "strategy"): _strategy,
+    ("Trainer", "val_check_interval"): _validation_interval,
+    ("Trainer", "weights_summary"): lambda value: (
+        Change({"enable_model_summary": value is not None}) if value is None or value is UNKNOWN else _OUT
+    ),
+    ("CLI", "seed_everything_default"): lambda value: _OUT if value is False else _STAYS,
+}
+#: The same for the arguments of methods; None: it is left out.
+METHODS: Mapping[str, Mapping[str, str | None]] = {
+    "fit": {"train_dataloader": "train_dataloaders"},
+    "log": dict.fromkeys(INSTEAD_IN_LOG),
+    "log_dict": dict.fromkeys(INSTEAD_IN_LOG),
+    "lr_find": dict.fromkeys(("method", "val_dataloaders", "dataloaders")),
+    "save_checkpoint": dict.fromkeys(("weights_only", "storage_options")),
+    "scale_batch_size": dict.fromkeys(("method", "val_dataloaders", "dataloaders", "max_val")),
+    "test": {"test_dataloaders": "dataloaders"},
+    "validate": {"val_dataloaders": "dataloaders"},
+}
+_OF_METHODS = {
+    "storage_options": "storage_options: keys of object stores are those of their own environment variables."
+}
+
+
+def change_of(owner: str, name: str, value: Any = UNKNOWN) -> Change:
+    """What becomes of an argument of a constructor.
+
+    Args:
+        owner: Name in `lumen` of the class.
+        name: What Lightning calls the argument.
+        value: What it is given, if that is plain data.
+    """
+    if (rule := _BY_VALUE.get((owner, name))) is not None and (change := rule(value)) is not _STAYS:
+        return change
+    if name in _accepted(owner) or owner == "LambdaCallback":
+        return _OUT if value is None and name not in _nullable(owner) else _STAYS
+    said = getattr(getattr(lumen, owner), "INSTEAD", {}).get(name) or _SENTENCES.get(owner, {}).get(name, "")
+    use = _USE.fullmatch(said)
+    to = _RENAMED.get(owner, {}).get(name) or (use[1] if use is not None and use[1] in _accepted(owner) else None)
+    if to is not None:
+        again = change_of(owner, to, value)
+        return again if again.arguments is not None else Change({to: KEPT}, again.sentence)
+    if _is_off(value) or name in _NONE_NEEDED or (name, value) in _DEFAULTS:
+        return _OUT
+    if said.startswith("Leave it out"):
+        return _OUT
+    stays = not said or owner in _ALL_STAY or name in _STAY.get(owner, ())
+    what = f"{name} of {owner}" if stays else f"{name} of {owner} is left out"
+    return Change(None if stays else {}, f"{what}. {said or f'{owner} has no argument {name}.'}")
+
+
+def change_of_method(method: str, name: str) -> Change:
+    """What becomes of an argument of a method, by its name."""
+    owner = lumen.TaskModule if method in ("log", "log_dict") else lumen.Trainer
+    found = getattr(lumen.Tuner if method in ("lr_find", "scale_batch_size") else owner, method)
+    takes = inspect.signature(found).parameters
+    if name in takes or name not in METHODS[method]:
+        return _STAYS
+    to = METHODS[method][name]
+    return Change({to: KEPT}) if to is not None else Change({}, _OF_METHODS.get(name, ""))
+
+
+def positions(name: str, owner: str) -> tuple[list[str], list[str]]:
+    """Names of the positional arguments of a class: of Lightning's class `name`, and of `owner` here."""
+    ours = [
+        each.name for each in inspect.signature(getattr(lumen, owner)).parameters.values()
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    return POSITIONS[name].split() if name in POSITIONS else ours, ours
+
+
+@cache
+def _accepted(owner: str) -> frozenset[str]:
+    """Names of the arguments that a class here takes."""
+    return frozenset(inspect.signature(getattr(lumen, owner)).parameters)
+
+
+@cache
+def _nullable(owner: str) -> Iterable[str]:
+    """Names of the arguments of a class that may be None."""
+    try:
+        hints = get_type_hints(inspect.unwrap(getattr(lumen, owner).__init__))
+    except NameError:  # types that only type checkers know
+        return _accepted(owner)
+    return {name for name, hint in hints.items() if NoneType in get_args(hint) or hint is Any}
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or (value in (0, -1, "", [], {}) and not isinstance(value, bool))
+
+
+_USE = re.compile(r"Use (\w+)\.")  # the sentences that name another argument of the same meaning
+_Kind = Literal["python", "yaml"]
+_PLAIN = re.compile(r"[A-Za-z_][\w.-]*$")
+
+
+def written(value: Any, kind: _Kind) -> str:
+    """Plain data, or an object to be made, as Python or a config has it."""
+    if isinstance(value, Object):
+        if kind == "python":
+            given = ", ".join(f"{key}={written(each, kind)}" for key, each in value.arguments.items())
+            return f"lumen.{value.name}({given})"
+        inner = ", ".join(f"{key}: {written(each, kind)}" for key, each in value.arguments.items())
+        return f"{{class_path: lumen.{value.name}, init_args: {{{inner}}}}}"
+    if isinstance(value, str):
+        return value if kind == "yaml" and _PLAIN.match(value) else f'"{value}"'
+    return repr(value) if kind == "python" else str(value).lower()

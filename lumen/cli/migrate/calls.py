@@ -1,0 +1,116 @@
+"""The edits of the arguments of calls: of Lightning's classes, and of the methods of its trainer and module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any, final
+
+from lumen.cli.migrate.arguments import (
+    KEPT,
+    UNKNOWN,
+    Change,
+    Object,
+    change_of,
+    change_of_method,
+    positions,
+    written,
+)
+from lumen.cli.migrate.imports import Imports
+from lumen.cli.migrate.names import Names, instead_of
+from lumen.cli.migrate.source import Item, Items, Source
+
+_LIMITS = {"max_epochs", "max_steps", "max_time", "max_nb_epochs", "fast_dev_run"}
+_ENDLESS = 1000  # Lightning's max_epochs where nothing limits a run
+
+
+@final
+class Calls:
+    """Edits what calls are given.
+
+    Args:
+        source: The text of the file.
+        names: Which of its names are Lightning's.
+        imports: Its imports, for what an edit needs.
+        note: Is told a line and what has to be thought about there.
+        fits: Somewhere in the project a trainer's `fit` is called.
+    """
+
+    def __init__(
+        self, source: Source, names: Names, imports: Imports, note: Callable[[int, str], None], *, fits: bool
+    ) -> None:
+        self._source, self._names, self._imports, self._note, self._fits = source, names, imports, note, fits
+
+    def method(self, node: ast.Call, method: str) -> None:
+        """Edit the arguments of a method that the trainer, the tuner or the task has."""
+        items = Items(self._source, node)
+        for item in items.all:
+            if item.name is not None:
+                self._apply(items, item, change_of_method(method, item.name))
+        items.finish()
+
+    def constructor(self, node: ast.Call | ast.Dict, theirs: str, owner: str) -> None:
+        """Edit the arguments of a class.
+
+        Args:
+            node: The call, or a dictionary of its arguments.
+            theirs: The name of Lightning's class.
+            owner: That of Lumen's.
+        """
+        items, shifted = Items(self._source, node), False
+        their_order, our_order = positions(theirs, owner)
+        for number, item in enumerate(items.all):
+            positional = item.name is None and items.is_call and self._source.text[item.start] != "*"
+            name = their_order[number] if positional and number < len(their_order) else item.name
+            if name is None:
+                continue
+            needless = name == "plugins" and self._are_needless(item.value)
+            change = Change({}) if needless else change_of(owner, name, _literal(item.value))
+            moved = positional and (shifted or our_order[number : number + 1] != [name])
+            self._apply(items, item, change)
+            shifted = shifted or change.arguments is not None
+            if moved and change.arguments is None and not change.sentence:
+                self._source.replace(item.start, item.start, f"{name}=")
+            if owner == "CLI" and name == "trainer_defaults" and isinstance(item.value, ast.Dict):
+                self.constructor(item.value, "Trainer", "Trainer")
+        is_limited = bool({item.name for item in items.all} & {*_LIMITS, None})
+        if owner == "Trainer" and items.is_call and self._fits and not is_limited:
+            items.add(f"max_epochs={_ENDLESS}")
+        items.finish()
+
+    def _are_needless(self, value: ast.expr) -> bool:
+        """Whether all plugins that the trainer is given are found without them."""
+        several = value.elts if isinstance(value, ast.List) else [value]
+        made = [each.func if isinstance(each, ast.Call) else each for each in several]
+        full = [self._names.of_lightning(each) for each in made]
+        return all(each is not None and instead_of(each).startswith("Leave it out") for each in full)
+
+    def _apply(self, items: Items, item: Item, change: Change) -> None:
+        if change.sentence:
+            self._note(self._source.line_of(item.start), change.sentence)
+        if change.arguments is None:
+            return
+        if not change.arguments:
+            items.remove(item)
+        elif [*change.arguments.values()] == [KEPT]:
+            items.rename(item, next(iter(change.arguments)))
+        else:
+            parts = [f"{items.name_of(key)}{self._value(value, item)}" for key, value in change.arguments.items()]
+            before = self._source.text[self._source.line_start(item.start) : item.start]
+            between = ", " if before.strip() else f",{self._source.newline}{before}"
+            self._source.replace(item.start, item.end, between.join(parts))
+
+    def _value(self, value: Any, item: Item) -> str:
+        if value is KEPT:
+            return self._source.of(item.value)
+        text = written(value, "python")
+        if isinstance(value, Object):
+            text = text.replace(f"lumen.{value.name}", self._imports.local_for(value.name), 1)
+        return text
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return UNKNOWN

@@ -1,0 +1,267 @@
+"""The imports of a file and the uses of what they bind: Lightning's names become Lumen's."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import final
+
+from lumen.cli.migrate.names import WRITTEN_OUT, Binding, Names, New, is_module, new_name, short_name
+from lumen.cli.migrate.source import Source
+
+_WIDTH = 100  # a longer list of names is written one to a line
+
+
+@final
+class Imports:
+    """Renames what is used of Lightning, and then writes the imports anew.
+
+    Args:
+        source: The text of the file.
+        names: Which of its names are Lightning's.
+    """
+
+    def __init__(self, source: Source, names: Names) -> None:
+        self._source, self._names = source, names
+        self._kept: defaultdict[Binding, list[int]] = defaultdict(list)
+        self._renamed: defaultdict[Binding, list[int]] = defaultdict(list)
+        self._wanted: defaultdict[Binding, list[New]] = defaultdict(list)
+        is_free = names.others.get("lumen", "lumen") == "lumen" and (
+            "lumen" not in names.bound or "lumen" in names.others
+        )
+        modules = [each.local for each in names.every if is_module(each.full)]
+        kept = [local for local in modules if local in names.assigned] or ([] if is_free else modules)
+        self._package = next(iter(kept), "lumen")
+
+    def use(self, node: ast.expr) -> str | None:
+        """Rename a use of something that is Lightning's.
+
+        Returns:
+            The full name of Lightning's if it has no counterpart; None if all is done.
+        """
+        full, binding = self._names.of_lightning(node), self._names.root(node)
+        assert full is not None
+        assert binding is not None
+        start, end = self._source.span(node)
+        new = None if is_module(full) else new_name(full)
+        if short_name(full) in WRITTEN_OUT:
+            self._renamed[binding].append(start)
+            pattern, needed = WRITTEN_OUT[short_name(full)]
+            parts = [New(*name.rpartition(".")[::2]) for name in needed]
+            self._source.replace(start, end, pattern.format(*(self._through_module(binding, part) for part in parts)))
+            return None
+        if new is None:
+            self._kept[binding].append(start)
+            return None if is_module(full) else full
+        self._renamed[binding].append(start)
+        text = self._local(binding) if isinstance(node, ast.Name) else self._through_module(binding, new)
+        if text != self._source.text[start:end]:
+            self._source.replace(start, end, text)
+        return None
+
+    def in_text(self, node: ast.expr) -> str:
+        """What a name inside a text, as of an annotation, is written as; it has a counterpart."""
+        full, binding = self._names.of_lightning(node), self._names.root(node)
+        assert full is not None
+        assert binding is not None
+        new = new_name(full)
+        assert new is not None
+        self._renamed[binding].append(0)
+        return self._local(binding) if isinstance(node, ast.Name) else self._through_module(binding, new)
+
+    def local_for(self, name: str) -> str:
+        """What a public name of Lumen's is written as, for code that an edit adds."""
+        binding = next(iter(self._names.every))
+        return self._through_module(binding, New("lumen", name))
+
+    def _through_module(self, binding: Binding, new: New) -> str:
+        self._wanted[binding].append(new)
+        if new.module == "lumen":
+            return f"{self._package}.{new.name}"
+        return new.name if self._is_free(new) else f"_{new.name}"
+
+    def _local(self, binding: Binding) -> str:
+        """What a name that was imported is called in the file from now on."""
+        new = new_name(binding.full)
+        is_kept = binding.alias.asname is not None or binding.local in self._names.assigned
+        if new is None or is_kept or not self._is_free(new):
+            return binding.local
+        return new.name
+
+    def _is_free(self, new: New) -> bool:
+        """Whether a file binds a name to nothing else."""
+        same = (f"{new.module}.{new.name}", f"typing.{new.name}")
+        bound = new.name in self._names.bound and self._names.others.get(new.name) not in same
+        ours = self._names.bindings.get(new.name)
+        return not bound and (ours is None or new_name(ours.full) == new)
+
+    # ------------------------------------------------------------------ the statements
+
+    def finish(self, tree: ast.Module) -> list[tuple[int, str]]:
+        """Write the imports anew, when all uses are known.
+
+        Returns:
+            Line and full name of what is still imported of Lightning.
+        """
+        left: list[tuple[int, str]] = []
+        for block in _blocks(tree) if self._names.every else ():
+            written: set[str] = set()
+            for run in self._runs(block):
+                lines = self._lines(run, written, left)
+                if block is tree.body:
+                    of_python = [line for line in lines if line.split()[1].split(".")[0] in sys.stdlib_module_names]
+                    self._put_in_front(tree, run[0], of_python)
+                    lines = [line for line in lines if line not in of_python]
+                start, end = self._source.span(run[0])[0], self._source.span(run[-1])[1]
+                if not lines and len(block) > len(run) and self._is_alone(start, end):
+                    self._source.replace(self._source.line_start(start), self._source.line_end(end - 1), "")
+                else:
+                    text = f"{self._source.newline}{self._source.indent(start)}".join(lines or ["import lumen"])
+                    if text != self._source.text[start:end]:
+                        self._source.replace(start, end, text)
+        return left
+
+    def _put_in_front(self, tree: ast.Module, before: ast.Import | ast.ImportFrom, lines: list[str]) -> None:
+        """Put imports of Python's own behind others of its own, or in front of all others."""
+        imports = [each for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom)]
+        imports = [each for each in imports if getattr(each, "module", "") != "__future__"]
+        own = [each for each in imports[: imports.index(before)] if _module(each) in sys.stdlib_module_names]
+        newline = self._source.newline
+        if lines and own:
+            end = self._source.line_end(self._source.span(own[-1])[1] - 1)
+            self._source.replace(end, end, "".join(f"{line}{newline}" for line in lines))
+        elif lines:
+            start = self._source.line_start(self._source.span(imports[0])[0])
+            self._source.replace(start, start, "".join(f"{line}{newline}" for line in lines) + newline)
+
+    def _is_alone(self, start: int, end: int) -> bool:
+        """Whether nothing else stands on the lines of a piece, but for comments."""
+        before = self._source.text[self._source.line_start(start) : start]
+        behind = self._source.text[end : self._source.line_end(end - 1)].strip()
+        return not before.strip() and (not behind or behind.startswith("#"))
+
+    def _runs(self, block: list[ast.stmt]) -> Iterator[list[ast.Import | ast.ImportFrom]]:
+        """Imports of Lightning that follow each other without a comment."""
+        run: list[ast.Import | ast.ImportFrom] = []
+        for statement in block:
+            if not self._is_ours(statement):
+                continue
+            assert isinstance(statement, ast.Import | ast.ImportFrom)
+            if run and not self._belongs_to(statement, run[-1], block):
+                yield run
+                run = []
+            run.append(statement)
+        if run:
+            yield run
+
+    def _belongs_to(self, statement: ast.stmt, before: ast.stmt, block: list[ast.stmt]) -> bool:
+        """Whether two imports can be one."""
+        follows = block[block.index(before) + 1] is statement
+        is_mixed = self._is_mixed(statement) or self._is_mixed(before)
+        commented = self._source.has_comment(self._source.span(before)[0], self._source.span(statement)[1])
+        return follows and not is_mixed and not commented
+
+    def _is_ours(self, statement: ast.stmt) -> bool:
+        return any(binding.statement is statement for binding in self._names.every)
+
+    def _is_mixed(self, statement: ast.stmt) -> bool:
+        return isinstance(statement, ast.Import) and len(statement.names) > 1
+
+    def _lines(
+        self, run: list[ast.Import | ast.ImportFrom], written: set[str], left: list[tuple[int, str]]
+    ) -> list[str]:
+        """The new imports in place of some."""
+        plain: list[str] = []
+        of_modules: defaultdict[str, list[str]] = defaultdict(list)
+        bindings = {id(binding.alias): binding for binding in self._names.every}
+
+        def need(new: New, local: str) -> None:
+            if self._names.others.get(local) in (f"{new.module}.{new.name}", f"typing.{new.name}"):
+                return
+            of_modules[new.module].append(new.name if local == new.name else f"{new.name} as {local}")
+
+        for statement in run:
+            for alias in statement.names:
+                binding = bindings.get(id(alias))
+                if binding is None:
+                    plain.append(_text(alias))
+                    continue
+                new, of_module = new_name(binding.full), is_module(binding.full)
+                if new is not None and not of_module:
+                    if self._is_needed(binding):
+                        need(new, self._local(binding))
+                    wanted = self._wanted[binding]
+                elif not (self._renamed[binding] and not of_module) and self._is_left(binding, of_module=of_module):
+                    left.append((statement.lineno, binding.full))
+                    if isinstance(statement, ast.Import):
+                        plain.append(_text(alias))
+                    else:
+                        of_modules[statement.module or ""].append(_text(alias))
+                    wanted = self._wanted[binding]
+                else:
+                    wanted = self._wanted[binding] or ([New("lumen", "")] if of_module else [])
+                for each in dict.fromkeys(wanted):
+                    if each.module != "lumen":
+                        need(each, each.name if self._is_free(each) else f"_{each.name}")
+                    elif "lumen" not in self._names.others:
+                        plain.append("lumen" if self._package == "lumen" else f"lumen as {self._package}")
+        mixed = isinstance(run[0], ast.Import) and self._is_mixed(run[0])
+        lines = [f"import {', '.join(dict.fromkeys(plain))}"] if mixed else [f"import {each}" for each in plain]
+        comments = self._comments(run)
+        for module, several in of_modules.items():
+            fresh = [each for each in dict.fromkeys(several) if f"{module}.{each}" not in written]
+            fresh = sorted(fresh, key=_order) if len(run) > 1 else fresh
+            written.update(f"{module}.{each}" for each in fresh)
+            if fresh:
+                lines.append(self._from(module, fresh, self._source.indent(self._source.span(run[0])[0])))
+        fresh_lines = [line for line in dict.fromkeys(lines) if line not in written]
+        written.update(fresh_lines)
+        return [*comments, *fresh_lines]
+
+    def _is_needed(self, binding: Binding) -> bool:
+        """Whether a name that was imported is still used, or never was, as where others import it from here."""
+        uses = self._renamed[binding]
+        return not uses or not all(map(self._source.is_removed, uses))
+
+    def _is_left(self, binding: Binding, *, of_module: bool) -> bool:
+        uses = self._kept[binding]
+        if of_module:
+            return any(not self._source.is_removed(use) for use in uses)
+        return not uses or not all(map(self._source.is_removed, uses))
+
+    def _comments(self, run: list[ast.Import | ast.ImportFrom]) -> list[str]:
+        start, end = self._source.span(run[0])[0], self._source.span(run[-1])[1]
+        within = (token.text for token in self._source.tokens_from(start) if token.start < end)
+        return [text for text in within if text.startswith("#")]
+
+    def _from(self, module: str, names: list[str], indent: str) -> str:
+        line, newline = f"from {module} import {', '.join(names)}", self._source.newline
+        if len(indent) + len(line) <= _WIDTH:
+            return line
+        return f"from {module} import ({newline}{''.join(f'{indent}    {name},{newline}' for name in names)}{indent})"
+
+
+def _module(statement: ast.Import | ast.ImportFrom) -> str:
+    """The package that an import is of."""
+    name = statement.names[0].name if isinstance(statement, ast.Import) else statement.module or ""
+    return name.split(".")[0] if not getattr(statement, "level", 0) else ""
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Where a name stands in an import, as ruff and isort have it: constants, classes, the rest."""
+    return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name)
+
+
+def _text(alias: ast.alias) -> str:
+    return alias.name if alias.asname is None else f"{alias.name} as {alias.asname}"
+
+
+def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    """All lists of statements."""
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
+                yield block

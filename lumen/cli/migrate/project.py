@@ -1,0 +1,186 @@
+"""What is known of a project as a whole: its files, and what its classes are derived from."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, final
+
+import lumen
+from lumen.cli.migrate.names import Names, new_name, short_name
+from lumen.errors import ConfigError
+
+_BASES = {
+    lumen.TaskModule: "task",
+    lumen.DataModule: "data module",
+    lumen.Callback: "callback",
+    lumen.CLI: "cli",
+    lumen.Logger: "logger",
+    lumen.Trainer: "trainer",
+}
+#: Directories in which no file is the project's own, where git does not say so.
+_NOT_OURS = ("__pycache__", "node_modules", "site-packages", "lightning_logs", "wandb", "mlruns")
+_SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".ipynb", ".toml", ".cfg", ".txt", ".lock")
+_NAMED = ("Pipfile", "Dockerfile", "Makefile")
+
+
+@final
+class Read(NamedTuple):
+    """A file in Python that could be read.
+
+    Attributes:
+        text: What stands in the file.
+        tree: The syntax tree.
+        names: Which names in it are Lightning's.
+    """
+
+    text: str
+    tree: ast.Module
+    names: Names
+
+
+@final
+class Classes:
+    """The classes of a project, by what they are derived from.
+
+    Args:
+        files: All files in Python.
+    """
+
+    def __init__(self, files: Iterable[Read]) -> None:
+        files = list(files)
+        self._kinds: dict[str, str] = {}
+        found = [(node, file.names) for file in files for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef)]
+        for _ in range(len(found)):
+            before = len(self._kinds)
+            for node, names in found:
+                if (kind := self.kind(node, names)) is not None:
+                    self._kinds[node.name] = kind
+            if len(self._kinds) == before:
+                break
+        self._defined = {node.name: (node, names) for node, names in found}
+        self.groups = {key: owner for file in files for key, owner in _groups(file)}
+        self.steps_return = {_returns(each) for node, names in found if self.kind(node, names) == "task"
+                             for each in node.body if _is_training_step(each)}  # fmt: skip
+
+    def kind(self, node: ast.ClassDef, names: Names) -> str | None:
+        """What a class is: a task, a data module, a callback, a cli, a logger or a trainer; None: something else."""
+        return next((kind for base in node.bases if (kind := self._kind_of_base(base, names)) is not None), None)
+
+    def constructed(self, name: str) -> str | None:
+        """The full name of Lightning's class whose constructor a class of the project has; None: it has its own."""
+        seen: set[str] = set()
+        while name in self._defined and name not in seen:
+            seen.add(name)
+            node, names = self._defined[name]
+            if not node.bases or any(getattr(each, "name", "") == "__init__" for each in node.body):
+                return None
+            if (full := names.of_lightning(node.bases[0])) is not None:
+                return full
+            name = getattr(node.bases[0], "attr", getattr(node.bases[0], "id", ""))
+        return None
+
+    def _kind_of_base(self, base: ast.expr, names: Names) -> str | None:
+        full = names.full(base)
+        if full is not None and full.split(".")[0] in ("lumen", *_PACKAGES):
+            new = new_name(full)
+            kind = getattr(lumen, new.name, None) if new is not None and new.module == "lumen" else None
+            if not inspect.isclass(kind):
+                return None
+            return next((name for owner, name in _BASES.items() if issubclass(kind, owner)), None)
+        short = short_name(full) if full is not None else getattr(base, "attr", getattr(base, "id", ""))
+        return self._kinds.get(short)
+
+
+_PACKAGES = ("lightning", "lightning_fabric", "pytorch_lightning")
+
+
+def _groups(file: Read) -> Iterator[tuple[str, str]]:
+    """Keys of a config that a command line adds for a class of Lightning's."""
+    for node in ast.walk(file.tree):
+        is_adding = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_lightning_class_args"
+        if is_adding and isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            full = file.names.of_lightning(node.args[0])
+            new = None if full is None else new_name(full)
+            if new is not None and new.module == "lumen":
+                yield str(node.args[1].value), new.name
+
+
+def _is_training_step(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == "training_step"
+
+
+def _returns(step: ast.AST) -> str:
+    """What a step returns: "a dictionary", "no dictionary" or "both"."""
+    found = set()
+    for node in ast.walk(step):
+        if isinstance(node, ast.Return) and node.value is not None:
+            is_plain = isinstance(node.value, ast.Name | ast.BinOp | ast.Constant | ast.Attribute)
+            is_call = isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") != "dict"
+            found.add(
+                "a dictionary"
+                if isinstance(node.value, ast.Dict)
+                else "no dictionary"
+                if is_plain or is_call
+                else "both"
+            )
+    made = {target.id for node in ast.walk(step) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+            for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
+    named = {
+        node.value.id for node in ast.walk(step) if isinstance(node, ast.Return) and isinstance(node.value, ast.Name)
+    }
+    return "both" if made & named else found.pop() if len(found) == 1 else "both" if found else "no dictionary"
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a project that may have to be edited: those that git knows or would, else all of a directory.
+
+    Raises:
+        ConfigError: There is nothing at the path.
+    """
+    if not path.exists():
+        raise ConfigError(f"there is no file or directory {path}.")
+    if path.is_file():
+        return [path]
+    listed = git(path, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    found: Iterable[Path] = map(path.joinpath, filter(None, listed.split("\0"))) if listed else _walk(path)
+    return sorted(
+        {each for each in found if _is_ours(each.relative_to(path)) and each.is_file() and not each.is_symlink()}
+    )
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(path):
+        folders[:] = [
+            name for name in folders if name not in _NOT_OURS and not Path(folder, name, "pyvenv.cfg").exists()
+        ]
+        yield from (Path(folder, name) for name in files)
+
+
+def _is_ours(path: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.parts[:-1])
+    return not hidden and (path.suffix in _SUFFIXES or path.name in _NAMED)
+
+
+def git(directory: Path, *words: str) -> str:
+    """What a command of git's prints in a directory; empty where there is no git, or no repository."""
+    try:
+        done = subprocess.run(["git", *words], cwd=directory, capture_output=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else ""
+
+
+def unsaved(files: Iterable[Path]) -> Mapping[Path, str]:
+    """The files whose present text git could not give back, with why."""
+    found: dict[Path, str] = {}
+    for file in files:
+        if not git(file.parent, "ls-files", "-z", "--", file.name):
+            found[file] = "is not in git"
+        elif git(file.parent, "status", "--porcelain", "--", file.name):
+            found[file] = "has changes that are not committed"
+    return found

@@ -1,0 +1,20 @@
+"""The command `lumen migrate`, called in this process."""
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+
+from lumen.cli import main
+
+
+def command(*words):
+    """Exit code, stdout and stderr of the command."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["migrate", *map(str, words)])
+    return code, out.getvalue(), err.getvalue()
+
+
+def write(path, *words):
+    code, out, err = command(path, "--write", *words)
+    assert out == ""
+    return code, err

@@ -1,0 +1,1 @@
+"""A GAN of handwritten digits, small enough for a CPU."""

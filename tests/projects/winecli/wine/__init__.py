@@ -1,0 +1,1 @@
+"""Which cultivar a wine is of, by thirteen measurements: a project around LightningCLI."""

@@ -1,0 +1,445 @@
+"""What `lumen migrate` writes in place of single lines, and what it says of them."""
+
+import ast
+import inspect
+import os
+import textwrap
+from importlib import import_module
+
+import pytest
+import yaml
+
+import lumen
+from lumen.cli.migrate import arguments, python
+from lumen.cli.migrate.command import migrate
+from lumen.cli.migrate.config import Config
+from lumen.cli.migrate.names import ELSEWHERE, new_name
+from lumen.cli.migrate.source import Items, Source
+from lumen.errors.lightning_names import ATTRIBUTES, RENAMED
+from tests.helpers.migrate import command, write
+
+IMPORTS = [
+    ("import lightning as L", "import lumen"),
+    ("import lightning.pytorch as pl", "import lumen"),
+    ("import pytorch_lightning as pl  # loops", "import lumen  # loops"),
+    ("import os, lightning as L", "import os, lumen"),
+    ("import pytorch_lightning\nx = pytorch_lightning.Trainer", "import lumen\nx = lumen.Trainer"),
+    ("import lightning.pytorch.callbacks\nx = lightning.pytorch.callbacks.Timer", "import lumen\nx = lumen.Timer"),
+    ("from lightning import pytorch as pl\nx = pl.Callback", "import lumen\nx = lumen.Callback"),
+    ("from lightning import Trainer", "from lumen import Trainer"),
+    ("from lightning import Trainer as T\nx = T", "from lumen import Trainer as T\nx = T"),
+    ("from lightning import LightningModule\nx = LightningModule", "from lumen import TaskModule\nx = TaskModule"),
+    ("from lightning.pytorch import LightningDataModule as D", "from lumen import DataModule as D"),
+    ("from lightning.pytorch.cli import LightningCLI", "from lumen import CLI"),
+    ("from pytorch_lightning.callbacks import RichProgressBar", "from lumen import ProgressBar"),
+    ("from pytorch_lightning.callbacks import TQDMProgressBar, RichProgressBar", "from lumen import ProgressBar"),
+    ("from pytorch_lightning.callbacks.early_stopping import EarlyStopping", "from lumen import EarlyStopping"),
+    ("from pytorch_lightning import Trainer\nfrom pytorch_lightning.callbacks import Timer, EarlyStopping",
+     "from lumen import EarlyStopping, Timer, Trainer"),
+    ("from lightning import Trainer\nimport torch\nfrom lightning import Callback",
+     "from lumen import Trainer\nimport torch\nfrom lumen import Callback"),
+    ("from lightning import Trainer\n# why\nfrom lightning import Callback",
+     "from lumen import Trainer\n# why\nfrom lumen import Callback"),
+    ("from lightning.pytorch.callbacks import (\n    Timer,  # long\n)", "# long\nfrom lumen import Timer"),
+    ("from lightning.pytorch import loggers as pl_loggers\nx = pl_loggers.CSVLogger",
+     "import lumen\nx = lumen.CSVLogger"),
+    ("from lightning.pytorch.utilities.types import STEP_OUTPUT\nx: STEP_OUTPUT",
+     "from typing import Any\n\nx: Any"),
+    ("import os\nimport lightning as L\nfrom lightning.pytorch.utilities.types import STEP_OUTPUT\nx: STEP_OUTPUT",
+     "import os\nfrom typing import Any\nimport lumen\nx: Any"),
+    ("from typing import Any\nimport torch\nfrom lightning.pytorch.utilities.types import STEP_OUTPUT\nx: STEP_OUTPUT",
+     "from typing import Any\nimport torch\nx: Any"),
+    ("import lightning as L\nx = L.pytorch.utilities.exceptions.MisconfigurationException",
+     "from lumen.errors import ConfigError\nx = ConfigError"),
+    ("from torch import nn as TaskModule\nfrom lightning import LightningModule\nx = LightningModule",
+     "from torch import nn as TaskModule\nfrom lumen import TaskModule as LightningModule\nx = LightningModule"),
+    ("from lightning import LightningDataModule\nclass DataModule(LightningDataModule): ...",
+     "from lumen import DataModule as LightningDataModule\nclass DataModule(LightningDataModule): ..."),
+    ("import lightning as L\nlumen = 3\nx = L.LightningModule", "import lumen as L\nlumen = 3\nx = L.TaskModule"),
+    ("import lightning as L\ndef f(L):\n    return L.x", "import lumen\ndef f(L):\n    return L.x"),
+    ("def f():\n    import lightning as L\n    return L.Trainer",
+     "def f():\n    import lumen\n    return lumen.Trainer"),
+    ("try:\n    import lightning as L\nexcept ImportError:\n    L = None",
+     "try:\n    import lumen as L\nexcept ImportError:\n    L = None"),
+    ("try:\n    from lightning import LightningModule\nexcept ImportError:\n    LightningModule = object",
+     "try:\n    from lumen import TaskModule as LightningModule\nexcept ImportError:\n    LightningModule = object"),
+    ("import lightning as L\nx: 'L.Trainer'\ndef f(a: \"list[L.LightningModule]\") -> 'L.Callback': ...",
+     "import lumen\nx: 'lumen.Trainer'\ndef f(a: \"list[lumen.TaskModule]\") -> 'lumen.Callback': ..."),
+    ('import lightning as L\nclass A:\n    """L.Trainer"""', 'import lumen\nclass A:\n    """L.Trainer"""'),
+    ("import logging, lightning\nlogging.getLogger('lightning.pytorch')",
+     'import logging, lumen\nlogging.getLogger("lumen")'),
+    ("from lightning.pytorch.tuner import Tuner\nTuner(t).lr_find(m, method='fit', num_training=5)",
+     "from lumen import Tuner\nTuner(t).lr_find(m, num_training=5)"),
+    ("from lightning.pytorch.strategies import FSDPStrategy, DDPStrategy", "from lumen import FSDP, DDP"),
+    ("import os\nfrom lightning.pytorch.cli import OptimizerCallable\nx: OptimizerCallable",
+     "import os\nfrom collections.abc import Callable, Iterable\nfrom torch.optim import Optimizer\n"
+     "x: Callable[[Iterable], Optimizer]"),
+    ("from typing import Callable\nfrom lightning.pytorch.cli import LRSchedulerCallable as S\nx: S",
+     "from typing import Callable\nfrom torch.optim import Optimizer\n"
+     "from torch.optim.lr_scheduler import LRScheduler\nx: Callable[[Optimizer], LRScheduler]"),
+    ("import lightning as L\nprint(L.__version__)", "import lumen\nprint(lumen.__version__)"),
+]  # fmt: skip
+
+TRAINER = [
+    ("use_distributed_sampler=False, max_epochs=3", "max_epochs=3"),
+    ("max_epochs=3, use_distributed_sampler=False", "max_epochs=3"),
+    ("max_epochs=3, use_distributed_sampler=False,", "max_epochs=3,"),
+    ("max_epochs=3, replace_sampler_ddp=False, devices=2", "max_epochs=3, devices=2"),
+    ("enable_autolog_hparams=True", ""),
+    ("barebones=False, model_registry=None, plugins=[]", ""),
+    ("\n    max_epochs=3,\n    barebones=False,  # not\n    devices=2,\n", "\n    max_epochs=3,\n    devices=2,\n"),
+    ("\n    barebones=False,\n", ""),
+    ("max_epochs=3,\n    barebones=False)\n(", "max_epochs=3)\n("),
+    ("max_epochs=3,  # why\n    barebones=False", "max_epochs=3,  # why\n    "),
+    ("max_epochs=3, barebones=False,\n    devices=2", "max_epochs=3,\n    devices=2"),
+    ("barebones=False,\n    devices=2", "devices=2"),
+    ("gpus=2", 'accelerator="gpu", devices=2'),
+    ("gpus=0", ""),
+    ("\n    gpus=[0, 1],\n", '\n    accelerator="gpu",\n    devices=2,\n'),
+    ("gpus=n", 'accelerator="gpu", devices=n'),
+    ("devices=[3]", "devices=1"),
+    ("devices='0,1'", "devices=2"),
+    ("devices=-1, num_nodes=2", "devices=-1, num_nodes=2"),
+    ("accelerator='ddp'", "strategy='ddp'"),
+    ("accelerator='gpu', strategy='ddp_spawn'", "accelerator='gpu', strategy=\"ddp\""),
+    ("strategy='ddp_find_unused_parameters_false'", 'strategy="ddp"'),
+    ("strategy='ddp_find_unused_parameters_true'", "strategy=lumen.DDP(find_unused_parameters=True)"),
+    ("strategy='fsdp_native'", 'strategy="fsdp"'),
+    ("distributed_backend='ddp'", "strategy='ddp'"),
+    ("max_nb_epochs=5, min_nb_epochs=1", "max_epochs=5, min_epochs=1"),
+    ("train_percent_check=0.1, val_percent_check=0.2", "limit_train_batches=0.1, limit_val_batches=0.2"),
+    ("row_log_interval=10", "log_every_n_steps=10"),
+    ("checkpoint_callback=False", "enable_checkpointing=False"),
+    ("weights_summary=None", "enable_model_summary=False"),
+    ("weights_summary='top'", ""),
+    ("progress_bar_refresh_rate=0", "enable_progress_bar=False"),
+    ("progress_bar_refresh_rate=20", ""),
+    ("reload_dataloaders_every_epoch=True", "reload_dataloaders_every_n_epochs=1"),
+    ("resume_from_checkpoint=None", ""),
+    ("resume_from_checkpoint=path", "resume=path"),
+    ("terminate_on_nan=True, flush_logs_every_n_steps=5", ""),
+    ("precision=None, max_epochs=2", "max_epochs=2"),
+    ("precision='16-mixed', gradient_clip_algorithm='norm'", "precision='16-mixed', gradient_clip_algorithm='norm'"),
+    ("auto_lr_find=False", ""),
+    ("callbacks=[lambda a, b: 1], barebones=False", "callbacks=[lambda a, b: 1]"),
+    ("key=lambda a, b: 1, barebones=False", "key=lambda a, b: 1"),
+    ("**more, barebones=False", "**more"),
+    ("f'{a, b}', barebones=False", "f'{a, b}'"),
+    ("plugins=[L.pytorch.plugins.environments.SLURMEnvironment()]", ""),
+]  # fmt: skip
+
+CALLS = [
+    ("L.pytorch.callbacks.RichProgressBar(refresh_rate=5)", "lumen.ProgressBar()"),
+    ("L.pytorch.callbacks.ModelCheckpoint('out', 'best', monitor='a')",
+     "lumen.ModelCheckpoint('out', monitor='a')"),
+    ("L.pytorch.callbacks.ModelCheckpoint(filename='x', save_top_k=-1)", "lumen.ModelCheckpoint(save_top_k=-1)"),
+    ("L.pytorch.callbacks.ModelCheckpoint(None, None, 'a')", "lumen.ModelCheckpoint(None, monitor='a')"),
+    ("L.pytorch.callbacks.ModelCheckpoint(period=3)", "lumen.ModelCheckpoint(every_n_epochs=3)"),
+    ("L.pytorch.callbacks.EarlyStopping('a', 0.0, 5)", "lumen.EarlyStopping('a', 0.0, 5)"),
+    ("L.pytorch.callbacks.StochasticWeightAveraging(0.1, device=None)", "lumen.SWA(0.1)"),
+    ("L.pytorch.callbacks.EMAWeightAveraging(decay=0.9)", "lumen.EMA(decay=0.9)"),
+    ("L.pytorch.callbacks.DeviceStatsMonitor(cpu_stats=True)", "lumen.DeviceStatsMonitor(cpu_stats=True)"),
+    ("trainer.fit(m, train_dataloader=a)", "trainer.fit(m, train_dataloaders=a)"),
+    ("trainer.test(m, test_dataloaders=a, verbose=False)", "trainer.test(m, dataloaders=a, verbose=False)"),
+    ("trainer.validate(m, a, 'best', True)", "trainer.validate(m, a, 'best', True)"),
+    ("trainer.save_checkpoint(filepath=p, weights_only=True)", "trainer.save_checkpoint(filepath=p)"),
+    ("other.fit(m, verbose=True)", "other.fit(m, verbose=True)"),
+    ("trainer.lightning_module", "trainer.lightning_module"),
+    ("trainer.num_gpus", "trainer.num_devices"),
+    ("self.trainer.training_type_plugin.barrier()", "self.trainer.strategy.barrier()"),
+    ("self.trainer.train_loop.x", "self.trainer.train_loop.x"),
+]  # fmt: skip
+
+CLASSES = [
+    ("task", "def step(self):\n    self.log('a', b, rank_zero_only=True, sync_dist=True)",
+     "def step(self):\n    self.log('a', b, sync_dist=True)"),
+    ("task", "def step(self):\n    self.log_dict(dictionary=a, enable_graph=True)",
+     "def step(self):\n    self.log_dict(dictionary=a)"),
+    ("task", "def configure_sharded_model(self): ...", "def configure_model(self): ..."),
+    ("task", "def on_pretrain_routine_start(self): ...", "def on_fit_start(self): ..."),
+    ("task", "def on_train_batch_end(self, outputs, batch, batch_idx, unused): ...",
+     "def on_train_batch_end(self, outputs, batch, batch_idx): ..."),
+    ("callback", "def on_train_epoch_end(self, trainer, pl_module, outputs): ...",
+     "def on_train_epoch_end(self, trainer, pl_module): ..."),
+    ("callback", "def on_fit_end(self, trainer, net):\n    net.log('a', b, rank_zero_only=True)",
+     "def on_fit_end(self, trainer, net):\n    net.log('a', b)"),
+    ("callback", "def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):\n    outputs['loss']",
+     "def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):\n    outputs"),
+]  # fmt: skip
+
+YAML = [
+    ("trainer:\n  max_epochs: 3\n  use_distributed_sampler: true  # no\n", "trainer:\n  max_epochs: 3\n"),
+    ("trainer: {max_epochs: 3, use_distributed_sampler: true}\n", "trainer: {max_epochs: 3}\n"),
+    ("trainer: {use_distributed_sampler: true, max_epochs: 3}\n", "trainer: {max_epochs: 3}\n"),
+    ("trainer:\n  gpus: 2\n  max_epochs: 3\n", "trainer:\n  accelerator: gpu\n  devices: 2\n  max_epochs: 3\n"),
+    ("trainer:\n  strategy: ddp_find_unused_parameters_true\n",
+     "trainer:\n  strategy: {class_path: lumen.DDP, init_args: {find_unused_parameters: true}}\n"),
+    ("trainer:\n  precision: null\n  logger: null\n", "trainer:\n  precision: null\n  logger: null\n"),
+    ("trainer:\n  callbacks:\n  - class_path: lightning.pytorch.callbacks.RichProgressBar\n    init_args:\n"
+     "      leave: true\n      refresh_rate: 3\nmodel: {}\n",
+     "trainer:\n  callbacks:\n  - class_path: lumen.ProgressBar\nmodel: {}\n"),
+    ("trainer:\n  callbacks+:\n  - class_path: 'pytorch_lightning.callbacks.EarlyStopping'\n    init_args: {monitor: a}"
+     "\n",
+     "trainer:\n  callbacks+:\n  - class_path: 'lumen.EarlyStopping'\n    init_args: {monitor: a}\n"),
+    ("trainer:\n  callbacks: [lightning.pytorch.callbacks.RichModelSummary]\n",
+     "trainer:\n  callbacks: [lumen.ModelSummary]\n"),
+    ("trainer: {}\nckpt_path: null\nweights_only: null\n", "trainer: {}\n"),
+    ("trainer: {}\nlr_scheduler:\n  class_path: lightning.pytorch.cli.ReduceLROnPlateau\n  init_args:\n"
+     "    monitor: a\n    patience: 3\nmodel: {}\n",
+     "trainer: {}\nlr_scheduler:\n  class_path: torch.optim.lr_scheduler.ReduceLROnPlateau\n  init_args:\n"
+     "    patience: 3\nlr_schedule: {monitor: a}\nmodel: {}\n"),
+    ("fit:\n  trainer:\n    barebones: false\n    max_epochs: 2\n", "fit:\n  trainer:\n    max_epochs: 2\n"),
+    ("_target_: lightning.pytorch.callbacks.ModelCheckpoint\nmonitor: a\nfilename: best\n",
+     "_target_: lumen.ModelCheckpoint\nmonitor: a\n"),
+    ("_target_: lightning.pytorch.Trainer\n_partial_: true\ngpus: 0\nmax_epochs: ${epochs}\n",
+     "_target_: lumen.Trainer\n_partial_: true\nmax_epochs: ${epochs}\n"),
+    ("a: [1,   2]   # kept\nb: |\n  text\n", "a: [1,   2]   # kept\nb: |\n  text\n"),
+]  # fmt: skip
+
+SAID = [
+    ("class A(L.LightningModule):\n    def validation_epoch_end(self, outputs): ...", "on_validation_epoch_end"),
+    ("class A(L.LightningModule):\n    def training_step(self, batch, batch_idx, optimizer_idx): ...", "optimizers()"),
+    ("class A(L.LightningModule):\n    def get_progress_bar_dict(self): ...", "prog_bar=True"),
+    ("class A(L.LightningModule):\n    def f(self):\n        self.automatic_optimization = False", "max_steps"),
+    ("class A(L.LightningModule):\n    def f(self):\n        self.to_onnx('a')", "lumen export"),
+    ("class A(L.LightningModule):\n    def f(self):\n        self.logger.experiment.add_scalar('a', 1)", "TensorBoard"),
+    (
+        "class A(L.LightningModule):\n    def on_train_epoch_end(self, outputs):\n        print(outputs)",
+        "not given outputs",
+    ),
+    ("class A(L.LightningDataModule):\n    def on_save_checkpoint(self, c): ...", "Write state_dict"),
+    ("class A(L.Callback):\n    def on_epoch_end(self, trainer, pl_module): ...", "on_train_epoch_end"),
+    ("class A(L.Callback):\n    def on_save_checkpoint(self, trainer, pl_module, c):\n        return 3", "state_dict"),
+    ("class A(L.Callback):\n    def on_load_checkpoint(self, trainer, m, c):\n        c['state_dict']", "init_from"),
+    ("class A(L.pytorch.cli.LightningCLI):\n    def parse_arguments(self): ...", "before_instantiate_classes"),
+    ("L.Trainer(auto_lr_find=True)", "lr_find"),
+    ("L.Trainer(strategy='deepspeed_stage_2')", "fsdp"),
+    ("L.Trainer(strategy='dp')", "Use ddp"),
+    ("L.Trainer(accelerator='tpu')", "no support for tpu"),
+    ("L.Trainer(val_check_interval=100)", "optimizer steps"),
+    ("L.Trainer(precision='16-true')", "bf16-true"),
+    ("L.Trainer(devices=[0, 1])", "CUDA_VISIBLE_DEVICES"),
+    ("L.Trainer.from_argparse_args(a)", "lumen.CLI"),
+    ("L.pytorch.callbacks.ModelCheckpoint(filename='a')", "named by their step"),
+    ("A.load_from_checkpoint('a.ckpt')", "lumen convert"),
+    ("x = 'lightning_logs/version_0'", "runs/NAME"),
+    ("L.Fabric()", "no Fabric"),
+    ("from lightning.pytorch.utilities import measure_flops", "FlopCounterMode"),
+    ("from lightning.pytorch import *", "one by one"),
+    ("self.trainer.fit_loop.restarting = True", "trainer.progress"),
+]
+
+
+def migrated(tmp_path, text, name="a.py"):
+    """A file's text with its edits, and what is said of it."""
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    found = migrate(path)
+    return (found[0].after, [note.sentence for note in found[0].notes]) if found else (text, [])
+
+
+def check(tmp_path, before, after):
+    """Edits are these, are Python, and are made once."""
+    assert migrated(tmp_path, before)[0] == after
+    ast.parse(after)
+    assert migrated(tmp_path, after)[0] == after
+
+
+@pytest.mark.parametrize(("before", "after"), IMPORTS)
+def test_imports_and_names_become_lumens(tmp_path, before, after):
+    check(tmp_path, f"{before}\n", f"{after}\n")
+
+
+@pytest.mark.parametrize(("before", "after"), TRAINER)
+def test_arguments_of_the_trainer_are_left_out_renamed_or_replaced(tmp_path, before, after):
+    check(tmp_path, f"import lightning as L\nL.Trainer({before})\n", f"import lumen\nlumen.Trainer({after})\n")
+
+
+@pytest.mark.parametrize(("before", "after"), CALLS)
+def test_other_calls_and_attributes_are_edited(tmp_path, before, after):
+    check(tmp_path, f"import lightning as L\nx = {before}\n", f"import lumen\nx = {after}\n")
+
+
+@pytest.mark.parametrize(("kind", "before", "after"), CLASSES)
+def test_methods_of_classes_are_edited(tmp_path, kind, before, after):
+    theirs, ours = {"task": ("LightningModule", "TaskModule"), "callback": ("Callback", "Callback")}[kind]
+    check(
+        tmp_path,
+        f"import lightning as L\nclass A(L.{theirs}):\n{textwrap.indent(before, '    ')}\n",
+        f"import lumen\nclass A(lumen.{ours}):\n{textwrap.indent(after, '    ')}\n",
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), YAML)
+def test_configs_are_edited_and_keep_their_comments(before, after):
+    assert Config(before, {}).edit()[0] == after
+    yaml.safe_load(after)
+    assert Config(after, {}).edit()[0] == after
+
+
+@pytest.mark.parametrize(("text", "said"), SAID)
+def test_what_no_edit_can_do_is_said(tmp_path, text, said):
+    _, notes = migrated(tmp_path, f"import lightning as L\n{text}\n")
+    assert any(said in note for note in notes), notes
+
+
+# ---------------------------------------------------------------------- whole projects
+
+
+def test_a_class_is_what_its_base_in_another_file_is(tmp_path):
+    (tmp_path / "base.py").write_text("import lightning as L\nclass Base(L.LightningModule): ...\n")
+    (tmp_path / "net.py").write_text(
+        "from base import Base\nclass Net(Base):\n    def f(self):\n        self.log('a', b, rank_zero_only=True)\n"
+    )
+    texts = {each.path.name: each.after for each in migrate(tmp_path)}
+    assert "self.log('a', b)" in texts["net.py"]
+
+
+def test_a_run_without_a_limit_keeps_lightnings(tmp_path):
+    text = "import lightning as L\nt = L.Trainer(devices=2)\nt.fit(m)\n"
+    assert "lumen.Trainer(devices=2, max_epochs=1000)" in migrated(tmp_path, text)[0]
+    assert "Trainer(max_time=t)" in migrated(tmp_path, text.replace("devices=2", "max_time=t"))[0]
+    assert "Trainer(**a)" in migrated(tmp_path, text.replace("devices=2", "**a"))[0]
+
+
+@pytest.mark.parametrize("given", ["dict(gpus=0, max_epochs=2)", '{"gpus": 0, "max_epochs": 2}'])
+def test_arguments_that_are_unpacked_are_edited(tmp_path, given):
+    after, _ = migrated(tmp_path, f"import lightning as L\nargs = {given}\nL.Trainer(**args)\n")
+    assert "gpus" not in after
+    assert "max_epochs" in after
+
+
+def test_a_class_of_the_projects_own_is_given_what_its_base_takes(tmp_path):
+    text = (
+        "from lightning.pytorch.cli import LightningCLI\nclass C(LightningCLI): ...\nC(A, save_config_kwargs={1: 2})\n"
+    )
+    assert migrated(tmp_path, text)[0].endswith("C(A)\n")
+    own = text.replace("...", "\n    def __init__(self, a, save_config_kwargs): ...")
+    assert migrated(tmp_path, own)[0].endswith("save_config_kwargs={1: 2})\n")
+
+
+def test_line_ends_encodings_and_bytes_outside_of_edits_stay(tmp_path):
+    text = "# -*- coding: latin-1 -*-\r\nimport lightning as L\r\nx = 'é', L.Trainer  \r\n\x0cy = 1"
+    (tmp_path / "a.py").write_bytes(text.encode("latin-1"))
+    write(tmp_path, "--force")
+    expected = text.replace("lightning as L", "lumen").replace("L.", "lumen.")
+    assert (tmp_path / "a.py").read_bytes() == expected.encode("latin-1")
+
+
+def test_columns_behind_letters_of_several_bytes_are_right(tmp_path):
+    check(
+        tmp_path,
+        'import lightning as L\nx = "é😀", L.Trainer(barebones=False, name="é")\n',
+        'import lumen\nx = "é😀", lumen.Trainer(name="é")\n',
+    )
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_without_git_nothing_is_written_unless_forced(tmp_path):
+    (tmp_path / "a.py").write_text("import lightning\n")
+    code, said = write(tmp_path)
+    assert code == 2
+    assert "is not in git" in said
+    assert (tmp_path / "a.py").read_text() == "import lightning\n"
+
+
+def test_a_file_that_cannot_be_read_is_named_and_the_others_are_edited(tmp_path):
+    (tmp_path / "bad.py").write_text("import lightning\nx = (\n")
+    (tmp_path / "bytes.py").write_bytes(b"import lightning  # \xff\n")
+    (tmp_path / "bad.yaml").write_text("a: [lightning\n")
+    (tmp_path / "good.py").write_text("import lightning\n")
+    (tmp_path / "empty.py").write_text("")
+    code, said = write(tmp_path, "--force")
+    assert code == 1
+    assert "bad.py: not edited: line 2: it is no Python: '(' was never closed." in said
+    assert "bytes.py: not edited:" in said
+    assert "bad.yaml: not edited: it is no YAML" in said
+    assert (tmp_path / "good.py").read_text() == "import lumen\n"
+
+
+def test_notebooks_and_requirements_are_named_and_not_edited(tmp_path):
+    (tmp_path / "a.ipynb").write_text('{"cells": [{"source": ["import pytorch_lightning as pl"]}]}')
+    (tmp_path / "requirements.txt").write_text("torch\npytorch-lightning>=2  # loops\nlightning-bolts\n# lightning\n")
+    (tmp_path / "pyproject.toml").write_text('dependencies = ["lightning[extra]>=2"]\n')
+    code, diff, said = command(tmp_path)
+    assert (code, diff) == (0, "")
+    assert said.splitlines() == [
+        "To think about:",
+        "a.ipynb:1: a notebook is not edited. Write what it imports and gives to the trainer by hand, as in the diff.",
+        "pyproject.toml:1: put lumen in the place of Lightning.",
+        "requirements.txt:2: put lumen in the place of Lightning.",
+        "nothing to edit; 3 places to think about",
+    ]
+
+
+def test_a_project_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "a.py").write_text("import torch\nlightning = 3\ntrainer.fit(m, verbose=True)\n")
+    (tmp_path / "c.yaml").write_text("trainer: {gpus: 2}\n")
+    assert command(tmp_path)[:2] == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "there is no file or directory nowhere"),
+        ([".", "--wriet"], "Did you mean --write?"),
+        ([], "required: PATH"),
+        ([".", "--write=3"], "--write"),
+    ],
+)
+def test_a_wrong_command_line_is_an_error(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command(*words)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_a_link_is_followed_to_no_other_place(tmp_path):
+    outside = tmp_path / "outside.py"
+    outside.write_text("import lightning\n")
+    (tmp_path / "project").mkdir()
+    os.symlink(outside, tmp_path / "project/link.py")
+    write(tmp_path / "project", "--force")
+    assert outside.read_text() == "import lightning\n"
+
+
+# ---------------------------------------------------------------------- the tables
+
+
+def test_what_names_become_exists():
+    for full in (*RENAMED.values(), *ELSEWHERE.values()):
+        module, _, name = full.rpartition(".")
+        assert module == "lumen" or hasattr(import_module(module), name), full
+    assert all(new_name(f"lightning.{name}") is not None for name in ("LightningModule", "STEP_OUTPUT", "Trainer"))
+
+
+def test_what_arguments_become_is_taken():
+    takes = inspect.signature(lumen.Trainer).parameters
+    assert {*arguments._RENAMED["Trainer"].values()} <= {*takes}
+    for method, names in arguments.METHODS.items():
+        for old, new in names.items():
+            assert [*arguments.change_of_method(method, old).arguments] == ([new] if new else [])
+    assert all(ATTRIBUTES[old] == f"Read trainer.{new}." for old, new in python.READ.items())
+
+
+def test_arguments_stand_where_lightning_has_them():
+    callbacks = import_module("lightning.pytorch.callbacks")
+    others = [import_module(f"lightning.pytorch.{name}") for name in ("loggers", "strategies", "profilers", "cli")]
+    for name, order in arguments.POSITIONS.items():
+        owner = next(getattr(module, name) for module in (callbacks, *others) if hasattr(module, name))
+        theirs = [
+            each.name for each in inspect.signature(owner.__init__).parameters.values()
+            if each.kind is each.POSITIONAL_OR_KEYWORD
+        ][1:]  # fmt: skip
+        assert theirs[: len(order.split())] == order.split(), name
+
+
+def test_items_are_those_of_the_call():
+    source = Source("f(a, *b, c=(1, 2), **d)(lambda x, y: 1, 'e,f', g=[i for i in (1,)],)")
+    (node,) = [each.value for each in ast.parse(source.text).body]
+    assert [source.text[each.start : each.end] for each in Items(source, node).all] == [
+        "lambda x, y: 1", "'e,f'", "g=[i for i in (1,)]"
+    ]  # fmt: skip
+    assert [each.name for each in Items(source, node.func).all] == [None, None, "c", None]
