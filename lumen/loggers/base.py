@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
+
+from lumen.errors import ConfigError
+
+P = ParamSpec("P")
+S = TypeVar("S")
 
 Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 
@@ -27,11 +35,35 @@ class Nothing:
         return self
 
 
+def told(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+    """Let a method that users call say how it is called, when it is called as one of that name in Lightning.
+
+    Raises:
+        ConfigError: By the method: its arguments have other names, some are missing, or the step is no whole number.
+    """
+    signature, name = inspect.signature(method), method.__name__
+    parameters = list(signature.parameters)
+    written = f"logger.{name}({parameters[1]}, {parameters[2]}, step=self.global_step)"
+
+    @wraps(method)
+    def telling(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            operator.index(signature.bind(self, *args, **kwargs).arguments["step"])
+        except TypeError as error:
+            raise ConfigError(
+                f"{type(self).__name__}.{name}: {error}. Write {written}, once for each; every logger has it. What "
+                "the library has beyond that is in logger.experiment."
+            ) from None
+        method(self, *args, **kwargs)
+
+    return telling
+
+
 class Logger(ABC):
     """A record of a run. Only the first process of a run writes it, and only `fit` has one.
 
-    `log_metrics` and `log_system` are called for you; images, histograms and text are yours to give, to every logger
-    of the run:
+    One method must be written, `log_metrics`; what else a record can hold is up to it. `log_metrics` and `log_system`
+    are called for you; images, histograms and text are yours to give, to every logger of the run:
 
         for logger in self.trainer.loggers:
             logger.log_image("reconstruction", image, self.global_step)
@@ -40,7 +72,20 @@ class Logger(ABC):
     processes.
     """
 
+    #: Where the newest run of `fit` writes, in every process; its trainer sets it.
+    run_directory: Path | None = None
+
     @abstractmethod
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record values that repeat exactly in a repeated run.
+
+        A third parameter, `epoch`, is given the epochs completed so far to those that have it.
+
+        Args:
+            metrics: Values by name.
+            step: Optimizer updates completed.
+        """
+
     def open(self, directory: Path, *, resumed: bool) -> None:
         """Begin the record in a run directory.
 
@@ -50,26 +95,17 @@ class Logger(ABC):
                 the checkpoint has no state of is started over too, since all of it comes after the checkpoint.
         """
 
-    @abstractmethod
-    def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int) -> None:
-        """Record values that repeat exactly in a repeated run.
-
-        Args:
-            metrics: Values by name.
-            step: Optimizer updates completed.
-            epoch: Epochs completed so far.
-        """
-
     def log_system(self, values: Mapping[str, float], step: int) -> None:
         """Record timings and memory, which no two runs share."""
 
-    def log_hyperparams(self, hyperparameters: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Record the hyperparameters; called whenever `fit` starts, a resumed one too.
 
         Args:
-            hyperparameters: Those of the task under `model`, those of the data module under `data`.
+            params: Those of the task under `model`, those of the data module under `data`.
         """
 
+    @told
     def log_image(self, name: str, image: Array, step: int) -> None:
         """Record an image.
 
@@ -83,6 +119,7 @@ class Logger(ABC):
             ConfigError: The image has another shape or dtype.
         """
 
+    @told
     def log_histogram(self, name: str, values: Array, step: int) -> None:
         """Record how values are distributed.
 
@@ -92,6 +129,7 @@ class Logger(ABC):
             step: Optimizer updates completed.
         """
 
+    @told
     def log_text(self, name: str, text: str, step: int) -> None:
         """Record a text, in Markdown.
 
@@ -110,8 +148,40 @@ class Logger(ABC):
         """
         return None
 
-    def flush(self) -> None:
+    @property
+    def save_dir(self) -> str | None:
+        """Where the run directories lie; None before `fit`."""
+        return None if self.run_directory is None else str(self.run_directory.parent)
+
+    @property
+    def name(self) -> str | None:
+        """Name of the record: that of the run directory, if the logger has no other; None before `fit`."""
+        return None if self.run_directory is None else self.run_directory.name
+
+    @property
+    def version(self) -> int | str | None:
+        """What tells the record from others of its name, such as the id that a service gave it; None: nothing does."""
+        return None
+
+    @property
+    def root_dir(self) -> str | None:
+        """The run directory; None before `fit`."""
+        return self.log_dir
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run directory; None before `fit`."""
+        return None if self.run_directory is None else str(self.run_directory)
+
+    def save(self) -> None:
         """Bring everything recorded to the disk; called before each checkpoint."""
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """A checkpoint has been committed.
+
+        Args:
+            checkpoint_callback: The `ModelCheckpoint` that saved it: `last_model_path` is its directory.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The length of the record, as plain data, from which `load_state_dict` cuts it back."""
@@ -120,5 +190,9 @@ class Logger(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Cut the record back to where it stood, so that a resumed run neither repeats nor loses a value."""
 
-    def close(self) -> None:
-        """The run has ended."""
+    def finalize(self, status: str) -> None:
+        """The run has ended; called once, when nothing is recorded any more.
+
+        Args:
+            status: "success"; "failed": by an error; "interrupted": it was asked to stop, and can be resumed.
+        """

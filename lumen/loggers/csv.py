@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Concatenate, ParamSpec, final
+from typing import IO, Any, ClassVar, Concatenate, ParamSpec, final
 
 from lumen.errors import RunDirectoryError
+from lumen.errors.arguments import checked
+from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
 from lumen.loggers.base import Logger
 
 _P = ParamSpec("_P")
@@ -127,6 +129,12 @@ class CSVLogger(Logger):
     ignored.
     """
 
+    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_LOGGERS | {
+        "flush_logs_every_n_steps": "Leave it out: every row is written at once.",
+    }
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
+
+    @checked
     def __init__(self) -> None:
         self._metrics: _Table | None = None
         self._system: _Table | None = None
@@ -139,8 +147,8 @@ class CSVLogger(Logger):
                 path.unlink(missing_ok=True)
         self._metrics, self._system = map(_Table, paths)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int) -> None:
-        """See `Logger.log_metrics`."""
+    def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | str = "") -> None:
+        """See `Logger.log_metrics`; a row of yours may have no epoch."""
         if self._metrics is not None:
             self._metrics.append({"step": step, "epoch": epoch, **metrics})
 
@@ -149,8 +157,8 @@ class CSVLogger(Logger):
         if self._system is not None:
             self._system.append({"step": step, **values})
 
-    def flush(self) -> None:
-        """See `Logger.flush`."""
+    def save(self) -> None:
+        """See `Logger.save`."""
         for table in self._tables():
             table.flush()
 
@@ -165,8 +173,8 @@ class CSVLogger(Logger):
             if (table.rows, table.columns) != (saved["rows"], saved["columns"]):
                 table.rewrite(list(saved["columns"]), saved["rows"])
 
-    def close(self) -> None:
-        """See `Logger.close`."""
+    def finalize(self, status: str) -> None:
+        """See `Logger.finalize`."""
         for table in self._tables():
             table.close()
         self._metrics = self._system = None

@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Literal, TypeAlias
 
+from lumen.errors import ConfigError
 from lumen.loggers.base import Logger
 from lumen.loggers.csv import CSVLogger
 
+LoggerName: TypeAlias = Literal["csv", "tensorboard", "wandb", "mlflow", "aim"]
 
-def as_loggers(given: bool | Logger | list[Logger]) -> list[Logger]:
-    """The loggers of a trainer; True stands for the run directory's own record."""
+_NAMES: dict[LoggerName, tuple[str, str]] = {
+    "csv": ("lumen.loggers.csv", "CSVLogger"),
+    "tensorboard": ("lumen.loggers.tensorboard", "TensorBoardLogger"),
+    "wandb": ("lumen.loggers.wandb", "WandbLogger"),
+    "mlflow": ("lumen.loggers.mlflow", "MLFlowLogger"),
+    "aim": ("lumen.loggers.aim", "AimLogger"),
+}
+
+
+def as_loggers(given: bool | LoggerName | Logger | Sequence[LoggerName | Logger]) -> list[Logger]:
+    """The loggers of a trainer; True stands for the run directory's own record, a name for a logger made without more.
+
+    Raises:
+        ConfigError: A logger cannot be made, or its `log_metrics` does not take what it is given.
+    """
     if isinstance(given, bool):
         return [CSVLogger()] if given else []
-    return [given] if isinstance(given, Logger) else given
+    several = [given] if isinstance(given, str | Logger) else given
+    loggers = [each if isinstance(each, Logger) else _named(each) for each in several]
+    for logger in loggers:
+        takes_epoch(logger)
+    return loggers
+
+
+def takes_epoch(logger: Logger) -> bool:
+    """Whether a logger's `log_metrics` is given the epoch.
+
+    Raises:
+        ConfigError: It takes neither metrics and step nor these and the epoch.
+    """
+    signature = inspect.signature(logger.log_metrics)
+    for values in (("epoch",), ()) if "epoch" in signature.parameters else ((), ("epoch",)):
+        try:
+            signature.bind("metrics", "step", *values)
+        except TypeError:
+            continue
+        return bool(values)
+    raise ConfigError(
+        f"{type(logger).__name__}.log_metrics{signature}: it is given the values and the step, and the epoch if it has "
+        "a parameter of that name. Write log_metrics(self, metrics, step) or log_metrics(self, metrics, step, epoch)."
+    )
 
 
 def with_own_record(given: Sequence[Logger]) -> list[Logger]:
@@ -23,3 +64,9 @@ def with_own_record(given: Sequence[Logger]) -> list[Logger]:
     """
     has_own = not given or any(isinstance(each, CSVLogger) for each in given)
     return [*given] if has_own else [*given, CSVLogger()]
+
+
+def _named(name: LoggerName) -> Logger:
+    module, kind = _NAMES[name]
+    made: Logger = getattr(import_module(module), kind)()
+    return made

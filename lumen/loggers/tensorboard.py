@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
-import torch
 
 from lumen.errors import ConfigError
-from lumen.loggers.base import Array, Logger, Nothing
+from lumen.errors.arguments import checked
+from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
+from lumen.loggers.base import Array, Logger, Nothing, told
+from lumen.loggers.values import as_array, as_pixels, entries
 
 _FIRST_BEYOND_BINS = 1e20  # of TensorBoard's histograms
 
@@ -30,6 +32,14 @@ class TensorBoardLogger(Logger):
         ConfigError: TensorBoard is not installed.
     """
 
+    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_LOGGERS | {
+        "default_hp_metric": "Leave it out: a run's hyperparameters stand beside all its values.",
+        "log_graph": "Leave it out; self.logger.experiment.add_graph(task, batch) records one.",
+        "sub_dir": "Leave it out: the record is in `tensorboard` in the run directory.",
+    }
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
+
+    @checked
     def __init__(self) -> None:
         try:
             from lumen.loggers.events import EventWriter
@@ -67,7 +77,7 @@ class TensorBoardLogger(Logger):
             self._part += 1
         return self._writer
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """See `Logger.log_metrics`."""
         self._step = step
         for name, value in metrics.items():
@@ -78,13 +88,14 @@ class TensorBoardLogger(Logger):
         for name, value in values.items():
             self.experiment.add_scalar(f"system/{name}", value, step)
 
-    def log_hyperparams(self, hyperparameters: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `Logger.log_hyperparams`; `lr` of the task is `model.lr`. What is no number is recorded as text.
 
         The dashboard of hyperparameters knows one value of each in a run: those that have changed when a run is
         resumed are recorded as a text, "hyperparameters".
         """
-        plain = {name: value if type(value) in (int, float) else str(value) for name, value in _flat(hyperparameters)}
+        flat = entries(params, ".")
+        plain = {name: value if type(value) in (int, float) else str(value) for name, value in flat}
         before, self._hyperparameters = self._hyperparameters, plain
         if before is None:
             if plain:
@@ -95,34 +106,26 @@ class TensorBoardLogger(Logger):
         if changed:
             self.log_text("hyperparameters", "\n".join(["changed:", "", *changed]), self._step)
 
+    @told
     def log_image(self, name: str, image: Array, step: int) -> None:
         """See `Logger.log_image`."""
-        pixels = _array(image)
-        pixels = pixels[None] if pixels.ndim == 2 else pixels
-        if (
-            pixels.ndim != 3
-            or pixels.shape[0] not in (1, 3, 4)
-            or not (pixels.dtype in (np.uint8, np.bool_) or np.issubdtype(pixels.dtype, np.floating))
-        ):
-            raise ConfigError(
-                f"log_image({name!r}): expected (height, width) or (channels, height, width) with 1, 3 or 4 channels, "
-                f"of uint8, bool or floating point; found shape {tuple(image.shape)} of {image.dtype}."
-            )
-        self.experiment.add_image(name, pixels, step)
+        self.experiment.add_image(name, as_pixels(name, image), step)
 
+    @told
     def log_histogram(self, name: str, values: Array, step: int) -> None:
         """See `Logger.log_histogram`."""
-        numbers = _array(values).astype(np.float64)
+        numbers = as_array(values).astype(np.float64)
         numbers = numbers[np.abs(numbers) < _FIRST_BEYOND_BINS]
         if numbers.size:
             self.experiment.add_histogram(name, numbers, step)
 
+    @told
     def log_text(self, name: str, text: str, step: int) -> None:
         """See `Logger.log_text`."""
         self.experiment.add_text(name, text, step)
 
-    def flush(self) -> None:
-        """See `Logger.flush`."""
+    def save(self) -> None:
+        """See `Logger.save`."""
         if self._writer is not None:
             self._writer.flush()
 
@@ -142,8 +145,8 @@ class TensorBoardLogger(Logger):
             elif path.stat().st_size > size:
                 os.truncate(path, size)
 
-    def close(self) -> None:
-        """See `Logger.close`."""
+    def finalize(self, status: str) -> None:
+        """See `Logger.finalize`."""
         self._close_writer()
         self._directory = None
 
@@ -159,19 +162,3 @@ class TensorBoardLogger(Logger):
     def _key(self, path: Path) -> str:
         assert self._directory is not None
         return path.relative_to(self._directory).as_posix()
-
-
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Entries of nested dictionaries under dotted names."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
-
-
-def _array(values: Array) -> np.ndarray[Any, Any]:
-    if not isinstance(values, torch.Tensor):
-        return values
-    values = values.detach().cpu()
-    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()

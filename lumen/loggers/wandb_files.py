@@ -1,0 +1,75 @@
+"""What the files of Weights & Biases hold of a run; imported only where its library is."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+_BLOCK, _HEADER, _BEGINNING = 32768, struct.Struct("<IHB"), 7  # sizes in bytes
+_PATIENCE_S = 10.0
+_FIRST, _LAST = (1, 2), (1, 4)  # kinds of pieces: 1 is a whole record, 2 begins one, 3 goes on, 4 ends it
+
+
+def history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a file `run-ID.wandb`: the number that the library gave to each, and its values by name.
+
+    Of what is no number, such as an image, the value is a dictionary.
+
+    The file is a log of LevelDB, of records that protobuf describes; the end of one whose process was killed may be
+    missing. Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    for content in _records(path.read_bytes()):
+        record = Record.FromString(content)
+        if record.WhichOneof("record_type") == "history":
+            values: dict[str, Any] = {}
+            for item in record.history.item:
+                *above, name = item.nested_key or (item.key,)
+                place = values
+                for each in above:
+                    place = place.setdefault(each, {})
+                place[name] = json.loads(item.value_json)
+            yield record.history.step.num, values
+
+
+def wait_for_end(path: Path) -> None:
+    """Wait until the library's service has written how a run ended, the last of all records; it takes a moment."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not _has_ended(path) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+
+
+def _has_ended(path: Path) -> bool:
+    with path.open("rb") as file:
+        begin = file.seek(max(path.stat().st_size // _BLOCK - 1, 0) * _BLOCK)
+        last = deque(_records(file.read(), 0 if begin else _BEGINNING), maxlen=1)
+    return bool(last) and Record.FromString(last[0]).WhichOneof("record_type") == "exit"
+
+
+def _records(content: bytes, place: int = _BEGINNING) -> Iterator[bytes]:
+    """The records in whole blocks of a file, of which the first may begin in the midst of a record."""
+    record: bytes | None = None
+    while place + _HEADER.size <= len(content):
+        rest = _BLOCK - place % _BLOCK
+        if rest < _HEADER.size:  # the end of a block has no room for a header
+            place += rest
+            continue
+        checksum, size, kind = _HEADER.unpack_from(content, place)
+        begin = place + _HEADER.size
+        piece = content[begin : begin + size]
+        if len(piece) < size or zlib.crc32(piece, zlib.crc32(bytes([kind]))) != checksum:
+            return
+        if kind in _FIRST:
+            record = piece
+        elif record is not None:
+            record += piece
+        if kind in _LAST and record is not None:
+            yield record
+        place = begin + size

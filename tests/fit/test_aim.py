@@ -1,0 +1,132 @@
+"""Aim: one run there over all parts of a run here."""
+
+import json
+import os
+import signal
+import warnings
+
+import numpy as np
+import pytest
+
+import lumen
+from lumen.cli import main
+from lumen.errors import ConfigError
+from tests.helpers.loggers import fit
+from tests.helpers.services import At, Everything, of_csv
+
+EVERY_STEP = {"max_epochs": None, "val_check_interval": 4}
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:aim")
+
+
+def runs_of_aim(place):
+    """All runs, the oldest first; open to be written, since what is only read has to be indexed by a server first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of SQLAlchemy
+        import aim
+    options = {"system_tracking_interval": None, "log_system_params": False, "capture_terminal_logs": False}
+    hashes = aim.Repo.from_path(str(place)).list_all_runs()
+    return sorted((aim.Run(each, repo=str(place), **options) for each in hashes), key=lambda run: run.creation_time)
+
+
+def of_aim(run):
+    """{name: [(step, value), ...]} of a run, in the order of steps."""
+    found = {}
+    for metric in run.metrics():
+        steps, (values, *_) = metric.data.numpy()
+        found[metric.name] = sorted(zip(steps.tolist(), values.tolist(), strict=True))
+    return found
+
+
+def test_aim_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_it_was_given(tmp_path):
+    class Nested(Everything):
+        def __init__(self, nested):
+            super().__init__(lr=0.125, dropout=0.2)
+            self.save_hyperparameters()
+
+    logger = lumen.AimLogger(experiment="lines", tags=["first"], prefix="a")
+    trainer = fit(tmp_path, Nested({"depth": {"first": None}, "sizes": [1, 2]}), max_steps=6, logger=logger)
+    (run,) = runs_of_aim(tmp_path / "runs")
+    assert (logger.version, logger.name) == (run.hash, run.experiment) == (run.hash, "lines")
+    assert json.loads((trainer.run_directory / "aim.json").read_text()) == {"id": run.hash}
+    assert (run.name, run.tags, run["status"]) == ("run", ["first"], "success")
+    own = of_csv(logger.log_dir)
+    assert of_aim(run) == {f"a-{name}": rows for name, rows in own.items()}
+    assert [step for step, _ in own["loss"]] == [1, 2, 3, 4, 5, 6]
+    params = run["model"]
+    assert (params["lr"], params["nested"]) == (0.125, {"depth": {"first": None}, "sizes": [1, 2]})
+    from aim.storage.context import Context
+
+    nowhere = Context({})
+    image = run.get_image_sequence("weights", nowhere)
+    histogram, text = run.get_distribution_sequence("layer", nowhere), run.get_text_sequence("note", nowhere)
+    steps, (images, *_) = image.data.items_list()
+    assert steps == [0, 2, 4]
+    assert set(np.unique(np.asarray(images[1].to_pil_image()))) == {0, 7}
+    assert histogram.data.items_list()[0] == [0, 2, 4]
+    steps, (texts, *_) = text.data.items_list()
+    assert [each.data for each in texts] == [f"step *{step}*" for step in (0, 2, 4)]
+
+
+@pytest.mark.parametrize("status", ["failed", "interrupted"])
+def test_aim_knows_how_a_run_ended_and_goes_on_in_it_without_a_step_twice(tmp_path, status):
+    def end(trainer):
+        if status == "failed":
+            raise InterruptedError
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    saver = lumen.ModelCheckpoint(every_n_train_steps=4, at_end=False)
+    options = {"max_steps": 9, "logger": "aim", "resume": "auto"} | EVERY_STEP
+    with pytest.raises((InterruptedError, SystemExit)):
+        fit(tmp_path, callbacks=[At(step_6=end), saver], **options)
+    (run,) = runs_of_aim(tmp_path / "runs")
+    assert run["status"] == status
+    assert len(of_aim(run)["loss"]) > 4
+    trainer = fit(tmp_path, callbacks=[saver], **options)
+    (run,) = runs_of_aim(tmp_path / "runs")
+    record, own = of_aim(run), of_csv(trainer.run_directory)
+    assert run["status"] == "success"
+    assert {name: record[name] for name in ("loss", "val_loss")} == {name: own[name] for name in ("loss", "val_loss")}
+    assert [step for step, _ in record["system/time_s"]] == list(range(1, 10))
+
+
+def test_a_run_that_begins_anew_in_its_directory_leaves_the_first_one_archived(tmp_path):
+    def end(trainer):
+        raise InterruptedError
+
+    options = {"max_steps": 6, "logger": "aim", "resume": "auto"} | EVERY_STEP
+    with pytest.raises(InterruptedError):
+        fit(
+            tmp_path,
+            callbacks=[At(step_3=end), lumen.ModelCheckpoint(every_n_train_steps=100, at_end=False)],
+            **options,
+        )
+    fit(tmp_path, **options)
+    runs = runs_of_aim(tmp_path / "runs")
+    assert [(run["status"], run.archived) for run in runs] == [("interrupted", True), ("success", False)]
+
+
+def test_it_is_resumed_from_the_command_line_and_a_run_is_named_by_hash(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["fit", "--model", "tests.helpers.cli_tasks.Line", "--data", "tests.helpers.cli_tasks.Points"]
+    command += ["--trainer.name", "line", "--trainer.logger", "aim", "--trainer.resume", "auto"]
+    command += ["--trainer.enable_progress_bar", "false", "--trainer.log_every_n_steps", "1"]
+    for steps in ("3", "6"):
+        assert main([*command, "--trainer.max_steps", steps]) == 0
+    (run,) = runs_of_aim("runs")
+    own = of_csv(tmp_path / "runs/line")
+    assert of_aim(run) == own
+    fit(tmp_path, max_steps=2, logger=lumen.AimLogger(run_hash=run.hash, run_name="other"))
+    assert [each.hash for each in runs_of_aim("runs")] == [run.hash]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"repo": 3}, "repo"),
+        ({"capture_terminal_logs": True}, "run.log in the run directory"),
+        ({"context_prefixes": {}}, "the name that it is logged by"),
+    ],
+)
+def test_arguments_that_are_wrong_are_named(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        lumen.AimLogger(**arguments)

@@ -1,0 +1,45 @@
+"""The programs and commands of the page on loggers."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lumen
+from lumen.cli import main
+from tests.helpers import ROOT
+from tests.helpers.pages import snippets
+from tests.helpers.services import of_csv, of_wandb
+from tests.helpers.workplace import LINE as CONFIG  # noqa: F401
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader")  # SQLAlchemy to MLflow
+PAGE = (ROOT / "docs/loggers.md").read_text()
+
+
+def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    found, said = {"__name__": "page"}, []
+    for number, program in enumerate(snippets("docs/loggers.md")):
+        exec(compile(program, f"docs/loggers.md, program {number}", "exec"), found)
+        said.append(capsys.readouterr().out.splitlines()[-1])
+    assert said == ["runs/line ['TensorBoardLogger', 'MLFlowLogger']", "True", "4"]
+
+
+def test_the_commands_and_the_yaml_of_the_page_train(workplace):
+    commands = re.findall(r"^lumen (fit .*)", PAGE, re.M)
+    assert len(commands) == 2
+    words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', commands[0])]
+    assert main([*words, "--trainer.max_epochs=1"]) == 0
+    (given,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    Path("loggers.yaml").write_text(yaml.safe_dump({"trainer": yaml.safe_load(given)}))
+    words = ["fit", "--config", "line.yaml", "--config", "loggers.yaml", "--trainer.log_every_n_steps=1"]
+    assert main(words) == 0
+    directory = max(Path("runs").glob("*/wandb")).parent
+    assert of_wandb(directory) == of_csv(directory)
+
+
+def test_every_name_of_the_page_is_a_logger():
+    for name in re.findall(r"^\| `(\w+)` \|", PAGE, re.M):
+        (logger,) = lumen.Trainer(logger=name).loggers
+        assert isinstance(logger, lumen.Logger)

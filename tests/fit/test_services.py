@@ -1,0 +1,357 @@
+"""Services that keep records: Weights & Biases and MLflow, one run there over all parts of a run here."""
+
+import json
+import os
+import re
+import signal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import lumen
+from lumen.cli import main
+from lumen.errors import ConfigError
+from lumen.loggers.wandb_files import wait_for_end
+from tests.helpers.loggers import fit
+from tests.helpers.services import (
+    At,
+    Databases,
+    Everything,
+    client_of,
+    of_csv,
+    of_mlflow,
+    of_wandb,
+    records_of_wandb,
+    runs_of_mlflow,
+)
+from tests.helpers.tasks import Regression, loader
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader")  # SQLAlchemy to MLflow
+EVERY_STEP = {"max_epochs": None, "val_check_interval": 4}
+
+
+@pytest.fixture(scope="module")
+def databases(tmp_path_factory):
+    return Databases(tmp_path_factory.mktemp("mlflow"))
+
+
+@pytest.fixture
+def uri(databases, tmp_path):
+    return databases.uri(tmp_path)
+
+
+# ---------------------------------------------------------------------- MLflow
+
+
+def test_mlflow_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_it_was_given(tmp_path, uri):
+    class Long(Everything):
+        def __init__(self, nested, text):
+            super().__init__(lr=0.125, dropout=0.2)
+            self.save_hyperparameters()
+
+        def training_step(self, batch):
+            self.log("odd@name [0]", self.global_step)
+            return super().training_step(batch)
+
+    logger = lumen.MLFlowLogger(experiment_name="lines", tags={"who": "me"}, prefix="a")
+    trainer = fit(tmp_path, Long({"depth": {"first": None}, "sizes": [1, 2]}, "x" * 7000), max_steps=6, logger=logger)
+    (run,) = runs_of_mlflow(uri)
+    assert (logger.version, logger.name) == (run.info.run_id, run.info.experiment_id)
+    assert json.loads((trainer.run_directory / "mlflow.json").read_text()) == {"id": run.info.run_id}
+    assert (run.info.run_name, run.info.status, run.data.tags["who"]) == ("run", "FINISHED", "me")
+    assert client_of(uri).get_experiment(run.info.experiment_id).name == "lines"
+    clean = {f"a-{name.replace('@', '').replace('[0]', '0')}": rows for name, rows in of_csv(logger.log_dir).items()}
+    assert of_mlflow(uri, run.info.run_id) == clean
+    assert [step for step, _ in clean["a-loss"]] == [1, 2, 3, 4, 5, 6]
+    assert run.data.params == {
+        "model/lr": "0.125", "model/dropout": "0.2", "model/text": "x" * 6000, "model/dtype": "torch.float32",
+        "model/nested/depth/first": "None", "model/nested/sizes": "[1, 2]", "model/optimizer": "AdamW",
+    }  # fmt: skip
+    files = tmp_path / "runs/mlartifacts" / run.info.run_id / "artifacts"
+    assert (files / "note/00000004.md").read_text() == "step *4*"
+    assert sorted(path.name for path in (files / "weights").iterdir()) == [f"{step:08d}.png" for step in (0, 2, 4)]
+    assert set(np.unique(np.asarray(Image.open(files / "weights/00000002.png")))) == {0, 7}
+
+
+def test_mlflow_goes_on_in_one_run_whatever_the_parts_and_tells_what_changed(tmp_path, uri):
+    for steps, rate in ((5, 0.125), (9, 0.25), (12, 0.25)):
+        task = Regression(lr=rate, dropout=0.2)
+        trainer = fit(tmp_path, task, max_steps=steps, resume="auto", logger="mlflow", log_level="ERROR", **EVERY_STEP)
+    (run,) = runs_of_mlflow(uri)
+    assert of_mlflow(uri, run.info.run_id) == of_csv(trainer.run_directory)
+    assert run.data.params["model/lr"] == "0.125"
+    assert run.data.tags["changed/model/lr"] == "0.125 → 0.25"
+
+
+@pytest.mark.parametrize("status", ["FAILED", "KILLED"])
+def test_mlflow_knows_how_a_run_ended_and_goes_on_in_it_without_a_step_twice(tmp_path, uri, status):
+    def end(trainer):
+        if status == "KILLED":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            raise InterruptedError
+
+    saver = lumen.ModelCheckpoint(every_n_train_steps=4, at_end=False)
+    options = {"max_steps": 9, "logger": lumen.MLFlowLogger(), "resume": "auto"} | EVERY_STEP
+    with pytest.raises((InterruptedError, SystemExit)):
+        fit(tmp_path, callbacks=[At(step_6=end), saver], **options)
+    (run,) = runs_of_mlflow(uri)
+    assert run.info.status == status
+    lost = of_mlflow(uri, run.info.run_id)["loss"]
+    assert len(lost) > 4
+    trainer = fit(tmp_path, callbacks=[saver], **options)
+    (run,) = runs_of_mlflow(uri)
+    record, own = of_mlflow(uri, run.info.run_id), of_csv(trainer.run_directory)
+    assert run.info.status == "FINISHED"
+    assert {name: record[name] for name in ("loss", "val_loss")} == {name: own[name] for name in ("loss", "val_loss")}
+    assert [step for step, _ in record["system/time_s"]] == list(range(1, 10))
+
+
+def test_a_run_that_begins_anew_in_its_directory_leaves_the_first_one_as_killed(tmp_path, uri):
+    for _ in range(2):
+        fit(tmp_path, max_steps=3, resume="auto", logger="mlflow", enable_checkpointing=False)
+    first, second = runs_of_mlflow(uri)
+    assert (first.info.status, second.info.status) == ("KILLED", "FINISHED")
+    assert [step for step, _ in of_mlflow(uri, second.info.run_id)["loss"]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_what_mlflow_missed_it_gets_when_it_answers_again_and_training_goes_on(tmp_path, uri, caplog, synchronous):
+    place = tmp_path / "runs/mlflow.db"
+
+    def lose(trainer):
+        trainer.logger.save()  # what was sent by a thread
+        place.rename(tmp_path / "away")
+        place.mkdir()
+
+    def find(trainer):
+        place.rmdir()
+        (tmp_path / "away").rename(place)
+
+    logger = lumen.MLFlowLogger(synchronous=synchronous)
+    trainer = fit(
+        tmp_path, logger=logger, max_steps=12, max_epochs=None, log_level="WARNING",
+        callbacks=[At(step_3=lose, step_9=find), lumen.ModelCheckpoint(every_n_train_steps=5)],
+    )  # fmt: skip
+    (run,) = runs_of_mlflow(uri)
+    record = of_mlflow(uri, run.info.run_id)
+    assert {name: sorted(rows) for name, rows in record.items()} == of_csv(trainer.run_directory)
+    assert (trainer.run_directory / "run.log").read_text().count("MLflow has failed, and training goes on") == 1
+
+
+def test_a_new_run_that_mlflow_refuses_does_not_begin_and_a_resumed_one_goes_on_without(tmp_path, uri):
+    there = lumen.MLFlowLogger(tracking_uri=uri)
+    fit(tmp_path, max_steps=3, logger=there, **EVERY_STEP)
+    (tmp_path / "text").write_text("This is no database. " * 100)
+    nowhere = lumen.MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/text")
+    with pytest.raises(ConfigError, match="MLflow does not begin a run: "):
+        fit(tmp_path, max_steps=3, logger=nowhere)
+    assert not (tmp_path / "runs/run-2").exists()
+    options = {"resume": "auto", "log_level": "WARNING"} | EVERY_STEP
+    trainer = fit(tmp_path, max_steps=6, logger=nowhere, **options)
+    assert "MLflow: this part of the run is not recorded: " in (trainer.run_directory / "run.log").read_text()
+    fit(tmp_path, max_steps=9, logger=there, **options)
+    (run,) = runs_of_mlflow(uri)
+    assert of_mlflow(uri, run.info.run_id)["loss"] == of_csv(trainer.run_directory)["loss"]
+
+
+def test_mlflow_keeps_records_in_a_directory_where_that_is_allowed(tmp_path, monkeypatch):
+    logger = lumen.MLFlowLogger(tracking_uri=f"file:{tmp_path}/mlruns")
+    with pytest.raises(ConfigError, match="MLFLOW_ALLOW_FILE_STORE"):
+        fit(tmp_path, max_steps=3, logger=logger)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for steps in (3, 7):
+        trainer = fit(tmp_path, Everything(), max_steps=steps, resume="auto", logger=logger, **EVERY_STEP)
+    (run,) = runs_of_mlflow(f"file:{tmp_path}/mlruns")
+    assert of_mlflow(f"file:{tmp_path}/mlruns", run.info.run_id) == of_csv(trainer.run_directory)
+
+
+# ---------------------------------------------------------------------- Weights & Biases
+
+
+def test_wandb_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_it_was_given(tmp_path):
+    logger = lumen.WandbLogger(project="lines", prefix="a", tags=["one"])
+    task = Everything(lr=0.125)
+    logger.watch(task, log="all", log_freq=2)
+    logger.log_hyperparams({"mine": {"deep": 1}})
+    trainer = fit(tmp_path, task, max_steps=6, logger=logger)
+    directory = trainer.run_directory
+    record, own = of_wandb(directory), of_csv(directory)
+    assert {name: rows for name, rows in record.items() if name.removeprefix("a-") in own} == {
+        f"a-{name}": rows for name, rows in own.items()
+    }
+    for name, kind in (("weights", "image-file"), ("note", "table-file"), ("layer", "histogram")):
+        assert [(step, value["_type"]) for step, value in record[f"a-{name}"]] == [(step, kind) for step in (0, 2, 4)]
+    files = directory / "wandb/latest-run/files"
+    assert set(np.unique(np.asarray(Image.open(files / record["a-weights"][1][1]["path"])))) == {0, 7}
+    assert json.loads((files / record["a-note"][1][1]["path"]).read_text())["data"] == [["step *2*"]]
+    assert {"gradients/net", "parameters/net"} <= {name.partition(".")[0] for name in record}
+
+    (run,) = (each.run for each in records_of_wandb(directory) if each.WhichOneof("record_type") == "run")
+    assert (run.run_id, run.display_name, run.project, [*run.tags]) == (logger.version, "run", "lines", ["one"])
+    assert json.loads((directory / "wandb.json").read_text()) == {"id": run.run_id}
+    assert logger.name == "run"
+    config = {}
+    for each in records_of_wandb(directory):
+        for item in [*each.config.update, *each.run.config.update]:
+            config[item.key] = json.loads(item.value_json)
+    assert config["mine"] == {"deep": 1}
+    assert config["model"] == {"lr": 0.125, "dropout": 0.0, "dtype": "torch.float32", "optimizer": "AdamW"}
+
+
+def test_wandb_goes_on_in_one_run_and_gets_what_its_files_have_lost(tmp_path):
+    options = {"resume": "auto", "logger": "wandb"} | EVERY_STEP
+    directory = fit(tmp_path, Everything(), max_steps=5, **options).run_directory
+    (part,) = directory.glob("wandb/offline-run-*/run-*.wandb")
+    while len(of_wandb(directory)["loss"]) > 2:  # as a kill leaves it: not all was written yet
+        part.write_bytes(part.read_bytes()[:-99])
+    fit(tmp_path, Everything(), max_steps=9, **options)
+    record = of_wandb(directory)
+    assert {name: record[name] for name in of_csv(directory)} == of_csv(directory)
+    assert len(record["weights"]) < 5  # these are lost
+    assert len({path.name for path in directory.glob("wandb/offline-run-*/run-*.wandb")}) == 1
+
+
+def test_wandb_has_no_step_twice_after_a_run_that_was_cut_off(tmp_path):
+    def end(trainer):
+        raise InterruptedError
+
+    saver = lumen.ModelCheckpoint(every_n_train_steps=4, at_end=False)
+    options = {"max_steps": 9, "logger": lumen.WandbLogger(offline=True), "resume": "auto"} | EVERY_STEP
+    with pytest.raises(InterruptedError):
+        fit(tmp_path, Everything(), callbacks=[At(step_7=end), saver], **options)
+    directory = fit(tmp_path, Everything(), callbacks=[saver], **options).run_directory
+    record, own = of_wandb(directory), of_csv(directory)
+    assert {name: record[name] for name in ("loss", "val_loss")} == {name: own[name] for name in ("loss", "val_loss")}
+    assert [step for step, _ in record["system/time_s"]] == list(range(1, 10))
+    assert [step for step, _ in record["weights"]] == [0, 2, 4, 6, 8]
+
+
+def test_a_run_of_the_users_is_used_and_left_open(tmp_path):
+    import wandb
+
+    with wandb.init(dir=tmp_path, id="mine") as run:
+        logger = lumen.WandbLogger()
+        fit(tmp_path, max_steps=3, logger=logger)
+        assert logger.version == "mine"
+        run.log({"after": 1, "trainer/global_step": 3})
+    wait_for_end(next(tmp_path.glob("wandb/*-mine/run-mine.wandb")))
+    record = of_wandb(tmp_path)
+    assert [step for step, _ in record["loss"]] == [1, 2, 3]
+    assert record["after"] == [(3, 1)]
+
+
+def test_a_wandb_that_fails_is_one_warning_and_training_goes_on(tmp_path):
+    def finish(trainer):
+        trainer.logger.experiment.finish()
+
+    trainer = fit(
+        tmp_path, Everything(), max_steps=8, logger="wandb", callbacks=[At(step_3=finish)], log_level="WARNING"
+    )
+    assert trainer.global_step == 8
+    assert (trainer.run_directory / "run.log").read_text().count("Weights & Biases has failed") == 1
+    assert len(of_csv(trainer.run_directory)["loss"]) == 8
+
+
+def test_what_only_lightnings_logger_has_is_answered_by_what_does_the_same(tmp_path):
+    import wandb
+
+    class Tabled(Regression):
+        def on_train_end(self):
+            for name, kind in (("log_audio", "Audio"), ("log_video", "Video"), ("log_table", "Table")):
+                with pytest.raises(AttributeError, match=rf"has no attribute {name}\. Write .*wandb\.{kind}\(") as said:
+                    getattr(self.logger, name)("guesses", ["x"], [[1.5]])
+            (written,) = re.findall(r"Write (.*) in fit\.", str(said.value))
+            names = {"key": "guesses", "columns": ["x"], "data": [[1.5]]}
+            eval(written, {"wandb": wandb, "logger": self.logger, "self": self, **names})
+
+    trainer = fit(tmp_path, Tabled(), max_steps=3, logger="wandb")
+    ((step, table),) = of_wandb(trainer.run_directory)["guesses"]
+    assert (step, table["nrows"]) == (3, 1)
+
+
+# ---------------------------------------------------------------------- both
+
+
+def test_outside_of_fit_a_service_records_nothing_and_says_so_once(tmp_path, caplog):
+    class Shown(Regression):
+        def validation_step(self, batch):
+            self.logger.experiment.log({"x": 1})
+            self.logger.log_image("x", torch.zeros(2, 2), 0)
+            super().validation_step(batch)
+
+    logger = lumen.WandbLogger()
+    trainer = lumen.Trainer(default_root_dir=tmp_path, logger=logger, enable_progress_bar=False)
+    trainer.validate(Shown(), loader())
+    assert caplog.text.count("WandbLogger.experiment is used before fit") == 1
+    assert not any(tmp_path.iterdir())
+
+
+def test_services_by_name_in_a_config_are_resumed_from_the_command_line(tmp_path, monkeypatch, uri):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "fit", "--model", "tests.helpers.cli_tasks.Line", "--data", "tests.helpers.cli_tasks.Points",
+        "--model.lr", "0.05",
+        "--trainer.logger", "[tensorboard, wandb, {class_path: MLFlowLogger, init_args: {tags: {a: b}}}]",
+        "--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false", "--trainer.name", "line",
+        "--trainer.log_every_n_steps", "1", "--trainer.resume", "auto",
+    ]  # fmt: skip
+    for epochs in "12":
+        assert main([*words, "--trainer.max_epochs", epochs]) == 0
+    (run,) = runs_of_mlflow(uri)
+    directory = tmp_path / "runs/line"
+    assert of_mlflow(uri, run.info.run_id) == of_wandb(directory) == of_csv(directory)
+    assert (run.data.tags["a"], run.data.params["model/lr"]) == ("b", "0.05")
+    assert "logger:\n  - tensorboard\n  - wandb\n" in (directory / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: lumen.WandbLogger(log_model=True),
+            "no argument log_model. Leave it out: checkpoints",
+        ),
+        (lambda: lumen.WandbLogger(id="a", version="b"), "id='a' and version='b' name two runs"),
+        (
+            lambda: lumen.MLFlowLogger(log_model="all"),
+            "no argument log_model. Leave it out: checkpoints",
+        ),
+        (lambda: lumen.MLFlowLogger(experiment="x"), "no argument experiment. Did you mean experiment_name"),
+    ],
+)
+def test_arguments_that_are_wrong_are_named(make, said):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert said in str(caught.value)
+
+
+PIXELS = torch.zeros(2, 2)
+
+
+@pytest.mark.parametrize("kind", [lumen.CSVLogger, lumen.TensorBoardLogger, lumen.WandbLogger, lumen.MLFlowLogger])
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda logger: logger.log_image(key="samples", images=[PIXELS]), "log_image(name, image, step=self."),
+        (lambda logger: logger.log_image("samples", [PIXELS, PIXELS], caption=["a", "b"]), "log_image(name, image, "),
+        (lambda logger: logger.log_image("samples", [PIXELS]), "missing a required argument: 'step'. Write "),
+        (lambda logger: logger.log_text("samples", ["said"], [["yes"]]), "log_text(name, text, step=self.global_step)"),
+        (lambda logger: logger.log_histogram("weights", PIXELS, 1.5), "log_histogram(name, values, step=self."),
+    ],
+)
+def test_lightnings_arguments_of_what_else_is_logged_are_answered_by_lumens(kind, call, said):
+    with pytest.raises(ConfigError) as caught:
+        call(kind())
+    assert str(caught.value).startswith(f"{kind.__name__}.log_")
+    assert said in str(caught.value)
+    assert str(caught.value).endswith("is in logger.experiment.")
+
+
+@pytest.mark.parametrize("kind", [lumen.TensorBoardLogger, lumen.WandbLogger, lumen.MLFlowLogger])
+@pytest.mark.parametrize("image", [[PIXELS], Image.new("L", (2, 2)), Image.new("RGB", (2, 2))])
+def test_a_list_of_images_and_one_of_pil_are_named(kind, image):
+    with pytest.raises(ConfigError, match=rf"log_image\('samples'\): expected .*, found {type(image).__name__}\. Call"):
+        kind().log_image("samples", image, 3)
