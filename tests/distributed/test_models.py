@@ -1,0 +1,87 @@
+"""Examples on several processes: two train what one does, in float64."""
+
+import pytest
+import torch
+
+from datamodules.noise import DigitsAndNoise
+from datamodules.views import TwoViews
+from models.byol import BYOL
+from models.gan import Gan
+from tests.helpers.following import Answers, Asking
+from tests.helpers.tasks import bare_trainer, quiet_trainer, weights
+
+
+def train(folder, task, data, **options):
+    options = {"precision": "64-true", "max_epochs": 2, "limit_val_batches": 0} | options
+    trainer = bare_trainer(folder, **options)
+    trainer.fit(task, data)
+    return weights(task).tolist(), trainer.global_step
+
+
+def train_gan(folder, strategy, batch_size):
+    torch.manual_seed(0)
+    data = DigitsAndNoise(noise=8, batch_size=batch_size)
+    task = Gan(noise=8, width=4, penalty_every=2)
+    return train(folder, task, data, strategy=strategy, global_batch_size=16, limit_train_batches=3)
+
+
+def test_two_processes_train_the_gan_of_one(group, tmp_path):
+    alone, steps = train_gan(tmp_path, "auto", 16)
+    assert steps == 6
+    for found, count in group(2).run(train_gan, tmp_path, "ddp", 8):
+        assert count == steps
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
+
+
+def train_byol(folder, strategy):
+    torch.manual_seed(0)
+    data = TwoViews(batch_size=8)
+    task = BYOL(features=8, width=8, decay=0.9)
+    return train(folder, task, data, strategy=strategy, global_batch_size=16, limit_train_batches=6)
+
+
+def test_two_processes_train_the_student_and_the_teacher_of_one(group, tmp_path):
+    alone, steps = train_byol(tmp_path, "auto")
+    assert steps == 6
+    for found, count in group(2).run(train_byol, tmp_path, "ddp"):
+        assert count == steps
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
+
+
+class Own(Answers):
+    """A part of what follows from the training: each process asks for itself."""
+
+    shards_itself = True
+
+    def __len__(self):
+        return self.length
+
+
+def ask(folder, strategy, kind, accumulate=1, steps=7, **options):
+    task = Asking() if kind is None else Asking(kind, length=2)
+    options |= {"strategy": strategy, "accumulate_grad_batches": accumulate}
+    quiet_trainer(folder, max_steps=steps, **options).fit(task)
+    return task.met, task.held, task.weight.item()
+
+
+def test_what_follows_the_training_of_two_processes_follows_that_of_one(group, tmp_path):
+    _, _, weight = ask(tmp_path / "alone", "auto", None, accumulate=2)
+    for met, held, found in group(2).run(ask, tmp_path / "ddp", "ddp", None):
+        assert met == held
+        assert found == pytest.approx(weight, abs=1e-12)
+
+
+def test_each_process_may_follow_by_itself_and_goes_on_exactly(group, tmp_path):
+    whole = group(2).run(ask, tmp_path / "whole", "ddp", Own)
+    for met, held, _ in whole:
+        assert met == held
+        assert len(met) == 7
+    first = group(2).run(ask, tmp_path / "parts", "ddp", Own, 1, 3)
+    rest = group(2).run(go_on, tmp_path / "parts", Own)
+    for (met, _, _), (more, _, found), (all_met, _, weight) in zip(first, rest, whole, strict=True):
+        assert met + more == all_met
+        assert found == weight
+
+
+def go_on(folder, kind):
+    return ask(folder, "ddp", kind, resume="auto")

@@ -1,0 +1,87 @@
+"""The example that learns to see without labels."""
+
+import csv
+
+import pytest
+import torch
+
+import lumen
+from datamodules.views import TwoViews, seen
+from models.byol import BYOL
+from tests.helpers.cli import run_model
+from tests.helpers.tasks import bare_trainer, quiet_trainer
+
+
+def byol(**options):
+    torch.manual_seed(0)
+    return BYOL(**options)
+
+
+def test_two_views_of_an_image_differ_and_each_hides_a_square():
+    torch.manual_seed(0)
+    image = torch.ones(1, 28, 28)
+    one, other = seen(image, 20.0), seen(image, 20.0)
+    assert not torch.equal(one, other)
+    assert one.shape == image.shape
+    hidden = one[0].unfold(0, 8, 1).unfold(1, 8, 1).flatten(2).amax(-1)
+    assert (hidden == 0).any()
+    assert ((one > 0) & (one < 1)).any()  # turned and stretched: its edges are grey
+
+
+class Followed(lumen.Callback):
+    """The parameters of the student after each step."""
+
+    def __init__(self):
+        self.states = []
+
+    def on_train_batch_end(self, trainer, task, *_):
+        self.states.append([each.detach().clone() for each in task.student.parameters()])
+
+
+def train(folder, steps, callback=None, **options):
+    task, data = byol(features=8, width=8), TwoViews(batch_size=16)
+    options = {"max_steps": steps, "limit_train_batches": 4, "limit_val_batches": 0} | options
+    trainer = quiet_trainer(folder, callbacks=callback, **options)
+    trainer.fit(task, data)
+    return task, trainer
+
+
+def test_the_teacher_is_the_average_of_what_the_student_was_and_the_optimizer_leaves_it_alone(tmp_path):
+    expected = [each.detach().clone() for each in byol(features=8, width=8).student.parameters()]
+    followed = Followed()
+    task, trainer = train(tmp_path, 6, followed)
+    for state in followed.states:
+        for theirs, ours in zip(expected, state, strict=True):
+            theirs.lerp_(ours, 1 - 0.98)
+    found = list(task.teacher.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    moved = {id(each) for each in trainer.optimizers[0].state}
+    assert moved == {id(each) for each in task.parameters() if each.requires_grad}
+    assert not moved & {id(each) for each in found}
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_run_that_goes_on_has_the_bits_of_a_whole_one(tmp_path, step):
+    whole, _ = train(tmp_path / "whole", 6)
+    train(tmp_path / "parts", step)
+    again, _ = train(tmp_path / "parts", 6, resume="auto")
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_after_one_epoch_a_probe_reads_more_digits_than_with_random_weights(tmp_path):
+    task, data = byol(), TwoViews(batch_size=128)
+    (before,) = bare_trainer(tmp_path).validate(task, data)
+    trainer = bare_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(task, data)
+    assert before["val_probe"] < 0.6
+    assert float(trainer.callback_metrics["val_probe"]) > before["val_probe"] + 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(600)
+def test_from_100_labels_a_probe_reads_80_percent_of_unseen_digits(tmp_path):
+    run_model("fit", "byol", tmp_path)
+    with (tmp_path / "byol/metrics.csv").open() as file:
+        found = [float(row["val_probe"]) for row in csv.DictReader(file) if row["val_probe"]]
+    assert max(found) >= 0.8

@@ -1,0 +1,97 @@
+"""The example with an adapter of peft: what is frozen stays, what is saved is read by peft, and it helps."""
+
+import csv
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+
+import lumen
+from datamodules.packed import PackedSurnames, request
+from models.lora_gpt2 import LoraAnswers
+from models.packed_gpt2 import Answers
+from tests.helpers.cli import run_model
+from tests.helpers.tasks import quiet_trainer
+
+CONFIG = {"vocab_size": 256, "n_positions": 48, "n_embd": 16, "n_layer": 2, "n_head": 2}
+NAMES = {r"^gpt\.": "gpt.base_model.model.", r"\.(c_attn|c_fc)\.": r".\1.base_layer."}
+PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft asks transformers so
+
+
+def train(folder, task, **options):
+    options = {"max_epochs": 2, "limit_val_batches": 0} | options
+    trainer = quiet_trainer(folder, **options)
+    trainer.fit(task, PackedSurnames(only="Finnish", labelled=48, batch_size=16, row=48))
+    return trainer
+
+
+def adapted():
+    torch.manual_seed(1)
+    return LoraAnswers(CONFIG, rank=2, warmup_steps=2)
+
+
+def each_step():
+    return lumen.ModelCheckpoint(every_n_train_steps=1)
+
+
+@pytest.mark.filterwarnings(PEFT)
+def test_the_base_stays_to_the_bit_and_peft_reads_the_adapter_that_a_resumed_run_has_written(tmp_path):
+    torch.manual_seed(0)
+    base = Answers(CONFIG, warmup_steps=2)
+    train(tmp_path / "base", base, max_epochs=1)
+    begun = lumen.Weights(tmp_path / "base/runs/run", rename=NAMES, ignore=[r".*\.lora_.*"])
+
+    whole = adapted()
+    trainer = train(tmp_path / "whole", whole, init_from=begun)
+    frozen = {name: each for name, each in whole.gpt.named_parameters() if not each.requires_grad}
+    plain = dict(base.gpt.named_parameters())
+    assert len(frozen) == len(plain)
+    for name, each in frozen.items():
+        assert torch.equal(each, plain[name.removeprefix("base_model.model.").replace(".base_layer", "")])
+    trained = {id(each) for each in whole.parameters() if each.requires_grad}
+    assert {id(each) for each in trainer.optimizers[0].state} == trained
+
+    options = {"init_from": begun, "resume": "auto"}
+    with pytest.raises(RuntimeError, match="the power fails"):
+        train(tmp_path / "parts", adapted(), callbacks=[Failing(3), each_step()], **options)
+    resumed = adapted()
+    trainer = train(tmp_path / "parts", resumed, callbacks=each_step(), **options)
+    for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+    ids = torch.tensor([request("Finnish")])
+    alone = base.gpt.eval()(ids).logits
+    read = PeftModel.from_pretrained(base.gpt, trainer.run_directory / "adapter").eval()
+    assert torch.equal(read(ids).logits, whole.gpt.eval()(ids).logits)
+    assert not torch.allclose(read(ids).logits, alone, atol=1e-3)
+
+
+class Failing(lumen.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise RuntimeError("the power fails")
+
+
+def nats(root, name):
+    with (root / name / "metrics.csv").open() as file:
+        return [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(600)
+def test_a_name_is_guessed_from_its_country_and_an_adapter_learns_finnish_names_better(tmp_path, capsys):
+    run_model("fit", "packed_gpt2", tmp_path)
+    assert nats(tmp_path, "packed_gpt2")[-1] <= 2.0
+    capsys.readouterr()
+    run_model("predict", "packed_gpt2", tmp_path, "--ckpt_path=last")
+    said = capsys.readouterr().out.splitlines()[-8:]
+    assert [line.split(":")[0] for line in said] == PackedSurnames().origins
+
+    values = tmp_path / "values.json"
+    run_model("validate", "packed_gpt2", tmp_path, "--ckpt_path=last", "--data.only=Finnish", f"--output={values}")
+    run_model("fit", "lora_gpt2", tmp_path, f"--trainer.init_from.path={tmp_path}/packed_gpt2")
+    assert nats(tmp_path, "lora_gpt2")[-1] <= json.loads(values.read_text())[0]["val_loss"] - 0.07
