@@ -1,16 +1,18 @@
-"""Parameter groups, learning-rate schedules, Lookahead and several optimizers as one, for every torch optimizer."""
+"""Parameter groups, schedules, Lookahead, several optimizers as one, whole matrices: for every torch optimizer."""
 
 from lumen.optim.fused import adamw
 from lumen.optim.groups import check_groups, decay_groups, layer_decay_groups
 from lumen.optim.lookahead import Lookahead, needs_closure
 from lumen.optim.multi import MultiOptimizer
 from lumen.optim.schedules import Schedule, Warmup, constant, cosine, inverse_sqrt, linear, wsd
+from lumen.optim.whole import WholeMatrices, muons_on_parts
 
 __all__ = [
     "Lookahead",
     "MultiOptimizer",
     "Schedule",
     "Warmup",
+    "WholeMatrices",
     "adamw",
     "check_groups",
     "constant",
@@ -19,6 +21,7 @@ __all__ = [
     "inverse_sqrt",
     "layer_decay_groups",
     "linear",
+    "muons_on_parts",
     "needs_closure",
     "wsd",
 ]

@@ -1,0 +1,62 @@
+"""Averages on several processes: written and read under any strategy, with the bits of one process."""
+
+import pytest
+import torch
+
+import lumen
+from lumen.errors import CheckpointMismatch
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
+
+DATA = {"samples": 20, "shuffle": False, "dtype": torch.float64}
+
+
+def train(folder, strategy):
+    """Checkpoints at each step, with averages."""
+    saver = lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=-1, at_end=False)
+    callbacks = [saver, lumen.EMA(decay=0.7)]
+    trainer = quiet_trainer(folder, max_steps=4, global_batch_size=12, strategy=strategy, callbacks=callbacks)
+    trainer.fit(Regression(dtype=torch.float64), loader(48, 4, dtype=torch.float64))
+
+
+def evaluate(path, strategy, average):
+    """The parameters and the validation with averages in their place."""
+    task = Regression(dtype=torch.float64)
+    trainer = bare_trainer(path, strategy=strategy)
+    found = trainer.validate(task, loader(**DATA), path / "runs" / "run", average=average)
+    whole = {
+        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in task.named_parameters()
+    }
+    return found, {name: each.tolist() for name, each in whole.items()}
+
+
+@pytest.mark.parametrize("writer", ["auto", "ddp", "fsdp"])
+def test_averages_are_read_by_any_strategy_with_the_same_bits(group, tmp_path, writer):
+    if writer == "auto":
+        train(tmp_path, writer)
+    else:
+        group(2).run(train, tmp_path, writer)
+    for average in ("EMA", "last:3"):
+        expected = evaluate(tmp_path, "auto", average)
+        for reader in ("ddp", "fsdp"):
+            for found in group(2).run(evaluate, tmp_path, reader, average):
+                assert found[1] == expected[1]
+                assert found[0][0]["val_loss"] == pytest.approx(expected[0][0]["val_loss"], abs=1e-13)
+    assert evaluate(tmp_path, "auto", "EMA") != evaluate(tmp_path, "auto", "last:3")
+
+
+def refused(path):
+    with pytest.raises(CheckpointMismatch) as caught:
+        evaluate(path, "fsdp", [str(path / "runs" / "run"), str(path / "other")])
+    return str(caught.value)
+
+
+def test_what_has_no_mean_is_the_same_error_on_all(group, tmp_path):
+    train(tmp_path, "auto")
+    task = Regression(dtype=torch.float32)
+    quiet_trainer(tmp_path / "other", max_steps=1).fit(task, loader(8))
+    (tmp_path / "other" / "runs" / "run").rename(tmp_path / "other" / "checkpoint")
+    for path in (tmp_path / "other" / "checkpoint" / "checkpoints").iterdir():
+        path.rename(tmp_path / "other" / path.name)
+    first, second = group(2).run(refused, tmp_path)
+    assert first == second
+    assert "net.0.weight is (16, 6) torch.float32 in" in first

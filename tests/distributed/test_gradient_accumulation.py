@@ -1,0 +1,60 @@
+"""Steps that grow with the epochs, on several processes: what one process trains, and goes on exactly."""
+
+import pytest
+import torch
+
+import lumen
+from lumen.errors import ConfigError
+from tests.helpers.accumulation import SCHEDULE, Growing, grow, loader, state, values
+from tests.helpers.tasks import bare_trainer
+
+TWICE = {epoch: 2 * number for epoch, number in SCHEDULE.items()}
+
+
+def train(folder, strategy, steps=-1):
+    trainer, task = grow(folder, dropout=0.3, strategy=strategy, max_steps=steps, resume="auto")
+    return values(task), state(trainer, task), trainer.estimated_stepping_batches
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_processes_train_what_one_does_on_the_same_batches_and_a_cut_run_has_the_bits_of_a_whole(
+    group, tmp_path, strategy
+):
+    trainer, task = grow(tmp_path / "alone", dropout=0.3, accumulate_grad_batches=TWICE)
+    whole = group(2).run(train, tmp_path / "whole", strategy)
+    for steps in (3, 4, 5, 8, -1):  # of 4, 2, 2, 1 and 2 in an epoch
+        parts = group(2).run(train, tmp_path / "parts", strategy, steps)
+    assert parts == whole
+    parameters, counted, estimated = whole[0]
+    assert counted[-2:] == [trainer.global_step, trainer.current_epoch] == [11, 5]
+    assert estimated == 11
+    for mine, theirs in zip(parameters, values(task), strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
+
+
+def resume_alone(folder, caplog):
+    caplog.clear()
+    grow(folder, accumulate_grad_batches=TWICE, resume="auto", log_level="WARNING")
+    return [line for line in caplog.messages if "settings" in line]
+
+
+def test_other_processes_that_make_the_same_steps_are_no_change(group, tmp_path, caplog):
+    group(2).run(train, tmp_path, "ddp", 5)
+    assert resume_alone(tmp_path, caplog) == []
+
+
+def refuse(folder):
+    started = []
+    trainer = bare_trainer(
+        folder, max_epochs=3, strategy=lumen.DDP(static_graph=True), accumulate_grad_batches={2: 2},
+        callbacks=lumen.LambdaCallback(on_train_start=lambda trainer, task: started.append(True)),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="static_graph=True communicates in every backward") as error:
+        trainer.fit(Growing(), loader())
+    return started, str(error.value)
+
+
+def test_a_strategy_that_cannot_accumulate_says_so_before_the_first_epoch(group, tmp_path):
+    first, second = group(2).run(refuse, tmp_path)
+    assert first == second
+    assert first[0] == []

@@ -1,0 +1,21 @@
+"""Quantization-aware training on several processes is that of one, and goes on to the bit."""
+
+import pytest
+
+from tests.helpers.group import assert_equal
+from tests.helpers.quantizing import quantized
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_processes_train_what_one_does_in_few_bits(group, tmp_path, strategy):
+    options = {"strategy": strategy, "global_batch_size": 4}
+    whole = group(2).run(train, tmp_path / "whole", None, options)
+    for each in whole:
+        assert_equal(each, quantized(tmp_path / "alone"), 1e-6)  # torchao knows no float64
+    group(2).run(train, tmp_path / "parts", 3, options)
+    for one, other in zip(group(2).run(train, tmp_path / "parts", None, options), whole, strict=True):
+        assert_equal(one, other, 0.0)
+
+
+def train(folder, steps, options):
+    return quantized(folder, steps, **options)

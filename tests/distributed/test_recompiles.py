@@ -1,0 +1,25 @@
+"""Compiled runs on several processes: every one compiles in its first steps, and then no more."""
+
+import warnings
+
+import pytest
+
+import lumen
+from tests.helpers.recompiles import EPOCHS, Deep, count
+
+BLOCKS = {"blocks": ["Block"]}
+
+
+def compiled(folder, strategy, setting):
+    for message in ("The .grad attribute of a Tensor", ".torch.jit"):  # of torch's own code, when it compiles
+        warnings.filterwarnings("ignore", message)
+    callbacks = [lumen.EMA(0.9)]
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "strategy": strategy}
+    return count(folder, Deep(), setting=setting, callbacks=callbacks, **options)
+
+
+@pytest.mark.parametrize(("strategy", "setting"), [("ddp", {}), ("ddp", BLOCKS), ("fsdp", BLOCKS)])
+def test_on_each_process_nothing_is_compiled_after_the_first_epoch(group, tmp_path, strategy, setting):
+    for first, *others in group(2).run(compiled, tmp_path, strategy, setting):
+        assert others == [first] * (EPOCHS - 1)
+        assert first[:2] == (2, 0)

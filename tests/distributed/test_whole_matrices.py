@@ -1,0 +1,183 @@
+"""Optimizers that see whole matrices under FSDP: the updates of one process, checkpoints that any strategy reads."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+import lumen
+from lumen.checkpoint import Checkpoint, find_checkpoints
+from lumen.errors import ConfigError
+from lumen.optim import WholeMatrices
+from tests.helpers.checkpoints import same
+from tests.helpers.tasks import Saving, bare_trainer, loader, quiet_trainer
+from tests.helpers.whole_matrices import KINDS, Matrices
+
+STRATEGIES = {
+    "auto": lambda: "auto",
+    "ddp": lambda: "ddp",
+    "fsdp": lambda: "fsdp",
+    "copies": lambda: lumen.FSDP(sharding_strategy="hybrid_shard", shard_size=1),
+}
+
+
+def train(folder, strategy, kind, max_steps=8):
+    """Parameters, and whether the optimizer's state is cut up."""
+    task = Matrices(kind)
+    options = {"max_steps": max_steps, "strategy": STRATEGIES[strategy](), "resume": "auto", "gradient_clip_val": 0.5}
+    trainer = quiet_trainer(folder, global_batch_size=12, **options)
+    trainer.fit(task, loader(50, 4, dtype=torch.float64))
+    whole = {
+        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in task.named_parameters()
+    }
+    state = trainer.optimizers[0].state[task.net[0].weight]
+    held = [each for each in state.values() if isinstance(each, torch.Tensor) and each.ndim == 2]
+    return {name: each.tolist() for name, each in whole.items()}, [hasattr(each, "to_local") for each in held]
+
+
+def contents(folder):
+    checkpoint = Checkpoint.open(find_checkpoints(folder / "runs" / "run" / "checkpoints")[-1])
+    tensors = {
+        (section, name): checkpoint.tensor(section, name)
+        for section in ("model", "optimizer")
+        for name in checkpoint.names(section)
+    }
+    return tensors, checkpoint.state["optimizer"]
+
+
+def close(ours, theirs):
+    for name, each in theirs.items():
+        torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(each), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_processes_make_the_updates_of_one(group, tmp_path, kind):
+    alone, cut = train(tmp_path / "alone", "auto", kind)
+    assert not any(cut)
+    for strategy in ("fsdp", "copies", "ddp"):
+        for found, cut in group(2).run(train, tmp_path / strategy, strategy, kind):
+            close(found, alone)
+            assert cut
+            assert all(cut) == (strategy != "ddp")
+        theirs, ours = contents(tmp_path / strategy), contents(tmp_path / "alone")
+        assert theirs[0].keys() == ours[0].keys()
+        assert theirs[1] == ours[1]  # counters and options too
+        for name, each in ours[0].items():
+            torch.testing.assert_close(theirs[0][name], each, rtol=0, atol=1e-9)
+
+
+class SaveAtOnce(lumen.Callback):
+    """Saves what was loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_fit_start(self, trainer, task):
+        trainer.save_checkpoint(self.path)
+
+
+def write(root, strategy, kind):
+    trainer = bare_trainer(
+        root, strategy=strategy, global_batch_size=12, max_steps=3, callbacks=Saving(3, root / f"{strategy}-{kind}")
+    )
+    trainer.fit(Matrices(kind), loader(50, 4, dtype=torch.float64))
+
+
+def read(root, source, strategy, kind):
+    """Load a checkpoint, save what was loaded, and go on for two steps; None: begin anew."""
+    options = {"strategy": strategy, "global_batch_size": 12, "max_steps": 5}
+    if source is not None:
+        options |= {"resume": root / source, "callbacks": SaveAtOnce(root / f"{source}-read-by-{strategy}")}
+    trainer = bare_trainer(root, **options)
+    task = Matrices(kind)
+    trainer.fit(task, loader(50, 4, dtype=torch.float64))
+    whole = {
+        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in task.named_parameters()
+    }
+    return {name: each.tolist() for name, each in whole.items()}
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Shampoo"])
+def test_any_strategy_reads_what_any_other_has_written_and_goes_on(group, tmp_path, kind):
+    def on(strategy, function, *args):
+        return function(*args) if strategy == "auto" else group(2).run(function, *args)[0]
+
+    alone = read(tmp_path, None, "auto", kind)
+    for writer in ("auto", "ddp", "fsdp"):
+        on(writer, write, tmp_path, writer, kind)
+    for writer, reader in (("fsdp", "auto"), ("auto", "fsdp"), ("ddp", "fsdp"), ("fsdp", "fsdp"), ("fsdp", "ddp")):
+        source = f"{writer}-{kind}"
+        found = on(reader, read, tmp_path, source, reader, kind)
+        checkpoints = [Checkpoint.open(tmp_path / name) for name in (source, f"{source}-read-by-{reader}")]
+        assert checkpoints[0].state["optimizer"] == checkpoints[1].state["optimizer"]
+        for section in ("model", "optimizer"):
+            names = checkpoints[0].names(section)
+            assert sorted(names) == sorted(checkpoints[1].names(section))
+            assert all(same(*(each.tensor(section, name) for each in checkpoints)) for name in names)
+        close(found, alone)
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Shampoo"])
+def test_a_run_in_parts_ends_with_the_bits_of_a_whole_one(group, tmp_path, kind):
+    whole = group(2).run(train, tmp_path / "whole", "fsdp", kind)
+    for steps in (3, 6, 8):
+        parts = group(2).run(train, tmp_path / "parts", "fsdp", kind, steps)
+    assert parts == whole
+    assert same(contents(tmp_path / "parts")[0], contents(tmp_path / "whole")[0])
+
+
+class Counting(Optimizer):
+    """Keeps a counter of all parameters, in one of two places."""
+
+    def __init__(self, params, shared):
+        super().__init__(params, {"lr": 0.1})
+        self.shared, self.calls = shared, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.shared:
+            self.state["calls"] = self.state.get("calls", 0) + 1
+        else:
+            self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def refusals():
+    found = []
+    for shared in (False, True):
+        net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+        fully_shard(net)
+        optimizer = WholeMatrices(Counting(net.parameters(), shared))
+        net(torch.ones(2, 6)).sum().backward()
+        with pytest.raises(ConfigError) as caught:
+            optimizer.step()
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_an_optimizer_keeps_of_all_parameters_together_is_refused(group):
+    for found in group(2).run(refusals):
+        assert [each.partition(" of all")[0] for each in found] == ["WholeMatrices: Counting keeps calls"] * 2
+
+
+def warned(folder, wraps):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lumen").addHandler(handler)
+    trainer = bare_trainer(folder, strategy="fsdp", max_steps=1, log_level="WARNING")
+    trainer.fit(Matrices("Muon", wraps), loader(16, dtype=torch.float64))
+    logging.getLogger("lumen").removeHandler(handler)
+    return [each for each in said if "Muon" in each]
+
+
+def test_muon_on_parts_is_said_to_be_another_one(group, tmp_path):
+    for wraps in (True, False):  # a matrix with fewer rows than processes is left out: torch's own fails
+        for said in group(2).run(warned, tmp_path, wraps):
+            assert len(said) == (0 if wraps else 1)
+            assert all("Write lumen.optim.WholeMatrices(torch.optim.Muon(...))" in each for each in said)

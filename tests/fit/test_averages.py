@@ -1,0 +1,230 @@
+"""Averages in place of parameters: the mean of checkpoints, and what callbacks keep, wherever parameters are read."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lumen
+from lumen.checkpoint import find_checkpoints
+from lumen.cli import main
+from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
+from tests.helpers.checkpoints import save
+from tests.helpers.ema import Kept, Normed, fit
+from tests.helpers.tasks import Regression, bare_trainer, loader
+
+RUN = "runs/run"
+DATA = {"samples": 20, "shuffle": False, "dtype": torch.float64}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+class Turning(Normed):
+    """Its best steps are 6 and 2."""
+
+    def validation_step(self, batch):
+        self.log("score", {2: 1.0, 4: 3.0, 6: 0.5, 8: 2.0}.get(self.global_step, 9.0))
+
+
+def train(*callbacks, task=None, **options):
+    """A run with a checkpoint at each second step of eight, all kept; the states at these steps."""
+    monitor, kept = "score" if task is None else None, Kept()
+    saver = lumen.ModelCheckpoint(every_n_train_steps=2, keep_last=-1, monitor=monitor, at_end=False)
+    options = {"max_steps": 8, "val_check_interval": 2, "resume": None, "num_sanity_val_steps": 0} | options
+    fit(Path(), saver, kept, *callbacks, task=Turning() if task is None else task, **options)
+    return {step: kept.states[step - 1] for step in range(2, options["max_steps"] + 1, 2)}
+
+
+def mean(states):
+    """The mean by hand; what is no floating-point number is that of the last."""
+    found = {}
+    for name, last in states[-1].items():
+        total = sum(state[name].double() for state in states) / len(states)
+        found[name] = total.to(last.dtype) if last.is_floating_point() else last
+    return found
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    return all(torch.equal(found[name], each) and found[name].dtype == each.dtype for name, each in expected.items())
+
+
+def loss_of(state):
+    """The validation of a task in this state."""
+    task = Normed()
+    task.load_state_dict(state)
+    return bare_trainer(Path()).validate(task, loader(**DATA))
+
+
+# ---------------------------------------------------------------------- the mean of checkpoints
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_mean_of_the_last_has_the_bits_of_the_one_by_hand_in_whatever_reads_it(dtype):
+    states = train()
+    if dtype != torch.float64:
+        for step, state in states.items():
+            cast = {name: each.to(dtype) if each.is_floating_point() else each for name, each in state.items()}
+            save(Path(f"cast/step-{step}"), model=cast)
+            states[step] = cast
+    source = RUN if dtype == torch.float64 else "cast"
+    expected = mean([states[step] for step in (4, 6, 8)])
+    assert main(["export", source, "--average", "last:3", "--output", "mean.safetensors"]) == 0
+    assert same(load_file("mean.safetensors"), expected)
+    task = Normed(dtype)
+    trainer = bare_trainer(Path(), init_from=lumen.Weights(source, average="last:3"), max_steps=1)
+    seen = Kept()
+    seen.on_fit_start = lambda trainer, task: seen.on_step_end(trainer, task)
+    trainer.callbacks.append(seen)
+    trainer.fit(task, loader(48, dtype=dtype))
+    assert same(seen.states[0], expected)
+    if dtype == torch.float64:
+        assert same(Turning.load_from_checkpoint(source, average="last:3").state_dict(), expected)
+        assert trainer.validate(Normed(), loader(**DATA), source, average="last:3") == loss_of(expected)
+
+
+def test_the_last_are_those_up_to_the_one_that_is_named_and_the_best_are_by_the_monitor():
+    states = train()
+    read = Turning.load_from_checkpoint
+    until = read(f"{RUN}/checkpoints/step-00000006", average="last:2")
+    assert same(until.state_dict(), mean([states[4], states[6]]))
+    best = mean([states[2], states[6]])
+    whole_numbers = {name: each for name, each in states[8].items() if not each.is_floating_point()}
+    assert same(read(RUN, average="best:2").state_dict(), best | whole_numbers)
+    one = read(RUN, average="best:1").state_dict()
+    assert same(one, states[6] | whole_numbers)
+
+
+def test_paths_and_files_of_others_have_a_mean_too(capsys):
+    states = train()
+    paths = [f"{RUN}/checkpoints/step-{step:08d}" for step in (2, 8)]
+    expected = mean([states[2], states[8]])
+    assert main(["export", *paths, "--output", "mean.safetensors"]) == 0
+    assert same(load_file("mean.safetensors"), expected)
+    numbers = sum(each.is_floating_point() for each in expected.values())
+    assert f"{numbers} of them are averages of the 2 sources, the others are as saved" in capsys.readouterr().out
+    files = []
+    for step in (2, 8):
+        files.append(f"{step}.safetensors")
+        save_file(states[step], files[-1])
+    assert main(["export", *files, "--output", "soup.safetensors"]) == 0
+    assert same(load_file("soup.safetensors"), expected)
+    assert same(Turning.load_from_checkpoint(paths[1], average=[Path(each) for each in paths]).state_dict(), expected)
+    assert bare_trainer(Path()).validate(Normed(), loader(**DATA), files[1], average=files) == loss_of(expected)
+
+
+def test_a_step_that_was_saved_twice_counts_once():
+    states = train()
+    folder = Path(f"{RUN}/checkpoints")
+    shutil.copytree(folder / "step-00000006", folder / "step-00000006-validating")
+    assert len(find_checkpoints(folder)) == 5
+    task = Turning.load_from_checkpoint(RUN, average="last:3")
+    assert same(task.state_dict(), mean([states[4], states[6], states[8]]))
+
+
+def test_a_damaged_one_is_passed_over_or_named(capsys):
+    states = train()
+    [file] = Path(f"{RUN}/checkpoints/step-00000006/model").iterdir()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert main(["export", RUN, "--average", "last:3", "--output", "mean.safetensors"]) == 0
+    assert "step-00000006 is damaged and is not in the mean" in capsys.readouterr().err
+    assert same(load_file("mean.safetensors"), mean([states[2], states[4], states[8]]))
+    with pytest.raises(CheckpointDamaged, match="step-00000006"):
+        Turning.load_from_checkpoint(RUN, average=[f"{RUN}/checkpoints/step-{step:08d}" for step in (4, 6)])
+    with pytest.raises(ConfigError, match=r"average last:4: .* has 3 whole checkpoints of these. Ask for fewer"):
+        Turning.load_from_checkpoint(RUN, average="last:4")
+
+
+def test_what_has_no_mean_is_one_error():
+    train()
+    save(Path("other/step-1"), model={"weight": torch.ones(3)})
+    save(Path("other/step-2"), model={"weight": torch.ones(2)})
+    read = Turning.load_from_checkpoint
+    with pytest.raises(CheckpointMismatch, match=r"no mean .* net.0.bias is not in other/step-1; "):
+        read(RUN, average=[RUN, "other/step-1"])
+    with pytest.raises(CheckpointMismatch, match=re.escape("weight is (3,) torch.float32 in other/step-1")):
+        bare_trainer(Path()).validate(Regression(), loader(), "other", average="last:2")
+    with pytest.raises(ConfigError, match="nothing in other says which checkpoints are best"):
+        bare_trainer(Path()).validate(Regression(), loader(), "other", average="best:2")
+    with pytest.raises(ConfigError, match=r"average last:0: .* at least 1"):
+        read(RUN, average="last:0")
+    with pytest.raises(ConfigError, match="no checkpoint in the list"):
+        read(RUN, average=[])
+    Path(f"{RUN}/checkpoints/step-00000004").rename("mine")
+    with pytest.raises(ConfigError, match="mine is not named by its step"):
+        read("mine", average="last:1")
+
+
+# ---------------------------------------------------------------------- evaluations
+
+
+def test_an_evaluation_may_be_of_what_a_callback_has_averaged():
+    ema = lumen.EMA(decay=0.7)
+    states = train(ema, task=Normed(), val_check_interval=1.0)
+    trainer = bare_trainer(Path())
+    expected, plain = loss_of(dict(ema.average)), loss_of(states[8])
+    assert expected != plain
+    task, data = Normed(), loader(**DATA)
+    assert trainer.validate(task, data, RUN, average="EMA") == expected
+    assert same(task.state_dict(), dict(ema.average))
+    assert trainer.validate(task, data, RUN) == plain
+    assert trainer.validate(task, data, lumen.Weights(RUN, average="EMA")) == expected
+    found = trainer.predict(task, data, ckpt_path=RUN, average="callbacks.EMA.average", return_predictions=False)
+    assert found is None
+    assert same(task.state_dict(), dict(ema.average))
+
+
+def test_an_average_of_nothing_is_refused():
+    train(task=Normed(), max_steps=2)
+    trainer, data = bare_trainer(Path()), loader(**DATA)
+    with pytest.raises(ConfigError, match="validate: average='EMA' is of a checkpoint, and none is given"):
+        trainer.validate(Normed(), data, average="EMA")
+    with pytest.raises(ConfigError, match=r"average EMA: .* has no average of that name. It has none at all."):
+        trainer.validate(Normed(), data, RUN, average="EMA")
+    with pytest.raises(ConfigError, match="average='EMA' and that of ckpt_path, 'last:2': give one of them"):
+        trainer.validate(Normed(), data, lumen.Weights(RUN, average="last:2"), average="EMA")
+    save_file(Normed().state_dict(), "plain.safetensors")
+    with pytest.raises(ConfigError, match=r"average EMA: it is kept in checkpoints of Lumen, and .* has plain weights"):
+        bare_trainer(Path(), init_from=lumen.Weights("plain.safetensors", average="EMA"), max_steps=1).fit(
+            Normed(), loader(8, dtype=torch.float64)
+        )
+
+
+LINE = """
+model: {class_path: tests.helpers.cli_tasks.Line, init_args: {width: 3}}
+data: {class_path: tests.helpers.cli_tasks.Points}
+trainer: {max_steps: 6, accelerator: cpu, enable_progress_bar: false}
+"""
+
+
+def test_the_command_line_validates_averages_as_python_does(capsys):
+    Path("line.yaml").write_text(LINE)
+    saver = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=2"]
+    ema = ["--trainer.callbacks+=EMA", "--trainer.callbacks.decay=0.5"]
+    assert main(["fit", "--config", "line.yaml", *ema, *saver, "--trainer.callbacks.keep_last=-1"]) == 0
+
+    def value(*words):
+        assert main(["validate", "--ckpt_path", "runs/line", *words, "--output", "v.json"]) == 0
+        return json.loads(Path("v.json").read_text())[0]["val_loss"]
+
+    found = {each: value("--average", each) for each in ("EMA", "last:3")}
+    begun = ["--trainer.init_from.path=runs/line", "--trainer.init_from.average=last:3", "--trainer.name=begun"]
+    assert main(["fit", "--config", "line.yaml", *begun, "--trainer.max_steps=1", "--model.lr=0"]) == 0
+    assert main(["validate", "--ckpt_path", "runs/begun", "--output", "v.json"]) == 0
+    assert json.loads(Path("v.json").read_text())[0]["val_loss"] == pytest.approx(found["last:3"], rel=1e-5)
+    assert "average last:3" in capsys.readouterr().out
+    assert len({*found.values(), value()}) == 3
+    for average, expected in found.items():
+        assert main(["export", "runs/line", "--average", average, "--output", f"{average}.safetensors"]) == 0
+        words = ["validate", "--config", "line.yaml", "--ckpt_path", f"{average}.safetensors", "--output", "v.json"]
+        assert main(words) == 0
+        assert json.loads(Path("v.json").read_text())[0]["val_loss"] == expected

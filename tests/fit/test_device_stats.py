@@ -1,0 +1,58 @@
+"""DeviceStatsMonitor: memory and load, on the record that no two runs share."""
+
+import csv
+import sys
+
+import pytest
+import torch
+
+import lumen
+from lumen.callbacks import device_stats
+from lumen.errors import ConfigError
+from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
+
+HOST = ["cpu_percent", "cpu_vm_percent", "cpu_swap_percent"]
+
+
+def fit(tmp_path, *monitors, **options):
+    task = Regression()
+    callbacks = [*monitors, lumen.LambdaCallback()]
+    trainer = quiet_trainer(tmp_path, max_steps=9, log_every_n_steps=4, callbacks=callbacks, **options)
+    trainer.fit(task, loader())
+    return trainer, task
+
+
+def rows(trainer, file="system.csv"):
+    with (trainer.run_directory / file).open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def test_load_and_memory_of_the_host_are_on_record_at_each_logged_step(tmp_path):
+    trainer, task = fit(tmp_path, lumen.DeviceStatsMonitor())
+    found = [row for row in rows(trainer) if row["cpu_percent"]]
+    assert [row["step"] for row in found] == ["4", "8"]
+    assert all(0 <= float(row[name]) <= 100 for row in found for name in HOST)
+    assert all(float(row["cpu_vm_percent"]) > 0 for row in found)
+    assert not any(name.startswith("cpu") for row in rows(trainer, "metrics.csv") for name in row)
+    _, without = fit(tmp_path / "without")
+    assert torch.equal(weights(task), weights(without))
+
+
+def test_a_run_on_the_cpu_that_asks_for_nothing_of_it_records_nothing(tmp_path):
+    trainer, _ = fit(tmp_path, lumen.DeviceStatsMonitor(cpu_stats=False))
+    assert not any(name.startswith("cpu") for name in rows(trainer)[0])
+
+
+def test_psutil_is_named_where_it_is_needed_and_only_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    fit(tmp_path, lumen.DeviceStatsMonitor(cpu_stats=False))
+    for asked in (None, True):
+        with pytest.raises(ConfigError, match=r"statistics of the CPU, needs psutil.*pip install 'lumen\[stats\]'"):
+            fit(tmp_path, lumen.DeviceStatsMonitor(asked))
+
+
+def test_what_is_read_of_torchs_allocator_is_what_torch_says_it_counts():
+    """Before CUDA is used nothing is counted; what a device counts is in `tests/system/test_cuda.py`."""
+    kinds = {key.partition(".")[0] for key, _ in device_stats._CUDA.values()}
+    assert all(f'"{kind}' in torch.cuda.memory_stats.__doc__ for kind in kinds)
+    assert device_stats._of_cuda(torch.device("cuda")) == dict.fromkeys(device_stats._CUDA, 0.0)

@@ -1,0 +1,193 @@
+"""After a spike training goes back to a checkpoint, and on without the steps around it."""
+
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import lumen
+from lumen.checkpoint import find_checkpoints
+from lumen.errors import ConfigError, TrainingError
+from tests.helpers.tasks import FEATURES, Drawing, Regression, quiet_trainer, regression_data, weights
+from tests.promises.lives import final_state
+
+BATCH = 4
+
+
+def data(*spikes, steps=20, kept=None):
+    """A loader in order, in which the targets of some batches are far off; of which only some batches are kept."""
+    inputs, targets = regression_data(steps * BATCH)
+    for batch in spikes:
+        targets[batch * BATCH : (batch + 1) * BATCH] += 20.0
+    rows = [batch * BATCH + row for batch in (range(steps) if kept is None else kept) for row in range(BATCH)]
+    return DataLoader(TensorDataset(inputs[rows], targets[rows]), BATCH)
+
+
+def detection(**options):
+    return lumen.SpikeDetection(**{"rtol": 9.0, "warmup": 3, "action": "rollback", "before": 3, "after": 1} | options)
+
+
+def often(**options):
+    return lumen.ModelCheckpoint(**{"every_n_train_steps": 2, "keep_last": 4} | options)
+
+
+def fit(path, batches, *callbacks, **options):
+    task = Regression()
+    trainer = quiet_trainer(path, **{"max_epochs": 1, "callbacks": [*callbacks]} | options)
+    trainer.fit(task, batches)
+    return trainer, task
+
+
+def test_a_run_that_went_back_is_one_that_never_saw_what_it_left_out(tmp_path):
+    trainer, task = fit(tmp_path, data(11), detection(), often(), log_every_n_steps=1, log_level="INFO")
+    _, without = fit(tmp_path / "without", data(kept=[*range(8), *range(13, 20)]))
+    assert (trainer.global_step, trainer.progress.left_out) == (15, [[8, 13]])
+    assert torch.equal(weights(task), weights(without))
+    assert trainer.run_directory == tmp_path / "runs" / "run"
+    rows = (trainer.run_directory / "metrics.csv").read_text().splitlines()[1:]
+    assert len({row.split(",")[0] for row in rows}) == 15
+    said = (trainer.run_directory / "run.log").read_text()
+    assert "going back from step 11 to step-00000008, to leave out the micro-batches 8 to 12 of the run" in said
+
+
+def test_which_checkpoint_it_goes_back_to_changes_nothing(tmp_path):
+    ends = []
+    for every in (1, 5):
+        _, task = fit(tmp_path / str(every), data(11), detection(), often(every_n_train_steps=every))
+        ends.append(weights(task))
+    assert torch.equal(*ends)
+
+
+def test_it_goes_back_at_each_spike_so_often_as_it_may(tmp_path):
+    trainer, task = fit(tmp_path, data(6, 15), detection(max_rollbacks=2), often())
+    _, without = fit(tmp_path / "without", data(kept=[0, 1, 2, 8, 9, 10, 11, 17, 18, 19]))
+    assert trainer.progress.left_out == [[3, 8], [12, 17]]
+    assert torch.equal(weights(task), weights(without))
+    with pytest.raises(TrainingError, match=r"went back 1 times already, and after step 10 there is one more .*before"):
+        fit(tmp_path / "once", data(6, 15), detection(max_rollbacks=1), often())
+
+
+class Thawed(lumen.TaskModule):
+    """Dropout, a frozen part with statistics, a schedule: all that a run may hold of state."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.backbone = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3))
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self.head(self.backbone(batch[0])), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss * (1e4 if (self.current_epoch, batch_idx) == (1, 2) else 1.0)
+
+    def validation_step(self, batch):
+        self.log("val_loss", nn.functional.mse_loss(self.head(self.backbone(batch[0])), batch[1]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9), "interval": "step"}]
+
+
+class ToldToLeaveOut(lumen.Callback):
+    def on_train_start(self, trainer, task):
+        trainer.progress.left_out = [[6, 14]]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_it_has_the_bits_of_a_run_that_goes_on_from_the_checkpoint_and_is_told_to_leave_them_out(tmp_path, workers):
+    """It goes back over the end of an epoch, after which the backbone was unfrozen."""
+
+    def run(path, *more, **options):
+        callbacks = [
+            lumen.BackboneFinetuning(1, train_bn=False),
+            lumen.EMA(0.9),
+            lumen.ModelCheckpoint(every_n_train_steps=2, keep_last=-1, monitor="val_loss"),
+            detection(before=4, after=3),
+        ]
+        torch.manual_seed(5)
+        loader = DataLoader(Drawing(32), 4, shuffle=True, num_workers=workers)
+        trainer = quiet_trainer(path, max_epochs=3, callbacks=[*callbacks, *more], log_every_n_steps=1, **options)
+        trainer.fit(Thawed(), loader, DataLoader(Drawing(8), 4))
+        return trainer
+
+    trainer = run(tmp_path / "back")
+    assert trainer.progress.left_out == [[6, 14]]
+    shutil.copytree(tmp_path / "back", tmp_path / "told")
+    for path in find_checkpoints(tmp_path / "told" / "runs" / "run" / "checkpoints"):
+        if path.name > "step-00000006":
+            shutil.rmtree(path)
+    run(tmp_path / "told", ToldToLeaveOut(), resume="auto")
+    ends = [final_state(tmp_path / name / "runs") for name in ("back", "told")]
+    assert ends[0] == ends[1]
+
+
+class Interrupted(lumen.Callback):
+    def on_before_optimizer_step(self, trainer, task, optimizer):
+        if trainer.global_step == 11:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_who_asks_it_to_leave_at_a_spike_is_heard_and_when_it_goes_on_it_goes_back(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, data(11), detection(), often(), Interrupted())
+    trainer, task = fit(tmp_path, data(11), detection(), often(), resume="auto")
+    _, without = fit(tmp_path / "without", data(kept=[*range(8), *range(13, 20)]))
+    assert trainer.progress.left_out == [[8, 13]]
+    assert torch.equal(weights(task), weights(without))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(*regression_data(48), strict=True)
+
+
+def test_a_stream_goes_back_too(tmp_path):
+    class Spiking(Regression):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch) * (1e4 if batch_idx == 8 else 1.0)
+
+    task = Spiking()
+    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[detection(before=2), often()])
+    trainer.fit(task, DataLoader(Stream(), BATCH))
+    _, without = fit(tmp_path / "without", data(steps=12, kept=[*range(6), 10, 11]))
+    assert trainer.progress.left_out == [[6, 10]]
+    assert torch.equal(weights(task), weights(without))
+
+
+def test_an_epoch_of_which_all_is_left_out_is_no_failure(tmp_path):
+    trainer, _ = fit(tmp_path, data(4, steps=5), detection(before=1, after=6), often(), max_epochs=None, max_steps=6)
+    assert (trainer.global_step, trainer.current_epoch, trainer.progress.left_out) == (6, 2, [[3, 11]])
+
+
+@pytest.mark.parametrize(
+    ("spike", "options", "says"),
+    [
+        (5, {}, r"from step 5 to before its micro-batch 2, and there is no checkpoint from then, only step-00000003 "),
+        (3, {"before": 5}, "and there is no checkpoint from then.*warmup"),
+    ],
+)
+def test_without_a_checkpoint_from_before_it_the_run_ends_and_keeps_what_it_has(tmp_path, spike, options, says):
+    with pytest.raises(TrainingError, match=says):
+        fit(tmp_path, data(spike), detection(**options), often(every_n_train_steps=3))
+    assert len(find_checkpoints(tmp_path / "runs" / "run" / "checkpoints")) == spike // 3
+
+
+def test_a_run_without_checkpoints_is_refused_and_a_quick_look_skips(tmp_path):
+    with pytest.raises(ConfigError, match="goes back to a checkpoint, and this run saves none"):
+        fit(tmp_path, data(), detection(), enable_checkpointing=False)
+    trainer, _ = fit(tmp_path, data(5), detection(), fast_dev_run=8)
+    assert trainer.global_step == 7
+
+
+def test_what_is_no_step_cannot_be_undone(tmp_path):
+    calls = lumen.LambdaCallback(on_step_end=lambda trainer, *_: trainer.roll_back())
+    with pytest.raises(TrainingError, match="roll_back: no step is in progress"):
+        fit(tmp_path, data(), calls)
+    calls = lumen.LambdaCallback(on_before_optimizer_step=lambda trainer, *_: trainer.roll_back(before=-1))
+    with pytest.raises(ConfigError, match="before"):
+        fit(tmp_path, data(), calls)

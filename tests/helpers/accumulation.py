@@ -1,0 +1,90 @@
+"""Runs whose steps grow and shrink with the epochs, and what each step was made of."""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.tasks import Regression, quiet_trainer, regression_data
+
+BATCH, SAMPLES = 4, 30  # eight micro-batches, the last of two samples
+SCHEDULE = {0: 1, 1: 3, 3: 8, 4: 2}
+STEPS = (8, 3, 3, 1, 4)  # of the first five epochs
+
+
+class Growing(Regression):
+    """Notes the numbers of the samples of each micro-batch, by epoch and step."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout=dropout, dtype=torch.float64)
+        self.seen = []
+
+    def training_step(self, batch):
+        inputs, targets, numbers = batch
+        self.seen.append((self.current_epoch, self.global_step, numbers.tolist()))
+        loss = nn.functional.mse_loss(self(inputs), targets)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": StepLR(optimizer, 4, 0.5), "interval": "step"}]
+
+    def windows(self):
+        """The sizes of the micro-batches of each step, by epoch."""
+        epochs = {}
+        for epoch, step, numbers in self.seen:
+            epochs.setdefault(epoch, {}).setdefault(step, []).append(len(numbers))
+        return [list(steps.values()) for steps in epochs.values()]
+
+
+def dataset(samples=SAMPLES):
+    return TensorDataset(*regression_data(samples, torch.float64), torch.arange(samples))
+
+
+def loader(samples=SAMPLES, **options):
+    return DataLoader(dataset(samples), BATCH, **{"shuffle": True} | options)
+
+
+def grow(folder, data=None, dropout=0.0, **options):
+    """A run of five epochs, as the schedule says unless the options say otherwise."""
+    task = Growing(dropout)
+    options = {"max_epochs": len(STEPS), "accumulate_grad_batches": SCHEDULE} | options
+    trainer = quiet_trainer(folder, **options)
+    trainer.fit(task, loader() if data is None else data)
+    return trainer, task
+
+
+def by_hand(task):
+    """The network after the plain loop over the same micro-batches."""
+    net = Growing().net
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    inputs, targets, _ = dataset().tensors
+    steps = {}
+    for epoch, step, numbers in task.seen:
+        steps.setdefault((epoch, step), []).append(numbers)
+    schedule = StepLR(optimizer, 4, 0.5)
+    for batches in steps.values():
+        optimizer.zero_grad()
+        for numbers in batches:
+            share = len(numbers) / sum(map(len, batches))
+            (nn.functional.mse_loss(net(inputs[numbers]), targets[numbers]) * share).backward()
+        optimizer.step()
+        schedule.step()
+    return net
+
+
+def state(trainer, task):
+    """Parameters, optimizer state, counters: plain data."""
+    tensors = [*task.parameters()]
+    for each in trainer.optimizers[0].state.values():
+        tensors += [value for value in each.values() if isinstance(value, torch.Tensor)]
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
+    return [each.detach().numpy().tobytes() for each in whole] + [trainer.global_step, trainer.current_epoch]
+
+
+def values(task):
+    """All parameters, as lists."""
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in task.parameters()]
+    return [each.tolist() for each in whole]
