@@ -1,0 +1,22 @@
+"""The callback that reports to Ray Train says what it needs; `tests/system/test_ray.py` runs it there."""
+
+from importlib.util import find_spec
+
+import pytest
+
+import lumen
+from lumen.errors import ConfigError
+from tests.helpers.tasks import Regression
+
+
+def test_outside_of_a_worker_of_ray_it_is_one_error_that_says_what_to_do(tmp_path):
+    trainer = lumen.Trainer(max_steps=1, default_root_dir=tmp_path, callbacks=lumen.RayTrainReportCallback())
+    said = "Call fit in the function that a TorchTrainer runs" if find_spec("ray") else "pip install 'lumen[ray]'"
+    with pytest.raises(ConfigError, match="RayTrainReportCallback") as raised:
+        trainer.fit(Regression())
+    assert said in str(raised.value)
+
+
+def test_a_negative_number_of_steps_is_an_error():
+    with pytest.raises(ConfigError, match="preemption_every_n_steps must be at least 0, found -1"):
+        lumen.RayTrainReportCallback(preemption_every_n_steps=-1)

@@ -1,0 +1,123 @@
+"""What `lumen submit` writes runs: under a real SLURM, which takes nodes away, and the commands of the other files."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers import ROOT
+from tests.helpers.engine_tasks import CONFIG, check_epochs, record_of, steps_in
+from tests.helpers.jobs import free_port
+from tests.helpers.slurm import WHY_NOT, cluster, told, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.time_limit(600)]
+HERE = {
+    **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+FIT = ["fit", "--config", "run.yaml"]
+
+
+def submit(directory, words, environment=HERE):
+    """What `lumen submit` of the config prints."""
+    (directory / "run.yaml").write_text(CONFIG)
+    done = subprocess.run(
+        [sys.executable, "-m", "lumen", "submit", *words.split(), "--", *FIT], cwd=directory, env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The losses of a run of two processes that nobody disturbs."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    (directory / "run.yaml").write_text(CONFIG)
+    command = ["torchrun", "--nproc-per-node=2", "--master-port", str(free_port()), "-m", "lumen", *FIT]
+    subprocess.run(command, cwd=directory, env=HERE, check=True)
+    found = record_of(directory)
+    check_epochs(found)
+    return found
+
+
+def requeue(slurm, job):
+    """Let SLURM itself end the job and put it back."""
+    subprocess.run(["scontrol", "requeue", job], env=slurm, check=True)
+
+
+def come_near_the_time_limit(slurm, job):
+    """Send what SLURM sends 90 s before it."""
+    subprocess.run(["scancel", "--signal=USR1", job], env=slurm, check=True)
+
+
+def preempt(slurm, job):
+    """Submit a job of higher priority, which needs the node."""
+    command = ["sbatch", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    subprocess.run(command, env=slurm, check=True, cwd="/tmp")
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@pytest.mark.parametrize(
+    "disturbances",
+    [(come_near_the_time_limit, preempt), pytest.param((requeue, preempt, requeue), marks=pytest.mark.torture)],
+)
+def test_a_job_of_slurm_that_loses_its_node_again_and_again_computes_the_same(disturbances, undisturbed, tmp_path):
+    with cluster(tmp_path / "slurm") as environment:
+        words = "--on slurm --gpus-per-node 0 --tasks-per-node 2 --partition low"
+        said = submit(tmp_path, words, {**HERE, **environment, "LUMEN_TEST_PAUSE_S": "0.1"})
+        job = re.search(r"Submitted batch job (\d+)", said)[1]
+        show = ("scontrol", "show", "job", job)
+        for times, disturb in enumerate(disturbances, 1):
+            begun = steps_in(tmp_path)
+            until(lambda begun=begun: steps_in(tmp_path) > begun + 5, "step")
+            disturb(environment, job)
+            until(lambda times=times: f"Restarts={times}" in told(environment, *show), "restart")
+        until(lambda: "JobState=COMPLETED" in told(environment, *show), f"end of job {job}")
+        assert f"Restarts={len(disturbances)}" in told(environment, *show)
+    (log,) = tmp_path.glob("*.log")
+    assert log.read_text().count("stopped at step ") == len(disturbances)
+    assert "finished: " in log.read_text()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+    found = record_of(tmp_path)
+    check_epochs(found)
+    assert found == undisturbed
+
+
+@pytest.mark.parametrize("engine", ["k8s", "sky"])
+def test_the_command_of_a_file_trains_on_two_nodes_whose_engine_sets_its_variables(engine, undisturbed, tmp_path):
+    port = free_port()
+    if engine == "k8s":
+        job = yaml.safe_load(submit(tmp_path, "--on k8s --nodes 2 --gpus-per-node 0 --image x --dry-run"))["spec"]
+        (container,) = job["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+        elastic = job["elasticPolicy"]
+        variables = {  # as the operator makes them of the policy
+            "PET_RDZV_BACKEND": elastic["rdzvBackend"], "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+            "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
+            "PET_MAX_RESTARTS": str(elastic["maxRestarts"]),
+        }  # fmt: skip
+        command = shlex.join(container["command"])
+    else:
+        task = yaml.safe_load(submit(tmp_path, "--on sky --nodes 2 --gpus-per-node 0 --dry-run"))
+        command = task["run"].replace(":29400", f":{port}")
+        variables = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
+    nodes = [subprocess.Popen(["bash", "-c", command], cwd=tmp_path, env={**HERE, **variables}) for _ in range(2)]
+    assert [node.wait(120) for node in nodes] == [0, 0]
+    found = record_of(tmp_path)
+    check_epochs(found)
+    assert found == undisturbed
+
+
+def test_a_function_that_submitit_runs_trains_as_the_command(undisturbed, tmp_path):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (program,) = re.findall(r"```python\n(import submitit.*?)```", (ROOT / "docs/clusters.md").read_text(), re.S)
+    (tmp_path / "program.py").write_text(program.replace('"submitit")', '"submitit", cluster="local")'))
+    subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env=HERE, check=True)
+    found = record_of(tmp_path)
+    check_epochs(found)
+    assert found == undisturbed
