@@ -6,10 +6,11 @@ BIN = $(VENV)/bin
 GPU_PYTHON ?= $(BIN)/python
 READY = $(VENV)/.ready
 COMPAT = $(VENV)-compat-$(TORCH)
+VISION = $(VENV)-vision
 # Whole files side by side. A test over its time limit ends its worker: without another one it is named once.
 PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
-.PHONY: demo check test test-all compat gpu torture bench lint format clean
+.PHONY: demo check test test-all compat gpu torture bench vision lint format clean
 
 demo: $(READY) ## Train a small GPT on real text, then let it write.
 	$(BIN)/lumen fit --config models/gpt.yaml
@@ -27,6 +28,10 @@ test: $(READY) lint ## The same, all fits in one process, and promises on severa
 test-all: $(READY) lint ## Everything but torture: groups of processes, programs, kills and the promises, one at a time.
 	$(PARALLEL) tests/unit tests/fit -m "not torture"
 	$(BIN)/python -m pytest tests/distributed tests/system tests/promises -m "not torture"
+	$(MAKE) vision
+
+vision: $(READY) $(VISION)/.ready ## The examples of timm and torchvision, which stand beside the environment: see tests/vision.
+	PYTHONPATH=$(VISION) $(BIN)/python -m pytest tests/vision -m "not torture"
 
 compat: $(COMPAT)/.ready ## The tests with another torch, 6 GB in an environment of its own: make compat TORCH=2.11.0
 	$(COMPAT)/bin/python -m pytest -m "not slow and not torture"
@@ -61,9 +66,13 @@ $(VENV)-bench/.ready: pyproject.toml constraints.txt
 	$(VENV)-bench/bin/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
+$(VISION)/.ready: $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --target $(VISION) torchvision timm pycocotools
+	touch $@
+
 $(COMPAT)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(COMPAT)
-	grep -v '^torch==' constraints.txt > $(COMPAT)/constraints.txt
+	grep -v -E '^(torch|torchvision)==' constraints.txt > $(COMPAT)/constraints.txt
 	$(COMPAT)/bin/pip install --quiet --constraint $(COMPAT)/constraints.txt torch==$(TORCH) --editable '.[test]'
 	touch $@
 

@@ -17,35 +17,47 @@ if TYPE_CHECKING:
         BaseFinetuning,
         BasePredictionWriter,
         Callback,
+        DeviceStatsMonitor,
         EarlyStopping,
+        GradientAccumulationScheduler,
         LambdaCallback,
         LearningRateMonitor,
         ModelCheckpoint,
+        ModelPruning,
         ModelSummary,
         OnExceptionCheckpoint,
         PredictionWriter,
         ProgressBar,
+        RayTrainReportCallback,
         SpikeDetection,
         ThroughputMonitor,
         Timer,
     )
+    from lumen.callbacks.model_summary import summarize
     from lumen.checkpoint import Weights
     from lumen.cli.command_line import CLI
     from lumen.data.combined import CombinedLoader
+    from lumen.data.nested import move_data_to_device
+    from lumen.distributed.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_only, rank_zero_warn
     from lumen.errors import LumenError
-    from lumen.loggers import CSVLogger, Logger, TensorBoardLogger
+    from lumen.loggers import AimLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
     from lumen.precision import Precision
-    from lumen.profilers import Profiler, SimpleProfiler, TorchProfiler
-    from lumen.random import seed_everything
+    from lumen.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler, TorchProfiler
+    from lumen.random import isolate_rng, seed_everything
+    from lumen.run.goodput import goodput
+    from lumen.run.gradients import grad_norm
     from lumen.strategies import SingleDevice, Strategy
     from lumen.strategies.ddp import DDP
     from lumen.strategies.fsdp import FSDP
     from lumen.task.data_module import DataModule
     from lumen.task.task_module import TaskModule
+    from lumen.task.teacher import Teacher
     from lumen.trainer.trainer import Trainer
     from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder, Tuner
 
 _HOME = {
+    "AdvancedProfiler": "lumen.profilers",
+    "AimLogger": "lumen.loggers",
     "BackboneFinetuning": "lumen.callbacks",
     "BaseFinetuning": "lumen.callbacks",
     "BasePredictionWriter": "lumen.callbacks",
@@ -56,35 +68,52 @@ _HOME = {
     "CombinedLoader": "lumen.data.combined",
     "DDP": "lumen.strategies.ddp",
     "DataModule": "lumen.task.data_module",
+    "DeviceStatsMonitor": "lumen.callbacks",
     "EMA": "lumen.callbacks",
-    "SWA": "lumen.callbacks",
     "EarlyStopping": "lumen.callbacks",
     "FSDP": "lumen.strategies.fsdp",
+    "GradientAccumulationScheduler": "lumen.callbacks",
     "LambdaCallback": "lumen.callbacks",
     "LearningRateFinder": "lumen.trainer.tuner",
     "LearningRateMonitor": "lumen.callbacks",
     "Logger": "lumen.loggers",
     "LumenError": "lumen.errors",
+    "MLFlowLogger": "lumen.loggers",
     "ModelCheckpoint": "lumen.callbacks",
+    "ModelPruning": "lumen.callbacks",
     "ModelSummary": "lumen.callbacks",
     "OnExceptionCheckpoint": "lumen.callbacks",
+    "PassThroughProfiler": "lumen.profilers",
     "Precision": "lumen.precision",
     "PredictionWriter": "lumen.callbacks",
     "Profiler": "lumen.profilers",
     "ProgressBar": "lumen.callbacks",
+    "RayTrainReportCallback": "lumen.callbacks",
+    "SWA": "lumen.callbacks",
     "SimpleProfiler": "lumen.profilers",
     "SingleDevice": "lumen.strategies",
     "SpikeDetection": "lumen.callbacks",
     "Strategy": "lumen.strategies",
     "TaskModule": "lumen.task.task_module",
+    "Teacher": "lumen.task.teacher",
     "TensorBoardLogger": "lumen.loggers",
     "ThroughputMonitor": "lumen.callbacks",
     "Timer": "lumen.callbacks",
     "TorchProfiler": "lumen.profilers",
     "Trainer": "lumen.trainer.trainer",
     "Tuner": "lumen.trainer.tuner",
+    "WandbLogger": "lumen.loggers",
     "Weights": "lumen.checkpoint",
+    "goodput": "lumen.run.goodput",
+    "grad_norm": "lumen.run.gradients",
+    "isolate_rng": "lumen.random",
+    "move_data_to_device": "lumen.data.nested",
+    "rank_zero_debug": "lumen.distributed.rank_zero",
+    "rank_zero_info": "lumen.distributed.rank_zero",
+    "rank_zero_only": "lumen.distributed.rank_zero",
+    "rank_zero_warn": "lumen.distributed.rank_zero",
     "seed_everything": "lumen.random",
+    "summarize": "lumen.callbacks.model_summary",
 }
 __all__ = [
     "CLI",
@@ -92,6 +121,8 @@ __all__ = [
     "EMA",
     "FSDP",
     "SWA",
+    "AdvancedProfiler",
+    "AimLogger",
     "BackboneFinetuning",
     "BaseFinetuning",
     "BasePredictionWriter",
@@ -100,32 +131,49 @@ __all__ = [
     "Callback",
     "CombinedLoader",
     "DataModule",
+    "DeviceStatsMonitor",
     "EarlyStopping",
+    "GradientAccumulationScheduler",
     "LambdaCallback",
     "LearningRateFinder",
     "LearningRateMonitor",
     "Logger",
     "LumenError",
+    "MLFlowLogger",
     "ModelCheckpoint",
+    "ModelPruning",
     "ModelSummary",
     "OnExceptionCheckpoint",
+    "PassThroughProfiler",
     "Precision",
     "PredictionWriter",
     "Profiler",
     "ProgressBar",
+    "RayTrainReportCallback",
     "SimpleProfiler",
     "SingleDevice",
     "SpikeDetection",
     "Strategy",
     "TaskModule",
+    "Teacher",
     "TensorBoardLogger",
     "ThroughputMonitor",
     "Timer",
     "TorchProfiler",
     "Trainer",
     "Tuner",
+    "WandbLogger",
     "Weights",
+    "goodput",
+    "grad_norm",
+    "isolate_rng",
+    "move_data_to_device",
+    "rank_zero_debug",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
     "seed_everything",
+    "summarize",
 ]
 __version__ = "0.1.0"
 

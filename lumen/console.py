@@ -83,6 +83,13 @@ def __getattr__(name: str) -> Any:
     return made
 
 
+def print_values(*values: Any, sep: str = " ", end: str = "\n") -> None:
+    """Print as `print` does, above a live progress bar."""
+    from lumen.console import console
+
+    console.print(sep.join(map(str, values)), end=end, markup=False, highlight=False)
+
+
 def _is_notebook() -> bool:
     if not hasattr(builtins, "get_ipython"):  # what rich asks first
         return False

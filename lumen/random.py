@@ -184,6 +184,17 @@ def preserved_generators() -> Iterator[None]:
         before.restore()
 
 
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """The context after which the global generators of torch, its devices, numpy and `random` are as before.
+
+    Args:
+        include_cuda: Accepted for users of Lightning: those of the devices in use are always put back too.
+    """
+    with preserved_generators():
+        yield
+
+
 _chosen: int | None = None  # by `seed_everything`, for the runs of this process
 
 

@@ -10,11 +10,12 @@ import pytest
 from tests.helpers.clock import clock  # noqa: F401 (a fixture)
 from tests.helpers.group import group  # noqa: F401 (a fixture)
 from tests.helpers.runs import listed, shown  # noqa: F401 (fixtures)
-from tests.helpers.workplace import workplace  # noqa: F401 (a fixture)
+from tests.helpers.workplace import for_programs, workplace  # noqa: F401 (fixtures)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the processes that tests start
 
 DEFAULT_LIMIT_S = 120
+collect_ignore = ["projects"]  # written for Lightning: `system/test_migrate.py` runs their tests, on copies
 _STDERR = pytest.StashKey[int]()
 
 

@@ -1,10 +1,12 @@
 """Callbacks: code that runs beside any task, such as saving checkpoints and showing progress."""
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.defaults import choose_callbacks, savers_of
+from lumen.callbacks.defaults import choose_callbacks, joined, listed, savers_of
+from lumen.callbacks.device_stats import DeviceStatsMonitor
 from lumen.callbacks.early_stopping import EarlyStopping
 from lumen.callbacks.ema import EMA
 from lumen.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
+from lumen.callbacks.gradient_accumulation import GradientAccumulationScheduler, scheduled
 from lumen.callbacks.lambda_callback import LambdaCallback
 from lumen.callbacks.lr_monitor import LearningRateMonitor
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
@@ -12,6 +14,8 @@ from lumen.callbacks.model_summary import ModelSummary
 from lumen.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from lumen.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
 from lumen.callbacks.progress_bar import ProgressBar
+from lumen.callbacks.pruning import ModelPruning
+from lumen.callbacks.ray_report import RayTrainReportCallback
 from lumen.callbacks.spike_detection import SpikeDetection
 from lumen.callbacks.swa import SWA
 from lumen.callbacks.throughput_monitor import ThroughputMonitor
@@ -24,17 +28,24 @@ __all__ = [
     "BaseFinetuning",
     "BasePredictionWriter",
     "Callback",
+    "DeviceStatsMonitor",
     "EarlyStopping",
+    "GradientAccumulationScheduler",
     "LambdaCallback",
     "LearningRateMonitor",
     "ModelCheckpoint",
+    "ModelPruning",
     "ModelSummary",
     "OnExceptionCheckpoint",
     "PredictionWriter",
     "ProgressBar",
+    "RayTrainReportCallback",
     "SpikeDetection",
     "ThroughputMonitor",
     "Timer",
     "choose_callbacks",
+    "joined",
+    "listed",
     "savers_of",
+    "scheduled",
 ]

@@ -15,53 +15,113 @@ if TYPE_CHECKING:
 class Callback:
     """Subclass it and define the hooks you need; a hook that nobody defines costs nothing.
 
-    Every hook exists on the task too, without `trainer` and `task`; callbacks run first, in their order, then the
-    task. The order, as a test records it:
+    Every hook of a callback exists on the task too, without `trainer` and `task`. A hook may leave out the last of its
+    arguments: `on_train_batch_end(self, outputs)` of a task, or `*_` of a callback. The map below is the order of all
+    calls; a test follows it line by line and compares that with what was called. After a name stands whose it is;
+    where nothing stands the callbacks have it, in their order, and then the task. What is `(data)` is the data
+    module's, or the task's if there is none; the three hooks of transfers are the task's too where the data module
+    lacks them.
 
-        prepare_data                                    # the data module's, then the task's; likewise setup
-        setup
-        configure_model
-        on_load_checkpoint                              # when resuming
-        configure_optimizers
-        on_fit_start
-        on_sanity_check_start                           # when starting, not when resuming
-            ... validation ...
-        on_sanity_check_end
-        on_train_start
-        for each epoch:
-            on_train_epoch_start
-            for each optimizer step:
-                for each micro-batch:
-                    on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer
-                    on_train_batch_start
-                    on_before_zero_grad                 # first micro-batch of the step, before its forward, so that
-                    training_step                       #   the last gradients can be read until here
-                    on_before_backward
-                    on_after_backward
-                    on_before_optimizer_step            # last micro-batch: gradients complete, unscaled, not clipped
-                    ... optimizer.step, schedulers ...
-                    on_train_batch_end
-                if a validation is due:
-                    on_validation_start
-                    on_validation_epoch_start
-                    for each batch:
-                        on_validation_batch_start
-                        validation_step
-                        on_validation_batch_end
-                    on_validation_epoch_end
-                    on_validation_end
-                on_step_end, on_step_checkpoint            # not after an epoch's last step
-            on_train_epoch_end
-            ... epoch schedulers ...
-            on_step_end, on_step_checkpoint
-        on_train_end
-        on_fit_end
-        teardown
+        fit:
+            configure_callbacks (task)                  # they join the trainer's, and have the hooks below
+            prepare_data (data module, task)            # on one process of each node
+            setup (data module, callbacks, task)
+            configure_model (task)                      # once in the life of a task; then its parameters are loaded
+            if resumed:
+                on_load_checkpoint (task)
+                load_state_dict (data module)
+                on_load_checkpoint (callbacks)
+            configure_optimizers (task)
+            if resumed:
+                load_state_dict (callbacks)
+            train_dataloader (data)                     # again in every reload_dataloaders_every_n_epochs-th epoch,
+            val_dataloader (data)                       #   before its start
+            on_fit_start
+            if new:
+                on_sanity_check_start
+                validation
+                on_sanity_check_end
+            on_train_start
+            if saving:
+                checkpoint                              # a trial, that writes nothing
+            for each epoch:
+                if beginning:                           # one that a checkpoint has left in its middle goes on
+                    on_train_epoch_start
+                for each step:
+                    for each micro-batch:
+                        on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer (data)
+                        on_train_batch_start            # -1 ends the epoch here
+                        if first:
+                            on_before_zero_grad         # before the forward: till here the last gradients can be read
+                            if automatic:
+                                optimizer_zero_grad (task)
+                        training_step (task)
+                        if manual:                      # what training_step calls: here manual_backward and step, once
+                            on_before_backward
+                            backward (task)
+                            on_after_backward
+                            on_before_optimizer_step
+                        if automatic:
+                            on_before_backward
+                            backward (task)
+                            on_after_backward
+                            if last:
+                                on_before_optimizer_step    # gradients are complete and unscaled, not clipped
+                                configure_gradient_clipping, clip_gradients, optimizer_step (task)
+                                lr_scheduler_step (task)    # of schedules that count steps
+                        on_train_batch_end
+                    if validating:
+                        on_validation_model_zero_grad (task)    # if it is overridden; else gradients stay
+                        validation
+                    if inside the epoch:
+                        boundary
+                on_train_epoch_end                      # also where the run ends inside the epoch, after a boundary
+                if complete:
+                    if automatic:
+                        lr_scheduler_step (task)        # of schedules that count epochs
+                    boundary
+            on_train_end
+            on_fit_end
+            teardown (data module, callbacks, task)     # whatever happens; where it fails, on_exception comes before
 
-    `test` and `predict` follow the same pattern with their own names. A **boundary** is the one moment of each step at
-    which nothing is half done: after its update and its validation, and for an epoch's last step after that epoch's
-    end. What acts there does so in `on_step_end`; whether the run ends here is decided then, and checkpoints are made
-    in `on_step_checkpoint`, which is also called where a run is asked to leave in the middle of a step's validation.
+        boundary:
+            on_step_end
+            on_step_checkpoint (callbacks)
+            if saving:
+                checkpoint                              # by ModelCheckpoint, which comes after other callbacks
+            on_step_checkpoint (task)
+
+        checkpoint:
+            state_dict (callbacks, data module)
+            on_save_checkpoint
+
+        validation:                                     # test and prediction likewise, with their own names
+            on_validation_model_eval (task)             # puts its modules into eval mode
+            on_validation_start
+            on_validation_epoch_start
+            for each batch:
+                on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer (data)
+                on_validation_batch_start
+                validation_step (task)
+                on_validation_batch_end
+            on_validation_epoch_end
+            on_validation_end
+            on_validation_model_train (task)            # if it is overridden; else modes are as they were
+
+        validate:                                       # so test and predict
+            configure_callbacks (task)
+            prepare_data (data module, task)
+            setup (data module, callbacks, task)
+            configure_model (task)
+            val_dataloader (data)
+            validation
+            teardown (data module, callbacks, task)
+
+    A **boundary** is the one moment of each step at which nothing is half done: after its update and its validation,
+    and for an epoch's last step after that epoch's end. What acts there does so in `on_step_end`; whether the run ends
+    here is decided then, and checkpoints are made in `on_step_checkpoint`, which is also called where a run is asked to
+    leave in the middle of a step's validation. With manual optimization each micro-batch is a step. An optimizer with
+    a closure repeats what lies between `on_before_backward` and the clipping.
     """
 
     #: Its hooks between the last backward of a step and the step's end (`on_after_backward`,

@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+import torch
 
 from lumen.checkpoint.folder import find_unread, read_info
 from lumen.checkpoint.manifest import is_committed
@@ -136,3 +138,12 @@ def ranked(scores: Mapping[str, float], mode: Literal["min", "max"]) -> dict[str
     sign = 1.0 if mode == "min" else -1.0
     scored = [(name, score) for name, score in scores.items() if not math.isnan(score)]
     return dict(sorted(scored, key=lambda item: (sign * item[1], item[0])))
+
+
+@overload
+def as_score(value: float) -> torch.Tensor: ...
+@overload
+def as_score(value: None) -> None: ...
+def as_score(value: float | None) -> torch.Tensor | None:
+    """A value of a monitor as Lightning has it, a tensor without dimensions; None stays None."""
+    return None if value is None else torch.tensor(value, dtype=torch.float64)

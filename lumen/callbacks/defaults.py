@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import deciding_first
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.errors import ConfigError
+from lumen.errors.arguments import in_words
 
 
 def savers_of(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]:
@@ -30,13 +32,7 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
     Raises:
         ConfigError: Something given is no callback, or saves checkpoints in a run that is to save none.
     """
-    listed = (
-        [given] if isinstance(given, Callback) else list(given.values() if isinstance(given, dict) else given or ())
-    )
-    callbacks = [callback for callback in listed if callback is not None]
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise ConfigError(f"callbacks: {type(callback).__name__} is not a lumen.Callback.")
+    callbacks = listed("callbacks", given)
     savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     if savers and not checkpointing:
         raise ConfigError("enable_checkpointing is False, but callbacks hold a ModelCheckpoint. Remove one of the two.")
@@ -46,3 +42,43 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
     if checkpointing and not savers:
         savers = [ModelCheckpoint()]
     return [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)] + savers
+
+
+def listed(where: str, given: Any) -> list[Callback]:
+    """What was given as callbacks, as a list.
+
+    Args:
+        where: What gave them, for errors.
+        given: A callback, a list, a dictionary, or None.
+
+    Raises:
+        ConfigError: Something given is no callback, or is there twice.
+    """
+    several = given.values() if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else [given]
+    callbacks = [callback for callback in several if callback is not None]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            is_kind = inspect.isclass(callback) and issubclass(callback, Callback)
+            advice = f" Make one: {callback.__name__}(...)." if is_kind else ""
+            raise ConfigError(f"{where}: {in_words(callback)} is not a lumen.Callback.{advice}")
+        if sum(each is callback for each in callbacks) > 1:
+            raise ConfigError(
+                f"{where}: one {type(callback).__name__} is there twice, so that its hooks would be called twice. "
+                "Leave one out, or make two."
+            )
+    return callbacks
+
+
+def joined(present: Sequence[Callback], given: Sequence[Callback]) -> tuple[list[Callback], list[Callback]]:
+    """Callbacks with those that join them: one takes the place of all that are of its class or of a base of it.
+
+    Returns:
+        The callbacks, last those that save checkpoints; and those that have lost their place.
+    """
+
+    def is_replaced(callback: Callback) -> bool:
+        return type(callback) is not Callback and any(isinstance(each, type(callback)) for each in given)
+
+    callbacks = [*(each for each in present if not is_replaced(each)), *given]
+    callbacks.sort(key=lambda callback: isinstance(callback, ModelCheckpoint))
+    return callbacks, [each for each in present if is_replaced(each)]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from lumen.callbacks.base import Callback
+from lumen.callbacks.checkpoint_names import as_score
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
 
 if TYPE_CHECKING:
+    import torch
+
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
 
@@ -36,20 +38,19 @@ class EarlyStopping(Callback):
         check_finite: Stop at a NaN or infinite value.
         stopping_threshold: Stop at once when the value is better than this.
         divergence_threshold: Stop at once when the value is worse than this.
+        check_on_train_epoch_end: True: look at the end of an epoch alone, at the newest value, if one is new since the
+            last look. Default: at each new value.
+        log_rank_zero_only: Accepted for users of Lightning: only the first process says anything.
 
     Attributes:
-        best_score: The best value of the monitor so far.
         wait_count: Number of values since the best one.
         stopped_epoch: Epochs completed when it stopped training; 0: it has not.
+        stopping_reason: "not_stopped", "stopping_threshold", "divergence_threshold", "patience_exhausted" or
+            "non_finite_metric".
         stopping_reason_message: Why it stopped training, or None.
     """
 
     stops_at_steps = False  # it asks for an agreement where it does
-
-    INSTEAD: ClassVar[Mapping[str, str]] = {
-        "check_on_train_epoch_end": "The monitor is looked at when it has a new value, of a validation or of an epoch.",
-        "log_rank_zero_only": "Only the first process logs.",
-    }
 
     @checked
     def __init__(
@@ -63,6 +64,8 @@ class EarlyStopping(Callback):
         check_finite: bool = True,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = True,
     ) -> None:
         if min_delta < 0 or patience < 0:
             raise ConfigError("EarlyStopping: min_delta and patience must be >= 0.")
@@ -75,29 +78,44 @@ class EarlyStopping(Callback):
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.log_rank_zero_only = log_rank_zero_only
         self._sign = 1.0 if mode == "min" else -1.0
         self._forget()
 
     def _forget(self) -> None:
-        self.best_score = self._sign * math.inf
+        self._best = self._sign * math.inf
+        self._unseen, self._epoch = False, 0
         self.wait_count = 0
         self._pending: str | None = None  # why to stop as soon as the minimum of epochs and steps is reached
-        self.stopped_epoch = 0
+        self.stopped_epoch, self.stopping_reason = 0, "not_stopped"
         self.stopping_reason_message: str | None = None
+
+    @property
+    def best_score(self) -> torch.Tensor:
+        """The best value of the monitor so far: float64 without dimensions; infinite before the first."""
+        return as_score(self._best)
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Start anew."""
         if stage == "fit":
             self._forget()
 
+    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Note in which epoch training begins."""
+        self._epoch = trainer.current_epoch
+
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Look at a new value, if there is one."""
-        if self.monitor in trainer.fresh_metrics:
+        ends_epoch, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
+        self._unseen |= self.monitor in trainer.fresh_metrics
+        if self._unseen and (ends_epoch or not self.check_on_train_epoch_end):
+            self._unseen = False
             value = trainer.epoch_metrics[self.monitor]
             self._look(value)
             level, counted = logging.INFO if self.verbose else logging.DEBUG, (self.wait_count, self.patience)
             _log.log(level, "early stopping: %s %g, best %g, %d of %d values since", self.monitor, value,
-                     self.best_score, *counted)  # fmt: skip
+                     self._best, *counted)  # fmt: skip
         if self._pending is not None and trainer.may_stop:
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message, self._pending = f"{self.monitor}: {self._pending}", None
@@ -117,26 +135,26 @@ class EarlyStopping(Callback):
 
     def _look(self, value: float) -> None:
         """Decide at a new value whether to stop; a new best value takes an earlier decision back."""
-        reason = self._judge(value)
-        if reason is not None or self.wait_count == 0:
-            self._pending = reason
+        judged = self._judge(value)
+        if judged is not None or self.wait_count == 0:
+            self.stopping_reason, self._pending = judged or ("not_stopped", None)
 
-    def _judge(self, value: float) -> str | None:
-        """The reason to stop at this value, or None."""
+    def _judge(self, value: float) -> tuple[str, str] | None:
+        """The reason to stop at this value, in a word and in words; or None."""
         distance = self._sign * value
         if self.check_finite and not math.isfinite(value):
-            return f"the value {value} is not finite"
+            return "non_finite_metric", f"the value {value} is not finite"
         if self.divergence_threshold is not None and distance > self._sign * self.divergence_threshold:
-            return f"{value:g} diverged beyond {self.divergence_threshold:g}"
-        if distance < self._sign * self.best_score - self.min_delta:
-            self.best_score, self.wait_count = value, 0
+            return "divergence_threshold", f"{value:g} diverged beyond {self.divergence_threshold:g}"
+        if distance < self._sign * self._best - self.min_delta:
+            self._best, self.wait_count = value, 0
         else:
             self.wait_count += 1
         if self.stopping_threshold is not None and distance < self._sign * self.stopping_threshold:
-            return f"{value:g} reached the threshold {self.stopping_threshold:g}"
+            return "stopping_threshold", f"{value:g} reached the threshold {self.stopping_threshold:g}"
         if self.wait_count == 0 or self.wait_count < self.patience:
             return None
-        return f"no improvement on {self.best_score:g} in the last {self.wait_count} values"
+        return "patience_exhausted", f"no improvement on {self._best:g} in the last {self.wait_count} values"
 
     @property
     def state_key(self) -> str:
@@ -146,17 +164,21 @@ class EarlyStopping(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The best value, and how many values ago it was."""
         return {
-            "best_score": self.best_score,
+            "best_score": self._best,
             "wait_count": self.wait_count,
             "pending": self._pending,
+            "unseen": self._unseen,
             "stopped_epoch": self.stopped_epoch,
+            "stopping_reason": self.stopping_reason,
             "stopping_reason_message": self.stopping_reason_message,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best value and the count of values since."""
-        self.best_score = state["best_score"]
+        self._best = state["best_score"]
         self.wait_count = state["wait_count"]
         self._pending = state["pending"]
+        self._unseen = state.get("unseen", False)
         self.stopped_epoch = state["stopped_epoch"]
+        self.stopping_reason = state.get("stopping_reason", "not_stopped")
         self.stopping_reason_message = state["stopping_reason_message"]

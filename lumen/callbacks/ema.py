@@ -44,7 +44,11 @@ class EMA(ParameterAverage):
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "device": "Leave it out: the average lies where the parameters do, under FSDP in shards.",
         "avg_fn": "Leave it out: decay and warmup say how; another average is a callback of your own.",
+        "multi_avg_fn": "Leave it out: decay and warmup say how; another average is a callback of your own.",
     }
+    NEUTRAL: ClassVar[Mapping[str, tuple[None, ...]]] = {
+        "device": (None,), "avg_fn": (None,), "multi_avg_fn": (None,),
+    }  # fmt: skip
 
     @checked
     def __init__(

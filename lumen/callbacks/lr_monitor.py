@@ -27,6 +27,8 @@ class LearningRateMonitor(Callback):
         log_weight_decay: Log `weight_decay` too.
     """
 
+    NONE_IS_DEFAULT = True
+
     @checked
     def __init__(
         self,

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from lumen.callbacks import checkpoint_names as names
 from lumen.callbacks.base import Callback
-from lumen.callbacks.checkpoint_names import Rule, decides, deciding_first, is_same, moment_of, place
+from lumen.callbacks.checkpoint_names import Rule, as_score, decides, deciding_first, is_same, moment_of, place
 from lumen.checkpoint import Saves
 from lumen.checkpoint.folder import clean_leftovers, find_unread, newest_committed, remove_checkpoints
 from lumen.checkpoint.places import as_place
 from lumen.errors import ConfigError
-from lumen.errors.arguments import checked
+from lumen.errors.arguments import LacksLightnings, checked
+from lumen.errors.lightning_names import ATTRIBUTES_OF_CHECKPOINTS, INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
 from lumen.run.plan import Duration, duration_s
 
 if TYPE_CHECKING:
+    import torch
+
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
 
 _log = logging.getLogger("lumen")
 _DEFAULT_INTERVAL_S = 600.0
 _SHORT_RUN_S = 10.0
-_NAMES = "Checkpoints are named by their step, and none is ever overwritten."
 
 
 @final
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(Callback, LacksLightnings):
     """Saves checkpoints and removes those that no rule keeps.
 
     Each is a directory `step-NNNNNNNN`, named by completed optimizer updates. One is never written twice, and none is
@@ -73,28 +74,19 @@ class ModelCheckpoint(Callback):
             URL, if the copy takes at most half of the memory that the machine has left. Each process then keeps host
             memory of the size of its share until the run ends, taken before the first save: at once with
             `every_n_train_steps`, else after 10 seconds.
-
-    Attributes:
-        current_score: The newest value of the monitor, or None.
+        save_last: Accepted for users of Lightning: the newest are always kept, `last_model_path` is the last of them.
+        verbose: Say every save in the terminal and `run.log`; else at log_level DEBUG alone.
     """
 
     stops_at_steps = False
 
-    INSTEAD: ClassVar[Mapping[str, str]] = {
-        "filename": _NAMES,
-        "auto_insert_metric_name": _NAMES,
-        "enable_version_counter": _NAMES,
-        "save_last": "The newest are always kept: keep_last says how many. Trainer(resume='last') and ckpt_path='last' "
-        "find them.",
-        "save_weights_only": "A checkpoint is always whole; its weights are in model/, which init_from reads.",
-        "save_on_train_epoch_end": "An epoch's checkpoint is made when its last validation and its end are both done.",
-        "save_on_exception": "Add lumen.OnExceptionCheckpoint() to the callbacks.",
-        "verbose": "Trainer(log_level='DEBUG') shows every save.",
-    }
+    INSTEAD, NEUTRAL = INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
+    ATTRIBUTES = ATTRIBUTES_OF_CHECKPOINTS
 
     @checked
     def __init__(
         self,
+        dirpath: str | Path | None = None,
         *,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
@@ -106,9 +98,12 @@ class ModelCheckpoint(Callback):
         keep_last: int = 2,
         save_top_k: int = 1,
         keep_every_n_steps: int | None = None,
-        dirpath: str | Path | None = None,
         asynchronous: bool | None = None,
+        save_last: bool | Literal["link"] | None = None,
+        verbose: bool = False,
     ) -> None:
+        if save_last and keep_last == 0:
+            raise ConfigError(f"ModelCheckpoint: save_last={save_last!r} and keep_last=0 contradict each other.")
         for name, value, least in (
             ("every_n_train_steps", every_n_train_steps, 0),
             ("every_n_epochs", every_n_epochs, 0),
@@ -134,9 +129,9 @@ class ModelCheckpoint(Callback):
         self.save_top_k = save_top_k
         self.keep_every_n_steps = keep_every_n_steps
         self.given_dirpath = self.dirpath = None if dirpath is None else as_place(dirpath)
-        self.asynchronous = asynchronous
+        self.asynchronous, self.save_last, self.verbose = asynchronous, save_last, verbose
         self.scores: dict[str, float] = {}
-        self.current_score: float | None = None
+        self._score: float | None = None
         self._epoch = 0
         self._is_wanted = False  # at the boundary in progress
         self._saved_at_s = 0.0
@@ -154,14 +149,24 @@ class ModelCheckpoint(Callback):
         return self._path(next(iter(self._committed()), None))
 
     @property
-    def best_model_score(self) -> float | None:
-        """The monitor's value at the best checkpoint."""
-        return next(iter(self._committed().values()), None)
+    def best_model_score(self) -> torch.Tensor | None:
+        """The monitor's value at the best checkpoint: float64 without dimensions."""
+        return as_score(next(iter(self._committed().values()), None))
 
     @property
-    def best_k_models(self) -> dict[str, float]:
+    def current_score(self) -> torch.Tensor | None:
+        """The newest value of the monitor, likewise."""
+        return as_score(self._score)
+
+    @property
+    def best_k_models(self) -> dict[str, torch.Tensor]:
         """The monitor's values at the `save_top_k` best checkpoints, by directory, the best one first."""
-        return {self._path(name): score for name, score in self._top(self._committed()).items()}
+        return {self._path(name): as_score(score) for name, score in self._top(self._committed()).items()}
+
+    @property
+    def kth_value(self) -> torch.Tensor | None:
+        """The monitor's value at the worst of them."""
+        return next(reversed(self.best_k_models.values()), None)
 
     @property
     def kth_best_model_path(self) -> str:
@@ -179,7 +184,7 @@ class ModelCheckpoint(Callback):
         if stage != "fit":
             return
         self.scores = {}
-        self.current_score = None
+        self._score = None
         others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
         self._has_twin = any((each.monitor, each.mode) == (self.monitor, self.mode) for each in others)
         if self.given_dirpath is None and trainer.run_directory is not None:
@@ -243,7 +248,7 @@ class ModelCheckpoint(Callback):
         value = self._new_value(trainer)
         if value is None:
             return
-        self.current_score = value
+        self._score = value
         if self._is_wanted:
             assert self.dirpath is not None
             path, _ = trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))
@@ -283,11 +288,11 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The score of each checkpoint, if there is a monitor."""
-        return {} if self.monitor is None else {"scores": self.scores, "current_score": self.current_score}
+        return {} if self.monitor is None else {"scores": self.scores, "current_score": self._score}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the scores."""
-        self.scores, self.current_score = state["scores"], state["current_score"]
+        self.scores, self._score = state["scores"], state["current_score"]
 
     def save(self, trainer: Trainer, *, at_once: bool = False) -> None:
         """Save this boundary, unless that is done, and remove what no rule keeps any more. Collective.
@@ -303,16 +308,18 @@ class ModelCheckpoint(Callback):
         path, saved = trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))
         if not saved:
             chief = deciding_first(self._sharing(trainer, self.dirpath))[0]
-            best = next(iter(chief._ranked()), None)
-            info = {"best": best, "monitor": chief.monitor, "finished": trainer.end_reason}
+            ranked = list(chief._ranked())
+            best = ranked[0] if ranked else None
+            info = {"best": best, "ranked": ranked, "monitor": chief.monitor, "finished": trainer.end_reason}
             trainer.checkpoints.save(
                 path,
                 info,
                 asynchronous=False if at_once else self.asynchronous,
                 moment=moment,
-                account=partial(self._account, trainer, path),
+                account=partial(trainer.tell_loggers, self, partial(self._account, trainer, path)),
             )
-            _log.debug("saving %s" if trainer.checkpoints.path == path else "saved %s", path)
+            level = logging.INFO if self.verbose else logging.DEBUG
+            _log.log(level, "saving %s" if trainer.checkpoints.path == path else "saved %s", path)
         elif trainer.checkpoints.path is None or not is_same(trainer.checkpoints.path, path):
             self._prune(trainer, path)
         self._saved_at_s = trainer.clock_s

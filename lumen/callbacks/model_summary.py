@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from io import StringIO
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
@@ -19,6 +20,8 @@ from lumen.errors.arguments import checked
 from lumen.metrics.torchmetrics_states import metrics_of
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
 
@@ -48,6 +51,56 @@ class Row(NamedTuple):
 
 
 @final
+class Summary(list[Row]):
+    """The rows of a model, the model itself first: its totals. As a text it is the table that `ModelSummary` prints."""
+
+    def __init__(self, model: nn.Module, rows: Iterable[Row]) -> None:
+        super().__init__(rows)
+        self._model = model
+
+    @property
+    def total_parameters(self) -> int:
+        """Number of elements of all parameters."""
+        return self[0].parameters
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Of those that require gradients."""
+        return self[0].trainable
+
+    @property
+    def model_size(self) -> float:
+        """Megabytes (10^6 bytes) of the parameters."""
+        return sum(_elements(each) * each.dtype.itemsize for each in self._model.parameters()) / 1e6
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Names of the modules that are listed."""
+        return [row.name for row in self[1:]]
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Names of their classes."""
+        return [row.type for row in self[1:]]
+
+    @property
+    def param_nums(self) -> list[int]:
+        """Numbers of their parameters' elements."""
+        return [row.parameters for row in self[1:]]
+
+    def __str__(self) -> str:
+        """The table, and a line of totals."""
+        from rich.console import Console
+
+        file = StringIO()
+        rows = self[1:]
+        if rows:
+            Console(file=file, width=_WIDE, force_jupyter=False, force_terminal=False).print(_table(rows, plain=True))
+        lines = [line.rstrip() for line in file.getvalue().splitlines()]
+        return "\n".join([*lines, _totals(self._model, self[0])])
+
+
+@final
 class ModelSummary(Callback):
     """Prints a table of the model when `fit` begins; its totals go to `run.log` too.
 
@@ -69,10 +122,16 @@ class ModelSummary(Callback):
         if rows:
             _print(rows)
         _log.info("%s", _totals(task, total))
+        if names := list(_evaluating(task)):
+            _log.info(
+                "%s in eval mode, without dropout, though parameters in it are trained: as it was built, or as "
+                "from_pretrained returns a model. If that is not meant, call .train() on it.",
+                ", ".join(names[:3]) + (f" and {len(names) - 3} more are" if len(names) > 3 else " is"),
+            )
 
 
-def summarize(model: nn.Module, max_depth: int = 1) -> list[Row]:
-    """Count the parameters of a model and of its modules.
+def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
+    """Count the parameters of a model and of its modules; `print(lumen.summarize(model))` shows them.
 
     Args:
         model: Any module, sharded or not.
@@ -89,7 +148,7 @@ def summarize(model: nn.Module, max_depth: int = 1) -> list[Row]:
         if name and (max_depth == -1 or name.count(".") < max_depth) and not _is_metric(module)
     ]
     total = _row("", type(model).__name__, model.parameters())
-    return [total, *own, *modules] if max_depth else [total]
+    return Summary(model, [total, *own, *modules] if max_depth else [total])
 
 
 def _is_metric(module: nn.Module) -> bool:
@@ -105,12 +164,19 @@ def _row(name: str, kind: str, parameters: Iterable[nn.Parameter]) -> Row:
 
 
 def _print(rows: list[Row]) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
     console = terminal.console
     plain = not console.is_terminal
+    (Console(file=console.file, width=_WIDE, force_jupyter=False, force_terminal=False) if plain else console).print(
+        _table(rows, plain=plain), highlight=False
+    )
+
+
+def _table(rows: list[Row], *, plain: bool) -> Table:
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=None if plain else box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     table.add_column("name", overflow="fold")
     table.add_column("type", overflow="fold")
@@ -120,9 +186,7 @@ def _print(rows: list[Row]) -> None:
         share = f"{100 * row.trainable / row.parameters:.3g} %" if row.parameters else ""
         style = "dim" if row.trainable == 0 else ""
         table.add_row(row.name, row.type, _humane(row.parameters), share, style=style)
-    (Console(file=console.file, width=_WIDE, force_jupyter=False, force_terminal=False) if plain else console).print(
-        table, highlight=False
-    )
+    return table
 
 
 def _totals(model: nn.Module, total: Row) -> str:
@@ -135,6 +199,16 @@ def _totals(model: nn.Module, total: Row) -> str:
         f"{_humane(total.frozen)} frozen{tied}), {_size(model.parameters())}"
         f"{f'; buffers {_size(buffers)}' if buffers else ''}"
     )
+
+
+def _evaluating(module: nn.Module, name: str = "") -> Iterator[str]:
+    """Names of the outermost modules in eval mode in which parameters are trained."""
+    if not module.training:
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            yield name or type(module).__name__
+        return
+    for part, child in module.named_children():
+        yield from _evaluating(child, f"{name}.{part}" if name else part)
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> str:

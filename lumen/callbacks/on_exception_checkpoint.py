@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch.optim import Optimizer
 
@@ -42,6 +43,9 @@ class OnExceptionCheckpoint(Callback):
     Args:
         dirpath: Directory for all of them, as `exception-step-N`. Default: where the run's checkpoints are.
     """
+
+    INSTEAD: ClassVar[Mapping[str, str]] = {"filename": "It is named by its step: step-N, or exception-step-N."}
+    NEUTRAL: ClassVar[Mapping[str, tuple[str, ...]]] = {"filename": ("on_exception",)}
 
     @checked
     def __init__(self, dirpath: str | Path | None = None) -> None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import torch
 
 from lumen.callbacks.base import Callback
+from lumen.callbacks.parquet import ParquetFile
 from lumen.data.nested import move
 from lumen.errors import ConfigError, DataError
-from lumen.errors.arguments import checked, local_path
+from lumen.errors.arguments import checked, local_path, optional
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
@@ -60,13 +61,14 @@ class BasePredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: Trainer, task: TaskModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write all predictions of this process, one list for each loader.
+        """Write all predictions of this process.
 
         Args:
             trainer: The trainer that predicts.
             task: The task whose `predict_step` was called.
-            predictions: Of each loader the predictions of this process's batches, in their order, on the CPU.
-            batch_indices: Of each of these what `write_on_batch_end` gets.
+            predictions: Those of this process's batches, in their order, on the CPU; of several loaders a list of such
+                lists.
+            batch_indices: Of each loader, also of one alone, a list of what `write_on_batch_end` gets.
         """
 
     def on_predict_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
@@ -90,7 +92,11 @@ class BasePredictionWriter(Callback):
     def on_predict_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Write what was kept."""
         if self.interval != "batch":
-            self.write_on_epoch_end(trainer, task, self._predictions, self._indices)
+            while len(self._predictions) < len(trainer.num_predict_batches):  # this process had no batch of the last
+                self._predictions.append([])
+                self._indices.append([])
+            alone = self._predictions[0] if len(self._predictions) == 1 else self._predictions
+            self.write_on_epoch_end(trainer, task, alone, self._indices)
             self._predictions, self._indices = [], []
 
 
@@ -106,19 +112,27 @@ class PredictionWriter(BasePredictionWriter):
         format: "safetensors": `predictions-LOADER-BATCH.safetensors` for each batch, with the tensors that the step
             returned (a tensor is named `prediction`, those of a dictionary by its keys, of a list by their numbers) and
             `index`; "jsonl": `predictions-rank-N.jsonl` for each process, a line for each sample, with `index`,
-            `dataloader` and the values of its sample.
+            `dataloader` and the values of its sample; "parquet": `predictions-LOADER-rank-N.parquet`, a row for each
+            sample, with `index` and a column for each tensor, for which up to 8 MiB wait in memory and which is there
+            once the predictions are complete. That needs `pip install 'lumen[parquet]'`.
 
     Raises:
-        ConfigError: There is no such format.
+        ConfigError: There is no such format, or what it needs is not installed.
     """
 
     @checked
-    def __init__(self, directory: str | Path, format: Literal["safetensors", "jsonl"] = "safetensors") -> None:
+    def __init__(
+        self, directory: str | Path, format: Literal["safetensors", "jsonl", "parquet"] = "safetensors"
+    ) -> None:
         super().__init__("batch")
         self.directory, self.format = local_path(directory), format
+        self._tables: dict[int, ParquetFile] = {}
+        if format == "parquet":
+            optional("pyarrow", "PredictionWriter(format='parquet')", "parquet")
 
     def on_predict_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Refuse a directory that has predictions of another run. Collective: every rank must call this."""
+        self._tables = {}
         self.directory.mkdir(parents=True, exist_ok=True)
         found = sorted(self.directory.glob("predictions-*"))
         trainer.processes.barrier()
@@ -143,9 +157,21 @@ class PredictionWriter(BasePredictionWriter):
         if self.format == "safetensors":
             self._write_tensors(named, batch_indices, f"predictions-{dataloader_idx}-{batch_idx:08d}.safetensors")
             return
-        lines = _lines(named, batch_indices, dataloader_idx)
-        with (self.directory / f"predictions-rank-{trainer.global_rank}.jsonl").open("a") as file:
-            file.writelines(lines)
+        rank = trainer.global_rank
+        _check_rows(self.format, named, batch_indices)
+        if self.format == "parquet":
+            if dataloader_idx not in self._tables:
+                name = f"predictions-{dataloader_idx}-rank-{rank}.parquet"
+                self._tables[dataloader_idx] = ParquetFile(self.directory / name)
+            self._tables[dataloader_idx].append(named, batch_indices)
+            return
+        with (self.directory / f"predictions-rank-{rank}.jsonl").open("a") as file:
+            file.writelines(_lines(named, batch_indices, dataloader_idx))
+
+    def on_predict_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Complete the files."""
+        for table in self._tables.values():
+            table.close()
 
     def _write_tensors(self, named: Mapping[str, torch.Tensor], indices: list[int] | None, name: str) -> None:
         from safetensors.torch import save_file
@@ -174,18 +200,21 @@ def _named(prediction: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _lines(named: Mapping[str, torch.Tensor], indices: list[int] | None, loader: int) -> list[str]:
-    """A line of JSON for each sample."""
+def _check_rows(format: str, named: Mapping[str, torch.Tensor], indices: list[int] | None) -> None:
     samples = {len(tensor) if tensor.dim() else -1 for tensor in named.values()}
     if len(samples) != 1 or -1 in samples or (indices is not None and samples != {len(indices)}):
         raise DataError(
-            "PredictionWriter: jsonl has a line for each sample, but the tensors have "
+            f"PredictionWriter: {format} has a line for each sample, but the tensors have "
             f"{', '.join(str(tuple(tensor.shape)) for tensor in named.values())} elements. Let their first dimension "
             "be the samples, or use format: safetensors."
         )
+
+
+def _lines(named: Mapping[str, torch.Tensor], indices: list[int] | None, loader: int) -> list[str]:
+    """A line of JSON for each sample."""
     columns = {key: tensor.tolist() for key, tensor in named.items()}
     return [
         json.dumps({"index": None if indices is None else indices[place], "dataloader": loader}
                    | {key: values[place] for key, values in columns.items()}) + "\n"
-        for place in range(samples.pop())
+        for place in range(len(next(iter(named.values()))))
     ]  # fmt: skip

@@ -41,10 +41,14 @@ class ProgressBar(Callback):
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "refresh_rate": "refresh_per_second counts in time, not in batches.",
+        "console_kwargs": "It writes to stderr, in a notebook to its output.",
         "leave": "The last picture of training always stays.",
         "process_position": "Whatever is printed meanwhile stays above the bar.",
         "theme": "The bar has the terminal's own colours.",
     }
+    NEUTRAL: ClassVar[Mapping[str, tuple[int | None, ...]]] = {
+        "refresh_rate": (None, 1, 100), "leave": (False,), "process_position": (0,), "console_kwargs": (None,),
+    }  # fmt: skip
 
     @checked
     def __init__(self, refresh_per_second: float = 10.0, plain_every_s: float = 10.0) -> None:
@@ -99,8 +103,9 @@ class ProgressBar(Callback):
     def _count_steps(self, trainer: Trainer, done: int, epochs: int) -> None:
         """Set the number of the run's steps, `done` of which were made in whole epochs."""
         plan, per_epoch = trainer.plan, trainer.steps_per_epoch
-        left = None if per_epoch is None or plan.max_epochs is None else per_epoch * (plan.max_epochs - epochs)
-        by_epochs = None if left is None else done + left
+        lengths, by_epochs = trainer.epoch_lengths, None
+        if lengths is not None and plan.max_epochs is not None:
+            by_epochs = done + lengths.until(plan.max_epochs) - lengths.until(epochs)
         totals = [total for total in (plan.max_steps, by_epochs) if total is not None]
         self._total_steps = min(totals, default=None)
         self._bar_is_epoch = per_epoch is not None and (self._total_steps is None or per_epoch < self._total_steps)
@@ -153,7 +158,7 @@ class ProgressBar(Callback):
             samples = f"{number(rates.samples_per_s, 3)} samples/s"
             waiting = f"data {100 * rates.data_wait_share:.0f} %"
             costs = [speed(rates.steps_per_s, "step"), samples, waiting, *costs]
-        epoch = _of(progress.epochs_begun, trainer.max_epochs)
+        epoch = _of(progress.epochs_begun, trainer.plan.max_epochs)
         return Line(
             head=f"step {_of(progress.step, self._total_steps)} · epoch {epoch}",
             fraction=self._fraction(trainer),
@@ -167,7 +172,7 @@ class ProgressBar(Callback):
         progress, plan = trainer.progress, trainer.plan
         if self._bar_is_epoch:
             complete = progress.epoch > 0 and not progress.in_epoch
-            return 1.0 if complete else progress.batches / max(trainer.num_training_batches or 1, 1)
+            return 1.0 if complete else progress.batches / max(trainer.num_training_batches, 1)
         if self._total_steps is not None:
             return progress.step / max(self._total_steps, 1)
         return None if plan.max_time_s is None else progress.elapsed_s / plan.max_time_s

@@ -1,4 +1,4 @@
-"""Leaves out updates whose loss or gradient is far above those before, or ends the run there."""
+"""Leaves out updates whose loss or gradient is far above those before, goes back behind them, or ends the run there."""
 
 from __future__ import annotations
 
@@ -40,14 +40,20 @@ class SpikeDetection(Callback):
         warmup: Values to see before the first decision, at least 1.
         atol: Least distance from the mean, >= 0; None: any.
         rtol: Least distance as a multiple of the mean, >= 0: 2.0 means a value three times as large; None: any.
-        action: "skip": training goes on with the next batches; "stop": it ends there, before the update.
+        action: "skip": training goes on with the next batches; "rollback": it goes back to a checkpoint, and goes on
+            from there without the steps around the spike; "stop": it ends there, before the update.
         max_in_a_row: Spikes in a row that are skipped; one more is an error: then it is no spike any longer.
+        before: Steps before a spike that a roll back leaves out with it, >= 0: it goes back to the newest checkpoint
+            from before them. See `Trainer.roll_back`.
+        after: Steps after it that a roll back leaves out too, >= 0.
+        max_rollbacks: How often a run goes back; one more time is an error.
 
     Attributes:
-        spikes: How many there were.
+        spikes: How many there were; of those before a roll back only what the checkpoint knows of.
 
     Raises:
         ConfigError: A value is out of range, or neither `atol` nor `rtol` is given.
+        TrainingError: In `fit`, at one spike too many.
     """
 
     stops_at_steps = False  # it asks for an agreement where it does
@@ -66,10 +72,14 @@ class SpikeDetection(Callback):
         warmup: int = 1,
         atol: float | None = None,
         rtol: float | None = 2.0,
-        action: Literal["skip", "stop"] = "skip",
+        action: Literal["skip", "rollback", "stop"] = "skip",
         max_in_a_row: int = 10,
+        before: int = 100,
+        after: int = 100,
+        max_rollbacks: int = 3,
     ) -> None:
-        at_least(1, window=window, warmup=warmup, max_in_a_row=max_in_a_row)
+        at_least(1, window=window, warmup=warmup, max_in_a_row=max_in_a_row, max_rollbacks=max_rollbacks)
+        at_least(0, before=before, after=after)
         if atol is None and rtol is None:
             raise ConfigError("SpikeDetection: atol or rtol must say how far above the mean a spike is.")
         if min(atol or 0.0, rtol or 0.0) < 0:
@@ -81,6 +91,7 @@ class SpikeDetection(Callback):
         self.rtol = rtol
         self.action = action
         self.max_in_a_row = max_in_a_row
+        self.before, self.after, self.max_rollbacks = before, after, max_rollbacks
         self._forget()
 
     def _forget(self) -> None:
@@ -98,6 +109,11 @@ class SpikeDetection(Callback):
                 raise ConfigError(
                     "SpikeDetection: a task with automatic_optimization = False makes its updates itself. Decide there "
                     "whether to call the optimizer's step, and leave this callback out."
+                )
+            if self.action == "rollback" and not (trainer.enable_checkpointing or trainer.fast_dev_run):
+                raise ConfigError(
+                    "SpikeDetection(action='rollback') goes back to a checkpoint, and this run saves none. Leave out "
+                    "enable_checkpointing=False, or use action='skip'."
                 )
 
     def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
@@ -134,6 +150,9 @@ class SpikeDetection(Callback):
         self.spikes += 1
         self._in_a_row += 1
         said = f"{self.monitor} {value:g}, the mean of the last {len(self._values)} is {mean:g}"
+        if self.action == "rollback" and not trainer.fast_dev_run:
+            self._roll_back(trainer, said)
+            return
         if self._in_a_row > self.max_in_a_row:
             raise TrainingError(
                 f"SpikeDetection: {self._in_a_row} updates in a row after step {trainer.global_step} are spikes: "
@@ -146,6 +165,16 @@ class SpikeDetection(Callback):
             said, trainer.global_step, "not made, and the run stops" if self._stops else "skipped",
         )  # fmt: skip
         trainer.skip_update()
+
+    def _roll_back(self, trainer: Trainer, said: str) -> None:
+        if len(trainer.progress.left_out) == self.max_rollbacks:
+            raise TrainingError(
+                f"SpikeDetection: the run went back {self.max_rollbacks} times already, and after step "
+                f"{trainer.global_step} there is one more spike: {said}. Lower the learning rate, leave out more steps "
+                "(before, after), or make atol, rtol or max_rollbacks larger."
+            )
+        _log.warning("spike: %s: the update after step %d is not made", said, trainer.global_step)
+        trainer.roll_back(self.before, self.after)
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """End the run if a spike is to."""

@@ -46,6 +46,7 @@ class SWA(ParameterAverage):
         "device": "Leave it out: the mean lies where the parameters do, under FSDP in shards.",
         "avg_fn": "Leave it out: SWA is the mean; lumen.EMA is one with a decay.",
     }
+    NEUTRAL: ClassVar[Mapping[str, tuple[str | None, ...]]] = {"device": (None, "cpu"), "avg_fn": (None,)}
 
     @checked
     def __init__(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Literal, final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
@@ -34,6 +35,8 @@ class Timer(Callback):
 
     stops_at_steps = False  # it asks for an agreement where it does
 
+    NEUTRAL: ClassVar[Mapping[str, tuple[bool, ...]]] = {"verbose": (True, False)}  # that it stops is always said
+
     @checked
     def __init__(self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step") -> None:
         self.interval = interval
@@ -60,9 +63,9 @@ class Timer(Callback):
             return 0.0
         return self._ended_s.get(stage, time.monotonic()) - self._started_s[stage]
 
-    def time_remaining(self) -> float | None:
-        """Seconds of training that are left, negative if it took longer; None without a duration."""
-        return None if self._duration_s is None else self._duration_s - self._trained_s
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Seconds that a stage has left of the duration, negative if it took longer; None without one."""
+        return None if self._duration_s is None else self._duration_s - self.time_elapsed(stage)
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Start anew."""

@@ -19,7 +19,7 @@ Each process writes blocks: of sharded tensors what it holds, and some of the te
 
 The modules, each using only those before it: `codec`, `storage` (the contract), `local_storage`, `object_store`,
 `places` (the choice between these two), `files`, `manifest`, `safetensors_file`, `reader`, `reshard`,
-`optimizer_layout`, `optimizer_state`, `folder`, `weights_source`, `load_weights`, `write_plan`, `writer`,
+`optimizer_layout`, `optimizer_state`, `folder`, `weights_source`, `averaging`, `load_weights`, `write_plan`, `writer`,
 `config_diff`, `state_keys`, `user_state`, `rank_state`, `collect`, `snapshot`, `async_save`, `parts`, `resume_checks`,
 `restore`; for the command line `listing` and `export`.
 """
@@ -33,7 +33,7 @@ from lumen.checkpoint.optimizer_state import groups_of
 from lumen.checkpoint.parts import PARTS, Part, choose_parts
 from lumen.checkpoint.places import as_place, storage_of
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.restore import load_model_and_data, load_run, load_task
+from lumen.checkpoint.restore import load_datamodule, load_model_and_data, load_run, load_task
 from lumen.checkpoint.resume_checks import compare
 from lumen.checkpoint.weights_source import Weights, as_weights, check_there, find_checkpoint, is_weights
 
@@ -55,6 +55,7 @@ __all__ = [
     "find_checkpoints",
     "groups_of",
     "is_weights",
+    "load_datamodule",
     "load_model_and_data",
     "load_run",
     "load_task",

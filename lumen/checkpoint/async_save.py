@@ -102,7 +102,7 @@ class Saves:
             self.settle()
             self.check_home()
             self._run.records.write_row()  # records end with this step
-            with only_young_collected():
+            with self._run.records.goodput.within("checkpoint"), only_young_collected():
                 under_way = self._write_or_begin(path, collect(self._run, info), asynchronous)
         except BaseException:
             account(False)
@@ -247,7 +247,8 @@ class Saves:
             return
         account, self._account = self._account, _keep_all
         try:
-            self._processes.together(self.wait)
+            with self._run.records.goodput.within("checkpoint"):
+                self._processes.together(self.wait)
         except BaseException:
             account(False)
             raise

@@ -185,7 +185,7 @@ class Collected:
 
 
 def collect(run: Run, info: Mapping[str, Any]) -> Collected:
-    """Collect a run's state, and flush its loggers. Collective: every rank must call this.
+    """Collect a run's state, and let its loggers save. Collective: every rank must call this.
 
     Raises:
         CheckpointError: Something is neither plain data nor a tensor; the message names where it is.
@@ -195,7 +195,7 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
     def own() -> tuple[Any, ...]:
         run.step.nonfinite.flush()
         for logger in run.records.loggers:
-            logger.flush()
+            logger.save()
         return *capture(run), own_values(run)
 
     processes = run.processes

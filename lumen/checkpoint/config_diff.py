@@ -13,11 +13,12 @@ from lumen.checkpoint.optimizer_layout import attributes_of
 from lumen.checkpoint.reader import Checkpoint
 from lumen.errors import CheckpointError
 from lumen.internals.optimizers import set_by_hand
-from lumen.run.plan import Plan
+from lumen.run.plan import Plan, by_epoch
 from lumen.run.run import Run
 
 Setting: TypeAlias = bool | int | float | str | None
 HOW_TO_STEP = ("params", "fused", "foreach", "capturable", "differentiable")  # how a step is computed, not which step
+STEP_SIZES = ("global_batch_size", "batches of a step")  # what adapters call them
 _ABSENT = object()
 
 
@@ -103,8 +104,7 @@ def trainer_settings(run: Run) -> dict[str, Setting]:
 
     Left out: the length of the run, and what is shown and saved.
     """
-    trainer, plan, adapter = run.trainer, run.plan, run.loaders.train
-    assert adapter is not None
+    trainer, plan = run.trainer, run.plan
     interval = f"{plan.val_every_s:g} s" if plan.val_every_s is not None else plan.val_every_epoch_fraction
     return {
         "precision": run.precision.name,
@@ -116,8 +116,9 @@ def trainer_settings(run: Run) -> dict[str, Setting]:
         "sync_batchnorm": trainer.sync_batchnorm,
         "compile": str(trainer.compilation.setting),
         "processes": run.processes.world_size,
-        "accumulate_grad_batches": plan.accumulate,
-        **adapter.cut(),
+        "strategy": run.strategy.__class__.__name__,
+        "accumulate_grad_batches": by_epoch(plan.accumulate),
+        **_cut(run),
         "gradient_clip_val": plan.clip_norm if plan.clip_value is None else plan.clip_value,
         "gradient_clip_algorithm": "norm" if plan.clip_value is None else "value",
         "limit_train_batches": _limit(plan, "train"),
@@ -127,6 +128,19 @@ def trainer_settings(run: Run) -> dict[str, Setting]:
         "check_val_every_n_epoch": plan.val_every_n_epochs,
         "reload_dataloaders_every_n_epochs": plan.reload_every_n_epochs,
     }
+
+
+def _cut(run: Run) -> dict[str, Setting]:
+    """How the training data is cut into batches, and into the steps of all epochs."""
+    adapter, sizes = run.loaders.train, run.plan.accumulate
+    assert adapter is not None
+    cut: dict[str, Setting] = {}
+    for name, size in adapter.cut().items():
+        cut[name] = size
+        if name in STEP_SIZES and size is not None and len(sizes) > 1:
+            unit = size // adapter.per_step * run.processes.world_size
+            cut[name] = by_epoch({epoch: number * unit for epoch, number in sizes.items()})
+    return cut
 
 
 def _limit(plan: Plan, stage: str) -> int | float | None:

@@ -8,8 +8,8 @@ import math
 import os
 import re
 import shutil
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -17,6 +17,7 @@ from typing import Literal, final
 
 import torch
 
+from lumen.checkpoint.averaging import averaged, is_mean
 from lumen.checkpoint.files import new_file
 from lumen.checkpoint.folder import newest_valid
 from lumen.checkpoint.local_storage import fsync_directory
@@ -42,8 +43,6 @@ from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch, 
 _ONE_FILE = ".safetensors"
 _FILES = re.compile(rf"model(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors|{re.escape(INDEX)}")
 _PACKED = torch.float4_e2m1fn_x2  # two numbers in a byte, which torch does not cast
-Place = tuple[str, str]
-"""Section and name of a tensor in a checkpoint."""
 
 
 @final
@@ -74,7 +73,7 @@ def export(
     *,
     which: Literal["last", "best"] = "last",
     module: str | None = None,
-    average: str | None = None,
+    average: str | Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int | None = None,
 ) -> Exported:
@@ -89,8 +88,7 @@ def export(
             completely or not at all.
         which: For a run: "last", its newest valid checkpoint, or "best".
         module: Export only the tensors of this submodule of the task, by their names in it.
-        average: Whose averages to write in place of the parameters: "Lookahead" for its slow weights, or a callback
-            whose state holds tensors by the parameters' names; of several in one state, where it is in the checkpoint.
+        average: What to write in place of the parameters; see `averaged`.
         dtype: Cast floating-point tensors to it; default: as saved.
         max_shard_bytes: Most bytes of tensors in one file of a directory; a larger tensor gets a file of its own.
 
@@ -102,25 +100,26 @@ def export(
     _check_output(output, max_shard_bytes)
     with (
         _beside(output) as temporary,
-        _opened(source, which, None if average else ("model", STATE)) as checkpoint,
+        _opened(source, which, ("model", STATE) if average is None or is_mean(average) else None) as checkpoint,
     ):
         _report_extra_state(checkpoint, module)
-        places = _places(checkpoint, module, average)
-        tensors = {name: _described(checkpoint, place, dtype) for name, place in places.items()}
+        read = averaged(checkpoint, average)
+        stored = _stored(read, module)
+        tensors = {name: _described(read, of, dtype) for name, of in stored.items()}
 
         def value(name: str) -> torch.Tensor:
-            return _cast(name, checkpoint.tensor(*places[name]), tensors[name].dtype)
+            return _cast(name, read.tensor("model", stored[name]), tensors[name].dtype)
 
         files = _write(temporary, output, tensors, value, max_shard_bytes)
-        first: dict[Place, str] = {}
-        tied = {name: first[place] for name, place in places.items() if first.setdefault(place, name) != name}
+        first: dict[str, str] = {}
+        tied = {name: first[of] for name, of in stored.items() if first.setdefault(of, name) != name}
         return Exported(
             str(checkpoint.path) if checkpoint.state else source,
             files,
             Counter(tensor.dtype for tensor in tensors.values()),
             sum(tensor.nbytes for tensor in tensors.values()),
             tied,
-            sum(section != "model" for section, _ in places.values()),
+            sum(of in read.averages for of in stored.values()),
         )
 
 
@@ -172,62 +171,17 @@ def _report_extra_state(checkpoint: Checkpoint, module: str | None) -> None:
         )
 
 
-def _places(checkpoint: Checkpoint, module: str | None, average: str | None) -> dict[str, Place]:
-    """Section and stored name of each tensor to write, by the name it is to have."""
-    averages = {} if average is None else averages_of(checkpoint, average)
+def _stored(checkpoint: Checkpoint, module: str | None) -> dict[str, str]:
+    """Stored name of each tensor to write, by the name it is to have."""
     stored = {name: name for name in checkpoint.names("model")} | checkpoint.aliases
     prefix = "" if module is None else f"{module}."
-    places = {
-        name.removeprefix(prefix): averages.get(stored[name], ("model", stored[name]))
-        for name in stored
-        if name.startswith(prefix)
-    }
-    if module is not None and not places:
+    chosen = {name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)}
+    if module is not None and not chosen:
         modules = sorted({name.partition(".")[0] for name in stored if "." in name})
         raise ConfigError(
             f"--module {module}: no tensor of {checkpoint.path} belongs to it. Its modules are {', '.join(modules)}."
         )
-    return places
-
-
-def averages_of(checkpoint: Checkpoint, average: str) -> dict[str, Place]:
-    """Section and stored name of the average of each parameter that has one.
-
-    Args:
-        checkpoint: A checkpoint whose averages are looked for.
-        average: "Lookahead", or a callback whose state holds tensors by the parameters' names.
-
-    Raises:
-        ConfigError: There is none of this name, or there are several.
-    """
-    found = _all_averages(checkpoint)
-    chosen = [where for where in found if where == average] or [
-        where for where in found if f".{average}." in f".{where}."
-    ]
-    if len(chosen) == 1:
-        return found[chosen[0]]
-    there = f"It has {', '.join(found)}." if found else "It has none at all."
-    what = "several averages" if chosen else "no average"
-    raise ConfigError(f"average {average}: {checkpoint.path} has {what} of that name. {there}")
-
-
-def _all_averages(checkpoint: Checkpoint) -> dict[str, dict[str, Place]]:
-    """All groups of tensors that stand for parameters: Lookahead's slow weights, and those of callbacks' states."""
-    parameters = set(checkpoint.names("model"))
-    found: dict[str, dict[str, Place]] = defaultdict(dict)
-    candidates = [
-        ("Lookahead", ("optimizer", name), name.removesuffix(".slow"))
-        for name in checkpoint.names("optimizer")
-        if name.endswith(".slow")
-    ]
-    for name in checkpoint.names("extra"):
-        ends = [at for at, letter in enumerate(name) if letter == "." and name[at + 1 :] in parameters]
-        if ends and name.startswith("callbacks."):
-            candidates.append((name[: ends[0]], ("extra", name), name[ends[0] + 1 :]))
-    for where, place, parameter in candidates:
-        if parameter in parameters and checkpoint.spec(*place)[1] == checkpoint.spec("model", parameter)[1]:
-            found[where][parameter] = place
-    return found
+    return chosen
 
 
 # ---------------------------------------------------------------------- to where
@@ -331,14 +285,14 @@ def _groups(tensors: Mapping[str, torch.Tensor], max_bytes: float) -> list[dict[
     return groups
 
 
-def _described(checkpoint: Checkpoint, place: Place, dtype: torch.dtype | None) -> torch.Tensor:
+def _described(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> torch.Tensor:
     """A meta tensor of the dtype and shape that will be written."""
-    saved, shape = checkpoint.spec(*place)
+    saved, shape = checkpoint.spec("model", name)
     castable = saved.is_floating_point and saved != _PACKED
     written = dtype if dtype is not None and castable else saved
     if not is_known(written):
         raise CheckpointMismatch(
-            f"{checkpoint.path}: {place[1]} is {written}, which safetensors files do not have"
+            f"{checkpoint.path}: {name} is {written}, which safetensors files do not have"
             + (". Give a --dtype." if castable else ". Leave it out with --module.")
         )
     return torch.empty(shape, dtype=written, device="meta")

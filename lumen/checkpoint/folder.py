@@ -39,6 +39,11 @@ def find_checkpoints(folder: PurePath) -> list[PurePath]:
     return [path for path in _step_directories(folder) if is_committed(path)]
 
 
+def find_moments(folder: PurePath) -> dict[int, PurePath]:
+    """Return the committed checkpoints of a folder by step, of each step the newest."""
+    return {_age(path.name)[0]: path for path in find_checkpoints(folder)}
+
+
 def newest_committed(folder: PurePath) -> PurePath | None:
     """Return the newest committed checkpoint of a folder, or None; no manifest of an older one is read."""
     return next(filter(is_committed, reversed(_step_directories(folder))), None)
@@ -66,6 +71,7 @@ def newest_valid(
     *,
     sections: Sequence[str] | None = None,
     beside: Sequence[PurePath] = (),
+    without: Collection[PurePath] = (),
 ) -> Checkpoint | None:
     """Open the newest checkpoint of a folder whose every byte is right, or return None if there is none.
 
@@ -77,12 +83,13 @@ def newest_valid(
         processes: Those that open it together; default: this one alone.
         sections: Only these are verified and can be read, as in `Checkpoint.open`.
         beside: Other folders in which the run saves; where one has the same step, the one in `folder` is taken.
+        without: What is not looked at.
 
     Raises:
         CheckpointError: One cannot be judged: it has another format version, or this user may not read it.
     """
     processes = Processes() if processes is None else processes
-    tried: set[PurePath] = set()
+    tried: set[PurePath] = {*without}
     look = partial(_newest_two, (folder, *beside), tried)  # anew each time: a run that goes on has newer ones
     while candidates := processes.on_rank_zero(look):
         tried.add(path := candidates[0])

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from lumen.checkpoint.averaging import averaged
 from lumen.checkpoint.codec import Tensors
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.weights_source import Weights, open_weights
@@ -77,8 +78,9 @@ def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> No
         CheckpointMismatch: Names (if strict), shapes or kinds of numbers differ; nothing was changed.
         CheckpointError: There are no weights there, they cannot be fetched or are not whole; nothing was changed.
     """
-    with open_weights(str(weights.path), processes) as checkpoint:
-        _fill(model, checkpoint, weights, processes, cast=True)
+    sections = ("model",) if weights.average is None else None
+    with open_weights(str(weights.path), processes, sections) as checkpoint:
+        _fill(model, averaged(checkpoint, weights.average, processes), weights, processes, cast=True)
         _log.info("parameters from %s", checkpoint.path if local_path(weights.path).is_dir() else weights.path)
 
 
@@ -138,7 +140,7 @@ def _match(
     wrong = list(_wrong(checkpoint, tensors, found, cast=cast))
     if tensors and not used:
         wrong.append("no name is in both")
-    if not cast and not complaints and _differ_in_dtype_only(checkpoint, tensors, found):
+    if wrong and not cast and not complaints and _differ_in_dtype_only(checkpoint, tensors, found):
         saved_with = checkpoint.state["precision"].get("name", "fp32, bf16 or fp16")
         raise CheckpointMismatch(
             f"{checkpoint.path} was saved by a run with precision: {saved_with}, whose parameters have other dtypes: "
@@ -194,7 +196,8 @@ def _wrong(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str
         tensor = tensors[name]
         for source in found:
             dtype, shape = checkpoint.spec("model", source)
-            castable = cast and dtype.is_floating_point and tensor.is_floating_point() and not tensor.is_meta
+            casts = cast or source in checkpoint.averages  # which may be kept in another dtype
+            castable = casts and dtype.is_floating_point and tensor.is_floating_point() and not tensor.is_meta
             if shape != tensor.shape or not (dtype == tensor.dtype or castable):
                 yield f"{name}: {tuple(shape)} {dtype} saved, {tuple(tensor.shape)} {tensor.dtype} in the model"
                 break

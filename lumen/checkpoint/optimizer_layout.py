@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from lumen.checkpoint.codec import encode
 from lumen.errors import CheckpointError
 from lumen.internals.optimizers import attributes_of_all_optimizers, has_state_dict_hooks
-from lumen.optim import Lookahead, MultiOptimizer
+from lumen.optim import Lookahead, MultiOptimizer, WholeMatrices
 
+SHARING = (Lookahead, MultiOptimizer, WholeMatrices)
+"""Those whose groups and state are the same objects as the optimizers' inside."""
 _OWNERS_OF_NOTHING = ("torch.optim", "lumen.optim")  # packages whose classes keep nothing in attributes that moves
 
 
@@ -65,7 +67,7 @@ def has_own_state(optimizer: Optimizer) -> bool:
 
 def _overrides(optimizer: Optimizer, method: str) -> bool:
     kind = type(optimizer)
-    own = getattr(kind, method) is not getattr(Optimizer, method) and kind not in (Lookahead, MultiOptimizer)
+    own = getattr(kind, method) is not getattr(Optimizer, method) and kind not in SHARING
     return own or method in vars(optimizer)
 
 

@@ -15,12 +15,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lumen.checkpoint.codec import JSON, Tensors, decode, encode
-from lumen.checkpoint.optimizer_layout import attributes_of, has_own_state, kind_of, optimizers_in, tensors_in
+from lumen.checkpoint.optimizer_layout import (
+    SHARING,
+    attributes_of,
+    has_own_state,
+    kind_of,
+    optimizers_in,
+    tensors_in,
+)
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.reshard import read_beside, states_of
 from lumen.distributed.dtensor import is_sharded, local_tensor
 from lumen.errors import CheckpointError, CheckpointMismatch
-from lumen.optim import Lookahead, MultiOptimizer
 
 Groups = list[list[str]]
 
@@ -279,7 +285,7 @@ def _load_own(optimizers: Mapping[str, Optimizer], own: Mapping[str, Mapping[str
         plain = Optimizer.state_dict(optimizers[place])
         optimizers[place].load_state_dict({key: plain[key] for key in given["as torch"]} | given["rest"])
     for optimizer in reversed([*optimizers.values()]):
-        if isinstance(optimizer, (Lookahead, MultiOptimizer)):
+        if isinstance(optimizer, SHARING):
             optimizer.share()
     for place, (groups, states) in exact.items():
         optimizer = optimizers[place]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Literal, final
 
 import torch
@@ -36,7 +38,11 @@ class Checkpoint:
         info: Plain data that was given as `info` when it was written.
         state: The JSON that was given as `state`, not yet decoded.
         aliases: Names of tied tensors of the section "model": alias to stored name.
+        averages: The tensors of the section "model" that are read as the mean of others, each of these as a
+            checkpoint, a section and a name; see `with_averages`.
     """
+
+    averages: Mapping[str, Sequence[tuple[Checkpoint, str, str]]] = MappingProxyType({})
 
     def __init__(
         self, path: PurePath, manifest: Manifest, state: dict[str, JSON], begins: Mapping[str, Mapping[str, int]]
@@ -85,6 +91,9 @@ class Checkpoint:
     def spec(self, section: str, name: str) -> tuple[torch.dtype, torch.Size]:
         """Return the dtype and shape of a tensor without reading it."""
         spec = self._spec(section, name)
+        if averaged := self._averaged(section, name):
+            of, where, stored = averaged[0]
+            return of.spec(where, stored)[0], torch.Size(spec.shape)
         return spec.dtype, torch.Size(spec.shape)
 
     def tensor(self, section: str, name: str) -> torch.Tensor:
@@ -111,6 +120,8 @@ class Checkpoint:
             CheckpointDamaged: Its file changed since the checkpoint was opened.
         """
         spec = self._spec(section, name)
+        if averaged := self._averaged(section, name):
+            return _mean(of.block(where, stored, offsets, shape) for of, where, stored in averaged)
         data = torch.empty(math.prod(shape) * spec.dtype.itemsize, dtype=torch.uint8, device="cpu")
         self._read(name, spec, offsets, data.reshape(*shape, spec.dtype.itemsize))
         return data.view(spec.dtype).reshape(tuple(shape))
@@ -132,15 +143,16 @@ class Checkpoint:
                 nothing is cast; or it is an expanded tensor, which cannot hold all values.
             CheckpointDamaged: Its file changed since the checkpoint was opened.
         """
-        spec = self._spec(section, name)
-        if destination.dtype != spec.dtype or destination.shape != spec.shape or destination.is_meta:
+        spec, dtype = self._spec(section, name), self.spec(section, name)[0]
+        if destination.dtype != dtype or destination.shape != spec.shape or destination.is_meta:
             raise CheckpointMismatch(
-                f"{self.path}: {section}/{name} is {spec.dtype} {list(spec.shape)}, but it would be read into "
+                f"{self.path}: {section}/{name} is {dtype} {list(spec.shape)}, but it would be read into "
                 f"{destination.dtype} {list(destination.shape)} on {destination.device}, and nothing is cast. "
                 "Build it as it was when this was saved."
             )
         own, (offsets, shape) = local_tensor(destination.detach()), local_block(destination)
-        if own.device.type != "cpu" or not own.is_contiguous() or own.is_conj() or own.is_neg():
+        is_direct = own.device.type == "cpu" and own.is_contiguous() and not (own.is_conj() or own.is_neg())
+        if not is_direct or self._averaged(section, name):
             values = self.block(section, name, offsets, shape).to(own.device)
             fill(own, values)
             if 0 in own.stride() and not torch.allclose(own, values, rtol=0.0, atol=0.0, equal_nan=True):
@@ -152,9 +164,26 @@ class Checkpoint:
             flat = own.as_strided((own.numel(),), (1,)).view(torch.uint8)
             self._read(name, spec, offsets, flat.reshape(*shape, spec.dtype.itemsize))
 
+    def with_averages(self, averages: Mapping[str, Sequence[tuple[Checkpoint, str, str]]]) -> Checkpoint:
+        """This checkpoint, in which tensors of the section "model" are read as the mean of others, of the same shape.
+
+        Sums are in float64, in the order given, and rounded once, to the dtype of the first; nothing is read yet.
+
+        Args:
+            averages: By name of a tensor of this checkpoint: checkpoints, sections and names of the others.
+        """
+        seen = copy(self)
+        seen.averages = averages
+        return seen
+
     def free(self) -> None:
         """Close its files, or free the memory of what was read ahead; everything can still be read."""
         self._read_into = self._pieces()
+        for each in {id(of): of for averaged in self.averages.values() for of, _, _ in averaged}.values():
+            each.free()
+
+    def _averaged(self, section: str, name: str) -> Sequence[tuple[Checkpoint, str, str]]:
+        return self.averages.get(name, ()) if section == "model" else ()
 
     def _section(self, section: str) -> Mapping[str, StoredTensor]:
         if section not in self._sections:
@@ -249,6 +278,18 @@ def _present(path: PurePath) -> Iterator[None]:
                 "newest ones (keep_last of ModelCheckpoint). Read a newer one."
             ) from error
         raise
+
+
+def _mean(blocks: Iterator[torch.Tensor]) -> torch.Tensor:
+    """The mean of some blocks; only one of them is in memory beside the sum."""
+    total = next(blocks)
+    dtype, count = total.dtype, 1
+    for block in blocks:
+        if count == 1:
+            total = total.to(torch.complex128 if dtype.is_complex else torch.float64, copy=True)
+        total += block.double() if dtype.itemsize == 1 else block  # torch adds no float8
+        count += 1
+    return total if count == 1 else total.div_(count).to(dtype)
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import PurePath
@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lumen.checkpoint.averaging import averaged
 from lumen.checkpoint.codec import decode
 from lumen.checkpoint.config_diff import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
-from lumen.checkpoint.export import averages_of
 from lumen.checkpoint.load_weights import load_model
 from lumen.checkpoint.optimizer_layout import kind_of
 from lumen.checkpoint.optimizer_state import groups_of, load_gradients, load_optimizer_states, load_rest, regroup
@@ -28,16 +28,18 @@ from lumen.checkpoint.state_keys import key_of, load_states
 from lumen.checkpoint.user_state import Additions, hand_back
 from lumen.checkpoint.weights_source import find_named
 from lumen.console import logger as _log
-from lumen.data.nested import fill
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.internals.garbage import only_young_collected
 from lumen.internals.optimizers import has_stepped
 from lumen.precision import convert_as_saved
 from lumen.run.progress import Progress
 from lumen.run.run import Run
+from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 
 Task = TypeVar("Task", bound=TaskModule)
+Data = TypeVar("Data", bound=DataModule)
+Owner = TypeVar("Owner", bound=TaskModule | DataModule)
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _MOVED_BY_SCHEDULERS = (*_RATES, "momentum", "betas", "weight_decay")
 
@@ -258,7 +260,29 @@ def _move_schedulers(run: Run) -> None:
                 config.move_to(progress.units, counted=True)
 
 
-def _without_those_of_bases(kind: type[Task], saved: Mapping[str, Any]) -> dict[str, Any]:
+def load_datamodule(kind: type[Data], path: PurePath, *, overrides: Mapping[str, Any]) -> Data:
+    """Build a data module from a checkpoint's hyperparameters, and give it its state; see `load_from_checkpoint`."""
+    checkpoint = find_named(path)
+    datamodule = _built(kind, checkpoint, "data_hyperparameters", overrides)
+    datamodule.load_state_dict(decode(checkpoint.state["datamodule"], checkpoint.tensors("extra")))
+    return datamodule
+
+
+def _built(kind: type[Owner], checkpoint: Checkpoint, of: str, overrides: Mapping[str, Any]) -> Owner:
+    """An object of a class, built from the hyperparameters of a checkpoint."""
+    saved = decode(checkpoint.state[of], checkpoint.tensors("extra"))
+    hyperparameters = _without_those_of_bases(kind, saved) | dict(overrides)
+    try:
+        return kind(**hyperparameters)
+    except TypeError as error:
+        raise CheckpointMismatch(
+            f"{kind.__name__} cannot be built from the hyperparameters of {checkpoint.path} "
+            f"({', '.join(hyperparameters) or 'none saved'}): {error}. Call save_hyperparameters() in its __init__, "
+            "or give the missing arguments to load_from_checkpoint."
+        ) from error
+
+
+def _without_those_of_bases(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters without those that only a base class takes, which the class itself passes to it."""
     taken = inspect.signature(kind).parameters
     if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
@@ -269,28 +293,19 @@ def _without_those_of_bases(kind: type[Task], saved: Mapping[str, Any]) -> dict[
 
 
 def load_task(
-    kind: type[Task], path: PurePath, *, strict: bool, average: str | None, overrides: Mapping[str, Any]
+    kind: type[Task],
+    path: PurePath,
+    *,
+    strict: bool | None,
+    average: str | Sequence[str | PurePath] | None,
+    overrides: Mapping[str, Any],
 ) -> Task:
     """Build a task from a checkpoint's hyperparameters and load its parameters; see `load_from_checkpoint`."""
-    checkpoint = find_named(path)
-    saved = decode(checkpoint.state["hyperparameters"], checkpoint.tensors("extra"))
-    hyperparameters = _without_those_of_bases(kind, saved) | dict(overrides)
-    try:
-        task = kind(**hyperparameters)
-    except TypeError as error:
-        raise CheckpointMismatch(
-            f"{kind.__name__} cannot be built from the hyperparameters of {checkpoint.path} "
-            f"({', '.join(hyperparameters) or 'none saved'}): {error}. Call save_hyperparameters() in its __init__, "
-            "or give the missing arguments to load_from_checkpoint."
-        ) from error
+    checkpoint = averaged(find_named(path), average)
+    task = _built(kind, checkpoint, "hyperparameters", overrides)
     task.configure_model()
     task._is_configured = True
     convert_as_saved(task, checkpoint.state["precision"])
-    load_model(task, checkpoint, strict=strict)
+    load_model(task, checkpoint, strict=task.strict_loading if strict is None else strict)
     _load_own_states(task, checkpoint, extra_of(task, checkpoint))
-    if average is not None:
-        held = dict(task.named_parameters()) | dict(task.named_buffers())
-        for name, place in averages_of(checkpoint, average).items():
-            with torch.no_grad():
-                fill(held[name], checkpoint.tensor(*place))
     return task

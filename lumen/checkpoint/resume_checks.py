@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lumen.checkpoint.config_diff import data_read, trainer_settings
+from lumen.checkpoint.config_diff import STEP_SIZES, data_read, trainer_settings
 from lumen.checkpoint.parts import Part, without
 from lumen.checkpoint.reader import Checkpoint
 from lumen.console import logger as _log
 from lumen.errors import DataError
 from lumen.run.run import Run
 
-_STEP, _MEANS = {"global_batch_size", "batches of a step"}, {"processes", "accumulate_grad_batches"}
+_MEANS = {"processes", "accumulate_grad_batches"}  # of making steps as large as they are
 
 
 def compare(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
@@ -42,9 +42,10 @@ def _short(value: Any) -> str:
 
 def _compare_settings(run: Run, checkpoint: Checkpoint) -> None:
     saved, here = checkpoint.state["settings"], trainer_settings(run)
-    pairs = {name: (saved.get(name), here.get(name)) for name in dict.fromkeys([*saved, *here])}
+    _tell_means(checkpoint, saved, here)
+    pairs = {name: (saved.get(name), here.get(name)) for name in dict.fromkeys([*saved, *here]) if name != "strategy"}
     changed = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
-    if not _STEP & changed.keys():  # the same step, made by other means
+    if not any(name in changed for name in STEP_SIZES):  # the same step, made by other means
         changed = {name: values for name, values in changed.items() if name not in _MEANS}
     if changed:
         advice = " global_batch_size makes a step one size whatever the processes." if "processes" in changed else ""
@@ -52,6 +53,26 @@ def _compare_settings(run: Run, checkpoint: Checkpoint) -> None:
             "settings are not those of %s: %s. Those here count from now on.%s",
             checkpoint.path, listed(changed), advice,
         )  # fmt: skip
+
+
+def _tell_means(checkpoint: Checkpoint, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Say by what other means steps are made now, if they are as large as they were."""
+    if any(saved.get(name) != here.get(name) for name in STEP_SIZES):
+        return  # a warning tells of all that differs
+    names = ("processes", "strategy", "batch_size", "precision")
+    values = {name: (saved.get(name), here.get(name)) for name in names}
+    values["micro-batches of a step on each process"] = _micro_batches(saved), _micro_batches(here)
+    changed = [f"{name}: {old} there, {new} here" for name, (old, new) in values.items() if None not in (old, new)
+               and old != new]  # fmt: skip
+    if changed:
+        _log.info("the same steps as %s by other means: %s", checkpoint.path.name, "; ".join(changed))
+
+
+def _micro_batches(settings: Mapping[str, Any]) -> int | None:
+    """How many micro-batches a process takes in a step, at most; None where steps are not of one known size."""
+    size, batch, processes = (settings.get(name) for name in ("global_batch_size", "batch_size", "processes"))
+    batches = -(-size // batch) if isinstance(size, int) and isinstance(batch, int) else settings.get(STEP_SIZES[1])
+    return -(-batches // processes) if isinstance(batches, int) and isinstance(processes, int) else None
 
 
 def _compare_data(run: Run, checkpoint: Checkpoint, *, exact: bool) -> None:

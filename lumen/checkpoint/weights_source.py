@@ -53,6 +53,7 @@ class Weights:
             built, such a tensor is not read.
         strict: A name that is only in the model or only in the file, and a pattern that matches nothing, is an error;
             otherwise it is reported and left alone. Another shape is always an error.
+        average: What to take in place of the parameters of a checkpoint: see `load_from_checkpoint`.
 
     Raises:
         ConfigError: A pattern is no regular expression, or the file is a pickle.
@@ -62,6 +63,7 @@ class Weights:
     rename: dict[str, str] = field(default_factory=dict)
     ignore: list[str] = field(default_factory=list)
     strict: bool = True
+    average: str | list[str] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.ignore, str):
@@ -195,20 +197,22 @@ def _check_none_needed(where: str, folders: Sequence[PurePath]) -> None:
 
 
 @contextmanager
-def open_weights(path: str, processes: Processes) -> Iterator[Checkpoint]:
+def open_weights(path: str, processes: Processes, sections: Sequence[str] | None = ("model",)) -> Iterator[Checkpoint]:
     """Open what `Weights.path` names, for as long as the `with` block lasts; tensors are read one by one.
 
     All processes verify it together; weights at a URL are fetched once per node. Collective: every rank must call this.
 
-    Returns:
-        A `Checkpoint` of which only the section "model" can be read.
+    Args:
+        path: That of `Weights`.
+        processes: Those that open it.
+        sections: Of a checkpoint, those that can be read; None: all. Others have the section "model" alone.
 
     Raises:
         CheckpointError: There are no such weights, or they cannot be fetched.
         CheckpointDamaged: A file is incomplete, or an index names a file that is not in its directory.
     """
     if "://" not in path or not processes.on_rank_zero(partial(is_weights, path)):
-        yield _opened_by_all(as_place(path), processes)
+        yield open_here(as_place(path), processes, sections)
         return
     with ExitStack() as cleaning:
 
@@ -238,11 +242,11 @@ def check_there(path: str | PurePath) -> None:
         refuse_pickle(str(pickle))
 
 
-def _opened_by_all(path: PurePath, processes: Processes) -> Checkpoint:
-    """The opened weights at a path that all processes can read. Collective."""
+def open_here(path: PurePath, processes: Processes, sections: Sequence[str] | None = ("model",)) -> Checkpoint:
+    """The opened weights at a path that all processes can read; see `open_weights`. Collective."""
     kind = processes.on_rank_zero(partial(_kind, path))
     if kind == "checkpoint":
-        return Checkpoint.open(path, sections=("model",), processes=processes)
+        return Checkpoint.open(path, sections=sections, processes=processes)
     if kind == "files":
         return processes.together(partial(_open, path))
     return find_named(path, processes)

@@ -13,7 +13,7 @@ from functools import partial
 from lumen import __version__
 from lumen.console import stderr, stdout
 from lumen.distributed.worker import report
-from lumen.errors import ConfigError, LumenError
+from lumen.errors import HUNG, ConfigError, LumenError, ProcessStuck
 from lumen.internals.garbage import only_young_collected
 
 COMMANDS = {
@@ -25,7 +25,9 @@ COMMANDS = {
 WITHOUT_CONFIG = {
     "export": "Write the weights of a checkpoint as plain safetensors.",
     "convert": "Write the weights of a pickle, such as Lightning's .ckpt, as safetensors.",
+    "migrate": "Edit a project that was written for PyTorch Lightning: imports, arguments, hooks, configs.",
     "runs": "List runs and their checkpoints.",
+    "submit": "Write a job of SLURM, Ray, Kubernetes or SkyPilot that runs a command, and submit it.",
 }
 
 
@@ -33,8 +35,8 @@ def main(args: list[str] | None = None) -> int:
     """Run one command, by default that of the process's own command line.
 
     Returns:
-        The exit code: 0; 2 for a wrong command line or configuration; 1 for any other error of Lumen; 130 for Ctrl-C.
-        Errors of the user's own code are raised, with their traceback.
+        The exit code: 0; 2 for a wrong command line or configuration; 70 where a process hangs; 1 for any other error
+        of Lumen; 130 for Ctrl-C. Errors of the user's own code are raised, with their traceback.
     """
     try:
         return _dispatch(sys.argv[1:], own=True) if args is None else _dispatch(args, own=False)
@@ -53,7 +55,7 @@ def tell(error: LumenError) -> int:
     text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
     if not report(error, text):
         print(text, file=stderr)
-    return 2 if isinstance(error, ConfigError) else 1
+    return 2 if isinstance(error, ConfigError) else HUNG if isinstance(error, ProcessStuck) else 1
 
 
 def _dispatch(args: list[str], *, own: bool) -> int:
@@ -95,8 +97,12 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from lumen.cli.export import run
     elif name == "convert":
         from lumen.cli.convert import run
+    elif name == "migrate":
+        from lumen.cli.migrate.command import run
     elif name == "runs":
         from lumen.cli.runs import run
+    elif name == "submit":
+        from lumen.cli.submit.command import run
     else:
         from lumen.cli import command_line
 

@@ -29,6 +29,7 @@ from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stdout
 from lumen.distributed.launch import launch, relaunch
 from lumen.distributed.processes import Processes
+from lumen.distributed.restarts import needs_launcher
 from lumen.errors import ConfigError, LumenError
 from lumen.errors.arguments import checked, local_path
 from lumen.errors.lightning_names import INSTEAD_IN_CLI
@@ -84,6 +85,7 @@ class CLI:
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_CLI
+    _is_for_elsewhere = False  # then what this machine has says nothing
 
     @checked
     def __init__(
@@ -202,7 +204,7 @@ class CLI:
             raise Shown
 
     def _checked(self, settings: Settings) -> Namespace:
-        check = Check(settings, self.parser)
+        check = Check(settings, self.parser, elsewhere=self._is_for_elsewhere)
         self._links, inside = check.links, "" if "model" in self.parser.fixed else "init_args."
         for name in check.links:
             self.parser.link_arguments("data", f"model.{inside}{name}", partial(take, name), apply_on="instantiate")
@@ -264,7 +266,7 @@ class CLI:
         record = yaml.safe_load(self.parser.dump(self._own(self.config), skip_unset=skip_unset))
         if (several := record.get("lr_scheduler")) and "class_path" not in several:
             record["lr_scheduler"] = list(several.values())
-        return {key: value for key, value in record.items() if key not in ("config", "output", "ckpt_path")}
+        return {key: value for key, value in record.items() if key not in ("config", "output", "ckpt_path", "average")}
 
     def _build_and_run(self) -> None:
         command, config = self.subcommand, self._own(self.config)
@@ -272,8 +274,9 @@ class CLI:
             check_output(str(command), local_path(output))
         self.before_instantiate_classes()
         processes = self._processes(config.trainer)
-        if processes.are_missing and command is not None:
-            self._start_workers(processes.world_size)
+        tries = config.trainer.max_restarts if command == "fit" and not config.trainer.fast_dev_run else 0
+        if command is not None and needs_launcher(processes, tries):
+            self._start_workers(processes.world_size, tries)
         said = LogSettings(config.trainer.log_level, config.trainer.log_format)
         with console_log(said, shown=processes.rank == 0), processes.explained():
             record = self._build(processes)
@@ -289,9 +292,8 @@ class CLI:
             if command == "fit":
                 self.trainer.fit(self.model, self.datamodule, configure_optimizers=configure)
             else:
-                results = getattr(self.trainer, command)(
-                    self.model, self.datamodule, ckpt_path=self.config_init.ckpt_path
-                )
+                evaluate, asked = getattr(self.trainer, command), self.config_init
+                results = evaluate(self.model, self.datamodule, ckpt_path=asked.ckpt_path, average=asked.average)
         if results is not None and processes.rank == 0:
             self._show(results, config)
         self._around("after")
@@ -326,9 +328,9 @@ class CLI:
         name = "auto" if isinstance(strategy, Namespace) else strategy
         return processes_of(trainer.devices, trainer.num_nodes, trainer.accelerator, name)
 
-    def _start_workers(self, workers: int) -> None:
+    def _start_workers(self, workers: int, max_restarts: int) -> None:
         """Run the script from its beginning in several processes, in place of this one."""
-        relaunch(workers)
+        relaunch(workers, max_restarts)
 
     def _around(self, when: str) -> None:
         getattr(self, f"{when}_{self.subcommand}", _nothing)()
@@ -341,6 +343,7 @@ class CLI:
             show_predictions(results, kept=output is not None)
         else:
             title = f"{self.subcommand}, {getattr(checkpoint, 'path', checkpoint) or 'no checkpoint'}"
+            title += f", average {config.average}" if config.average else ""
             show_metrics(results, self.trainer.run.loaders, title)
         if output is not None:
             write_results(results, local_path(output))
@@ -353,8 +356,25 @@ class LumenCommand(CLI):
     def _program(self) -> str:
         return "lumen"
 
-    def _start_workers(self, workers: int) -> None:
-        raise SystemExit(launch(workers, ["-m", "lumen", str(self.subcommand), *self._asked.words]))
+    def _start_workers(self, workers: int, max_restarts: int) -> None:
+        raise SystemExit(launch(workers, ["-m", "lumen", str(self.subcommand), *self._asked.words], max_restarts))
+
+
+@final
+class Checked(CLI):
+    """A command line of `lumen` that is read and checked; nothing is built.
+
+    Attributes:
+        settings: Those of its command.
+    """
+
+    _is_for_elsewhere = True
+
+    def _program(self) -> str:
+        return "lumen"
+
+    def _build_and_run(self) -> None:
+        self.settings = self._own(self.config)
 
 
 def run(command: str, words: list[str]) -> int:

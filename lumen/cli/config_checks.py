@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import is_dataclass
 from types import NoneType
-from typing import Any, NamedTuple, final, get_origin
+from typing import Any, NamedTuple, final, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse.typing import get_import_path  # type: ignore[attr-defined]
 
 import lumen.trainer.tuner  # noqa: F401 (its callbacks have short names too)
 from lumen.callbacks import Callback
@@ -26,6 +27,7 @@ from lumen.cli.optimization import Schedule
 from lumen.cli.options import OPTIONS, SUPPLIED, OptionParser, Options, short_key
 from lumen.cli.type_hints import bases_in, classes_in, hints_in, in_words
 from lumen.errors import ConfigError
+from lumen.errors.arguments import says_nothing
 from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, RENAMED
 from lumen.strategies.factory import processes_of
 from lumen.trainer.trainer import Trainer
@@ -38,6 +40,7 @@ _INSTEAD = {
     ("lr_scheduler", "init_args", "monitor"): "Use lr_schedule.monitor.",
     ("weights_only",): "Leave it out: nothing is ever unpickled.",
 }
+_LIGHTNINGS_OWN = {"ckpt_path", "weights_only"}  # which every config that LightningCLI saves has
 _MINUTES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # a number in YAML 1.1, and to jsonargparse
 _ONE_OF_SEVERAL = re.compile(r"^lr_scheduler\.\d+\.scheduler$")
 _UNKNOWN = inspect.Parameter("unknown", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -74,18 +77,23 @@ class Check:
     Args:
         settings: Nested settings, as the config has them.
         top: The parser of all options.
+        elsewhere: The run is for another machine: which devices this one has says nothing.
 
     Attributes:
         links: The required arguments of the model that are not set, if there is data to take them from.
     """
 
-    def __init__(self, settings: Settings, top: OptionParser) -> None:
+    def __init__(self, settings: Settings, top: OptionParser, *, elsewhere: bool = False) -> None:
+        self._elsewhere = elsewhere
         self.links: list[str] = []
         self._settings, self._asked, self._problems = settings, list[Asked](), dict[Keys, str]()
         self._top, tree, defaults = top, settings.tree, top.get_defaults()
         known = top.heads()
         for ours, name in settings.unread.items():
             self._problems[name,] = f"the environment variable {name} is not read. Write {ours}, or unset it."
+        for key in _LIGHTNINGS_OWN - known:
+            if tree.get(key, 0) is None:
+                del tree[key]
         for key in tree:
             if key not in known:
                 self._refuse((key,), top.prog, ["config", *sorted(known), *defaults.keys()])
@@ -137,9 +145,11 @@ class Check:
         linked = {
             name: source for name in parameters if (source := self._top.linked.get(short_key(".".join((*path, name)))))
         }
-        if path == ("trainer",):
+        if getattr(kind, "NONE_IS_DEFAULT", False):
             for name in [name for name, value in given.items() if value is None and _needs_a_value(parameters, name)]:
                 del given[name]  # configs of LightningCLI have every argument, and null for many that are not set
+        for name in [name for name, value in given.items() if says_nothing(kind, str(name), value)]:
+            del given[name]
         for name, value in given.items():
             if name not in parameters:
                 self._refuse((*path, name), kind.__name__, options, getattr(kind, "INSTEAD", {}))
@@ -168,6 +178,9 @@ class Check:
         elif isinstance(value, str) and _MINUTES.fullmatch(value) and {int, float} & {*classes_in(hint)}:
             meant = f"{value} would mean {yaml.safe_load(value)}. For a duration write 0{value}."
             self._problems[path] = f"{self._settings.where(path)}: {meant}"
+        elif isinstance(value, dict) and (found := [key for key in value if type(key) is float]) and _counts(hint):
+            text = f"a key is a whole number, found {found[0]}. Write it as one."  # it would be cut off
+            self._problems[path] = f"{self._settings.where(path)}: {text}"
         elif isinstance(value, dict | list):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 self._look_into(item, (*path, str(key)), hint)
@@ -187,6 +200,8 @@ class Check:
         except ConfigError as error:
             self._problems[path] = f"{error}{_callback_hint(path, name)}"
             return
+        if inspect.isclass(kind) and name == kind.__name__ and isinstance(node, dict):
+            node["class_path"] = get_import_path(kind)  # jsonargparse would find one of Lightning's too
         if inspect.isclass(kind) and "dict_kwargs" not in node:
             linked = path == ("model",) and self._has_data
             # the class that gets it builds it, with what is missing
@@ -226,6 +241,8 @@ class Check:
         for name, value in given.items():
             path = ("trainer", name)
             if path in self._problems or name not in _OF_TRAINER or not isinstance(value, str | int | float):
+                continue
+            if self._elsewhere and name in ("accelerator", "devices", "num_nodes"):
                 continue
             alone: dict[str, Any] = {name: value}
             try:
@@ -267,6 +284,11 @@ class Check:
 
 def _needs_a_value(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
     return name in parameters and NoneType not in hints_in(parameters[name].annotation)
+
+
+def _counts(hint: Any) -> bool:
+    """Whether a type holds dictionaries by whole numbers, and none by others."""
+    return {get_args(each)[0] for each in hints_in(hint) if get_origin(each) is dict} == {int}
 
 
 def _takes(parser: ArgumentParser, values: Any) -> bool:

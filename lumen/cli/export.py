@@ -32,7 +32,9 @@ def run(words: list[str]) -> int:
     parser.add_argument(
         "source",
         metavar="CHECKPOINT_OR_RUN",
-        help="A checkpoint, a run (its newest valid one), or weights as trainer.init_from takes them; a URL too.",
+        nargs="+",
+        help="A checkpoint, a run (its newest valid one), or weights as trainer.init_from takes them; a URL too. Of "
+        "several, the mean of their floating-point tensors.",
     )
     parser.add_argument(
         "--output",
@@ -50,8 +52,9 @@ def run(words: list[str]) -> int:
     parser.add_argument(
         "--average",
         metavar="NAME",
-        help="Averages in place of the parameters: Lookahead for its slow weights, or a callback whose state holds "
-        "tensors by the parameters' names.",
+        help="Averages in place of the parameters: EMA, SWA or another callback whose state holds tensors by the "
+        "parameters' names, Lookahead for its slow weights; last:5 for the mean of the newest five checkpoints, best:3 "
+        "for that of the best three.",
     )
     parser.add_argument(
         "--max_shard_size",
@@ -67,29 +70,35 @@ def run(words: list[str]) -> int:
     )
     given = parser.read(words)
     output = local_path(given.output)
+    *others, source = given.source
+    if others and given.average:
+        raise ConfigError(
+            f"--average {given.average}: {len(given.source)} sources are one mean already. Give one of them."
+        )
+    average: Any = given.source if others else given.average
     settings: dict[str, Any] = {
         "which": given.which,
         "module": given.module,
-        "average": given.average,
+        "average": average,
         "dtype": getattr(torch, given.dtype) if given.dtype else None,
     }
     with console_log(LogSettings("INFO")):
         if given.format != "safetensors":
-            return _as_model(given, output, partial(export, given.source, **settings))
+            return _as_model(given, source, output, partial(export, source, **settings))
         shard = _bytes(given.max_shard_size) if given.max_shard_size else None
-        exported = export(given.source, output, **settings, max_shard_bytes=shard)
-    _show(output, exported, given.dtype, given.average)
+        exported = export(source, output, **settings, max_shard_bytes=shard)
+    _show(output, exported, given.dtype, f"the {len(given.source)} sources" if others else given.average)
     return 0
 
 
-def _as_model(given: Namespace, output: Path, weights: Callable[[Path], Exported]) -> int:
+def _as_model(given: Namespace, source: str, output: Path, weights: Callable[[Path], Exported]) -> int:
     from lumen.cli.export_formats import check_format, write_format  # with all that building a model takes
 
     if given.max_shard_size:
         raise ConfigError(f"--max_shard_size: it is for --format safetensors, found {given.format}. Leave it out.")
     check_format(given.format, output)
-    checked = write_format(given.format, given.source, output, given.module, weights)
-    print(f"{output}: {given.format}, from {given.source}; {checked}", file=stdout)
+    checked = write_format(given.format, source, output, given.module, weights)
+    print(f"{output}: {given.format}, from {source}; {checked}", file=stdout)
     return 0
 
 
@@ -108,6 +117,6 @@ def _show(output: Path, exported: Exported, dtype: str | None, average: str | No
     if dtype and (others := total - kinds.get(dtype, 0)):
         print(f"{others} of them hold no floating-point numbers and are as saved", file=stdout)
     if average:
-        print(f"{exported.averaged} of them are averages of {average}, the others have none", file=stdout)
+        print(f"{exported.averaged} of them are averages of {average}, the others are as saved", file=stdout)
     for name, same in exported.tied.items():
         print(f"{name} is tied to {same} and is written under both names", file=stdout)

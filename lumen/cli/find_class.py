@@ -86,15 +86,24 @@ def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Se
 
 
 def classes_by_name(bases: Iterable[type]) -> dict[str, list[type]]:
-    """The imported classes that are derived from some, as short names may mean them."""
+    """The imported classes that are derived from some, as short names may mean them; Lightning's have its full name."""
     found: dict[str, list[type]] = {}
     for kind in dict.fromkeys(chain.from_iterable(map(_derived, bases))):
-        if "<locals>" not in kind.__qualname__:
+        if "<locals>" not in kind.__qualname__ and kind.__module__.partition(".")[0] not in LIGHTNINGS:
             found.setdefault(kind.__name__, []).append(kind)
     for name, kinds in found.items():
         usable = [each for each in kinds if not inspect.isabstract(each) and "._" not in each.__module__]
+        usable = [each for each in usable if _is_there(each)] or usable
         found[name] = usable if usable and len(kinds) > 1 else kinds
     return found
+
+
+def _is_there(kind: type) -> bool:
+    """Whether its full name means this class: not if its module is gone, or defines it anew, as a notebook does."""
+    owner: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        owner = getattr(owner, name, None)
+    return owner is kind
 
 
 def _derived(base: type) -> Iterator[type]:

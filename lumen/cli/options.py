@@ -39,11 +39,14 @@ class Options:
     Args:
         seed_everything: The run's seed. Default, and true: drawn and recorded.
         ckpt_path: best, last, the path of a checkpoint or run, or weights as trainer.init_from has them.
+        average: What to take in place of the parameters at ckpt_path: EMA, SWA, last:5 or best:3 for the mean of
+            checkpoints, or a list of paths.
         output: Where results are written: .json, .jsonl, .safetensors.
     """
 
     seed_everything: int | bool | None = None
     ckpt_path: Weights | str | None = None
+    average: str | list[str] | None = None
     output: str | None = None
 
 
@@ -232,7 +235,7 @@ class Offer:
             schedulers: How many there are in a list; None: one, or none, stands alone.
         """
         parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of settings; the last one wins.")
-        unused = {"ckpt_path", "output"} if command in ("fit", None) else set()
+        unused = {"ckpt_path", "average", "output"} if command in ("fit", None) else set()
         parser.add_class_arguments(Options, as_group=False, skip=unused)
         for key, kind, fixed in ("data", self.data, self.fixed_data), ("model", self.model, self.fixed_model):
             if fixed:

@@ -25,6 +25,7 @@ from lumen.checkpoint.storage import MANIFEST, readable
 from lumen.cli.parser import Words, size
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError, LumenError, ProcessLost, RunDirectoryError
+from lumen.run.goodput import TimeSpent, goodput
 from lumen.trainer.run_directory import RunDirectory
 
 _MORE = (
@@ -236,10 +237,27 @@ def _record(shown: ShownRun) -> dict[str, Any]:
         "status": shown.status,
         **{key: holder.get(key) for key in ("host", "pid", "started")},
         "error": shown.error,
+        "goodput": _goodput(shown),
         "problem": shown.problem,
         "checkpoints": checkpoints,
         "temporary": [each.path.name for each in shown.checkpoints if each.kind == "tmp"],
     }
+
+
+def _time_spent(shown: ShownRun) -> TimeSpent | None:
+    """Where its time went; None: it is not told."""
+    local = as_local(shown.path)
+    try:
+        return None if local is None else goodput(local)
+    except OSError:
+        return None
+
+
+def _goodput(shown: ShownRun) -> dict[str, Any] | None:
+    spent = _time_spent(shown)
+    if spent is None:
+        return None
+    return {"share": spent.goodput, "wall_s": spent.wall_s, "lives": spent.lives, "spent_s": spent.spent_s}
 
 
 def _plain(value: float) -> float | str:
@@ -333,6 +351,8 @@ def _notes(shown: ShownRun) -> Iterator[tuple[str, str]]:
         yield shown.problem, "red"
     elif not shown.committed:
         yield "  no checkpoints", "dim"
+    if (spent := _time_spent(shown)) is not None:
+        yield f"  {spent}", "dim"
     if shown.error:
         yield f"  {shown.error}", "red"
     for each in shown.checkpoints:

@@ -63,11 +63,13 @@ class LoaderAdapter(ABC):
 
     Attributes:
         length: Micro-batches of an epoch as a single process would count them; None if the loader has no length.
+        per_step: Micro-batches of an optimizer step, of all processes together.
         name: Name that the user gave an evaluation loader; "" if none.
         in_turn: It reads several loaders, one after the other.
     """
 
     length: int | None
+    per_step: int
     name: str = ""
     in_turn = False
 
@@ -97,18 +99,22 @@ class LoaderAdapter(ABC):
     def nothing(self) -> str:
         """The reason why there is no batch, for an error: what is empty, or smaller than a batch."""
 
-    @abstractmethod
-    def steps(self, limit: int | None) -> int | None:
-        """Optimizer steps of an epoch; None if the loader has no length."""
+    def regroup(self, per_step: int) -> None:
+        """From the next pass on, make an optimizer step of so many micro-batches, of all processes together."""
+        self.per_step = per_step
+
+    def steps(self, limit: int | None, per_step: int | None = None) -> int | None:
+        """Optimizer steps of an epoch; None if nothing says how many batches it has.
+
+        Args:
+            limit: The most micro-batches to use; None: all.
+            per_step: Micro-batches of a step; None: as many as now.
+        """
+        known = [batches for batches in (self.length, limit) if batches is not None]
+        return -(-min(known) // (per_step or self.per_step)) if known else None
 
     def close(self) -> None:
         """End the loader's workers; `length` can still be read."""
-
-
-def count_steps(length: int | None, limit: int | None, accumulate: int) -> int | None:
-    """Optimizer steps in an epoch of `length` micro-batches; None if neither `length` nor `limit` is known."""
-    known = [number for number in (length, limit) if number is not None]
-    return -(-min(known) // accumulate) if known else None
 
 
 @final
@@ -155,6 +161,46 @@ def read_ahead(
             map(_FETCHED, items).__next__, sizes, index, last, state, waited_s, rank_slice, assigned
         )
         index += len(sizes)
+
+
+def one_by_one(
+    steps: Iterator[LoadedStep],
+    index: int,
+    rank_slice: RankSlice,
+    at_end: Callable[[dict[str, Any]], dict[str, Any]],
+    length: int | None,
+) -> Iterator[AccumulationWindow]:
+    """The windows of steps, each of which is read when the one before is done: what it holds follows from training.
+
+    Args:
+        steps: Reads the optimizer steps, one at a time.
+        index: Number of the first micro-batch in the epoch, from 0.
+        rank_slice: The part of each step that this process takes.
+        at_end: Converts the state after the last step into one that records the end of the epoch.
+        length: Micro-batches of the epoch, since the last step has to be known as such; None: it never ends.
+
+    Raises:
+        DataError: The epoch ends elsewhere.
+    """
+    start = perf_counter()
+    for items, sizes, assigned, state in steps:
+        waited_s, first = perf_counter() - start, index
+        index += len(sizes)
+        last = length is not None and index >= length
+        state = at_end(state) if last else state
+        yield AccumulationWindow(
+            map(_FETCHED, items).__next__, sizes, first, last, state, waited_s, rank_slice, assigned
+        )
+        if last:
+            return
+        start = perf_counter()
+    if index or length is not None:
+        said = "it has no length" if length is None else f"its length, or a limit, says {length}"
+        raise DataError(
+            f"a loader with follows_training = True ended after {index} batches of the epoch, but {said}. It is not "
+            "read ahead, so its end has to be known: give it the __len__ that it keeps to, set limit_train_batches, or "
+            "let it go on for ever."
+        )
 
 
 @final

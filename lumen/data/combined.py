@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count, islice
+from itertools import count, islice, repeat
 from typing import Any, Literal, final
 
 from torch.utils.data import DataLoader
 
-from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, count_steps, read_ahead
+from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, read_ahead
 from lumen.data.rank_checks import lend
 from lumen.data.windows import AccumulationWindow, LoadedBatch, RankSlice
 from lumen.errors import ConfigError, DataError
+from lumen.internals.loaders import end_persistent_workers
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
 _MODES = ("max_size_cycle", "max_size", "min_size", "sequential")
@@ -23,9 +25,12 @@ class CombinedLoader:
 
     A list or dictionary of loaders returned by `train_dataloader` is one with the mode "max_size_cycle".
 
+    Iterated by hand it gives `(batch, batch_idx, dataloader_idx)`, each loader in its own order; a run reads it in the
+    order of its seed. `len` is the number of these, a TypeError if it takes a loader that has no length.
+
     Args:
-        loaders: By name, or in a list, which may hold further lists and dictionaries of them: batches have the same
-            structure. The mode is that of them all.
+        iterables: Loaders by name, or in a list, which may hold further lists and dictionaries of them: batches have
+            the same structure. The mode is that of them all.
         mode: "max_size_cycle": until each has ended once, the shorter ones begin again, in another order; "min_size":
             until the first ends; "max_size": until all have ended, with None for those that have; "sequential": one
             after the other, a batch is one loader's and `dataloader_idx` says whose.
@@ -34,20 +39,93 @@ class CombinedLoader:
         ConfigError: There is no such mode, or no loader.
     """
 
-    def __init__(self, loaders: Mapping[str, Any] | Sequence[Any], mode: Mode = "max_size_cycle") -> None:
+    def __init__(self, iterables: Mapping[str, Any] | Sequence[Any], mode: Mode = "min_size") -> None:
         if mode not in _MODES:
             raise ConfigError(f"CombinedLoader: no mode is named {mode!r}; there are {', '.join(_MODES)}.")
-        parts = list(_leaves(loaders))
+        parts = list(_leaves(iterables))
         if not parts:
             raise ConfigError("CombinedLoader: no loaders were given. Give at least one.")
         if len({id(part) for _, part in parts}) < len(parts):
             raise ConfigError("CombinedLoader: one loader is given twice. Make two, which may share their data set.")
-        self.loaders, self.mode = loaders, mode
+        self.iterables, self.mode = iterables, mode
+        self._limits: list[int | None] | None = None
 
     @property
-    def flattened(self) -> dict[tuple[Any, ...], Any]:
+    def flattened(self) -> list[Any]:
+        """Every loader, in their order."""
+        return list(self.places.values())
+
+    @property
+    def places(self) -> dict[tuple[Any, ...], Any]:
         """Every loader by its place: the keys and numbers that lead to it."""
-        return dict(_leaves(self.loaders))
+        return dict(_leaves(self.iterables))
+
+    @property
+    def limits(self) -> list[int | None] | None:
+        """Batches of each loader at most, where it is iterated by hand; one number counts for each. None: all.
+
+        Raises:
+            ConfigError: There is another number of them than loaders.
+        """
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Any) -> None:
+        count = len(self.flattened)
+        given = list(limits) if isinstance(limits, Sequence) else [limits] * count
+        if len(given) != count:
+            raise ConfigError(f"CombinedLoader: {len(given)} limits are given for {count} loaders. Give one for each.")
+        self._limits = None if limits is None else [None if each in (None, math.inf) else int(each) for each in given]
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        parts = list(zip(self.flattened, self._limits or repeat(None), strict=False))
+        if self.mode == "sequential":
+            for number, (part, limit) in enumerate(parts):
+                yield from ((batch, index, number) for index, batch in enumerate(_taken(part, limit)))
+            return
+        skeleton, sources, ended = _skeleton(self.iterables, count()), [_taken(*part) for part in parts], set[int]()
+        for index in count():
+            batches: list[Any] = []
+            for number, part in enumerate(parts):
+                batch = next(sources[number], _ENDED)
+                ended |= {number} if batch is _ENDED else set()
+                if ended and (self.mode == "min_size" or len(ended) == len(parts)):
+                    return
+                if batch is _ENDED and self.mode == "max_size_cycle":
+                    sources[number] = _taken(*part)
+                    if (batch := next(sources[number], _ENDED)) is _ENDED:
+                        raise DataError(f"CombinedLoader: {type(part[0]).__name__}, one of its loaders, gives nothing.")
+                batches.append(None if batch is _ENDED else batch)
+            yield _filled(skeleton, batches), index, 0
+
+    def __len__(self) -> int:
+        """Batches of a pass."""
+        lengths: list[int] = []
+        for part, limit in zip(self.flattened, self._limits or repeat(None), strict=False):
+            if not hasattr(part, "__len__"):
+                raise TypeError(f"CombinedLoader: {type(part).__name__}, one of its loaders, has no length.")
+            lengths.append(len(part) if limit is None else min(len(part), limit))
+        return sum(lengths) if self.mode == "sequential" else min(lengths) if self.mode == "min_size" else max(lengths)
+
+    def reset(self) -> None:
+        """End the workers that its loaders keep between two passes."""
+        for part in self.flattened:
+            if isinstance(part, CombinedLoader):
+                part.reset()
+            elif isinstance(part, DataLoader):
+                end_persistent_workers(part)
+
+
+_ENDED = object()
+
+
+def _batches(part: Any) -> Iterator[Any]:
+    """The batches of one of several loaders, which may be several itself."""
+    return (batch for batch, _, _ in part) if isinstance(part, CombinedLoader) else iter(part)
+
+
+def _taken(part: Any, limit: int | None) -> Iterator[Any]:
+    return islice(_batches(part), limit)
 
 
 def holds_loaders(given: Any) -> bool:
@@ -99,10 +177,14 @@ class CombinedAdapter(LoaderAdapter):
     def __init__(
         self, loader: CombinedLoader, adapt: Callable[[Any, int], LoaderAdapter], accumulate: int, rank_slice: RankSlice
     ) -> None:
-        self._mode, self._accumulate, self._rank_slice = loader.mode, accumulate, rank_slice
+        if loader.limits is not None:
+            raise ConfigError(
+                "CombinedLoader: limits are for a pass by hand. For a run use limit_train_batches of the trainer."
+            )
+        self._mode, self.per_step, self._rank_slice = loader.mode, accumulate, rank_slice
         self.in_turn = loader.mode == "sequential"
-        self._places, self._skeleton = list(loader.flattened), _skeleton(loader.loaders, count())
-        self._adapters = [adapt(part, number) for number, part in enumerate(loader.flattened.values())]
+        self._places, self._skeleton = list(loader.places), _skeleton(loader.iterables, count())
+        self._adapters = [adapt(part, number) for number, part in enumerate(loader.flattened)]
         self.length = self._length()
 
     def measure(self, position: Position = START) -> None:
@@ -122,7 +204,7 @@ class CombinedAdapter(LoaderAdapter):
         sizes = {
             f"batch_size of {'.'.join(map(str, place))}": adapter.cut().get("batch_size") for place, adapter in parts
         }
-        return {"batches of a step": self._accumulate} | sizes
+        return {"batches of a step": self.per_step} | sizes
 
     def _length(self) -> int | None:
         lengths = [adapter.length for adapter in self._adapters]
@@ -164,7 +246,7 @@ class CombinedAdapter(LoaderAdapter):
     ) -> Iterator[LoadedStep]:
         rank_slice, assign, read = self._rank_slice, self._rank_slice.assigner(first_step), 0
         newest: LoadedBatch | None = None
-        while step := list(islice(items, self._accumulate)):
+        while step := list(islice(items, self.per_step)):
             assigned = assign(len(step))
             own = [step[number] for number in assigned if number is not None]
             newest = own[-1] if own else newest
@@ -200,10 +282,6 @@ class CombinedAdapter(LoaderAdapter):
         named = zip(self._places, self._adapters, strict=True)
         found = [f"{'.'.join(map(str, place))}: {adapter.nothing()}" for place, adapter in named if not adapter.length]
         return "; ".join(found) or f"none of the {len(self._adapters)} loaders gave a batch"
-
-    def steps(self, limit: int | None) -> int | None:
-        """See `LoaderAdapter.steps`."""
-        return count_steps(self.length, limit, self._accumulate)
 
     def close(self) -> None:
         """See `LoaderAdapter.close`."""

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lumen.data.seeded_dataset import early_end
 from lumen.internals.garbage import collect_in_worker
+from lumen.internals.stop_signals import is_obeyed
 
 _GRACE_S = 30
 
@@ -29,6 +30,9 @@ def init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id
     # a stop request reaches every process of the group; the main one decides, and still needs its data for this step
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(_GRACE_S))
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        if is_obeyed(number, signal.getsignal(number)):  # a worker that was not forked
+            signal.signal(number, signal.SIG_IGN)
     _limit_threads()
     collect_in_worker()
     info = get_worker_info()

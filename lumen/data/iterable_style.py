@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any, final
 
 from torch.utils.data import DataLoader
 
 from lumen.console import logger as _log
-from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, count_steps, read_ahead
+from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, one_by_one, read_ahead
 from lumen.data.fingerprint import known_length
 from lumen.data.rank_checks import check_same, digest, lend
 from lumen.data.resumable_iterator import ResumableIterator
@@ -31,7 +32,7 @@ class IterableAdapter(LoaderAdapter):
 
     def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
         self._name = type(getattr(loader, "dataset", loader)).__name__
-        self._accumulate = accumulate
+        self.per_step = accumulate
         self._rank_slice = rank_slice
         self._rewinds = rewinds
         self._iterator = ResumableIterator(loader, seed, rewinds=rewinds)
@@ -48,7 +49,7 @@ class IterableAdapter(LoaderAdapter):
 
     def cut(self) -> dict[str, int | None]:
         """See `LoaderAdapter.cut`."""
-        return {"batch_size": self._iterator.cut.get("batch_size"), "batches of a step": self._accumulate}
+        return {"batch_size": self._iterator.cut.get("batch_size"), "batches of a step": self.per_step}
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """See `LoaderAdapter.windows`."""
@@ -64,7 +65,8 @@ class IterableAdapter(LoaderAdapter):
         if self._rank_slice.world > 1:
             items = self._agreed(items)
         steps = self._steps(items, position.first_step)
-        yield from read_ahead(steps, position.batches, self._rank_slice, lambda state: self._iterator.last_state())
+        read = _reader(self._loader, self.length, limit, rewinds=self._rewinds)
+        yield from read(steps, position.batches, self._rank_slice, lambda state: self._iterator.last_state())
 
     def _agreed(self, items: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
         """Yield the same batches, after a check that all processes begin with the same. Collective."""
@@ -80,14 +82,14 @@ class IterableAdapter(LoaderAdapter):
     def _steps(self, items: Iterator[LoadedBatch], first_step: int | None) -> Iterator[LoadedStep]:
         assign = self._rank_slice.assigner(first_step)
         while True:
-            assigned, own, sizes = assign(self._accumulate), [], []
-            for number, item in enumerate(islice(items, self._accumulate)):
+            assigned, own, sizes = assign(self.per_step), [], []
+            for number, item in enumerate(islice(items, self.per_step)):
                 sizes.append(item.samples)
                 if number in assigned:  # the others' are let go at once
                     own.append(item)
             if not sizes:
                 return
-            if len(sizes) < self._accumulate:
+            if len(sizes) < self.per_step:
                 assigned = assign(len(sizes))
             if self._rank_slice.needs_dummies:
                 own += [item] * assigned.count(None)
@@ -96,10 +98,6 @@ class IterableAdapter(LoaderAdapter):
     def nothing(self) -> str:
         """See `LoaderAdapter.nothing`."""
         return self._iterator.nothing()
-
-    def steps(self, limit: int | None) -> int | None:
-        """See `LoaderAdapter.steps`."""
-        return count_steps(self.length, limit, self._accumulate)
 
     def close(self) -> None:
         """See `LoaderAdapter.close`."""
@@ -111,6 +109,30 @@ def shards_itself(loader: Any, world: int) -> bool:
     dataset = getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else None
     split = getattr(getattr(dataset, "_distributed", None), "world_size", None)  # by Hugging Face's datasets
     return split == world or any(getattr(part, "shards_itself", False) for part in (loader, dataset))
+
+
+def follows_training(loader: Any) -> bool:
+    """Whether what a loader gives follows from what is trained, as what a policy meets does: it, or its data, says so.
+
+    Raises:
+        DataError: It is read by workers, who have the model that there was when they were started.
+    """
+    dataset = getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else None
+    said = any(getattr(part, "follows_training", False) for part in (loader, dataset))
+    if said and isinstance(loader, DataLoader) and loader.num_workers:
+        raise DataError(
+            f"{type(loader.dataset).__name__} says follows_training, but its DataLoader has num_workers="
+            f"{loader.num_workers}: a worker has a copy of the model that is never trained. Set num_workers=0."
+        )
+    return said
+
+
+def _reader(loader: Any, length: int | None, limit: int | None, *, rewinds: bool) -> Callable[..., Any]:
+    """How the steps of a loader are read: one ahead, or each when the one before is done."""
+    known = [number for number in (length, limit) if number is not None]
+    if not follows_training(loader) or (rewinds and not known):  # in an evaluation nothing is trained
+        return read_ahead
+    return partial(one_by_one, length=min(known, default=None))
 
 
 @final
@@ -131,10 +153,11 @@ class ShardedIterableAdapter(LoaderAdapter):
 
     def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
         self._name = type(getattr(loader, "dataset", loader)).__name__
-        self._accumulate = accumulate
+        self.per_step = accumulate
         self._rank_slice = rank_slice
         self._rewinds = rewinds
         self._iterator = ResumableIterator(loader, seed, rewinds=rewinds, rank_slice=rank_slice)
+        self._loader = loader
         self._states: list[dict[str, Any]] = []  # of all processes
         self._compared = False
         self._read: LoadedBatch | None = None  # the newest that this process has read
@@ -151,7 +174,7 @@ class ShardedIterableAdapter(LoaderAdapter):
 
     def cut(self) -> dict[str, int | None]:
         """See `LoaderAdapter.cut`."""
-        return {"batch_size": self._iterator.cut.get("batch_size"), "batches of a step": self._accumulate}
+        return {"batch_size": self._iterator.cut.get("batch_size"), "batches of a step": self.per_step}
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """See `LoaderAdapter.windows`."""
@@ -164,7 +187,8 @@ class ShardedIterableAdapter(LoaderAdapter):
         else:
             self._iterator.go_to(states[rank])
         steps = self._steps(items, alive, None if limit is None else max(0, limit - position.batches))
-        yield from read_ahead(steps, position.batches, self._rank_slice, lambda state: self._last_state())
+        read = _reader(self._loader, self.length, limit, rewinds=self._rewinds)
+        yield from read(steps, position.batches, self._rank_slice, lambda state: self._last_state())
 
     def _states_at(self, position: Position) -> list[dict[str, Any]]:
         """The saved state of every process's iterator, in rank order."""
@@ -186,7 +210,7 @@ class ShardedIterableAdapter(LoaderAdapter):
     def _steps(self, items: Iterator[LoadedBatch], alive: list[int], left: int | None) -> Iterator[LoadedStep]:
         rank = self._rank_slice.rank
         while True:
-            missing = self._accumulate if left is None else min(self._accumulate, left)
+            missing = self.per_step if left is None else min(self.per_step, left)
             own: list[LoadedBatch] = []
             sizes: list[int] = []
             numbers: list[list[int]] = [[] for _ in range(self._rank_slice.world)]
@@ -247,10 +271,6 @@ class ShardedIterableAdapter(LoaderAdapter):
     def nothing(self) -> str:
         """See `LoaderAdapter.nothing`."""
         return self._iterator.nothing()
-
-    def steps(self, limit: int | None) -> int | None:
-        """See `LoaderAdapter.steps`."""
-        return count_steps(self.length, limit, self._accumulate)
 
     def close(self) -> None:
         """See `LoaderAdapter.close`."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lumen.console import logger as _log
 from lumen.data.adapter import LoaderAdapter
 from lumen.data.combined import CombinedAdapter, CombinedLoader, holds_loaders
 from lumen.data.fingerprint import known_length
-from lumen.data.iterable_style import IterableAdapter, ShardedIterableAdapter, shards_itself
+from lumen.data.iterable_style import IterableAdapter, ShardedIterableAdapter, follows_training, shards_itself
 from lumen.data.map_style import MapStyleAdapter
 from lumen.data.orders import BatchedOrder, Order, PlainOrder, SampledOrder
 from lumen.data.windows import ALONE, RankSlice
@@ -46,7 +46,7 @@ def adapt_loader(
         DataError: `loader` cannot be iterated; or, as one of several, gives each process a part of its own.
     """
     if holds_loaders(loader):
-        loader = CombinedLoader(loader)
+        loader = CombinedLoader(loader, "max_size_cycle")
     if isinstance(loader, CombinedLoader):
         if global_batch_size is not None:
             raise ConfigError(
@@ -62,7 +62,10 @@ def adapt_loader(
 
         return CombinedAdapter(loader, adapt, accumulate, rank_slice)
     if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, torch.Tensor)):
-        raise DataError(f"a loader is an iterable of batches, found {type(loader).__name__}. Return a DataLoader.")
+        of_samples = " of it, as in DataLoader(data_set, batch_size=32)" if isinstance(loader, Dataset) else ""
+        raise DataError(
+            f"a loader is an iterable of batches, found {type(loader).__name__}. Return a DataLoader{of_samples}."
+        )
     if _is_standard(loader):
         return MapStyleAdapter(
             loader, _order(loader, seed, accumulate, global_batch_size, rank_slice), seed, rank_slice
@@ -73,6 +76,11 @@ def adapt_loader(
 
 
 def _refuse_parts(loader: Any, rank_slice: RankSlice) -> None:
+    if follows_training(loader):
+        raise DataError(
+            f"{type(getattr(loader, 'dataset', loader)).__name__} says follows_training, but is one of several "
+            "training loaders, which are read a step ahead. Let one loader give what the others do too."
+        )
     if rank_slice.world > 1 and shards_itself(loader, rank_slice.world):
         raise DataError(
             f"{type(getattr(loader, 'dataset', loader)).__name__}, one of several training loaders, gives every "

@@ -50,7 +50,7 @@ class MapStyleAdapter(LoaderAdapter):
 
     def __init__(self, loader: DataLoader[Any], order: Order, seed: int, rank_slice: RankSlice) -> None:
         self._seed = seed
-        self._order = order
+        self._order, self.per_step = order, order.per_step
         self._rank_slice = rank_slice
         self._parts = rank_slice.world if rank_slice.splits and order.is_cut_here else 1
         self._dataset = loader.dataset
@@ -71,6 +71,11 @@ class MapStyleAdapter(LoaderAdapter):
         """See `LoaderAdapter.measure`."""
         self._order.measure(position)
         self.length = self._order.length
+
+    def regroup(self, per_step: int) -> None:
+        """See `LoaderAdapter.regroup`."""
+        self._order.regroup(per_step)
+        self.per_step = per_step
 
     def identity(self) -> list[str | None]:
         """See `LoaderAdapter.identity`."""
@@ -181,10 +186,6 @@ class MapStyleAdapter(LoaderAdapter):
     def nothing(self) -> str:
         """See `LoaderAdapter.nothing`."""
         return self._order.nothing()
-
-    def steps(self, limit: int | None) -> int | None:
-        """See `LoaderAdapter.steps`."""
-        return self._order.count(limit)
 
     def close(self) -> None:
         """See `LoaderAdapter.close`."""

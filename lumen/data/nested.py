@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from lumen.errors import ConfigError
 from lumen.internals.tensors import copy_all
 
 _NUMBERS = (torch.Tensor, Real)
@@ -41,6 +42,32 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
         return part.to(device) if callable(getattr(part, "to", None)) else part
 
     return convert(batch, moved)
+
+
+def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
+    """Copy every tensor of a nested batch to a device, keeping the structure.
+
+    Args:
+        batch: A tensor, or mappings, lists, tuples, dataclasses and whatever has a `to` method, in each other.
+        device: A device, its name, or the number of an accelerator.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    return move(batch, device_of("move_data_to_device", device) or torch.device("cpu"))
+
+
+def device_of(who: str, device: Any) -> torch.device | None:
+    """The device that somebody means; None stays None.
+
+    Raises:
+        ConfigError: torch knows no device of this name or number.
+    """
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        what = "map_location: " if who == "load_from_checkpoint" else ""
+        raise ConfigError(f'{who}: {what}expected a device, such as "cpu" or "cuda:0", found {device!r}.') from error
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:

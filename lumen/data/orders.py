@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from lumen.data.adapter import START, Position, count_steps
+from lumen.data.adapter import START, Position
 from lumen.data.fingerprint import known_length, reads_once
 from lumen.data.generators import OwnGenerators
 from lumen.data.permutation import LARGE, cut_steps, epoch_order
@@ -35,13 +35,17 @@ class Order(ABC):
 
     Attributes:
         length: Micro-batches of an epoch, of all processes; None if it is known only at the epoch's end.
+        per_step: Micro-batches of an optimizer step, of all processes.
         is_known: The steps depend on (seed, epoch) alone, so they may be asked for long before they are run.
         is_cut_here: Batches are as large as Lumen makes them, not as a user's batch sampler does.
     """
 
     length: int | None
+    per_step: int
     is_known = False
     is_cut_here = True
+    _batch_size = 1
+    _step_size: int
 
     @abstractmethod
     def measure(self, position: Position = START) -> None:
@@ -63,9 +67,9 @@ class Order(ABC):
     def cut(self) -> dict[str, int | None]:
         """See `LoaderAdapter.cut`."""
 
-    @abstractmethod
-    def count(self, limit: int | None) -> int | None:
-        """Optimizer steps of an epoch; None if they are known only at the epoch's end."""
+    def regroup(self, per_step: int) -> None:
+        """See `LoaderAdapter.regroup`."""
+        self.per_step, self._step_size = per_step, per_step * self._batch_size
 
 
 @final
@@ -90,7 +94,7 @@ class PlainOrder(Order):
     ) -> None:
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
         self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
-        self._per_step = -(-step_size // batch_size)
+        self.per_step = -(-step_size // batch_size)
         self.measure()
 
     def measure(self, position: Position = START) -> None:
@@ -122,7 +126,7 @@ class PlainOrder(Order):
         order = epoch_order(self._samples, self._seed, key, shuffle=self._shuffle)
         rows = order.numpy() if isinstance(order, torch.Tensor) else order  # cut faster
         if limit is not None:
-            steps, batches = divmod(limit, self._per_step)
+            steps, batches = divmod(limit, self.per_step)
             end = min(end, steps * self._step_size + batches * self._batch_size)
         size = self._batch_size
         for first in range(position.samples, end, self._step_size):
@@ -139,10 +143,6 @@ class PlainOrder(Order):
     def cut(self) -> dict[str, int | None]:
         """See `Order.cut`."""
         return {"batch_size": self._batch_size, "global_batch_size": self._step_size}
-
-    def count(self, limit: int | None) -> int | None:
-        """See `Order.count`."""
-        return count_steps(self.length, limit, self._per_step)
 
 
 @final
@@ -161,7 +161,7 @@ class SampledOrder(Order):
         self._sampler, self._seed, self._begun = sampler, seed, False
         self._own = OwnGenerators({"sampler": sampler}, by_seed=True)
         self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
-        self._per_step = -(-step_size // batch_size)
+        self.per_step = -(-step_size // batch_size)
         self.measure()
 
     def measure(self, position: Position = START) -> None:
@@ -181,7 +181,7 @@ class SampledOrder(Order):
         start = position.samples
         samples = None
         if limit is not None:
-            steps, batches = divmod(limit, self._per_step)
+            steps, batches = divmod(limit, self.per_step)
             samples = max(0, steps * self._step_size + batches * self._batch_size - start)
         cut = cut_steps(stream.take, self._batch_size, self._step_size, drop_last=self._drop_last, limit=samples)
         for step in cut:
@@ -194,10 +194,6 @@ class SampledOrder(Order):
     def cut(self) -> dict[str, int | None]:
         """See `Order.cut`."""
         return {"batch_size": self._batch_size, "global_batch_size": self._step_size}
-
-    def count(self, limit: int | None) -> int | None:
-        """See `Order.count`."""
-        return count_steps(self.length, limit, self._per_step)
 
 
 @final
@@ -214,8 +210,8 @@ class BatchedOrder(Order):
     is_cut_here = False
 
     def __init__(self, sampler: Any, seed: int, accumulate: int, *, single: bool = False) -> None:
-        self._sampler, self._seed, self._accumulate, self._single = sampler, seed, accumulate, single
-        self._begun = False
+        self._sampler, self._seed, self._single, self._begun = sampler, seed, single, False
+        self.regroup(accumulate)
         self._own = OwnGenerators({"sampler": sampler}, by_seed=True)
         self.measure()
 
@@ -235,7 +231,7 @@ class BatchedOrder(Order):
         stream.skip(position.batches)
         start = position.batches if self._single else position.samples
         left = None if limit is None else max(0, limit - position.batches)
-        for (batches,) in cut_steps(stream.take, self._accumulate, self._accumulate, drop_last=False, limit=left):
+        for (batches,) in cut_steps(stream.take, self.per_step, self.per_step, drop_last=False, limit=left):
             requests = []
             for indices in batches:
                 requests.append(BatchRequest(position.key(epoch), start, indices, by_place=True))
@@ -244,11 +240,7 @@ class BatchedOrder(Order):
 
     def cut(self) -> dict[str, int | None]:
         """See `Order.cut`."""
-        return {"batches of a step": self._accumulate}
-
-    def count(self, limit: int | None) -> int | None:
-        """See `Order.count`."""
-        return count_steps(self.length, limit, self._accumulate)
+        return {"batches of a step": self.per_step}
 
     def _as_batch(self, given: Any) -> list[Any]:
         if self._single:

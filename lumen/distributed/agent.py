@@ -18,14 +18,16 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from lumen.internals.process_groups import watch_workers
+from lumen.internals.process_groups import never_restart, watch_workers
 
 _GRACE_S = 300.0  # after a request: for the step in progress and a checkpoint
 _PEERS_NOTICE_S = 5.0  # after a failure: the others lose the connection
 _LAST_WORDS_S = 5.0  # after SIGTERM
 
 
-def run_workers(workers: int, command: Sequence[str], folder: Path, requests: list[int]) -> dict[int, ProcessFailure]:
+def run_workers(
+    workers: int, command: Sequence[str], folder: Path, requests: list[int], restarts: int = 0
+) -> dict[int, ProcessFailure]:
     """Run Python in several processes of this host until all have ended.
 
     Args:
@@ -33,6 +35,7 @@ def run_workers(workers: int, command: Sequence[str], folder: Path, requests: li
         command: Arguments of the Python interpreter, such as `["train.py", "--lr", "0.1"]`.
         folder: Directory for the output of all ranks but 0, and for their error reports.
         requests: Numbers of signals to pass on to the workers; the caller's signal handler appends to it.
+        restarts: How often the job was started again: its `TORCHELASTIC_RESTART_COUNT`.
 
     Returns:
         Each failed rank with its error; ranks that were ended because another had failed are left out.
@@ -41,12 +44,13 @@ def run_workers(workers: int, command: Sequence[str], folder: Path, requests: li
     rendezvous = get_rendezvous_handler(parameters)
     spec = WorkerSpec(
         role="lumen", local_world_size=workers, entrypoint=sys.executable, args=tuple(command),
-        rdzv_handler=rendezvous, max_restarts=0, monitor_interval=0.1, local_addr="localhost",
+        rdzv_handler=rendezvous, max_restarts=restarts, monitor_interval=0.1, local_addr="localhost",
     )  # fmt: skip
     logs = DefaultLogsSpecs(str(folder), redirects=dict.fromkeys(range(1, workers), Std.ALL))
     watch = _Watch(requests)
     agent = LocalElasticAgent(spec, logs)
     watch_workers(agent, watch.look)
+    never_restart(agent)
     try:
         failures = agent.run().failures
     finally:

@@ -59,6 +59,15 @@ def find(environment: Mapping[str, str] = os.environ) -> Found:
     return Found()
 
 
+def tasks_without_srun(environment: Mapping[str, str] = os.environ) -> int:
+    """How many tasks a batch job of SLURM has, if there are several and nobody has started them; else 0."""
+    tasks = environment.get("SLURM_NTASKS", "")
+    in_shell = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    step = environment.get("SLURM_STEP_ID", "")
+    in_step = step.isdigit() and int(step) < _SPECIAL_STEPS
+    return int(tasks) if tasks.isdigit() and int(tasks) > 1 and not (in_shell or in_step) else 0
+
+
 def _torchrun(environment: Mapping[str, str]) -> Found:
     rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     local_world = _number(environment, "LOCAL_WORLD_SIZE", default=world)

@@ -1,4 +1,4 @@
-"""Starts local workers under torch's elastic agent: `python -m lumen.distributed.launch WORKERS COMMAND ...`."""
+"""Starts local workers under torch's elastic agent: `python -m lumen.distributed.launch WORKERS RESTARTS COMMAND`."""
 
 from __future__ import annotations
 
@@ -9,39 +9,49 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from lumen.console import in_notebook, stderr, stdout
+from lumen.distributed.restarts import NOTES, RESTART, Lives, ended, first_of
 from lumen.distributed.worker import LAUNCHER
-from lumen.errors import ConfigError, ProcessLost
+from lumen.errors import HUNG, ConfigError, ProcessLost, ProcessStuck
 from lumen.internals.garbage import only_young_collected
+from lumen.internals.stop_signals import LEFT, SIGNALS, exit_code, is_obeyed, is_same_request
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL = 20
 
 
-def relaunch(workers: int) -> NoReturn:
+def relaunch(workers: int, max_restarts: int = 0) -> NoReturn:
     """Replace this process by a launcher that runs the same program in several workers.
 
     It never returns, so the rest of the program runs only in processes that train.
+
+    Args:
+        workers: Number of processes to start.
+        max_restarts: How often a job that fails is started again.
 
     Raises:
         ConfigError: The program cannot be started again, as in a notebook.
     """
     if reason := _why_not():
+        needs = f"{workers} devices need a process each, which runs" if workers > 1 else "max_restarts needs to run"
+        instead = "devices: 1" if workers > 1 else "max_restarts: 0"
         raise ConfigError(
-            f"{workers} devices need a process each, which runs this program from its beginning, but {reason}. Write a "
-            f"script and run that, use `lumen fit` or `torchrun --nproc-per-node {workers} SCRIPT`, or set devices: 1."
+            f"{needs} this program from its beginning, but {reason}. Write a script and run that, use `lumen fit` or "
+            f"`torchrun --nproc-per-node {workers} SCRIPT`, or set {instead}."
         )
     stdout.flush()
     stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "lumen.distributed.launch", str(workers), *sys.orig_argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "lumen.distributed.launch", str(workers), str(max_restarts),
+                              *sys.orig_argv[1:]])  # fmt: skip
 
 
 def _why_not() -> str | None:
@@ -58,27 +68,34 @@ def _why_not() -> str | None:
     return None
 
 
-def launch(workers: int, command: Sequence[str]) -> int:
+def launch(workers: int, command: Sequence[str], max_restarts: int = 0) -> int:
     """Run Python in several workers on this host and wait for them.
 
     Rank 0 has the terminal; the output of the others goes to files, which are kept if the job fails. The first error
-    of all workers is printed, as the last thing. The first SIGINT or SIGTERM lets the workers finish their step and
-    save; a second one ends each where it is, but for a save under way; a third one kills.
+    of all workers is printed, as the last thing. The first signal that asks to stop lets the workers finish their
+    step and save; a second one ends each where it is, but for a save under way; a third one kills.
 
     Args:
         workers: Number of processes to start.
         command: Arguments of the Python interpreter, such as `["train.py", "--lr", "0.1"]`.
+        max_restarts: How often a job that fails is started again; see `Trainer`.
 
     Returns:
-        The exit code: that of the first worker that failed, or 128 + the signal's number: 130 for Ctrl-C.
+        The exit code: that of the first worker that failed, 70 where one hangs, or that of the signal that stopped the
+        job.
     """
     with only_young_collected():
         from lumen.distributed.agent import run_workers  # takes a second
 
     folder = Path(tempfile.mkdtemp(prefix="lumen-launch-"))
     with _environment(workers), _noted_signals() as requests:
-        failures = run_workers(workers, command, folder, requests)
+        lives, refusal = Lives(max_restarts, folder), None
+        while failures := run_workers(workers, command, lives.begin(), requests, lives.number):
+            if requests or (refusal := lives.refusal(failures)) is not None:
+                break
     code, text = _account(failures, requests, folder) if failures else (0, None)
+    if refusal:
+        text = "\n".join([refusal, *([] if text is None else [text])])
     if text is None or str(folder) not in text:
         shutil.rmtree(folder)
     if text is not None:
@@ -96,7 +113,7 @@ def _environment(workers: int) -> Iterator[None]:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restarted worker reads the addresses of dead ones
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are noted here
     }
-    before = {name: os.environ.get(name) for name in settings}
+    before = {name: os.environ.pop(name, None) for name in (*settings, NOTES, RESTART)}
     os.environ.update(settings)
     agent_log = logging.getLogger("torch.distributed.elastic")
     level = agent_log.level
@@ -106,7 +123,7 @@ def _environment(workers: int) -> Iterator[None]:
     finally:
         agent_log.setLevel(level)
         for name, value in before.items():
-            os.environ.pop(name)
+            os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
 
@@ -118,10 +135,20 @@ def _noted_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield numbers
         return
-    before = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGQUIT)}
-    for number in _SIGNALS:
-        if before[number] is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, lambda number, frame: numbers.append(number))
+    first_s = 0.0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal first_s
+        if not numbers:
+            first_s = time.monotonic()
+        elif is_same_request(numbers[0], number, time.monotonic() - first_s):
+            return
+        numbers.append(number)
+
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGQUIT)}
+    for number in SIGNALS:
+        if before[number] is not signal.SIG_IGN and is_obeyed(number, before[number]):
+            signal.signal(number, note)
     try:
         yield numbers
     finally:
@@ -131,26 +158,22 @@ def _noted_signals() -> Iterator[list[int]]:
 
 def _account(failures: Mapping[int, ProcessFailure], requests: list[int], folder: Path) -> tuple[int, str | None]:
     """The exit code of a failed job, and what to print about it."""
-    reports = {rank: each.error_file_data for rank, each in failures.items() if "text" in each.error_file_data}
-    causes = {rank: report for rank, report in reports.items() if report["kind"] != ProcessLost.__name__}
-    silent = [rank for rank in failures if rank not in reports]
-    if causes or not silent:
-        rank = min(causes or reports, key=lambda rank: (causes or reports)[rank]["time_s"])
-        text = reports[rank]["text"]
-        if not causes:
-            text += "\nAnother rank had ended before, as if all were done: look for an exit on one rank only."
-        if reports[rank]["kind"] != ConfigError.__name__:
-            text = f"rank {rank} failed; the output of the ranks above 0 is in {folder}\n{text}"
-        return failures[rank].exitcode, text
-    rank = min(silent, key=lambda rank: failures[rank].exitcode)
+    rank, report = first_of(failures)
     code = failures[rank].exitcode
+    if report is not None:
+        text = report["text"]
+        if report["kind"] == ProcessLost.__name__:
+            text += "\nAnother rank had ended before, as if all were done: look for an exit on one rank only."
+        if report["kind"] != ConfigError.__name__:
+            text = f"rank {rank} failed; the output of the ranks above 0 is in {folder}\n{text}"
+        return HUNG if report["kind"] == ProcessStuck.__name__ else code, text
     if requests:
-        return 128 + requests[0], None
-    if code in (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM):
-        return abs(code) % 128 + 128, None
-    what = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+        return exit_code(requests[0]), None
+    if code in LEFT or -code in SIGNALS:
+        return code if code > 0 else exit_code(-code), None
     if rank == 0 and code > 0:
         return code, None
+    what = ended(code)
     lines = [line for path in folder.rglob(f"{rank}/std*.log") for line in path.read_text().splitlines()[-_TAIL:]]
     said = "\n".join([f"rank {rank} {what}; the output of the ranks above 0 is in {folder}", *lines])
     hint = " If nobody sent it, the system may have been short of memory." if code == -signal.SIGKILL else ""
@@ -158,4 +181,4 @@ def _account(failures: Mapping[int, ProcessFailure], requests: list[int], folder
 
 
 if __name__ == "__main__":
-    sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(launch(int(sys.argv[1]), sys.argv[3:], int(sys.argv[2])))

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from lumen.distributed.processes import Processes
 
 CUDA_BACKENDS = "cpu:gloo,cuda:nccl"  # a parameter that is kept on the CPU needs one too
-_NCCL_LATER_S = 120.0  # its watchdog ends a process that waits too long: not before that one has said where it waits
+# Backends give up later than the limit: Lumen's watch has by then said where all processes stand, and ended them. NCCL
+# ends the process itself.
+_LATER_S, _NCCL_LATER_S = 30.0, 120.0
 _LEAVE_S = 10.0
+_ENDLESS_S = 1e8
 
 
 @final
@@ -32,9 +35,9 @@ class Groups:
     def __init__(self, processes: Processes, device: torch.device) -> None:
         self.is_ours = not dist.is_initialized()
         self._failed = False
-        self._patience_s = _NCCL_LATER_S if device.type == "cuda" else 0.0
-        timeout = timedelta(seconds=processes.startup_timeout_s)
-        self._timeout_beside = timedelta(seconds=max(processes.startup_timeout_s, processes.timeout_s))
+        self._patience_s = _NCCL_LATER_S if device.type == "cuda" else _LATER_S
+        timeout = _span(processes.startup_timeout_s)
+        self._timeout_beside = _span(max(processes.startup_timeout_s, processes.timeout_s))
         if self.is_ours:
             import_compiler()
             store: Any = dist.HashStore()  # type: ignore[attr-defined]
@@ -43,7 +46,7 @@ class Groups:
             backend = CUDA_BACKENDS if device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, rank=processes.rank, world_size=processes.world_size,
-                timeout=timeout + timedelta(seconds=self._patience_s),
+                timeout=_span(processes.startup_timeout_s + self._patience_s),
                 device_id=device if device.type == "cuda" else None, store=store,
             )  # fmt: skip
         self.default: Any = dist.group.WORLD
@@ -65,9 +68,9 @@ class Groups:
     def set_timeout(self, timeout_s: float) -> None:
         """Set the timeout of collectives from now on, in seconds; a user's own default group keeps its timeout."""
         if self.control is not None:
-            set_timeout(self.control, timedelta(seconds=timeout_s))
+            set_timeout(self.control, _span(timeout_s + _LATER_S))
         for group in (*self._parts, *([self.default] if self.is_ours else [])):
-            set_timeout(group, timedelta(seconds=timeout_s + self._patience_s))
+            set_timeout(group, _span(timeout_s + self._patience_s))
 
     def open_beside(self) -> None:
         """Open the group for collectives of a thread, unless it is open. Its timeout is long. Collective."""
@@ -106,6 +109,10 @@ class Groups:
         self._parts.clear()
         gc.collect()  # gloo's threads end with the last reference
         _wait_for_gloo()
+
+
+def _span(seconds: float) -> timedelta:
+    return timedelta(seconds=min(seconds, _ENDLESS_S))
 
 
 def _new_group(timeout: timedelta) -> Any:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from lumen.distributed.cluster_environment import find
 from lumen.distributed.failures import attempt, failure_of, raise_first, told
 from lumen.distributed.process_groups import Groups, gather
+from lumen.distributed.stack_dump import Stacks
 from lumen.distributed.worker import end_with_parent
-from lumen.errors import ConfigError, LumenError, ProcessLost, ProcessStuck, TrainingError
+from lumen.errors import ConfigError, LumenError, ProcessLost, ProcessStuck
 from lumen.internals.process_groups import need_groups
 
 T = TypeVar("T")
@@ -54,8 +55,8 @@ class Processes:
         launcher: What started this process and may start it again; None: nothing would.
 
     Attributes:
-        timeout_s: How long a process waits for the others once training has begun.
-        startup_timeout_s: How long it waits until then.
+        timeout_s: How long a process waits for the others once training has begun, and how long a step may stand still.
+        startup_timeout_s: How long it waits until then; see `trainer/watch.py`.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Processes:
         self.launcher = launcher
         self.timeout_s = TIMEOUT_S
         self.startup_timeout_s = STARTUP_TIMEOUT_S
+        self._waits_s = 0.0
         self._groups: Groups | None = None
         self._is_beside = False
 
@@ -126,7 +128,7 @@ class Processes:
             startup_timeout_s: How long it waits until then, > 0.
 
         Raises:
-            TrainingError: Some processes did not arrive in time.
+            ProcessStuck: Some processes did not arrive in time.
             ConfigError: This version of torch lacks what process groups need.
         """
         global _groups
@@ -141,7 +143,7 @@ class Processes:
             try:
                 _groups = Groups(self, device)
             except (RuntimeError, ValueError) as error:
-                raise TrainingError(
+                raise ProcessStuck(
                     f"rank {self.rank}: the {self.world_size} processes did not come together, after "
                     f"{monotonic() - began_s:.0f} s of at most {startup_timeout_s:g} s: {error}. Are all of them "
                     "started, and can they reach MASTER_ADDR?"
@@ -158,7 +160,19 @@ class Processes:
     def begin_training(self) -> None:
         """Note that the first step is done: from now on the timeout is `timeout_s`."""
         if self._groups is not None:
+            self._waits_s = self.timeout_s
             self._groups.set_timeout(self.timeout_s)
+
+    def wait_for(self, seconds: float) -> None:
+        """Let collectives wait so long, if that is longer than `timeout_s`: from the first step on, by any thread."""
+        if self._groups is not None and seconds > self._waits_s:
+            self._waits_s = seconds
+            self._groups.set_timeout(seconds)
+
+    @property
+    def stacks(self) -> Stacks | None:
+        """Where the processes of this host stand; None: there is only one."""
+        return None if self._groups is None else self._groups.stacks
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from datetime import timedelta
@@ -12,14 +11,16 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 _LOOK_EVERY_S = 0.01
+_ZERO_FIRST = timedelta(seconds=5)  # it says who is missing
 
 
 def meet(address: str, rank: int, world_size: int, timeout: timedelta) -> Any:
     """A store to open process groups with. Collective: every rank must call this.
 
-    The store of torch's elastic agent outlives its workers: restarted ones would read there at which addresses dead
-    ones listened. So the ranks agree on a prefix for their keys. The number of the restart would not do, as each
-    node's agent counts its own.
+    Torch's store counts who has come, and so cannot say who has not: rank 0 asks each by its number. It also gives all
+    a prefix for their keys, since the store of torch's elastic agent outlives its workers: restarted ones would read
+    there at which addresses dead ones listened. The number of the restart would not do, as each node's agent counts its
+    own.
 
     Args:
         address: A URL for `torch.distributed.rendezvous`.
@@ -30,10 +31,8 @@ def meet(address: str, rank: int, world_size: int, timeout: timedelta) -> Any:
     Raises:
         RuntimeError: Some processes did not arrive in time.
     """
-    store, *_ = next(rendezvous(address, rank=rank, world_size=world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return store
+    store, *_ = next(rendezvous(address, rank=rank, world_size=1, timeout=timeout))
+    store.set_timeout(timeout + _ZERO_FIRST)
     return c10d.PrefixStore(f"lumen/{_agree(store, rank, world_size, timeout.total_seconds())}", store)
 
 

@@ -1,21 +1,28 @@
-"""Stacks of the processes of a host, for the error of a rank that waits for another one in vain."""
+"""Stacks of the processes of a host, for a run of which one process gets no further."""
 
 from __future__ import annotations
 
 import faulthandler
 import fcntl
 import os
+import re
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, final
 
-_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # nobody's own: faulthandler answers it below Python
-_PATIENCE_S = 2.0
+from lumen.distributed.culprit import Place, Worker
+
+GROUP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # nobody's own: faulthandler answers it below Python
+OWN_SIGNAL = GROUP_SIGNAL - 1  # of a process alone, which may be a run in one of a group
+_PATIENCE_S, _LOOK_EVERY_S, _SETTLED_LOOKS = 5.0, 0.1, 10
+_LAST_LINE = re.compile(rb"(in <module>|in _run_module_as_main|^ *\.\.\.)\n\Z", re.M)  # of the main thread
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 @final
@@ -37,49 +44,207 @@ class Stacks:
         folders = gather(tempfile.mkdtemp(prefix="lumen-stacks-", dir=parent) if rank == first else None)
         self._rank, self._places = rank, places
         self._folder = Path(folders[first])
-        self._file = (self._folder / str(rank)).open("w")
+        self._file = (self._folder / str(rank)).open("w+")
+        self._claimed = (self._folder / "ending").open("a+")
         fcntl.lockf(self._file, fcntl.LOCK_EX)  # for as long as this process lives: its pid may be another's later
-        faulthandler.register(_SIGNAL, self._file, all_threads=True)
+        faulthandler.register(GROUP_SIGNAL, self._file, all_threads=True)
         gather(None)  # a process that is asked before it listens would die of it
+
+    def look(self) -> list[Place]:
+        """Where the processes of this host stand, this one too, and which ranks run elsewhere; in rank order."""
+        here = self._places[self._rank][0]
+        files = {rank: self._open(rank) for rank, (host, _) in enumerate(self._places) if host == here}
+        with ExitStack() as closing:
+            for file in files.values():
+                if file not in (None, self._file):
+                    closing.enter_context(file)
+            living = {rank: (self._places[rank][1], file.fileno()) for rank, file in files.items() if file is not None}
+            told = look_at(living, GROUP_SIGNAL)
+        return [
+            told.get(rank) or Place(rank, pid, "ended" if host == here else f"elsewhere, on {host}")
+            for rank, (host, pid) in enumerate(self._places)
+        ]
 
     def collect(self) -> str:
         """The stacks of the other processes on this host; also which ranks have ended or run on other hosts."""
-        texts = []
-        for rank, (host, pid) in enumerate(self._places):
-            if rank == self._rank:
-                continue
-            if host != self._places[self._rank][0]:
-                texts.append(f"rank {rank} runs on {host}: see what it says itself")
-            else:
-                stack = self._ask(rank, pid)
-                texts.append(f"rank {rank} (pid {pid}) stands here:\n{stack}" if stack else f"rank {rank} has ended")
-        return "\n".join(texts)
+        return "\n".join(place.told() for place in self.look() if place.rank != self._rank)
 
-    def _ask(self, rank: int, pid: int) -> str | None:
-        path = self._folder / str(rank)
-        if not path.exists():
+    def claim(self) -> bool:
+        """Whether this process is the one of its host that ends the job."""
+        try:
+            fcntl.lockf(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def give_up_claim(self) -> None:
+        """It does not end."""
+        fcntl.lockf(self._claimed, fcntl.LOCK_UN)
+
+    def say_over(self, why: str) -> None:
+        """Tell the other processes of this host that the job ends, and why."""
+        (self._folder / "why").write_text(why)
+        (self._folder / "why").rename(self._folder / "over")
+
+    @property
+    def over(self) -> str | None:
+        """Why the job ends, if another process of this host has said so."""
+        try:
+            return (self._folder / "over").read_text()
+        except OSError:
             return None
-        with path.open("r+") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # it lives
-                before = file.seek(0, os.SEEK_END)
-                os.kill(pid, _SIGNAL)
-            else:
-                return None
-            text, deadline = "", time.monotonic() + _PATIENCE_S
-            while time.monotonic() < deadline:
-                time.sleep(0.1)
-                file.seek(before)
-                earlier, text = text, file.read()
-                if text and text == earlier:
-                    break
-            return text.rstrip() or "(it does not answer)"
+
+    def end_others(self, within_s: float) -> None:
+        """Wait for the other processes of this host to end; kill those that cannot, and what they have started."""
+        deadline_s = time.monotonic() + within_s
+        mine = [rank for rank, (host, _) in enumerate(self._places) if host == self._places[self._rank][0]]
+        left = [rank for rank in mine if rank != self._rank]
+        while left:
+            late = time.monotonic() > deadline_s
+            for pid in [self._places[rank][1] for rank in left if late or state_of(self._places[rank][1]) == "stopped"]:
+                for each in (*children(pid), pid):
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(each, signal.SIGKILL)
+            time.sleep(_LOOK_EVERY_S)
+            left = [] if late else [rank for rank in left if self._lives(rank)]
+
+    def _lives(self, rank: int) -> bool:
+        file = self._open(rank)
+        if file is not None:
+            file.close()
+        return file is not None
+
+    def _open(self, rank: int) -> Any:
+        """The file of a process, if it lives. A lock of this process would go with any of its files: none is opened."""
+        if rank == self._rank:
+            return self._file
+        try:
+            file = (self._folder / str(rank)).open("r+")
+        except OSError:
+            return None
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return file
+        file.close()
+        return None
 
     def close(self) -> None:
         """Remove the signal handler and the files."""
-        faulthandler.unregister(_SIGNAL)
+        faulthandler.unregister(GROUP_SIGNAL)
+        self._claimed.close()
         with suppress(OSError):
             (self._folder / str(self._rank)).unlink()
+            (self._folder / "ending").unlink(missing_ok=True)
             self._folder.rmdir()  # by the last one
         self._file.close()
+
+
+def look_at(processes: dict[int, tuple[int, int]], number: int) -> dict[int, Place]:
+    """Where processes of this host stand, and the data workers of those that wait for theirs.
+
+    Args:
+        processes: Of each rank its pid, and a descriptor of the file that its stacks are written to.
+        number: The signal that asks for them; faulthandler answers it. What was forked since answers too.
+
+    Returns:
+        For each rank what is known of its process.
+    """
+    before = {rank: _cpu_s(pid) for rank, (pid, _) in processes.items()}
+    began_s = time.monotonic()
+    texts = _ask(processes, number)
+    places = {}
+    for rank, (pid, _) in processes.items():
+        spent = (_cpu_s(pid) - before[rank]) / max(time.monotonic() - began_s, _LOOK_EVERY_S)
+        places[rank] = Place(rank, pid, state_of(pid), texts[rank], is_busy=spent > 0.5)
+    waiting = {
+        # what it has started but not forked, as a logger's service or another run, has no such handler, or its own file
+        rank: [pid for pid in children(place.pid) if _listens(pid, number) and _has_open(pid, processes[rank][1])]
+        for rank, place in places.items()
+        if place.waits_for_data
+    }
+    for turn in range(max(map(len, waiting.values()), default=0)):
+        workers = {rank: (pids[turn], processes[rank][1]) for rank, pids in waiting.items() if turn < len(pids)}
+        texts = _ask(workers, number)
+        for rank, (pid, _) in workers.items():
+            places[rank].workers.append(Worker(pid, state_of(pid), texts[rank]))
+    return places
+
+
+@cache
+def own_stacks() -> int:
+    """A descriptor of the file to which this process, and those that it forks, write their stacks at `OWN_SIGNAL`."""
+    file, path = tempfile.mkstemp(prefix="lumen-stacks-")
+    os.unlink(path)
+    faulthandler.register(OWN_SIGNAL, file, all_threads=True)  # for good: a run may be in a hook of another one
+    return file
+
+
+def _ask(processes: dict[int, tuple[int, int]], number: int) -> dict[int, str]:
+    """What processes write that are asked for their stacks; one that is stopped is not asked."""
+    begins: dict[int, int] = {}
+    for rank, (pid, file) in processes.items():
+        if state_of(pid) != "stopped":
+            begins[rank] = os.fstat(file).st_size
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+    texts, same = dict.fromkeys(processes, b""), dict.fromkeys(begins, 0)
+    left, deadline_s = set(begins), time.monotonic() + _PATIENCE_S
+    while left and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_EVERY_S)
+        for rank in [*left]:
+            before, file = texts[rank], processes[rank][1]
+            texts[rank] = os.pread(file, os.fstat(file).st_size - begins[rank], begins[rank])
+            same[rank] = same[rank] + 1 if texts[rank] == before != b"" else 0
+            if same[rank] == _SETTLED_LOOKS or (same[rank] and _LAST_LINE.search(texts[rank])):
+                left.remove(rank)
+    return {rank: text.decode(errors="replace").strip() for rank, text in texts.items()}
+
+
+def state_of(pid: int) -> str:
+    """`runs`, `stopped`, `traced` by a debugger, or `ended`; `runs` too where there is no /proc."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return "ended" if Path("/proc/self/status").exists() else "runs"
+    except OSError:
+        return "runs"
+    if re.search(r"^TracerPid:\s*[1-9]", status, re.M):
+        return "traced"
+    found = re.search(r"^State:\s*(\w)", status, re.M)
+    return {"T": "stopped", "Z": "ended", "X": "ended"}.get(found[1] if found else "", "runs")
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process of this host has started and that live, where there is a /proc."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return sorted(found)
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _listens(pid: int, number: int) -> bool:
+    """Whether a process has the handler: the signal would end one that has not."""
+    try:
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    except OSError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def _has_open(pid: int, file: int) -> bool:
+    """Whether a process has the file of a descriptor of this one."""
+    for path in Path(f"/proc/{pid}/fd").glob("*"):
+        with suppress(OSError):
+            if os.path.samestat(path.stat(), os.fstat(file)):
+                return True
+    return False

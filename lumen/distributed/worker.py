@@ -10,10 +10,12 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 LAUNCHER = "LUMEN_LAUNCHER"  # the launcher's process
 _PR_SET_PDEATHSIG = 1
+_progress: list[Callable[[], int]] = []  # of the training in this process
 
 
 def is_worker() -> bool:
@@ -75,11 +77,17 @@ def report(error: BaseException, text: str) -> bool:
         "message": {"message": f"{type(error).__name__}: {error}", "extraInfo": {"timestamp": str(int(time.time()))}},
         "kind": type(error).__name__,
         "text": text,
+        "step": _progress[-1]() if _progress else None,
         "time_s": time.time(),
     }
     with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w", encoding="utf-8") as file:
         json.dump(record, file)
     return True
+
+
+def report_steps(of: Callable[[], int]) -> None:
+    """From now on say in reports how many steps were completed."""
+    _progress[:] = [of]
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -16,6 +16,9 @@
 A message says what is wrong, what was found, and what to do.
 """
 
+#: Exit code of a process of a job that hung, and was ended for that.
+HUNG = 70
+
 
 class LumenError(Exception):
     """Base of all errors raised by Lumen on purpose."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +11,20 @@ from functools import cache, wraps
 from numbers import Integral, Real
 from pathlib import Path, PurePath
 from types import NoneType, UnionType
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Concatenate,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from lumen.errors import ConfigError
 
@@ -22,23 +36,30 @@ _NAMES = {NoneType: "None", int: "an int", float: "a number", str: "a string", b
 def checked(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
     """Let a constructor say which of its arguments is unknown, missing or of another type than it is annotated with.
 
-    Its class may have `INSTEAD`: for arguments that Lightning's class of that name has, what serves in their place.
+    Its class may have `INSTEAD`: for arguments that Lightning's class of that name has, what serves in their place; and
+    `NEUTRAL`: values of these that ask for nothing, so that nothing is said of them. With `NONE_IS_DEFAULT` None stands
+    for the default of an argument that has one.
 
     Raises:
         ConfigError: By the constructor, before it begins.
     """
     signature = inspect.signature(constructor)
+    takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
 
     @wraps(constructor)
     def checking(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        kind = type(self)
-        for name in kwargs:
-            if name not in signature.parameters:
+        kind, asks_for_none = type(self), getattr(type(self), "NONE_IS_DEFAULT", False)
+        by_name = cast("dict[str, Any]", kwargs)
+        for name, value in list(by_name.items()):
+            if says_nothing(kind, name, value) or (asks_for_none and _is_default(constructor, name, value)):
+                del by_name[name]
+            elif name not in signature.parameters and not (takes_more and name not in getattr(kind, "INSTEAD", {})):
                 raise ConfigError(_unknown(kind, name, list(signature.parameters)[1:]))
         try:
             given = signature.bind(self, *args, **kwargs).arguments
         except TypeError as error:
-            raise ConfigError(f"{kind.__name__}: {error}. See help(lumen.{kind.__name__}).") from None
+            hint = getattr(kind, "INSTEAD", {}).get("*") or f"See help(lumen.{kind.__name__})."
+            raise ConfigError(f"{kind.__name__}: {error}. {hint}") from None
         for name, hint in _hints(constructor).items():
             if name in given and not _fits(given[name], hint):
                 raise ConfigError(f"{kind.__name__}: {name}: {_expected(hint, given[name])}")
@@ -47,10 +68,49 @@ def checked(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concaten
     return checking
 
 
+def says_nothing(kind: type, name: str, value: Any) -> bool:
+    """Whether an argument is one of Lightning's class alone, and its value asks for nothing."""
+    neutral = getattr(kind, "NEUTRAL", {}).get(name, ())
+    return any(type(each) is type(value) and each == value for each in neutral)
+
+
+def _is_default(constructor: Callable[..., Any], name: str, value: Any) -> bool:
+    """Whether a value is None, for an argument that has a default and no None."""
+    parameter = inspect.signature(constructor).parameters.get(name)
+    has_default = parameter is not None and parameter.default is not parameter.empty
+    return value is None and has_default and not _fits(None, _hints(constructor).get(name, Any))
+
+
 def _unknown(kind: type, name: str, parameters: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, parameters)
     hint = getattr(kind, "INSTEAD", {}).get(name) or (f"Did you mean {' or '.join(close)}?" if close else "")
     return f"{kind.__name__} has no argument {name}. {hint or f'See help(lumen.{kind.__name__}).'}"
+
+
+def refuse_unknown(who: str, given: Mapping[str, Any], instead: Mapping[str, str]) -> None:
+    """Say of a method what serves in place of an argument that it does not have; None and False pass.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise ConfigError(f"{who} has no {name}: {instead.get(name, 'there is no such argument.')}")
+
+
+class LacksLightnings:
+    """Mixin for classes of which Lightning's has attributes that Lumen's has not: `ATTRIBUTES` says what to read."""
+
+    ATTRIBUTES: ClassVar[Mapping[str, str]] = {}
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say what is read in place of an attribute that only Lightning's class has.
+
+        Raises:
+            AttributeError: There is none of this name.
+        """
+        hint = type(self).ATTRIBUTES.get(name, "")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}. {hint}".rstrip())
 
 
 @cache
@@ -82,12 +142,30 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) if inspect.isclass(hint) and origin is None else True
 
 
+def in_words(thing: Any) -> str:
+    """What something is: the name of its type, and of a class that it is one."""
+    return f"the class {thing.__name__}" if inspect.isclass(thing) else type(thing).__name__
+
+
 def _expected(hint: Any, found: Any) -> str:
     *names, last = dict.fromkeys(_names(hint))
     expected = f"{', '.join(names)} or {last}" if names else last
     if inspect.isclass(found):
         return f"expected {expected}, found the class {found.__name__}. Make one: {found.__name__}(...)."
-    return f"expected {expected}, found {found!r}."
+    if isinstance(found, list) and (classes := [each.__name__ for each in found if inspect.isclass(each)]):
+        return f"expected {expected}, found the class {classes[0]} in a list. Make one: {classes[0]}(...)."
+    known, texts = _choices(hint), found if isinstance(found, list | tuple) else [found]
+    unknown = (each for each in texts if isinstance(each, str) and each not in known)
+    close = [near for each in unknown for near in difflib.get_close_matches(each.lower(), known, n=1)]
+    return f"expected {expected}, found {found!r}.{f' Did you mean {close[0]}?' if close else ''}"
+
+
+def _choices(hint: Any) -> list[str]:
+    """The texts that a type names."""
+    within = get_args(hint)
+    if get_origin(hint) is Literal:
+        return [each for each in within if isinstance(each, str)]
+    return [text for each in within for text in _choices(each)]
 
 
 def _names(hint: Any) -> Iterator[str]:
@@ -128,3 +206,34 @@ def at_least(least: float, **numbers: float | None) -> None:
     for name, number in numbers.items():
         if number is not None and number < least:
             raise ConfigError(f"{name}: must be at least {least}, found {number}.")
+
+
+def more_than_zero(**numbers: float | None) -> None:
+    """Refuse arguments that are 0 or less; None passes.
+
+    Raises:
+        ConfigError: One of them is, or no number; the message names it.
+    """
+    for name, number in numbers.items():
+        if number is not None and not number > 0:
+            raise ConfigError(f"{name}: must be more than 0 (None: none), found {number}.")
+
+
+def optional(package: str, who: str, extra: str) -> Any:
+    """Import a package that only some need.
+
+    Args:
+        package: Its name in an import, such as `pyarrow.parquet`.
+        who: Needs it, in words.
+        extra: Of Lumen's, which brings it.
+
+    Raises:
+        ConfigError: It is not there, or cannot be imported.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"{who} needs {package.partition('.')[0]}, which cannot be imported ({error}). Install it with: "
+            f"pip install 'lumen[{extra}]'"
+        ) from error

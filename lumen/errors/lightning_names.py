@@ -1,5 +1,8 @@
 """Arguments and attributes of Lightning's `Trainer`, of any version, that Lumen's lacks, with what to use instead."""
 
+from collections.abc import Mapping
+from typing import Any
+
 _DEVICES = "Use accelerator and devices."
 
 INSTEAD = {
@@ -18,12 +21,12 @@ INSTEAD = {
     "flush_logs_every_n_steps": "Every row is written at once.",
     "gpus": _DEVICES,
     "ipus": "There is no support for IPUs.",
-    "log_gpu_memory": "system.csv has the memory; see ThroughputMonitor.",
+    "log_gpu_memory": "system.csv has the memory; for more put a DeviceStatsMonitor into callbacks.",
     "log_save_interval": "Use log_every_n_steps.",
     "max_nb_epochs": "Use max_epochs.",
     "model_registry": "Checkpoints go to a directory or an object store: ModelCheckpoint(dirpath=...).",
     "move_metrics_to_cpu": "Leave it out: epoch means are kept as one number each, on the device.",
-    "multiple_trainloader_mode": "Use lumen.CombinedLoader(loaders, mode).",
+    "multiple_trainloader_mode": "Use lumen.CombinedLoader(iterables, mode).",
     "num_processes": "Use accelerator: cpu and devices.",
     "overfit_pct": "Use overfit_batches.",
     "plugins": "Use strategy and precision, which take objects; loggers and callbacks are given as such.",
@@ -50,6 +53,38 @@ INSTEAD = {
     "weights_summary": "Use enable_model_summary, or a ModelSummary in callbacks.",
 }
 
+#: Values of those that ask for nothing, as the configs that LightningCLI writes have them.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "auto_lr_find": (False,), "auto_scale_batch_size": (False,), "auto_select_gpus": (False,), "barebones": (False,),
+    "enable_autolog_hparams": (True,), "flush_logs_every_n_steps": (None,), "gpus": (None,), "ipus": (None,),
+    "log_gpu_memory": (None,), "model_registry": (None,), "move_metrics_to_cpu": (False,),
+    "multiple_trainloader_mode": ("max_size_cycle",), "num_processes": (None,), "plugins": (None, []),
+    "prepare_data_per_node": (None, True), "process_position": (0,), "reload_dataloaders_every_epoch": (False,),
+    "replace_sampler_ddp": (True,), "resume_from_checkpoint": (None,), "stochastic_weight_avg": (False,),
+    "terminate_on_nan": (None, True), "tpu_cores": (None,), "track_grad_norm": (-1,), "truncated_bptt_steps": (None,),
+    "use_distributed_sampler": (True,), "weights_save_path": (None,),
+}  # fmt: skip
+
+_NAMES = "Checkpoints are named by their step, and none is ever overwritten."
+#: The same two for `ModelCheckpoint`.
+INSTEAD_IN_CHECKPOINTS = {
+    "auto_insert_metric_name": _NAMES,
+    "enable_version_counter": _NAMES,
+    "every_n_val_epochs": "Use every_n_epochs.",
+    "filename": _NAMES,
+    "period": "Use every_n_epochs.",
+    "prefix": _NAMES,
+    "save_on_exception": "Add lumen.OnExceptionCheckpoint() to the callbacks.",
+    "save_on_train_epoch_end": "An epoch's checkpoint is made when its last validation and its end are both done. For "
+    "one after each validation within an epoch name the monitor and set save_top_k=-1.",
+    "save_weights_only": "A checkpoint is always whole; its weights are in model/, which init_from reads.",
+}
+NEUTRAL_IN_CHECKPOINTS: Mapping[str, tuple[Any, ...]] = {
+    "auto_insert_metric_name": (True, False), "enable_version_counter": (True, False), "filename": (None,),
+    "prefix": (None, ""), "save_on_exception": (False,), "save_on_train_epoch_end": (None, True),
+    "save_weights_only": (False,),
+}  # fmt: skip
+
 #: The same for `self.log` and `self.log_dict`.
 INSTEAD_IN_LOG = {
     "enable_graph": "Leave it out: what is logged has no graph.",
@@ -57,6 +92,28 @@ INSTEAD_IN_LOG = {
     "rank_zero_only": "Leave it out: any rank may log, also one alone.",
     "sync_dist_group": "Leave it out: values are those of all processes.",
 }
+
+#: The same for `trainer.save_checkpoint`.
+INSTEAD_IN_SAVE = {
+    "storage_options": "A URL is written by fsspec, which reads its settings from its own configuration.",
+    "weights_only": "A checkpoint is always whole; its weights are in model/, which init_from reads.",
+}
+
+_HOME = "The run directory is the trainer's: {}, and every logger of the run writes there."
+
+#: The same for loggers that write files; "*": for what is given without a name.
+INSTEAD_IN_LOGGERS = {
+    "*": _HOME.format("Trainer(default_root_dir=..., name=...)"),
+    "name": _HOME.format("Trainer(name=...)"),
+    "prefix": "Leave it out: names are as they are logged.",
+    "save_dir": _HOME.format("Trainer(default_root_dir=...)"),
+    "version": "Leave it out: a second run of a name gets a directory NAME-2.",
+}
+NEUTRAL_IN_LOGGERS: Mapping[str, tuple[Any, ...]] = {
+    "add_file_policy": ("mutable",), "anonymous": (None, False), "checkpoint_name": (None,), "log_model": (False,),
+    "default_hp_metric": (True, False), "flush_logs_every_n_steps": (100,), "log_graph": (False,), "prefix": ("",),
+    "sub_dir": (None,), "version": (None,),
+}  # fmt: skip
 
 #: The same for `CLI`.
 INSTEAD_IN_CLI = {
@@ -86,11 +143,10 @@ LIGHTNINGS = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 #: Classes of Lightning's that have another name here, if it is there; others of the same purpose have the same name.
 RENAMED = {
-    "AdvancedProfiler": "lumen.SimpleProfiler",
     "DDPStrategy": "lumen.DDP",
-    "DeviceStatsMonitor": "lumen.ThroughputMonitor",
     "EMAWeightAveraging": "lumen.EMA",
     "FSDPStrategy": "lumen.FSDP",
+    "LightningCLI": "lumen.CLI",
     "LightningDataModule": "lumen.DataModule",
     "LightningModule": "lumen.TaskModule",
     "PyTorchProfiler": "lumen.TorchProfiler",
@@ -103,62 +159,100 @@ RENAMED = {
     "WeightAveraging": "lumen.EMA",
 }
 
+_OWN_LOGGER = "Subclass lumen.Logger: docs/loggers.md shows how."
+
 #: Those that have no counterpart, with what serves in their place.
 INSTEAD_OF_CLASSES = {
     "AsyncCheckpointIO": "Leave it out: ModelCheckpoint(asynchronous=...) saves in the background where it pays.",
+    "CometLogger": _OWN_LOGGER,
     "DeepSpeedStrategy": "Use lumen.FSDP.",
     "LightningEnvironment": "Leave it out: the environment of the processes is found.",
     "MixedPrecision": "Use trainer.precision: bf16 or fp16.",
-    "SLURMEnvironment": "Leave it out: SLURM is found by its variables.",
+    "NeptuneLogger": _OWN_LOGGER,
+    "QuantizationAwareTraining": "Call torchao's quantize_ with a QATConfig in the task's __init__: see "
+    "docs/smaller-models.md.",
+    "SLURMEnvironment": "Leave it out: SLURM is found by its variables; SIGUSR1 saves and exits with 75, to requeue.",
     "TorchSyncBatchNorm": "Use trainer.sync_batchnorm.",
 }
 
-_LOADERS = "Keep the loader, or its data set, where it is made: in the data module or the task."
-_PLAN = "Read trainer.plan.{}."
-_CALLBACK = "Keep the callback that you give to Trainer(callbacks=...), or look for its class in trainer.callbacks."
+_PATHS = "Its directory is named by the step: read best_model_path, last_model_path or best_k_models."
+#: Attributes of Lightning's `ModelCheckpoint` that Lumen's does not have.
+ATTRIBUTES_OF_CHECKPOINTS = {
+    "CHECKPOINT_EQUALS_CHAR": _PATHS,
+    "CHECKPOINT_JOIN_CHAR": _PATHS,
+    "CHECKPOINT_NAME_LAST": "There is no file of that name: read last_model_path.",
+    "FILE_EXTENSION": "A checkpoint is a directory, without an extension.",
+    "STARTING_VERSION": _PATHS,
+    "auto_insert_metric_name": _PATHS,
+    "check_monitor_top_k": "Compare with best_k_models.",
+    "file_exists": _PATHS,
+    "filename": _PATHS,
+    "format_checkpoint_name": _PATHS,
+    "save_on_exception": INSTEAD_IN_CHECKPOINTS["save_on_exception"],
+    "save_weights_only": INSTEAD_IN_CHECKPOINTS["save_weights_only"],
+    "to_yaml": "best_k_models is a dictionary: write it as you like.",
+}
 
-#: Attributes of Lightning's `Trainer` that Lumen's does not have.
+_OF_WANDB = "Write logger.experiment.log({{key: wandb.{}, 'trainer/global_step': self.global_step}}) in fit."
+#: Attributes of Lightning's `WandbLogger` that Lumen's does not have.
+ATTRIBUTES_OF_WANDB = {
+    "download_artifact": "Call wandb.Api().artifact(name).download().",
+    "log_audio": _OF_WANDB.format("Audio(audio)"),
+    "log_table": _OF_WANDB.format("Table(columns=columns, data=data)"),
+    "log_video": _OF_WANDB.format("Video(video)"),
+    "use_artifact": "Call logger.experiment.use_artifact(name).",
+}
+
+_COUNTS = "Read trainer.progress for counts, and trainer.plan for limits."
+_TRAINED = "self.log it, and read trainer.callback_metrics."
+
+#: Attributes of Lightning's `Trainer`, of any version, that Lumen's does not have.
 ATTRIBUTES = {
     "accelerator": "Read trainer.strategy.device.",
-    "accumulate_grad_batches": _PLAN.format("accumulate"),
-    "checkpoint_callbacks": _CALLBACK,
-    "ckpt_path": "Read trainer.run.checkpoint, whose path it is.",
-    "device_ids": "Read trainer.strategy.device, that of this process.",
-    "early_stopping_callback": _CALLBACK,
-    "early_stopping_callbacks": _CALLBACK,
-    "enable_validation": "Read trainer.validation_due or trainer.validating.",
-    "evaluating": "Read trainer.validating or trainer.testing.",
-    "fit_loop": "Read trainer.run.progress for counts, and trainer.plan for limits.",
-    "gradient_clip_algorithm": _PLAN.format("clip_norm and trainer.plan.clip_value"),
-    "gradient_clip_val": _PLAN.format("clip_norm or trainer.plan.clip_value"),
-    "interrupted": "Write on_exception: the exception is a KeyboardInterrupt or a SystemExit.",
-    "is_last_batch": "Write on_train_epoch_end, which follows it.",
-    "lightning_module": "Hooks of callbacks are given the task; elsewhere it is trainer.run.task.",
-    "limit_predict_batches": _PLAN.format('limits["predict"]'),
-    "limit_test_batches": _PLAN.format('limits["test"]'),
-    "limit_train_batches": _PLAN.format('limits["train"]'),
-    "limit_val_batches": _PLAN.format('limits["validate"]'),
-    "log_every_n_steps": _PLAN.format("log_every_n_steps"),
-    "logged_metrics": "Read trainer.callback_metrics: the newest value of every name.",
-    "max_time": _PLAN.format("max_time_s"),
-    "min_epochs": _PLAN.format("min_epochs"),
-    "min_steps": _PLAN.format("min_steps"),
-    "model": "Hooks of callbacks are given the task; elsewhere it is trainer.run.task.",
-    "num_devices": "Read trainer.world_size, the processes of all nodes.",
-    "num_sanity_val_steps": _PLAN.format("sanity_batches"),
-    "num_val_batches": "Read the lengths of trainer.run.loaders.evaluation.",
-    "overfit_batches": _PLAN.format("same_batches"),
-    "predict_dataloaders": _LOADERS,
+    "accelerator_connector": "Read trainer.strategy.",
+    "amp_backend": "Read trainer.precision.",
+    "barebones": INSTEAD["barebones"],
+    "batch_idx": "Steps and hooks of batches are given it.",
+    "callback_connector": "Read trainer.callbacks.",
+    "checkpoint_connector": "Read trainer.resumed_from; trainer.save_checkpoint writes one.",
+    "data_connector": "Read trainer.train_dataloader, val_dataloaders, test_dataloaders or predict_dataloaders.",
+    "data_parallel": "Read trainer.world_size.",
+    "data_parallel_device_ids": "Read trainer.device_ids.",
+    "disable_validation": "Read trainer.enable_validation.",
+    "distributed_backend": "Read trainer.strategy.",
+    "distributed_sampler_kwargs": "Samplers are shared out exactly, a user's own too.",
+    "enable_autolog_hparams": INSTEAD["enable_autolog_hparams"],
+    "evaluation_loop": _COUNTS,
+    "fit_loop": _COUNTS,
+    "get_model": "Read trainer.model.",
+    "gpus": "Read trainer.num_devices.",
+    "init_module": "Build the layers in configure_model.",
+    "lightning_optimizers": "Read trainer.optimizers.",
+    "logger_connector": _TRAINED,
+    "lr_schedulers": "Read trainer.lr_scheduler_configs, each of which has a scheduler.",
+    "max_time": "Read trainer.plan.max_time_s.",
+    "num_gpus": "Read trainer.num_devices.",
+    "num_processes": "Read trainer.num_devices.",
+    "optimizer_frequencies": "With automatic_optimization = False a task steps its optimizers when they are due.",
+    "precision_plugin": "Read trainer.run.precision.",
     "predict_loop": "trainer.predict returns the predictions.",
-    "progress_bar_callback": _CALLBACK,
-    "received_sigterm": "Read trainer.is_ending in on_step_checkpoint, or write on_exception.",
-    "reload_dataloaders_every_n_epochs": _PLAN.format("reload_every_n_epochs"),
+    "request_dataloader": "Call the method of the data module or the task.",
+    "reset_train_dataloader": "Use Trainer(reload_dataloaders_every_n_epochs=...).",
+    "reset_val_dataloader": "Use Trainer(reload_dataloaders_every_n_epochs=...).",
+    "resume_from_checkpoint": "Read trainer.ckpt_path.",
+    "root_gpu": "Read trainer.strategy.device.",
+    "run_stage": "Call trainer.fit, validate, test or predict.",
     "save_hyperparameters": "The task and the data module have it.",
-    "state": "Read trainer.training, validating, testing, predicting or sanity_checking.",
-    "test_dataloaders": _LOADERS,
-    "train_dataloader": _LOADERS,
+    "scaler": "Read trainer.run.precision, which scales in fp16.",
+    "test_loop": _COUNTS,
+    "total_batch_idx": "Read trainer.progress.micro_batches.",
+    "train_loop": _COUNTS,
+    "training_type_plugin": "Read trainer.strategy.",
     "tune": "Use lumen.Tuner(trainer).",
-    "val_check_interval": _PLAN.format("val_every_n_steps, val_every_epoch_fraction or val_every_s"),
-    "val_dataloaders": _LOADERS,
-    "validate_loop": "Read trainer.run.progress for counts, and trainer.plan for limits.",
+    "tuner": "Use lumen.Tuner(trainer).",
+    "tuning": "A search trains copies, which have trainers of their own.",
+    "use_amp": "Read trainer.precision.",
+    "val_check_batch": "Read trainer.val_check_interval.",
+    "validate_loop": _COUNTS,
+    "weights_save_path": "Read trainer.checkpoint_callback.dirpath.",
 }

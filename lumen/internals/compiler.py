@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
@@ -72,3 +73,9 @@ def import_compiler() -> None:
     """Import the compiler before process groups are opened: later it would keep the default one, and gloo's threads."""
     with suppress(ImportError):
         import_module("torch._dynamo")
+
+
+def compiled_for_s() -> float:
+    """Seconds that this process has spent compiling."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0.0 if utils is None else float(utils.calculate_time_spent()["total_wall_time"])

@@ -72,3 +72,16 @@ def watch_workers(agent: Any, look: Callable[[Any], Any]) -> None:
     need("the launcher", agent, "_monitor_workers")
     own = agent._monitor_workers
     agent._monitor_workers = lambda group: look(group) or own(group)
+
+
+def never_restart(agent: Any) -> None:
+    """Have an elastic agent end with its first failure, although its workers are told of restarts before.
+
+    Args:
+        agent: An elastic agent that has not run yet.
+
+    Raises:
+        ConfigError: This version of torch has no such attribute.
+    """
+    need("the launcher", agent, "_remaining_restarts")
+    agent._remaining_restarts = 0

@@ -20,6 +20,40 @@ class EpochSkipped(Exception):
     """A hook ended the epoch."""
 
 
+class RolledBack(Exception):
+    """Hooks of all processes asked to go back to a checkpoint.
+
+    Args:
+        run: The run that trains.
+        window: Its newest window, which is used.
+        before: How many windows of its size before it are left out then.
+        after: How many after it.
+
+    Attributes:
+        left_out: The micro-batches of the run, from and to, that are not to be trained on.
+    """
+
+    def __init__(self, run: Run, window: AccumulationWindow, before: int, after: int) -> None:
+        super().__init__()
+        end, size = run.progress.micro_batches, len(window.sizes)
+        self.left_out = [max(0, end - (before + 1) * size), end + after * size]
+
+
+def is_left_out(run: Run) -> bool:
+    """Whether the next step is one of those that are not trained on."""
+    return any(begin <= run.progress.micro_batches < end for begin, end in run.progress.left_out)
+
+
+def leave_out(run: Run, window: AccumulationWindow) -> bool:
+    """Use a step's batches for nothing. Returns False: it makes no update."""
+    run.step.begin()
+    for _ in window:  # what was asked of a loader's workers comes in order
+        pass
+    run.progress.advance(window, updated=False)
+    run.step.end(window)
+    return False
+
+
 def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
     """The micro-batches of a step, weighed as far as is known; fetched all at once only if the task weighs them."""
     micro_batches: Iterable[MicroBatch] = window

@@ -25,6 +25,7 @@ from lumen.metrics.torchmetrics_states import Gather
 from lumen.random import EVALUATIONS, make_key, preserved_generators, seed_generators
 from lumen.run.run import Run
 from lumen.strategies import sync_buffers
+from lumen.task.hooks import overrides
 from lumen.task.inference import ordinary_afterwards
 from lumen.task.modes import Modes
 
@@ -55,7 +56,8 @@ class SetApart:
 def evaluate(run: Run, stage: str) -> bool:
     """One pass over the evaluation loaders that are open, in eval mode and without gradients.
 
-    Everything is afterwards as it was before, the modes too, but for those that a hook at its end has chosen.
+    Everything is afterwards as it was before, the modes too, but for those that a hook at its end has chosen. The task
+    is put into eval mode, and back, by hooks of its own if it has them.
 
     Args:
         run: The run that evaluates.
@@ -65,10 +67,12 @@ def evaluate(run: Run, stage: str) -> bool:
         False if the run was asked to leave: then nothing of the pass is published.
     """
     name = "validation" if stage in ("validate", "sanity") else stage
+    if stage == "validate" and run.stage == "fit" and overrides(run.task, "on_validation_model_zero_grad"):
+        run.task.on_validation_model_zero_grad()
     around = run.hooks.around_validation if run.stage == "fit" else []
     ordinary = partial(ordinary_afterwards, run.task, vars(run.optim).get("optimizer"))
     with set_apart(run, stage) as apart, preserved_generators(), torch.no_grad(), entered(around), ordinary():
-        run.task.eval()
+        getattr(run.task, f"on_{name}_model_eval")()
         seed_generators(make_key(run.seed, EVALUATIONS[stage]))
         run.log.call_hooks(f"on_{name}_start")
         with ordinary(), run.strategy.evaluation(run.plan.inference_mode):
@@ -89,6 +93,8 @@ def evaluate(run: Run, stage: str) -> bool:
         with apart.modes.choosing():
             for hook in getattr(run.hooks, f"on_{name}_end"):
                 hook()
+        if overrides(run.task, f"on_{name}_model_train"):
+            apart.modes.leave_to(getattr(run.task, f"on_{name}_model_train"))
     run.records.before_evaluation = None
     return True
 

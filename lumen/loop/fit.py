@@ -11,7 +11,7 @@ import logging
 
 from lumen.checkpoint.collect import check_additions
 from lumen.errors import DataError, TrainingError
-from lumen.loop.around_step import EpochSkipped
+from lumen.loop.around_step import EpochSkipped, RolledBack, is_left_out, leave_out
 from lumen.loop.evaluate import evaluate, publish
 from lumen.loop.manual import manual_step
 from lumen.loop.step import train_step
@@ -19,6 +19,7 @@ from lumen.metrics.collector import StageMetrics
 from lumen.metrics.step_values import for_loggers
 from lumen.metrics.torchmetrics_states import metrics_of
 from lumen.random import preserved_generators
+from lumen.run.configure_optimizers import check_held
 from lumen.run.open_loaders import NO_TRAINING, open_loaders
 from lumen.run.run import Run
 from lumen.run.validation_schedule import validation_done, validation_due
@@ -31,7 +32,12 @@ class StopRequested(Exception):
 
 
 def train(run: Run) -> None:
-    """Run epochs until a limit is reached, a callback stops the run, or it is asked to leave."""
+    """Run epochs until a limit is reached, a callback stops the run, or it is asked to leave.
+
+    Raises:
+        RolledBack: It is to begin again from a checkpoint.
+        StopRequested: It was asked to leave.
+    """
     run.log.share_metrics(run.task)
     for hook in run.hooks.on_train_start:
         hook()
@@ -40,12 +46,14 @@ def train(run: Run) -> None:
     run.step.start_weighing(run.task, run.log.gather)
     (run.log.has_metrics,) = run.ending.agree(bool(metrics_of(run.task)))
     run.ending.start_clock()
+    run.records.goodput.train(run.progress.step)
     ending = run.ending
     ending.finished = ending.limit_reached is not None
     if ending.finished and run.progress.in_epoch:  # killed between the last checkpoint and the end of its open epoch
         end_epoch(run, complete=False)
     while not ending.finished:
         train_epoch(run)
+    run.records.goodput.enter("end")
     run.step.nonfinite.flush()
     run.processes.barrier()  # what one process has written is there for all
     for hook in run.hooks.on_train_end:
@@ -63,6 +71,7 @@ def train_epoch(run: Run) -> None:
         run.log.train = run.log.stage = StageMetrics()
         run.step.seed_hooks(0)
         run.log.call_hooks("on_train_epoch_start")
+        check_held(run.task, run.optim.optimizer)  # hooks may have replaced parameters
     run.log.stage = run.log.train
 
     adapter = run.loaders.measure()  # hooks may have changed the data
@@ -75,10 +84,15 @@ def train_epoch(run: Run) -> None:
     over = progress.validation_due and finish_step(run, updated=True, last=window is None)  # saved while validating
     while window is not None and not over:
         try:
-            updated = make_step(run, window)
+            if progress.left_out and is_left_out(run):
+                updated, fresh = leave_out(run, window), False  # ranges end: an epoch without a step is no failure
+            else:
+                updated = make_step(run, window)
         except EpochSkipped:
             run.log.in_train_step, skipped = False, True
             break
+        if run.ending.rolls_back is not None:
+            raise RolledBack(run, window, *run.ending.rolls_back)
         run.records.write_row()  # of a step before, whose values have arrived meanwhile
         if updated and progress.step % plan.log_every_n_steps == 0:
             run.records.log_step()
@@ -126,7 +140,9 @@ def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
     """Validate if it is due, then reach the boundary, unless the epoch's end comes first. Returns whether to end."""
     validates = run.progress.validation_due
     if validates:
-        if evaluate(run, "validate"):
+        with run.records.goodput.within("evaluation"):
+            complete = evaluate(run, "validate")
+        if complete:
             validation_done(run)
         run.log.stage = run.log.train
     if run.progress.validation_due:
@@ -152,6 +168,8 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
     if after_hooks:
         run.ending.agree()
     run.ending.tick()
+    if run.ending.vote.now_s >= run.records.goodput.due_s:
+        run.records.goodput.write(run.progress.step)
     metrics, run.log.stage = run.log.stage, None  # what is logged here would belong to no step
     for hook in run.hooks.on_step_end if not run.progress.validation_due else ():  # the step goes on when resumed
         hook()
@@ -204,7 +222,8 @@ def sanity_check(run: Run) -> None:
     with preserved_generators():
         for hook in run.hooks.on_sanity_check_start:
             hook()
-        complete = evaluate(run, "sanity")
+        with run.records.goodput.within("evaluation"):
+            complete = evaluate(run, "sanity")
         for hook in run.hooks.on_sanity_check_end:
             hook()
     run.values.forget()

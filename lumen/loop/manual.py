@@ -43,6 +43,8 @@ def manual_step(run: Run, window: AccumulationWindow) -> bool:
     run.ending.hear(*weighting.agree())
     updated = manual.end()
     run.step.count(window, updated=updated, tried=manual.has_tried)
+    for teacher in run.optim.teachers if updated else ():
+        teacher.follow(run.progress.step - 1)
     if hooks.on_train_batch_end and not micro.is_dummy:
         output = detached(output)
         for hook in hooks.on_train_batch_end:

@@ -207,6 +207,8 @@ def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closu
                 scheduler.step()
             elif scheduler.interval == "token":
                 scheduler.move_to(run.progress.units, counted=weighting.counted)
+        for teacher in run.optim.teachers:
+            teacher.follow(run.progress.step - 1)
     return updated
 
 

@@ -216,6 +216,10 @@ class StageMetrics:
             for each in ((name, entry.options.variant(name, "step")) if entry.options.on_step else ())
         }
 
+    def published(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> dict[str, tuple[str, ...]]:
+        """For each logged name the names under which its values can be read: those of steps first."""
+        return {name: entry.options.published(name) for name, entry in self._entries.items() if keep(entry.options)}
+
     def epoch_values(self, model: nn.Module, gather: Gather | None = None) -> dict[str, float]:
         """The value of each name over the epoch, `x_epoch` where `x_step` exists too. Waits for the device.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a 
     from torchmetrics import Metric
 
 Reduction = Literal["mean", "sum", "min", "max"]
+#: Functions that stand for a reduction, as in Lightning, and its other spellings.
+_MEANT: Mapping[Any, Reduction] = {
+    torch.mean: "mean", "avg": "mean", torch.sum: "sum", sum: "sum", torch.min: "min", torch.amin: "min", min: "min",
+    torch.max: "max", torch.amax: "max", max: "max",
+}  # fmt: skip
 
 
 class LogOptions(NamedTuple):
@@ -42,7 +48,7 @@ class LogOptions(NamedTuple):
 
 
 #: The values of a `How` as a plain tuple: comparing it to the last call's is cheaper than building a `How` each time.
-Given = tuple[bool, bool | None, bool | None, bool, bool, Reduction, bool, str, str]
+Given = tuple[bool, bool | None, bool | None, bool, bool | None, Any, bool, str, str]
 
 
 class How(NamedTuple):
@@ -52,8 +58,8 @@ class How(NamedTuple):
     on_step: bool | None
     on_epoch: bool | None
     prog_bar: bool
-    logger: bool
-    reduce_fx: Reduction
+    logger: bool | None
+    reduce_fx: Any  # a `Reduction`, or what means one
     add_dataloader_idx: bool
     hook: str  # see `LogOptions`
     loader: str  # what tells the one that is read from the others of the evaluation
@@ -65,21 +71,25 @@ def log_options(name: str, how: How) -> LogOptions:
     Raises:
         ConfigError: An option has a wrong type, or `reduce_fx` is unknown.
     """
-    switches = {"prog_bar": how.prog_bar, "logger": how.logger, "add_dataloader_idx": how.add_dataloader_idx}
+    logger = True if how.logger is None else how.logger
+    switches = {"prog_bar": how.prog_bar, "logger": logger, "add_dataloader_idx": how.add_dataloader_idx}
     for option, given in {"on_step": how.on_step, "on_epoch": how.on_epoch, **switches}.items():
         if not isinstance(given, bool) and (given is not None or option in switches):
             raise ConfigError(f"self.log({name!r}, {option}={given!r}): expected True or False.")
-    if how.reduce_fx not in get_args(Reduction):
+    reduction = how.reduce_fx.lower() if isinstance(how.reduce_fx, str) else how.reduce_fx
+    with suppress(TypeError):  # it has no hash
+        reduction = _MEANT.get(reduction, reduction)
+    if not (isinstance(reduction, str) and reduction in get_args(Reduction)):
         raise ConfigError(
-            f"self.log({name!r}, reduce_fx={how.reduce_fx!r}): expected one of "
-            f"{', '.join(get_args(Reduction))}. Log a torchmetrics.Metric for any other reduction."
+            f"self.log({name!r}, reduce_fx={how.reduce_fx!r}): expected one of {', '.join(get_args(Reduction))}, or "
+            "torch.mean, torch.sum, torch.min or torch.max. Log a torchmetrics.Metric for any other reduction."
         )
     return LogOptions(
         how.in_step if how.on_step is None else how.on_step,
         not how.in_step if how.on_epoch is None else how.on_epoch,
         how.prog_bar,
-        how.logger,
-        how.reduce_fx,
+        logger,
+        cast("Reduction", reduction),
         how.loader if how.add_dataloader_idx else "",
         how.hook,
     )

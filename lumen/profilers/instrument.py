@@ -19,18 +19,18 @@ from lumen.task.hooks import HOOKS
 _log = logging.getLogger("lumen")
 #: Hooks that run before what is measured or after it.
 _OUTSIDE = ("setup", "on_exception", "teardown")
-_LOGGER_METHODS = ("log_metrics", "log_system", "log_image", "log_histogram", "log_text", "flush")
+_LOGGER_METHODS = ("log_metrics", "log_system", "log_image", "log_histogram", "log_text", "save")
 
 
-def profiled(run: Run, profiler: Profiler | None, directory: Path | None) -> AbstractContextManager[Any]:
+def profiled(run: Run, profiler: Profiler, directory: Path | None) -> AbstractContextManager[Any]:
     """The context in which a profiler measures a run; it reports at the end, also after an error.
 
     Args:
         run: A run that has just been built: its loaders and optimizer may come later.
-        profiler: The profiler to tell; None: the context does nothing.
+        profiler: The profiler to tell; one that measures nothing is not told.
         directory: The run directory, or None.
     """
-    return nullcontext() if profiler is None else Overlay(run, profiler, directory)
+    return Overlay(run, profiler, directory) if profiler.measures else nullcontext()
 
 
 @final
@@ -62,7 +62,7 @@ class Overlay:
         self._undo.close()
         if self._began:
             try:
-                self._profiler.stop()
+                self._profiler.end()
             except Exception:
                 if error is None:
                     raise
@@ -91,7 +91,7 @@ class Overlay:
                     self._lay(f"{type(config.scheduler).__name__}.step", config, method)
         self._lay_loaders()
         self._began = True
-        self._profiler.start(run, self._directory)
+        self._profiler.begin(run, self._directory)
 
     def _lay_loaders(self) -> None:
         """Wrap the loaders' adapters, and once more in an epoch that has opened new ones."""

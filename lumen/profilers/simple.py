@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 
-from lumen.profilers.base import Profiler, in_stage, make_table, show
+from lumen.errors.arguments import checked
+from lumen.profilers.base import Profiler, as_text, in_stage, make_table, not_started, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,58 +50,98 @@ class SimpleProfiler(Profiler):
     first one that needs a value waits for all others: use `TorchProfiler` for the device's times, or `synchronize`.
 
     Args:
+        dirpath: See `Profiler`.
+        filename: See `Profiler`.
         synchronize: Wait for the device at both ends of each part. Each part then shows its device time too, but host
             and device no longer overlap, so the whole takes longer.
     """
 
-    def __init__(self, *, synchronize: bool = False) -> None:
+    NEUTRAL: ClassVar[Mapping[str, tuple[bool, ...]]] = {"extended": (True, False)}  # the table is one
+
+    @checked
+    def __init__(
+        self, dirpath: str | Path | None = None, filename: str | None = None, *, synchronize: bool = False
+    ) -> None:
+        super().__init__(dirpath, filename)
         self.synchronize = synchronize
         self._rows: dict[str, Row] = {}
         self._stack: list[Row] = []
-        self._steps = 0
+        self._outer = 0  # parts in progress that began before what is measured
+        self._steps, self._waits, self._measuring = 0, False, False
+        self._switched_at_s = perf_counter()
 
     @property
     def rows(self) -> list[Row]:
         """The parts of the last run, the longest first."""
         return sorted(self._rows.values(), key=lambda row: -row.total_s)
 
-    def start(self, run: Run, directory: Path | None) -> None:
-        """See `Profiler.start`."""
-        self._run, self._directory, self._stage = run, directory, run.stage
+    def begin(self, run: Run, directory: Path | None) -> None:
+        """See `Profiler.begin`."""
+        super().begin(run, directory)
         self._waits = self.synchronize and run.strategy.device.type != "cpu"
-        self._rows, self._stack, self._steps = {}, [], 0
+        self._rows, self._outer, self._steps, self._measuring = {}, len(self._stack), 0, True
         self._switched_at_s = perf_counter()
+
+    def start(self, action_name: str) -> None:
+        """See `Profiler.start`."""
+        self._switch()
+        self._stack.append(self._row(action_name))
+        self._stack[-1].calls += 1
+
+    def stop(self, action_name: str) -> None:
+        """See `Profiler.stop`.
+
+        Raises:
+            ConfigError: It is not the part in progress.
+        """
+        newest = self._stack[-1].name if self._stack else None
+        if newest != action_name:
+            raise not_started(self, action_name, newest)
+        self._switch()
+        self._stack.pop()
+        self._outer = min(self._outer, len(self._stack))
 
     @contextmanager
     def part(self, name: str, calls: int = 1) -> Iterator[None]:
         """See `Profiler.part`."""
-        self._switch()
-        row = self._row(name)
-        row.calls += calls
-        self._stack.append(row)
+        self.start(name)
+        self._stack[-1].calls += calls - 1
         try:
             yield
         finally:
-            self._switch()
-            self._stack.pop()
+            self.stop(name)
 
     def step(self) -> None:
         """See `Profiler.step`."""
         self._steps += 1
 
-    def stop(self) -> None:
-        """Print the table."""
-        self._switch()
-        if self._run.processes.is_global_zero:
+    def summary(self) -> str:
+        """The table as a text."""
+        return as_text(self._table()) if self._rows else ""
+
+    def describe(self) -> None:
+        """Print the table, or write it to the file that has a name."""
+        if self.filename is not None:
+            super().describe()
+        elif self._run is None or self._run.processes.is_global_zero:
             show(self._table(), self._directory)
+
+    def end(self) -> None:
+        """See `Profiler.end`."""
+        self._switch()
+        self._measuring = False
+        super().end()
 
     def _switch(self) -> None:
         """Add the seconds since the last call to the part that ran in them."""
         if self._waits:
+            assert self._run is not None
             torch.accelerator.synchronize(self._run.strategy.device)
         now = perf_counter()
-        row = self._stack[-1] if self._stack else self._row(in_stage("loop", self._run.stage))
-        row.total_s += now - self._switched_at_s
+        if len(self._stack) > self._outer:
+            self._stack[-1].total_s += now - self._switched_at_s
+        elif self._measuring and self._run is not None:
+            self._row(in_stage("loop", self._run.stage)).total_s += now - self._switched_at_s
         self._switched_at_s = now
 
     def _row(self, name: str) -> Row:
@@ -113,7 +154,8 @@ class SimpleProfiler(Profiler):
         if rest := self.rows[len(shown) :]:
             shown.append(Row(f"{len(rest)} parts below {_TINY:.1%}", total_s=sum(row.total_s for row in rest)))
         table = make_table("part", "calls", "total s", "mean ms", f"ms/{unit}", "share %")
-        host = "" if self._waits or self._run.strategy.device.type == "cpu" else ", as the host saw it"
+        is_host = self._waits or self._run is None or self._run.strategy.device.type == "cpu"
+        host = "" if is_host else ", as the host saw it"
         table.title = f"{self._stage}: {self._steps} {units} in {total_s:.2f} s{host}"
         for row in [*shown, Row("total", total_s=total_s)]:
             table.add_row(
@@ -122,6 +164,6 @@ class SimpleProfiler(Profiler):
                 f"{row.total_s:.3f}",
                 f"{1e3 * row.total_s / row.calls:.3f}" if row.calls else "",
                 f"{1e3 * row.total_s / self._steps:.3f}" if self._steps else "",
-                f"{100 * row.total_s / total_s:.1f}",
+                f"{100 * row.total_s / total_s:.1f}" if total_s else "",
             )
         return table

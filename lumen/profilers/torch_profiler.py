@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 from lumen.errors import ConfigError
-from lumen.errors.arguments import local_path
-from lumen.profilers.base import Profiler, make_table, show
+from lumen.errors.arguments import checked
+from lumen.profilers.base import Profiler, as_text, make_table, not_started, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,6 +46,25 @@ class TorchProfiler(Profiler):
             no trace is written.
     """
 
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "activities": "Those of the host and, on CUDA, of the device are recorded.",
+        "emit_nvtx": "Call fit in torch.autograd.profiler.emit_nvtx().",
+        "export_to_chrome": "Each cycle writes one, where there is a directory.",
+        "filename": "Traces are named by stage, step and rank.",
+        "group_by_input_shapes": "Use record_shapes.",
+        "on_trace_ready": "Traces go to dirpath.",
+        "record_functions": "The parts of a run are labelled.",
+        "record_module_names": "Use with_stack.",
+        "schedule": "Use wait, warmup, active and repeat.",
+        "sort_by_key": "Operators are sorted by their own time.",
+        "table_kwargs": "Use row_limit.",
+    }
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "emit_nvtx": (False,), "export_to_chrome": (True,), "filename": (None,), "group_by_input_shapes": (False,),
+        "record_module_names": (True, False), "sort_by_key": (None,), "table_kwargs": (None,),
+    }  # fmt: skip
+
+    @checked
     def __init__(
         self,
         *,
@@ -71,11 +90,37 @@ class TorchProfiler(Profiler):
         self.profile_memory = profile_memory
         self.with_stack = with_stack
         self.row_limit = row_limit
-        self.given_dirpath = None if dirpath is None else local_path(dirpath)
+        super().__init__(dirpath)
+        self._stack: list[tuple[str, record_function]] = []
+        self._newest = ""
 
-    def start(self, run: Run, directory: Path | None) -> None:
+    def start(self, action_name: str) -> None:
         """See `Profiler.start`."""
-        self._run, self._directory, self._stage = run, directory, run.stage
+        label = record_function(action_name)
+        label.__enter__()  # type: ignore[no-untyped-call]
+        self._stack.append((action_name, label))
+
+    def stop(self, action_name: str) -> None:
+        """See `Profiler.stop`.
+
+        Raises:
+            ConfigError: It is not the part in progress.
+        """
+        newest = self._stack[-1][0] if self._stack else None
+        if newest != action_name:
+            raise not_started(self, action_name, newest)
+        self._stack.pop()[1].__exit__(None, None, None)
+
+    def summary(self) -> str:
+        """The newest table of operators, which was shown when its cycle was over; "" before."""
+        return self._newest
+
+    def describe(self) -> None:
+        """Each cycle has been shown."""
+
+    def begin(self, run: Run, directory: Path | None) -> None:
+        """See `Profiler.begin`."""
+        super().begin(run, directory)
         self._steps = self._traces = 0
         activities = [ProfilerActivity.CPU]
         if run.strategy.device.type == "cuda":
@@ -101,9 +146,10 @@ class TorchProfiler(Profiler):
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # each cycle is reported before
             self._profile.step()
 
-    def stop(self) -> None:
+    def end(self) -> None:
         """Report what is recorded of an unfinished cycle."""
         self._profile.stop()
+        super().end()
         if not self._traces:
             _log.warning(
                 "TorchProfiler: nothing was recorded, because %s ended after %d steps, before wait + warmup = %d. "
@@ -113,7 +159,8 @@ class TorchProfiler(Profiler):
 
     def _report(self, done: profile) -> None:
         """Write the trace of a cycle and print its operators."""
-        run, directory = self._run, self.given_dirpath
+        run, directory = self._run, self.dirpath
+        assert run is not None
         if directory is None and self._directory is not None:
             directory = self._directory / "profile"
         unit, number = ("step", run.progress.step) if self._stage == "fit" else ("batch", self._steps)
@@ -124,11 +171,13 @@ class TorchProfiler(Profiler):
         if run.processes.is_global_zero:
             table = self._table(done)
             table.title = f"{self._stage}: operators until {unit} {number}"
+            self._newest = as_text(table)
             show(table, self._directory)
         self._traces += 1
 
     def _table(self, done: profile) -> Table:
         """The operators, by their own time; on CUDA that of the kernels they launched."""
+        assert self._run is not None
         kind = "device" if self._run.strategy.device.type == "cuda" else "cpu"
         own_us = attrgetter(f"self_{kind}_time_total")
         operators = sorted(self._operators(done), key=own_us, reverse=True)

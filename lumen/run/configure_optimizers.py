@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from inspect import isclass
 from itertools import permutations
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lumen.errors import ConfigError, TrainingError
+from lumen.errors.arguments import in_words
 from lumen.internals.optimizers import StepGuard
 from lumen.optim import MultiOptimizer, Schedule, Warmup, needs_closure
 from lumen.precision import Precision
@@ -54,7 +56,7 @@ def build_optimizers(
             "Give it self.parameters(); if layers are built in configure_model, build the optimizer from them."
         ) from error
     optimizers, schedulers = _unpack(returned)
-    if strangers := [type(each).__name__ for each in optimizers if not isinstance(each, Optimizer)]:
+    if strangers := [in_words(each) for each in optimizers if not isinstance(each, Optimizer)]:
         raise ConfigError(
             f"configure_optimizers returned {strangers[0]}; expected a torch.optim.Optimizer, "
             '([optimizer], [scheduler]), or {"optimizer": ..., "lr_scheduler": ...}.'
@@ -76,8 +78,9 @@ def build_optimizers(
     check_held(task, optimizer)
     _warn_of_left_out(task, optimizer)
     if by_hand:
-        return optimizer, _moved_by_hand(schedulers)
-    configs = _paired([config for given in schedulers for config in _configs(given)])
+        configs = _moved_by_hand(schedulers)
+    else:
+        configs = _paired([config for given in schedulers for config in _configs(given)])
     for config in configs:
         moved = getattr(config.scheduler, "optimizer", optimizer)
         if not {*map(id, moved.param_groups)} <= {*map(id, optimizer.param_groups)}:
@@ -85,7 +88,8 @@ def build_optimizers(
                 f"lr_scheduler: the {type(config.scheduler).__name__} moves the learning rates of another optimizer "
                 f"than the {type(optimizer).__name__} that trains. Build it with that one."
             )
-    _refuse_overwriting([config.scheduler for config in configs])
+    if not by_hand:
+        _refuse_overwriting([config.scheduler for config in configs])
     return optimizer, configs
 
 
@@ -216,6 +220,11 @@ def _check_config(config: SchedulerConfig) -> None:
 
 
 def _check_kind(scheduler: Any) -> None:
+    if isclass(scheduler):
+        raise ConfigError(
+            f"lr_scheduler: expected a scheduler, found {in_words(scheduler)}. Make one of the optimizer: "
+            f"{scheduler.__name__}(optimizer, ...)."
+        )
     if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) and not hasattr(scheduler, "step"):
         raise ConfigError(f"lr_scheduler: expected a scheduler, found {type(scheduler).__name__}.")
 

@@ -27,6 +27,8 @@ class Ending:
         is_asked: A callback has asked on all ranks, in `on_step_end`, to agree on the end at this boundary.
         asks_each_step: A rank has hooks between the last backward of a step and its end, in which it may wish to stop.
         is_decided: Whether the run ends here is decided, as callbacks that save have to know.
+        rolls_back: The run is to go back to a checkpoint after this step; how many steps before and after it are to be
+            left out with it then. None: it goes on.
         validated_at_s: When the last validation was complete, or training began; as `vote.now_s`.
     """
 
@@ -37,6 +39,7 @@ class Ending:
         self._stop_agreed = True  # all know of the wish: one that comes from a checkpoint is that of all
         self.is_asked = self.asks_each_step = False
         self.is_decided = False
+        self.rolls_back: tuple[int, int] | None = None
         self._clock_s = self.validated_at_s = self.vote.now_s
 
     def start_clock(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from lumen.distributed.dtensor import is_sharded, local_tensor
+from lumen.errors import ConfigError
 from lumen.internals.tensors import clamp, largest_elements, multiply
 
 
@@ -46,6 +48,50 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """
     norm: Any = nn.utils.get_total_norm([each.grad for each in _with_rows(parameters) if each.grad is not None])
     return norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[no-any-return]
+
+
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
+    """The norm of the gradient of each parameter, and of all of them together, by names that can be logged.
+
+    `self.log_dict(lumen.grad_norm(self, norm_type=2))` belongs into `on_before_optimizer_step`, where gradients are
+    complete, unscaled and not clipped.
+
+    Collective where gradients are cut up (`DTensor`): every rank must call this.
+
+    Args:
+        module: The task, or any module; parameters without a gradient are left out.
+        norm_type: Of the p-norm, > 0; "inf" is the largest element.
+        group_separator: Stands before the name of a parameter.
+
+    Returns:
+        Scalars: `grad_2.0_norm/NAME` of each parameter, and `grad_2.0_norm_total`; nothing without gradients.
+
+    Raises:
+        ConfigError: The norm is none.
+    """
+    kind = float(norm_type)
+    if not kind > 0:
+        raise ConfigError(f"grad_norm: norm_type must be more than 0, or 'inf', found {norm_type!r}.")
+    gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+    norms = {
+        f"grad_{kind}_norm{group_separator}{name}": _norm(gradient.detach(), kind)
+        for name, gradient in gradients.items()
+    }
+    if norms:
+        norms[f"grad_{kind}_norm_total"] = torch.linalg.vector_norm(_on_one_device(norms.values()), kind)
+    return norms
+
+
+def _norm(gradient: Any, kind: float) -> torch.Tensor:
+    if math.isinf(kind) and is_sharded(gradient):  # a part may be empty, which has no largest element
+        gradient = gradient.full_tensor()
+    norm: Any = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient, kind)
+    return norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[no-any-return]
+
+
+def _on_one_device(norms: Iterable[torch.Tensor]) -> torch.Tensor:
+    first, *others = norms
+    return torch.stack([first, *(norm.to(first) for norm in others)])
 
 
 def clip_grad_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:

@@ -6,6 +6,7 @@ import logging
 from typing import Any, final
 
 from lumen.data.adapter import LoaderAdapter
+from lumen.run.plan import EpochLengths, Plan
 from lumen.run.progress import Progress
 from lumen.task.data_module import DataModule
 
@@ -20,30 +21,54 @@ class Loaders:
         datamodule: None: the loaders were given, or are the task's.
         given: The loaders that a stage was given instead of a data module, for training and for evaluation; None: the
             data module or the task has them.
+        plan: Says how large steps are.
         progress: Counters of the run.
+        processes: How many read the training data together.
 
     Attributes:
         train: The training loader; None before `fit` has opened it.
         evaluation: Those of the evaluation; during `fit` of its validation.
+        sources: What gave them, by stage: a loader or several, as the user made them.
         epoch: The epoch as of which those of `fit` were asked for.
         empty: Why evaluation loaders gave no batch, a sentence each.
         too_large: It was said that an evaluation batch does not fit into memory.
     """
 
-    def __init__(self, datamodule: DataModule | None, given: tuple[Any, Any] | None, progress: Progress) -> None:
+    def __init__(
+        self,
+        datamodule: DataModule | None,
+        given: tuple[Any, Any] | None,
+        plan: Plan,
+        progress: Progress,
+        processes: int,
+    ) -> None:
         self.datamodule, self.given = datamodule, given
-        self._progress = progress
+        self._plan, self._progress, self._processes = plan, progress, processes
         self.train: LoaderAdapter | None = None
         self.evaluation: list[LoaderAdapter] = []
+        self.sources: dict[str, Any] = {}
         self.epoch = 0
         self.empty: list[str] = []
         self.too_large = False
 
     def measure(self) -> LoaderAdapter:
-        """The training data, with the length of the epoch in progress: it may grow or shrink from one to the next."""
+        """The training data, with the length and the steps of the epoch in progress."""
         assert self.train is not None
-        self.train.measure(self._progress.position)
+        self.train.measure(self._progress.position)  # it may grow or shrink from one epoch to the next
+        if len(self._plan.accumulate) > 1:
+            self.train.regroup(self._plan.accumulate_in(self._progress.epoch) * self._processes)
         return self.train
+
+    def epoch_lengths(self) -> EpochLengths | None:
+        """Optimizer steps of every epoch, as long as the training data is now; None if nobody knows how long it is."""
+        assert self.train is not None
+        limit, sizes = self._plan.limit("train", self.train), self._plan.accumulate
+        own = len(sizes) == 1  # the steps that it makes now: of `global_batch_size`, it may be
+        lengths = {
+            epoch: self.train.steps(limit, None if own else number * self._processes) for epoch, number in sizes.items()
+        }
+        known = {epoch: steps for epoch, steps in lengths.items() if steps is not None}
+        return EpochLengths(known) if known else None
 
     def say_empty(self, stage: str, adapter: LoaderAdapter) -> None:
         """Warn once that a loader gave an evaluation no batch; who misses its values hears of it again.

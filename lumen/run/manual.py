@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,12 +18,14 @@ from lumen.internals.tensors import multiply
 from lumen.optim import needs_closure
 from lumen.precision import Precision
 from lumen.run.gradients import largest
-from lumen.run.plan import Plan
+from lumen.run.plan import Plan, by_epoch
 from lumen.run.step_context import StepContext
 from lumen.strategies import Strategy
 from lumen.task.hooks import Hooks, overrides
 from lumen.task.step_output import without_gradient
 from lumen.task.task_module import TaskModule
+
+_log = logging.getLogger("lumen")
 
 
 def check_plan(task: TaskModule, plan: Plan) -> None:
@@ -32,10 +35,10 @@ def check_plan(task: TaskModule, plan: Plan) -> None:
         ConfigError: There are some; says what to call instead.
     """
     name = f"{type(task).__name__} optimizes by hand (automatic_optimization = False)"
-    if plan.accumulate != 1:
+    if plan.accumulates:
         raise ConfigError(
-            f"accumulate_grad_batches: {plan.accumulate}, but {name}: let training_step call step() and zero_grad() of "
-            "its optimizers in every so many batches, by batch_idx; or give a larger global_batch_size."
+            f"accumulate_grad_batches: {by_epoch(plan.accumulate)}, but {name}: let training_step call step() and "
+            "zero_grad() of its optimizers in every so many batches, by batch_idx; or give a larger global_batch_size."
         )
     if plan.clip_norm is not None or plan.clip_value is not None:
         raise ConfigError(
@@ -140,6 +143,7 @@ class ManualOptimization:
         self._known = set[int]()  # or ever
         self._frozen: list[nn.Parameter] = []
         self._parts: list[Optimizer] = []  # what was unscaled since the scale changed last
+        self._moved, self._told = set[int](), set[int]()  # ids of optimizers
         self.handles = [ManualOptimizer(self, each) for each in optimizers]
         self.is_updating = False
 
@@ -252,9 +256,12 @@ class ManualOptimization:
                 loss = closure()
             closure = None
         self._refuse_plain_backward(optimizer)
+        if closure is None:
+            self._say_if_nothing_moves(optimizer)
         for hook in self._hooks.on_before_optimizer_step:
             hook(optimizer)
         self.has_tried = True
+        self._moved.add(id(optimizer))
         if self._precision.handles_overflow and self._overflows(optimizer):
             has_stepped(optimizer)
             self._has_overflowed = True
@@ -289,6 +296,27 @@ class ManualOptimization:
                 "gradients are neither summed over the processes nor scaled for fp16. Call "
                 "self.manual_backward(loss) instead of loss.backward()."
             )
+
+    def _say_if_nothing_moves(self, optimizer: Optimizer) -> None:
+        """Say once of an optimizer that a step of it changes nothing."""
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if id(optimizer) not in self._told and all(parameter.grad is None for parameter in held):
+            self._told.add(id(optimizer))
+            _log.warning(
+                "%s.step was called where no parameter of it has a gradient: nothing moves. Call "
+                "self.manual_backward(loss) before it, and zero_grad before that",
+                type(optimizer).__name__,
+            )
+
+    def say_idle(self) -> None:
+        """Say which optimizers nobody has moved."""
+        for number, optimizer in enumerate(self._optimizers):
+            if id(optimizer) not in self._moved and not optimizer.state:
+                _log.warning(
+                    "optimizer %d of configure_optimizers (%s) was never moved: training_step has not called its step",
+                    number,
+                    type(optimizer).__name__,
+                )
 
     def _outside_autocast(self) -> AbstractContextManager[Any]:
         """The context of what is not a forward: torch wants autocast to end before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import isclass
 from typing import Any
 
 from lumen.data.adapter import LoaderAdapter
@@ -12,9 +13,11 @@ from lumen.data.combined import holds_loaders
 from lumen.data.loaders import adapt_loader
 from lumen.data.windows import RankSlice
 from lumen.errors import ConfigError, DataError
+from lumen.errors.arguments import in_words
 from lumen.random import EVALUATIONS, Domain, make_key
 from lumen.run.run import Run
 from lumen.task.data_module import DataModule
+from lumen.task.given import check_loaders
 from lumen.task.hooks import overrides
 
 _log = logging.getLogger("lumen")
@@ -64,13 +67,13 @@ def _open_loaders(run: Run) -> None:
     run.loaders.train = adapt_loader(
         loader,
         run.seed,
-        plan.accumulate * rank_slice.world,
+        plan.accumulate_in(run.progress.epoch) * rank_slice.world,
         plan.global_batch_size,
         rewinds=plan.same_batches,
         rank_slice=rank_slice,
     )
     steps, length = run.loaders.train.steps(None), run.loaders.train.length or 0
-    accumulates = plan.accumulate > 1 or (steps is not None and length > steps * rank_slice.world)
+    accumulates = plan.accumulates or (steps is not None and length > steps * rank_slice.world)
     run.trainer.compilation.check_graphs(run.strategy, accumulates=accumulates)
     plan.limit("train", run.loaders.train)
     plan.check_validation(run.loaders.train)
@@ -89,19 +92,28 @@ def _may_be_filled(run: Run) -> bool:
     return any(overrides(owner, hook) for owner in owners for hook in _BEFORE_THE_FIRST_EPOCH)
 
 
-def one_source(loaders: Any, datamodule: DataModule | None) -> Any:
+def one_source(loaders: Any, datamodule: DataModule | None, val_loaders: Any = None) -> Any:
     """What a stage reads: loaders, or a data module, which may stand in their place.
 
     Raises:
         ConfigError: Both were given, or no data module where one belongs.
     """
     if datamodule is None:
-        return loaders
-    if loaders is not None:
+        source = loaders
+    elif loaders is not None:
         raise ConfigError("loaders were given beside a datamodule, which brings its own. Leave one out.")
-    if not isinstance(datamodule, DataModule):
-        raise ConfigError(f"datamodule: expected a lumen.DataModule, found {type(datamodule).__name__}.")
-    return datamodule
+    elif not isinstance(datamodule, DataModule):
+        advice = f"Make one: {datamodule.__name__}(...)." if isclass(datamodule) else "Give loaders without a name."
+        raise ConfigError(f"datamodule: expected a lumen.DataModule, found {in_words(datamodule)}. {advice}")
+    else:
+        source = datamodule
+    if isinstance(source, DataModule):
+        if val_loaders is not None:
+            raise ConfigError("val_dataloaders was given beside a DataModule, which brings its own. Leave one out.")
+        return source
+    check_loaders("dataloaders", source)
+    check_loaders("val_dataloaders", val_loaders)
+    return source
 
 
 def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, beside: Any = None) -> list[LoaderAdapter]:
@@ -161,6 +173,11 @@ def _rank_slice(run: Run, needs_dummies: bool) -> RankSlice:
 
 
 def _loader(run: Run, stage: str) -> Any:
+    run.loaders.sources[stage] = found = _found_loader(run, stage)
+    return found
+
+
+def _found_loader(run: Run, stage: str) -> Any:
     if run.loaders.given is not None:
         training, evaluation = run.loaders.given
         given = training if stage == "fit" else evaluation

@@ -16,6 +16,7 @@ from lumen.run.manual import ManualOptimization
 from lumen.run.scheduler_config import SchedulerConfig
 from lumen.task.hooks import OWN_STEPS, overrides
 from lumen.task.task_module import TaskModule
+from lumen.task.teacher import Teacher
 
 _ZERO_GRAD = Optimizer.zero_grad  # as it is now: somebody may replace it
 
@@ -44,6 +45,7 @@ class Optimization:
         backward: The task's own; None: it has none.
         own: Names of the parts of a step that the task overrides.
         built_groups: Names of the parameters in each of its groups, when it was built.
+        teachers: What follows modules of the task, once for each update.
         configured: The settings of the optimizer and the schedulers when they were built.
         built: Which parameters were frozen and which modules in eval mode then.
     """
@@ -60,6 +62,7 @@ class Optimization:
         self.is_updating = False
         self.backward: Callable[[torch.Tensor], None] | None = None
         self.own: frozenset[str] = frozenset()
+        self.teachers: list[Teacher] = []
         self.built_groups: list[list[str]] = []
         self.configured: dict[str, Any] = {}
         self.built: dict[str, list[str]] = {}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, final
 
 from lumen.data.adapter import LoaderAdapter
 from lumen.errors import ConfigError
+from lumen.errors.arguments import at_least
 
 Duration = str | timedelta | dict[str, float]
 
@@ -31,7 +35,8 @@ class Plan:
         val_every_n_epochs: Validate in every n-th epoch only.
         limits: Per stage ("train", "validate", "test", "predict"): a count or a fraction of the batches; None: all.
         log_every_n_steps: Steps between two written values.
-        accumulate: Micro-batches of a step in each process.
+        accumulate: Micro-batches of a step in each process, by the epoch from which on there are so many; in order of
+            epochs, the first is 0.
         global_batch_size: Samples of a step, instead of `accumulate`; None: that counts.
         same_batches: Every epoch repeats the batches of the first.
         halve_on_oom: Evaluate a batch that does not fit into memory in halves.
@@ -54,7 +59,7 @@ class Plan:
     log_every_n_steps: int = 50
     inference_mode: bool = True
     halve_on_oom: bool = False
-    accumulate: int = 1
+    accumulate: Mapping[int, int] = field(default_factory=lambda: {0: 1})
     global_batch_size: int | None = None
     same_batches: bool = False
     reload_every_n_epochs: int = 0
@@ -71,6 +76,16 @@ class Plan:
             limits=dict.fromkeys(self.limits, batches), val_every_n_steps=None, val_every_s=None,
             val_every_epoch_fraction=1.0, val_every_n_epochs=1,
         )  # fmt: skip
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether some epoch has steps of several micro-batches in each process."""
+        return max(self.accumulate.values()) > 1
+
+    def accumulate_in(self, epoch: int) -> int:
+        """Micro-batches of a step in each process in an epoch, counted from 0."""
+        epochs = [*self.accumulate]
+        return self.accumulate[epochs[bisect_right(epochs, epoch) - 1]]
 
     def limit(self, stage: str, adapter: LoaderAdapter) -> int | None:
         """Batches of a loader to use at most.
@@ -113,18 +128,72 @@ class Plan:
         limit = self.limit(stage, adapter)
         return limit if adapter.length is None else adapter.length if limit is None else min(limit, adapter.length)
 
-    def total_steps(self, adapter: LoaderAdapter) -> int:
-        """Optimizer steps of the whole run, as long as the training data is now.
+    def total_steps(self, lengths: EpochLengths | None) -> int:
+        """Optimizer steps of the whole run.
+
+        Args:
+            lengths: Of its epochs; None: nobody knows them.
 
         Raises:
-            ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
+            ConfigError: Neither `max_steps` nor `max_epochs` with known lengths says so.
         """
-        steps = adapter.steps(self.limit("train", adapter))
-        by_epochs = None if steps is None or self.max_epochs is None else steps * self.max_epochs
+        by_epochs = None if lengths is None or self.max_epochs is None else lengths.until(self.max_epochs)
         totals = [total for total in (self.max_steps, by_epochs) if total is not None]
         if not totals:
             raise ConfigError("the number of optimizer steps is unknown: set max_steps.")
         return min(totals)
+
+
+@final
+class EpochLengths:
+    """How many optimizer steps the epochs of a run have.
+
+    Args:
+        steps: Steps of an epoch, by the epoch from which on there are so many; in order of epochs, the first is 0.
+    """
+
+    def __init__(self, steps: Mapping[int, int]) -> None:
+        self._steps = steps
+
+    def until(self, epoch: int) -> int:
+        """Steps of all epochs before this one."""
+        begins = [min(begin, epoch) for begin in (*self._steps, epoch)]
+        spans = zip(pairwise(begins), self._steps.values(), strict=True)
+        return sum((end - begin) * steps for (begin, end), steps in spans)
+
+    def of(self, epoch: int) -> int:
+        """Steps of one epoch."""
+        return self.until(epoch + 1) - self.until(epoch)
+
+    def whole_epochs(self, steps: int) -> int:
+        """Epochs that are complete after so many steps, if every epoch has some."""
+        return bisect_right(range(1, steps + 1), steps, key=self.until)
+
+
+def accumulation(name: str, given: int | Mapping[int, int]) -> dict[int, int]:
+    """`accumulate_grad_batches` as `Plan.accumulate`; before the first epoch that is named there is one micro-batch.
+
+    Raises:
+        ConfigError: An epoch is negative, a number less than 1, or there is none.
+    """
+    if not isinstance(given, Mapping):
+        given = {0: given}
+    if not given:
+        raise ConfigError(f"{name}: names no epoch. Write from which epoch on how many, as in {{0: 1, 4: 8}}.")
+    for epoch, number in given.items():
+        if type(epoch) is not int or epoch < 0:
+            raise ConfigError(f"{name}: an epoch is an int of at least 0, found {epoch!r}.")
+        at_least(1, **{name: number})
+    found = {0: 1}
+    for epoch in sorted(given):
+        if given[epoch] != [*found.values()][-1]:
+            found[epoch] = given[epoch]
+    return found
+
+
+def by_epoch(numbers: Mapping[int, int]) -> int | str:
+    """Such as `Plan.accumulate` as a user writes it: one number, or in words one for each epoch that changes it."""
+    return numbers[0] if len(numbers) == 1 else str(dict(numbers))
 
 
 def count_limit(name: str, value: int | None) -> int | None:

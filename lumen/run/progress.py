@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, final
 
 from lumen.data.adapter import Position
@@ -27,6 +27,7 @@ class Progress:
         weight_guess: See `LossWeighting`.
         units: Weight of all updates: the tokens, boxes or samples learned from.
         loader: Where the training loader stands, as its adapter says after the last step.
+        left_out: Steps whose first micro-batch lies in one of these ranges (from, to) of the run's are not trained on.
     """
 
     step: int = 0
@@ -41,6 +42,7 @@ class Progress:
     weight_guess: float = 0.0
     units: float = 0.0
     loader: Any = None
+    left_out: list[list[int]] = field(default_factory=list)
 
     def become(self, other: Progress) -> None:
         """Stand where another one stands; who holds this one sees it."""

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from lumen.loggers import takes_epoch
 from lumen.metrics.step_values import PendingStepLog
+from lumen.run.goodput import Goodput
 from lumen.run.log_context import LogContext
 from lumen.run.plan import Plan
 from lumen.run.progress import Progress
@@ -34,6 +36,7 @@ class Records:
         is_logged: A rank has loggers.
         absent: States of the loggers that the run had in an earlier part only, by key.
         before_evaluation: States of the loggers before an evaluation that is not complete; None: there is none.
+        goodput: Where the time goes.
         kept_row: A step that was not logged when it was made, and its values.
     """
 
@@ -50,9 +53,11 @@ class Records:
         self._device = device
         self._pending: PendingStepLog | None = None  # on its way to the loggers
         self.loggers = loggers
+        self._told_epochs = [takes_epoch(logger) for logger in loggers]
         self.is_logged = bool(loggers)
         self.absent: dict[str, Any] = {}
         self.before_evaluation: dict[str, Any] | None = None
+        self.goodput = Goodput(None, lambda: 0.0)
         self.kept_row: tuple[int, dict[str, float]] = 0, {}
 
     def log_step(self) -> None:
@@ -99,5 +104,5 @@ class Records:
 
     def _write(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         if values:
-            for logger in self.loggers:
-                logger.log_metrics(values, step, epoch)
+            for logger, told in zip(self.loggers, self._told_epochs, strict=True):
+                logger.log_metrics(values, step, *((epoch,) if told else ()))

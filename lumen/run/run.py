@@ -53,9 +53,9 @@ class Run:
         optim: The optimizer and its schedules.
         log: The stage and hook in which `self.log` is called.
         values: The newest values of what was logged.
-        records: Loggers, and the values on their way to them.
+        records: Loggers, the values on their way to them, and where the time goes.
         ending: Whether the run is over.
-        checkpoint: What `fit` goes on from; None: it begins anew.
+        checkpoint: What `fit` goes on from, or whose parameters are evaluated; None: there is none.
         saves: The checkpoints that the run writes.
     """
 
@@ -87,7 +87,7 @@ class Run:
         self.hooks = Hooks(task, trainer.callbacks, trainer)
         self.progress = Progress()
         self.ending = Ending(plan, self.progress, strategy.processes)
-        self.loaders = Loaders(datamodule, loaders, self.progress)
+        self.loaders = Loaders(datamodule, loaders, plan, self.progress, strategy.processes.world_size)
         self.calls = TaskCalls(task, datamodule, strategy, precision, replays_graphs=replays_graphs)
         self.step = StepContext(strategy.processes, precision, self.progress, seed, replays_graphs=replays_graphs)
         self.optim = Optimization(task)

@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import (
 from lumen.errors import ConfigError
 from lumen.internals.optimizers import schedules_in
 from lumen.optim import Schedule, Warmup
+from lumen.run.plan import EpochLengths
 from lumen.run.run import Run
 from lumen.run.scheduler_config import SchedulerConfig
 
@@ -45,7 +46,7 @@ class _Horizon(NamedTuple):
 
     steps: int | None
     epochs: int | None
-    per_epoch: int | None
+    lengths: EpochLengths | None
     max_epochs: int | None
     resumed: bool
 
@@ -67,16 +68,16 @@ def check_horizons(run: Run) -> None:
 
 
 def _horizon(run: Run) -> _Horizon:
-    plan, adapter = run.plan, run.loaders.train
-    assert adapter is not None
-    per_epoch = adapter.steps(plan.limit("train", adapter)) or None
+    plan, lengths = run.plan, run.loaders.epoch_lengths()
+    if lengths is not None and not lengths.of(0):  # then no epoch has steps
+        lengths = None
     steps, epochs = plan.max_steps, plan.max_epochs
-    if plan.max_time_s is not None or (per_epoch is None and None not in (steps, epochs)):
+    if plan.max_time_s is not None or (lengths is None and None not in (steps, epochs)):
         steps = epochs = None
-    elif per_epoch is not None:
-        steps = min(limit for limit in (steps, epochs and epochs * per_epoch) if limit is not None)
-        epochs = steps // per_epoch
-    return _Horizon(steps, epochs, per_epoch, plan.max_epochs, run.checkpoint is not None)
+    elif lengths is not None:
+        steps = plan.total_steps(lengths)
+        epochs = lengths.whole_epochs(steps)
+    return _Horizon(steps, epochs, lengths, plan.max_epochs, run.checkpoint is not None)
 
 
 def _moves(config: SchedulerConfig, schedulers: list[SchedulerConfig], horizon: _Horizon) -> int | None:
@@ -86,9 +87,10 @@ def _moves(config: SchedulerConfig, schedulers: list[SchedulerConfig], horizon: 
         first = next(each for each in schedulers if each.scheduler is config.warmup)
         waited = config.warmup.steps * first.frequency
         if first.interval != config.interval:
-            if horizon.per_epoch is None:
+            if horizon.lengths is None:
                 return None
-            waited = waited // horizon.per_epoch if config.interval == "epoch" else waited * horizon.per_epoch
+            convert = horizon.lengths.whole_epochs if config.interval == "epoch" else horizon.lengths.until
+            waited = convert(waited)
         count = max(0, count - waited)
     return None if count is None else count // config.frequency
 
@@ -155,7 +157,7 @@ def _refuse_mistakes(
 
 def _too_early(scheduler: Any, begin: int, moves: int, horizon: _Horizon) -> str | None:
     """What a schedule that is usually given in epochs does too early when it moves every step."""
-    epochs, per_epoch = horizon.epochs or 0, horizon.per_epoch or math.inf
+    epochs, per_epoch = horizon.epochs or 0, math.inf if horizon.lengths is None else horizon.lengths.of(0)
     if isinstance(scheduler, (StepLR, ExponentialLR)) and 0 < scheduler.gamma < 1:
         size = getattr(scheduler, "step_size", 1)
         small, nothing = (begin + size * math.ceil(math.log(x) / math.log(scheduler.gamma)) for x in (1e-6, 1e-12))

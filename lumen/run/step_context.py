@@ -151,3 +151,8 @@ class StepContext:
         if not self.weighted_windows:
             self._processes.begin_training()
         self.weighted_windows += tried and bool(weighting.total)
+
+
+def begun_in_step(step: StepContext) -> int:
+    """Micro-batches of the step in progress up to the newest of this process, that one too, as one would count."""
+    return step._progress.micro_batches - step._first_micro_batch

@@ -12,7 +12,8 @@ from lumen.precision import Precision
 from lumen.run.loaders import Loaders
 from lumen.strategies import Strategy
 from lumen.task.data_module import DataModule
-from lumen.task.hooks import overrides, step_arguments
+from lumen.task.hooks import fitted, overrides
+from lumen.task.step_arguments import step_arguments
 from lumen.task.task_module import TaskModule
 
 _Pick = Callable[[tuple[Any, int, int]], tuple[Any, ...]]  # of (batch, batch_idx, dataloader_idx)
@@ -98,9 +99,10 @@ def _transfer_hooks(
 
     hooks: list[Callable[[Any, int], Any]] = []
     if (before := owner("on_before_batch_transfer")) is not None:
-        hooks.append(before.on_before_batch_transfer)
+        hooks.append(fitted(before, "on_before_batch_transfer"))
     if (mover := owner("transfer_batch_to_device")) is not None:
-        hooks.append(lambda batch, index: mover.transfer_batch_to_device(batch, device, index))
+        transfer = fitted(mover, "transfer_batch_to_device")
+        hooks.append(lambda batch, index: transfer(batch, device, index))
     elif device.type == "cuda":
         copies = CopyStream(device, dtype)
         hooks.append(lambda batch, index: copies.move(batch))
@@ -109,7 +111,7 @@ def _transfer_hooks(
     if marks_steps:
         hooks.append(_mark_step)
     if (after := owner("on_after_batch_transfer")) is not None:
-        hooks.append(after.on_after_batch_transfer)
+        hooks.append(fitted(after, "on_after_batch_transfer"))
     return hooks
 
 

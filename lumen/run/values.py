@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, final
 
 from lumen.errors import ConfigError
 from lumen.metrics.collector import StageMetrics
+from lumen.metrics.log_call import LogOptions
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.run.loaders import Loaders
 from lumen.run.scheduler_config import SchedulerConfig
+from lumen.task.given import mentioned_in
 from lumen.task.task_module import TaskModule
 
 
@@ -26,6 +29,7 @@ class LoggedValues:
         logged: Names that have had a value since this part of the run began.
         predictions: What `predict_step` returned, one list per loader.
         keeps_predictions: Keep the predictions of this process, and gather them; else hooks alone see them.
+        are_shown: The progress bar shows those of an evaluation at its end.
         batch_indices: Indices in the data set of the samples of a prediction's batch in progress; None: unknown.
         has_ended_epoch: A training epoch has ended since this part of the run began.
         has_validated: A validation has ended since then.
@@ -40,7 +44,7 @@ class LoggedValues:
         self.updated: set[str] = set()
         self.logged: set[str] = set()
         self.predictions: list[list[Any]] = []
-        self.keeps_predictions = True
+        self.keeps_predictions = self.are_shown = True
         self.batch_indices: list[int] | None = None
         self.has_ended_epoch = self.has_validated = False
 
@@ -60,6 +64,20 @@ class LoggedValues:
             {name: value for name, value in self.newest.items() if {"", suffix} & {*loaders[name]}}
             for suffix in self._loaders.suffixes()
         ]
+
+    def forks(self, train: StageMetrics) -> dict[str, tuple[str, str]]:
+        """For each name with values of steps and of epochs, what these are called.
+
+        Args:
+            train: What the training epoch in progress has logged.
+        """
+        found = chain.from_iterable(each.published().items() for each in (*self._of_stages.values(), train))
+        return {name: (names[0], names[1]) for name, names in found if len(names) > 1}
+
+    def unlogged(self, train: StageMetrics) -> set[str]:
+        """The names whose values no logger is given; see `forks`."""
+        stages = (*self._of_stages.values(), train)
+        return {*chain.from_iterable(names for each in stages for names in each.published(_is_unlogged).values())}
 
     def forget(self) -> None:
         """Those of a sanity check are nobody's."""
@@ -88,9 +106,16 @@ class LoggedValues:
         empty = "".join(f"But {why}. " for why in self._loaders.empty)
         said = self._only_in_steps(monitor) or (
             f"was never logged{since}; logged so far: {', '.join(sorted(self.logged)) or 'nothing'}. {empty}Use one "
-            "of these or log it, once an epoch or in validation."
+            "of these or log it, once an epoch or in validation." + self._elsewhere(monitor)
         )
         raise ConfigError(f"{who}: the monitor {monitor!r} {said}")
+
+    def _elsewhere(self, monitor: str) -> str:
+        """Where else a task logs it, in words."""
+        places = [name for stage in ("test", "predict") for name in mentioned_in(self._task, stage, monitor)]
+        if not places:
+            return ""
+        return f" {' and '.join(places)} of {type(self._task).__name__} may log it, which fit does not call."
 
     def move(self, scheduler: SchedulerConfig) -> None:
         """Move a schedule by one.
@@ -103,7 +128,7 @@ class LoggedValues:
         if name is not None and scheduler.strict and never and name not in known:
             said = self._only_in_steps(name) or (
                 f"has no value of an epoch or a validation; there are: {', '.join(sorted(known)) or 'none'}. Log it so "
-                "(on_epoch=True), set a frequency at which it has one, or set strict: false."
+                "(on_epoch=True), set a frequency at which it has one, or set strict: false." + self._elsewhere(name)
             )
             raise ConfigError(f"lr_scheduler: the monitor {name!r} {said}")
         scheduler.step()
@@ -119,3 +144,7 @@ class LoggedValues:
             f"is logged per step only, and a step's value is that of one batch. Write self.log({name!r}, ..., "
             f"on_step=False, on_epoch=True); or on_epoch=True alone, and {epoch!r} as the monitor."
         )
+
+
+def _is_unlogged(options: LogOptions) -> bool:
+    return not options.logger

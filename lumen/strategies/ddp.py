@@ -46,8 +46,10 @@ class DDP(Strategy):
         bucket_cap_mb: Size of a bucket, in MiB. Default: torch's, 25.
         broadcast_buffers: Buffers, such as BatchNorm's statistics, are those of rank 0 when a step begins.
         gradient_compression: Communicate gradients in 16 bits; they are then rounded.
-        timeout_s: How long a process waits for the others before that is an error, in seconds, > 0.
-        startup_timeout_s: The same until the first step is done, while data is prepared and code compiled.
+        timeout_s: How long a step may stand still, or a process wait for others, before the job is ended, in seconds,
+            > 0; infinite: for ever.
+        startup_timeout_s: The same until the first step is done, while data is prepared and code compiled; and, if it
+            is longer, in evaluations and between steps.
     """
 
     spans_processes = True

@@ -6,6 +6,7 @@ from importlib import import_module
 
 import torch
 
+from lumen.distributed.cluster_environment import tasks_without_srun
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
 from lumen.strategies.single import SingleDevice
@@ -32,7 +33,9 @@ def make_strategy(
     processes = processes_of(devices, num_nodes, accelerator, strategy)
     if isinstance(strategy, str):
         if strategy == "single" or (strategy == "auto" and processes.world_size == 1):
-            return SingleDevice(device_of(accelerator))
+            single = SingleDevice(device_of(accelerator))
+            single.processes = processes
+            return single
         strategy = _import(_NAMES[strategy])
     elif not strategy.spans_processes:
         return strategy
@@ -119,6 +122,8 @@ def unused_devices(strategy: Strategy) -> str | None:
     visible = torch.cuda.device_count() if strategy.device.type == "cuda" else 1
     if strategy.processes.world_size == 1 and strategy.processes.started_by is None and visible > 1:
         return f"1 of {visible} visible devices is used; devices: auto uses all"
+    if strategy.processes.started_by is None and (tasks := tasks_without_srun()):
+        return f"SLURM has {tasks} tasks for this job, and this process runs alone; write srun before the command"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,13 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from lumen.distributed.process_groups import CUDA_BACKENDS
 from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
-from lumen.optim import needs_closure
+from lumen.optim import muons_on_parts, needs_closure
 from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.fsdp_units import find_units, modules_of, outermost
 from lumen.strategies.late_parameters import Additions
 from lumen.strategies.step_module import sparse_parameters
 from lumen.strategies.strategy import Strategy, sync_buffers
 
+_log = logging.getLogger("lumen")
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard",
                 "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]  # fmt: skip
@@ -70,8 +72,10 @@ class FSDP(Strategy):
             process never holds whole gradients.
         unshard_in_evaluation: Gather all parameters once for an evaluation. Default: if they fit in half of the memory
             that is free when the task is set up, beside its gradients and two optimizer states.
-        timeout_s: How long a process waits for the others before that is an error, in seconds, > 0.
-        startup_timeout_s: The same until the first step is done, while data is prepared and code compiled.
+        timeout_s: How long a step may stand still, or a process wait for others, before the job is ended, in seconds,
+            > 0; infinite: for ever.
+        startup_timeout_s: The same until the first step is done, while data is prepared and code compiled; and, if it
+            is longer, in evaluations and between steps.
 
     Raises:
         ConfigError: Two arguments contradict each other, or one has no such value.
@@ -231,6 +235,11 @@ class FSDP(Strategy):
             raise ConfigError(
                 f"FSDP: {type(optimizer).__name__} works on all parameters as one vector, which no process has here. "
                 "Use strategy: ddp, or another optimizer."
+            )
+        if any(muons_on_parts(optimizer)):
+            _log.warning(
+                "FSDP: torch.optim.Muon on parts of matrices makes other updates than on whole ones, and fails where "
+                "there are fewer rows than processes. Write lumen.optim.WholeMatrices(torch.optim.Muon(...))."
             )
 
     def begin_step(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from lumen.distributed.processes import STARTUP_TIMEOUT_S, Processes
 from lumen.strategies.strategy import Strategy
 
 _NO_CONTEXT = nullcontext()
@@ -19,14 +20,25 @@ class SingleDevice(Strategy):
 
     Args:
         device: Device that the task is moved to, such as "cuda:1".
+        timeout_s: How long a step may stand still before the process is ended, in seconds, > 0; infinite: for ever.
+        startup_timeout_s: The same until the first step is done, in evaluations and between steps.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        timeout_s: float = STARTUP_TIMEOUT_S,
+        startup_timeout_s: float = STARTUP_TIMEOUT_S,
+    ) -> None:
+        self.processes = Processes()
+        self._timeouts = timeout_s, startup_timeout_s
         self.device = torch.device(device)
         self._task: nn.Module | None = None
 
     def connect(self) -> None:
         """Make the device the current one, so that tensors created on "cuda" are there too."""
+        self.processes.timeout_s, self.processes.startup_timeout_s = self._timeouts
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)
 

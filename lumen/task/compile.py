@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -20,12 +20,14 @@ from lumen.internals.compiler import (
     uncompile,
 )
 from lumen.metrics.torchmetrics_states import metrics_of
+from lumen.task.task_module import TaskModule
 
 if TYPE_CHECKING:
     from lumen.strategies import Strategy
 
 _OPTIONS = ("mode", "dynamic", "fullgraph", "backend", "options")
 _GRAPH_MODES, _GRAPHS = ("reduce-overhead", "max-autotune"), "triton.cudagraphs"
+_LEFT_ALONE = ("log", "log_dict", "print")  # of a task: they belong to the host, and change from step to step
 _VERSIONS = 32  # of one piece of code: for each shape, with and without gradients, in training and in evaluation
 
 
@@ -58,7 +60,7 @@ class Compilation(AbstractContextManager["Compilation"]):
             )
         self._options = {"dynamic": False} | given
         self._compiled: list[nn.Module] = []
-        self._limits: AbstractContextManager[Any] = nullcontext()
+        self._during = ExitStack()
 
     def replays_graphs(self, device: torch.device) -> bool:
         """Whether compiled code is replayed as CUDA graphs, whose outputs are overwritten by the next replay."""
@@ -135,19 +137,35 @@ class Compilation(AbstractContextManager["Compilation"]):
 
     def __enter__(self) -> Compilation:
         if self._on:
-            self._limits = limited_versions(_VERSIONS)
-        self._limits.__enter__()
+            self._during.enter_context(limited_versions(_VERSIONS))
+            self._during.enter_context(_left_alone())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._limits.__exit__(kind, error, trace)
+        self._during.__exit__(kind, error, trace)
         while self._compiled:
             uncompile(self._compiled.pop())
         if self._on:
             torch.compiler.reset()  # versions are counted for a piece of code: the next run's task has the same
             _explain(error)
+
+
+@contextmanager
+def _left_alone() -> Iterator[None]:
+    """The context in which a compiled `forward` that logs is two graphs with the call between them, and no more.
+
+    Else the compiler would follow the call into Lumen, and compile what it finds there anew in one step after another.
+    """
+    own = {name: vars(TaskModule)[name] for name in _LEFT_ALONE}
+    for name, method in own.items():
+        setattr(TaskModule, name, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            setattr(TaskModule, name, method)
 
 
 def _callable_children(module: nn.Module, metrics: set[int]) -> Iterator[nn.Module]:
@@ -175,8 +193,10 @@ def _explain(error: BaseException | None) -> None:
         return
     if about == "versions":
         raise ConfigError(
-            f"compile: one module needed more than {_VERSIONS} compiled versions, one for each shape it met. Pad the "
-            "batches to few shapes, or set compile: {dynamic: true} (a resumed run is then equal within rounding)."
+            f"compile: one module needed more than {_VERSIONS} compiled versions, one for each shape it met and each "
+            "value of a number it read; torch's warning says which. Pad the batches to few shapes, or set compile: "
+            "{dynamic: true} (a resumed run is then equal within rounding). A number that changes, such as "
+            "self.global_step, belongs into training_step, or into a tensor."
         ) from error
     if "InvalidCxxCompiler" in str(error):
         raise ConfigError(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lumen.data.nested import move
-from lumen.task.hyperparameters import HasHyperparameters
+from lumen.task.hyperparameters import HasHyperparameters, refuse_hparams_file
 
 if TYPE_CHECKING:
     from lumen.run.run import Run
     from lumen.trainer.trainer import Trainer
+
+_LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
 
 class Attached:
@@ -26,6 +33,11 @@ class Attached:
 
 class DataHooks:
     """Where batches come from and how they reach the device: the part that tasks and data modules share."""
+
+    #: False: `prepare_data` is called on the first node alone, whose files all nodes see.
+    prepare_data_per_node = True
+    #: Accepted for users of Lightning: a process may always be without a batch.
+    allow_zero_length_dataloader_with_multiple_devices = False
 
     def prepare_data(self) -> None:
         """Download and unpack, once per node; keep no state here."""
@@ -62,6 +74,70 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
     and decides which sample comes when; `shuffle=True` means an order that is a pure function of (seed, epoch).
     """
 
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **options: Any,
+    ) -> Self:
+        """A data module of data sets that there are already: that of the training is shuffled.
+
+        Args:
+            train_dataset: A data set, or several in a list or dictionary; likewise the others.
+            val_dataset: None: there is no such loader; likewise the others.
+            test_dataset: None: `test` has no data.
+            predict_dataset: None: `predict` has no data.
+            batch_size: Samples of a batch in each process; given to the class too, if that takes it.
+            num_workers: Processes that load each of them; given to the class too, if that takes it.
+            options: Arguments of the class.
+        """
+        sizes = {"batch_size": batch_size, "num_workers": num_workers}
+        taken = inspect.signature(cls).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        made = cls(**{name: size for name, size in sizes.items() if takes_all or name in taken}, **options)
+        datasets = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for stage, dataset in datasets.items():
+            if dataset is not None:
+                setattr(made, f"{stage}_dataloader", partial(_loaders, dataset, shuffle=stage == "train", **sizes))
+        return made
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | PurePath,
+        map_location: Any = None,
+        hparams_file: None = None,
+        weights_only: bool | None = None,
+        **overrides: Any,
+    ) -> Self:
+        """Build the data module from the hyperparameters of a checkpoint, and give it the state that it had.
+
+        Args:
+            checkpoint_path: A checkpoint directory, or a run directory (its newest valid checkpoint), or a URL of one.
+            map_location: Accepted for users of Lightning; its state lies on the CPU.
+            hparams_file: Not here: give what a checkpoint does not have as `overrides`.
+            weights_only: Accepted for users of Lightning; nothing is ever unpickled.
+            overrides: Constructor arguments that replace saved ones.
+
+        Raises:
+            ConfigError: A file of hyperparameters is given.
+            CheckpointDamaged: Bytes of the checkpoint are missing or changed.
+            CheckpointMismatch: The class cannot be built so.
+        """
+        from lumen.checkpoint import as_place, load_datamodule  # checkpoints are floors above
+
+        refuse_hparams_file(hparams_file)
+        return load_datamodule(cls, as_place(checkpoint_path), overrides=overrides)
+
+    def __str__(self) -> str:
+        """One line for each kind of loader: how many samples it has, in batches of how many."""
+        return "\n".join([type(self).__name__, *(f"  {name}: {_described(self, name)}" for name in _LOADERS)])
+
     @property
     def trainer(self) -> Trainer | None:
         """The trainer of the run; None before the first one."""
@@ -79,3 +155,37 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+
+
+def _loaders(dataset: Any, *, shuffle: bool, batch_size: int, num_workers: int) -> Any:
+    """The loader of a data set, or those of several in a list or dictionary."""
+    sizes = {"batch_size": batch_size, "num_workers": num_workers}
+    if isinstance(dataset, Mapping):
+        return {name: _loaders(each, shuffle=shuffle, **sizes) for name, each in dataset.items()}
+    if isinstance(dataset, (list, tuple)) and any(isinstance(each, Dataset) for each in dataset):
+        return [_loaders(each, shuffle=shuffle, **sizes) for each in dataset]
+    shuffle = shuffle and not isinstance(dataset, IterableDataset)
+    return DataLoader(
+        dataset, batch_size, shuffle, num_workers=num_workers, pin_memory=torch.accelerator.is_available()
+    )
+
+
+def _described(owner: DataModule, method: str) -> str:
+    """A loader of a data module in words, or those of several."""
+    try:
+        return _in_words(getattr(owner, method)())
+    except Exception as error:
+        return f"not there yet ({type(error).__name__}: {error})"
+
+
+def _in_words(loader: Any) -> str:
+    if loader is None:
+        return "none"
+    if isinstance(loader, Mapping):
+        return ", ".join(f"{name}: {_in_words(each)}" for name, each in loader.items())
+    if isinstance(loader, (list, tuple)):
+        return "; ".join(map(_in_words, loader))
+    dataset = getattr(loader, "dataset", loader)
+    many = f"{len(dataset)} samples" if hasattr(dataset, "__len__") else f"a {type(dataset).__name__} without a length"
+    size = getattr(loader, "batch_size", None)
+    return many if size is None else f"{many} in batches of {size}"

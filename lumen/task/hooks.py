@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from itertools import takewhile
-from operator import itemgetter
+from functools import cached_property, partial
 from typing import Any, final
 
 from lumen.errors import ConfigError
 from lumen.task.data_module import DataHooks, DataModule
+from lumen.task.given import check_task
 from lumen.task.task_module import TaskModule
 
 #: Every hook, in the order in which the docstring of `Callback` lists them.
@@ -37,10 +36,15 @@ OWN_STEPS = (
     "lr_scheduler_step",
 )  # fmt: skip
 
+#: Hooks of the task alone around an evaluation, that set the modes of its modules.
+MODE_HOOKS = (
+    "on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_model_train", "on_test_model_eval",
+    "on_test_model_train", "on_predict_model_eval", "on_predict_model_train",
+)  # fmt: skip
+
 
 _EPOCH_END = "Keep what the steps compute in a list of your own and read it in {}; means are self.log's business."
 _STEP_END = "Every process has its own batch: compute the loss in {} itself."
-_MODE = "Lumen puts every module into eval mode and back: set what you need in {}."
 _LOADER = "Do it in {}."
 _BEFORE_TRAINING = "Write on_fit_start or on_train_start."
 _EVERY_EPOCH = "Write {0} for each stage: on_train_{1}, on_validation_{1}, on_test_{1}."
@@ -61,7 +65,6 @@ _OF_LOADERS = {
 #: Methods that were hooks in some version of Lightning 1 or 2, by owner, with what to write instead.
 NOT_CALLED: Mapping[str, Mapping[str, str]] = {
     "task": _EITHER | _OF_LOADERS | {
-        "configure_callbacks": "Give them to Trainer(callbacks=...).",
         "configure_sharded_model": "Write configure_model.",
         "training_step_end": _STEP_END.format("training_step"),
         "validation_step_end": _STEP_END.format("validation_step"),
@@ -71,13 +74,6 @@ NOT_CALLED: Mapping[str, Mapping[str, str]] = {
         "validation_epoch_end": _EPOCH_END.format("on_validation_epoch_end"),
         "test_epoch_end": _EPOCH_END.format("on_test_epoch_end"),
         "predict_epoch_end": _EPOCH_END.format("on_predict_epoch_end"),
-        "on_validation_model_eval": _MODE.format("on_validation_start"),
-        "on_validation_model_train": _MODE.format("on_validation_end"),
-        "on_validation_model_zero_grad": "Gradients stay as they are; write on_validation_start to drop them.",
-        "on_test_model_eval": _MODE.format("on_test_start"),
-        "on_test_model_train": _MODE.format("on_test_end"),
-        "on_predict_model_eval": _MODE.format("on_predict_start"),
-        "on_predict_model_train": _MODE.format("on_predict_end"),
         "tbptt_split_batch": "Split the sequence in the data, and keep the hidden state on the task, detached.",
         "truncated_bptt_steps": "Split the sequence in the data, and keep the hidden state on the task, detached.",
         "on_post_move_to_device": "Tie parameters in __init__ or configure_model: they stay tied.",
@@ -102,15 +98,22 @@ NOT_CALLED: Mapping[str, Mapping[str, str]] = {
         "on_keyboard_interrupt": "Write on_exception: the exception is a KeyboardInterrupt.",
     },
 }  # fmt: skip
-_TOLD_OF_LOADERS = {f"on_{stage}_batch_{at}" for stage in ("validation", "test", "predict") for at in ("start", "end")}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _OF_DATA = tuple(name for name in vars(DataHooks) if not name.startswith("_"))
 #: Names that a misspelt method may have meant.
 _MEANT: Mapping[str, tuple[str, ...]] = {
-    "task": (*HOOKS, *_STEPS, *_OF_DATA, "configure_optimizers", "configure_model"),
+    "task": (*HOOKS, *MODE_HOOKS, *_STEPS, *_OF_DATA, "configure_optimizers", "configure_model", "configure_callbacks"),
     "data module": (*_OF_DATA, "setup", "teardown", "state_dict", "load_state_dict"),
     "callback": (*HOOKS, "around_validation", "state_dict", "load_state_dict"),
 }
+_STATES = ("state_dict", "load_state_dict")
+#: What is called of each owner with arguments that are known before.
+_CALLED: Mapping[str, tuple[str, ...]] = {
+    "task": (*HOOKS, *MODE_HOOKS, *_OF_DATA, "configure_model", "configure_optimizers", "configure_callbacks"),
+    "data module": (*_OF_DATA, "setup", "teardown", *_STATES),
+    "callback": (*HOOKS, *_STATES),
+}
+_NAMES = {"pl_module": "task"}  # arguments that have another name in Lightning
 _AFTER_THE_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_step_end")
 _ALIKE = 0.9  # of difflib: one letter of ten; `training_stage` is further from `training_step`
 
@@ -141,13 +144,15 @@ class Hooks:
         self._calls: dict[str, tuple[Callable[..., Any], ...]] = {}
         for name in HOOKS:
             calls: list[Callable[..., Any]] = [
-                partial(_fitted(callback, name, 2), trainer, task)
-                for callback in callbacks
-                if overrides(callback, name)
+                partial(fitted(callback, name, 2), trainer, task) for callback in callbacks if overrides(callback, name)
             ]
             if overrides(task, name):
-                calls.append(_fitted(task, name, 0))
+                calls.append(fitted(task, name))
             self._calls[name] = tuple(calls)
+
+    def add(self, name: str, call: Callable[..., Any]) -> None:
+        """Call a function after all others of a hook."""
+        setattr(self, name, (*getattr(self, name), call))
 
     def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
         calls = self._calls[name]
@@ -164,57 +169,20 @@ def overrides(thing: Any, method: str) -> bool:
 
 _BASES = ("lumen.task.task_module", "lumen.task.model_hooks", "lumen.task.optimizer_hooks", "lumen.task.data_module",
           "lumen.callbacks.base")  # fmt: skip
-_GONE = {
-    "optimizer_idx": "A step is called once for all optimizers: with several set automatic_optimization = False and "
-    "take them from self.optimizers(); several that step together are one lumen.optim.MultiOptimizer.",
-    "hiddens": NOT_CALLED["task"]["tbptt_split_batch"],
-}
 
 
-def step_arguments(
-    step: Callable[..., Any], *, several: bool = False
-) -> Callable[[tuple[Any, int, int]], tuple[Any, ...]]:
-    """A function that picks from (batch, batch_idx, dataloader_idx) the arguments that a step's signature asks for.
+def check_training(task: Any, data: Any, *, optimizer_given: bool) -> None:
+    """Check that a task was given, and that it defines the methods that training calls.
 
     Args:
-        step: The task's method; a decorator that keeps its signature (`functools.wraps`) is looked through.
-        several: Several loaders are read one after the other. Only then `*args`, or a third argument with a default and
-            another name than `dataloader_idx`, gets the loader's index.
+        task: What stands in its place.
+        data: What stands in the place of the data.
+        optimizer_given: It needs no `configure_optimizers`.
 
     Raises:
-        ConfigError: The signature asks for anything else.
+        ConfigError: It is no task, or a method is missing.
     """
-    names = ("batch", "batch_idx", "dataloader_idx")
-    parameters = list(inspect.signature(step).parameters.values())
-    if gone := [parameter.name for parameter in parameters if parameter.name in _GONE]:
-        raise ConfigError(
-            f"{getattr(step, '__qualname__', step)}{inspect.signature(step)}: {gone[0]} is not given. {_GONE[gone[0]]}"
-        )
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    given = max(sum(p.default is p.empty for p in positional), 3 if several else 2)
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        chosen = list(range(given))
-    else:
-        asked = takewhile(lambda each: each[0] < given or each[1].name in names, enumerate(positional))
-        chosen = [names.index(p.name) if p.name in names[1:] else place for place, p in asked]
-    if not chosen or max(chosen) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
-        raise ConfigError(
-            f"{getattr(step, '__qualname__', step)}{inspect.signature(step)}: a step takes (batch), (batch, batch_idx) "
-            "or (batch, batch_idx, dataloader_idx)."
-        )
-    first = chosen[0]
-    follow_each_other = chosen == list(range(first, first + len(chosen)))
-    return itemgetter(slice(first, first + len(chosen))) if follow_each_other else itemgetter(*chosen)
-
-
-def check_training(task: Any, *, optimizer_given: bool) -> None:
-    """Check that a task defines the methods that training calls.
-
-    Raises:
-        ConfigError: One of them is missing.
-    """
-    if not isinstance(task, TaskModule):
-        raise ConfigError(f"expected a TaskModule, found {type(task).__name__}. Subclass lumen.TaskModule.")
+    check_task(task, data)
     if not overrides(task, "training_step"):
         raise ConfigError(f"{type(task).__name__} has no training_step. Define `training_step(self, batch)`.")
     if not optimizer_given and not overrides(task, "configure_optimizers"):
@@ -222,7 +190,7 @@ def check_training(task: Any, *, optimizer_given: bool) -> None:
 
 
 def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> None:
-    """Refuse methods that are hooks in Lightning but are not called here, and hooks with a wrong signature.
+    """Refuse methods that are hooks in Lightning but are not called here, and hooks that cannot be called.
 
     Raises:
         ConfigError: There are such methods; the message says what to write instead.
@@ -233,12 +201,18 @@ def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iter
             raise ConfigError(
                 f"{type(owner).__name__} defines what Lumen does not call of a {kind}. Write instead:\n{said}"
             )
-        for name in HOOKS if kind != "data module" else ():
+        for name in (*_CALLED[kind], *(_STEPS if kind == "task" else ())):
+            _refuse_property(owner, name)
+        for name in _CALLED[kind]:
             if overrides(owner, name):
-                _check_signature(owner, name, 2 if kind == "callback" else 0)
-    for name in OWN_STEPS:
+                _check_signature(owner, name, 2 if kind == "callback" and name in HOOKS else 0)
+    for name in _STEPS:
         if overrides(task, name):
-            _check_signature(task, name, 0)
+            _refuse_what_does_not_run(getattr(task, name))
+    for name in OWN_STEPS:
+        _refuse_property(task, name)
+        if overrides(task, name):
+            _check_signature(task, name, 0, whole=True)
 
 
 def misspelt_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> list[str]:
@@ -290,51 +264,89 @@ def _own_methods(owner: Any, kind: str) -> list[str]:
     return [name for name in methods if name not in others and not name.startswith("_")]
 
 
-def _check_signature(owner: Any, name: str, before: int) -> None:
+def _refuse_property(owner: Any, name: str) -> None:
+    """Refuse what would be evaluated where a hook is looked for, and is never called."""
+    found = inspect.getattr_static(type(owner), name, None)
+    if isinstance(found, (property, cached_property)):
+        raise ConfigError(f"{type(owner).__name__}.{name} is a property, but a hook is a method. Leave @property out.")
+
+
+def _check_signature(owner: Any, name: str, before: int, *, whole: bool = False) -> None:
     """Refuse a hook that cannot be called with its arguments, before it is called."""
     hook, arguments = getattr(owner, name), _arguments(name, before)
-    if not (_takes(hook, arguments) or _takes(hook, _without_loader(arguments))):
+    where = f"{getattr(hook, '__qualname__', name)}{inspect.signature(hook)}"
+    taken = _taken(hook, arguments)
+    if taken is None or (whole and taken < len(arguments)):
+        last = "" if whole or not arguments else "; the last of them may be left out"
+        raise ConfigError(f"{where}: it is called with ({', '.join(arguments)}){last}.")
+    if name in HOOKS or name in MODE_HOOKS or name == "configure_callbacks":
+        _refuse_what_does_not_run(hook)
+
+
+def _refuse_what_does_not_run(method: Callable[..., Any]) -> None:
+    """Refuse a function whose call runs nothing of it."""
+    if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
+        word = "`async`" if inspect.iscoroutinefunction(method) else "`yield`"
         raise ConfigError(
-            f"{getattr(hook, '__qualname__', name)}{inspect.signature(hook)}: it is called with "
-            f"({', '.join(arguments)})."
+            f"{getattr(method, '__qualname__', method)}{inspect.signature(method)}: nothing would run of it when it is "
+            f"called. Write it without {word}."
         )
 
 
 def _arguments(name: str, before: int) -> list[str]:
     """Names of the arguments that a hook is called with."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = list(inspect.signature(getattr(TaskModule, name)).parameters.values())[1:]
+    declared = getattr(DataModule if name in _STATES else TaskModule, name)
+    parameters = list(inspect.signature(declared).parameters.values())[1:]
     return [*("trainer", "task")[:before], *(each.name for each in parameters if each.kind in positional)]
 
 
-def _without_loader(arguments: list[str]) -> list[str]:
-    return [name for name in arguments if name != "dataloader_idx"]
+def _taken(hook: Callable[..., Any], arguments: list[str]) -> int | None:
+    """How many of its arguments, from the first on, a hook takes; None: it cannot be called.
 
-
-def _takes(hook: Callable[..., Any], arguments: list[str]) -> bool:
+    One that takes fewer has none of them at another place: `(self, outputs, batch, batch_idx)` in a callback, which is
+    given the trainer first, is a mistake.
+    """
     try:
-        inspect.signature(hook).bind(*arguments)
-    except TypeError:
-        return False
+        signature = inspect.signature(hook)
     except ValueError:  # a function of C that does not tell
-        return True
-    return True
+        return len(arguments)
+    for count in range(len(arguments), -1, -1):
+        try:
+            signature.bind(*arguments[:count])
+        except TypeError:
+            continue
+        names = [_NAMES.get(name, name) for name in signature.parameters][: len(arguments)]
+        known = [arguments.index(name) == place for place, name in enumerate(names) if name in arguments]
+        return count if count == len(arguments) or all(known) else None
+    return None
 
 
-def _fitted(owner: Any, name: str, before: int) -> Callable[..., Any]:
-    """The bound hook; wrapped to drop `dataloader_idx`, the last argument, if its signature lacks it."""
-    hook = getattr(owner, name)
-    fits = name not in _TOLD_OF_LOADERS or _takes(hook, _arguments(name, before))
-    return hook if fits else _WithoutLoader(hook)
+def fitted(owner: Any, name: str, before: int = 0) -> Callable[..., Any]:
+    """A bound hook, to be called with all of its arguments: those that its signature leaves out are dropped.
+
+    Args:
+        owner: A task, data module or callback.
+        name: The name of the hook.
+        before: How many of (trainer, task) it is given first.
+    """
+    hook, arguments = getattr(owner, name), _arguments(name, before)
+    taken = _taken(hook, arguments)
+    return hook if taken is None or taken == len(arguments) else _Shorter(hook, taken)
 
 
 @final
-class _WithoutLoader:
-    """Calls a hook without the last argument, `dataloader_idx`."""
+class _Shorter:
+    """Calls a hook with the first of its arguments.
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook, self.__self__ = hook, getattr(hook, "__self__", hook)
+    Args:
+        hook: A method that is bound to its owner.
+        taken: How many it takes.
+    """
 
-    def __call__(self, *arguments: Any) -> None:
-        """Call the hook without the last argument."""
-        self._hook(*arguments[:-1])
+    def __init__(self, hook: Callable[..., Any], taken: int) -> None:
+        self._hook, self._taken, self.__self__ = hook, taken, getattr(hook, "__self__", hook)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the hook. Returns what it returned."""
+        return self._hook(*arguments[: self._taken])

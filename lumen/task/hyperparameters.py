@@ -37,13 +37,24 @@ class HasHyperparameters:
         return self.__dict__.setdefault("_hparams", Hyperparameters())  # type: ignore[no-any-return]
 
     @property
+    def hparams_initial(self) -> Hyperparameters:
+        """The entries of `hparams` as `save_hyperparameters` left them, whatever has been set since."""
+        return Hyperparameters(self.__dict__.get("hparams_as_saved", {}))
+
+    @property
     def logged_hparams(self) -> dict[str, Any]:
         """The entries of `hparams` that loggers record."""
         return {
             name: value for name, value in self.hparams.items() if name not in vars(self).get("hparams_unlogged", ())
         }
 
-    def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = (), logger: bool = True) -> None:
+    def save_hyperparameters(
+        self,
+        *names: Any,
+        ignore: str | Iterable[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
         """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call it inside `__init__`.
 
         The arguments of every class of the object are collected, also when a base class makes the call.
@@ -52,15 +63,16 @@ class HasHyperparameters:
             names: Only these arguments (names), or instead one dictionary, namespace or dataclass to keep as it is.
             ignore: Names to leave out, in the calls of base classes too: arguments that are no plain data, such as a
                 module.
+            frame: That of the `__init__`, where a function called there calls this. Default: the caller's.
             logger: False: keep them in `hparams` and in checkpoints alone, not in what loggers record.
 
         Raises:
             ConfigError: `__init__` has no such argument, or there is nothing to keep by name.
         """
-        frame = inspect.currentframe()
-        collected = _constructor_arguments(self, frame.f_back if frame else None)
+        own = inspect.currentframe()
+        collected = _constructor_arguments(self, frame or (own.f_back if own else None))
         ignored = self.__dict__.setdefault("hparams_ignored", set[str]())
-        ignored |= {ignore} if isinstance(ignore, str) else set(ignore)
+        ignored |= {ignore} if isinstance(ignore, str) else set(ignore or ())
         if names and not isinstance(names[0], str):
             collected = _as_dictionary(names[0])
         elif names:
@@ -75,6 +87,20 @@ class HasHyperparameters:
         unlogged.difference_update(collected) if logger else unlogged.update(collected)
         for name in ignored:
             self.hparams.pop(name, None)
+        self.__dict__["hparams_as_saved"] = dict(self.hparams)
+
+
+def refuse_hparams_file(file: Any) -> None:
+    """Say what serves in place of a file of hyperparameters; None passes.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    if file is not None:
+        raise ConfigError(
+            f"load_from_checkpoint: hparams_file={str(file)!r} is not read: a checkpoint has its hyperparameters. Give "
+            "others by name, load_from_checkpoint(PATH, lr=0.1), or **yaml.safe_load(open(FILE))."
+        )
 
 
 def _as_dictionary(given: Any) -> dict[str, Any]:

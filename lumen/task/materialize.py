@@ -140,6 +140,7 @@ class DeferredInit:
     def _find(self) -> None:
         """Find the parameters on the meta device, sharded ones too, and the first module that holds each."""
         found: dict[int, Built] = {}
+        self._recorder.refused.clear()  # of tensors that a strategy has moved since, whose memory may be another's now
         for prefix, module in self._task.named_modules():
             for key, tensor in own_parameters(module).items():
                 if tensor is None or not tensor.is_meta:

@@ -8,7 +8,10 @@ import torch
 
 
 class ModelHooks:
-    """Hooks that a task may define; each exists on callbacks too, with `trainer` and `task` before its arguments."""
+    """Hooks that a task may define; those that are not of its modes exist on callbacks too.
+
+    There they have `trainer` and `task` before their arguments.
+    """
 
     def setup(self, stage: str) -> None:
         """Prepare for a stage: "fit", "validate", "test" or "predict"."""
@@ -120,6 +123,37 @@ class ModelHooks:
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """After a prediction batch."""
+
+    def on_validation_model_zero_grad(self) -> None:
+        """A validation in training is due; called if it is overridden, else gradients stay till the next step."""
+        self.zero_grad()  # type: ignore[attr-defined]
+
+    def on_validation_model_eval(self) -> None:
+        """Put the task into eval mode for a validation; what is overridden says itself which modules are."""
+        self.eval()  # type: ignore[attr-defined]
+
+    def on_validation_model_train(self) -> None:
+        """Put the task into train mode after a validation.
+
+        Called if it is overridden; what it leaves then stays. Else each module is put back into the mode that it had.
+        """
+        self.train()  # type: ignore[attr-defined]
+
+    def on_test_model_eval(self) -> None:
+        """As `on_validation_model_eval`, for a test."""
+        self.eval()  # type: ignore[attr-defined]
+
+    def on_test_model_train(self) -> None:
+        """As `on_validation_model_train`, after a test."""
+        self.train()  # type: ignore[attr-defined]
+
+    def on_predict_model_eval(self) -> None:
+        """As `on_validation_model_eval`, for a prediction."""
+        self.eval()  # type: ignore[attr-defined]
+
+    def on_predict_model_train(self) -> None:
+        """As `on_validation_model_train`, after a prediction."""
+        self.train()  # type: ignore[attr-defined]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add plain data and tensors of the task's own to a checkpoint; also called once when training begins."""

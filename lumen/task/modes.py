@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -45,6 +45,11 @@ class Modes:
                 if module.training != mode:
                     self._chosen.add(id(module))
 
+    def leave_to(self, hook: Callable[[], None]) -> None:
+        """Let a hook set the modes after the evaluation: none is restored then."""
+        hook()
+        self._chosen.update(id(module) for _, module, _ in self._before)
+
     def restore(self) -> None:
         """Restore each module's mode, unless it was chosen by a hook meanwhile."""
         for _, module, training in self._before:
@@ -52,8 +57,9 @@ class Modes:
                 module.training = training
         if names := [name or "the task" for name, module, training in self._before if _is_odd(module, training)]:
             _log.warning(
-                "in eval mode from now on, in training too, as a hook at the evaluation's end called eval() on them: "
-                "%s. If it did so for itself alone, leave that out: there everything is in eval mode.",
+                "in eval mode from now on, in training too, as a hook at the evaluation's end called eval() on them, "
+                "or on_*_model_train left them so: %s. If a hook did so for itself alone, leave that out: there "
+                "everything is in eval mode.",
                 ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else ""),
             )
 

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
-from lumen.data.nested import as_tensors
+from lumen import console
+from lumen.data.nested import as_tensors, device_of
 from lumen.errors import ConfigError
 from lumen.internals.tensors import own_reset
 from lumen.metrics.log_call import Reduction, as_weight, check_name, items_of, unknown_option
 from lumen.task.all_gather import all_gather
 from lumen.task.data_module import Attached, DataHooks
-from lumen.task.hyperparameters import HasHyperparameters
+from lumen.task.hyperparameters import HasHyperparameters, refuse_hparams_file
 from lumen.task.model_hooks import ModelHooks
+from lumen.task.of_run import OfRun
 from lumen.task.optimizer_hooks import OptimizerHooks
+from lumen.task.teacher import teachers_of
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torchmetrics import Metric
 
-    from lumen.trainer.trainer import Trainer
 
-
-class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Attached, nn.Module):
+class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, OfRun, Attached, nn.Module):
     """A model, its losses and its optimizer.
 
     Subclass it and define `training_step` and `configure_optimizers`; everything else is optional. A step is called
@@ -45,6 +45,10 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
 
     #: False: `training_step` calls backward and the optimizers' steps itself; see `OptimizerHooks`.
     automatic_optimization = True
+    #: False: `load_from_checkpoint` reports names that differ, and leaves them alone. A run is always resumed whole.
+    strict_loading = True
+    #: A batch, to be set by the task for its own use and that of callbacks.
+    example_input_array: Any = None
 
     # ------------------------------------------------------------------ steps
 
@@ -99,6 +103,14 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             "Define `configure_optimizers(self)` or set `optimizer:` in the config."
         )
 
+    def configure_callbacks(self) -> Any:
+        """Callbacks of this task: one, a list, or a dictionary.
+
+        Called first of all whenever a run is opened; `self.trainer` is there. They join the trainer's, and stay with
+        it. One takes the place of all that are of its class or of a base of it, so of a default one too.
+        """
+        return []
+
     def configure_model(self) -> None:
         """Build the layers here instead of in `__init__`, if no process can hold all of them.
 
@@ -135,12 +147,12 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         name: str,
         value: float | torch.Tensor | Metric,
         prog_bar: bool = False,
-        logger: bool = True,
+        logger: bool | None = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         *,
         weight: float | None = None,
-        reduce_fx: Reduction | None = None,
+        reduce_fx: Reduction | Callable[..., Any] | None = None,
         add_dataloader_idx: bool = True,
         batch_size: float | None = None,
         sync_dist: bool = True,
@@ -165,7 +177,8 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             on_epoch: Write its mean over the epoch. Default: True everywhere else.
             weight: Samples (tokens, boxes) the value stands for in means, >= 0; with 0 it has no part. A tensor is read
                 at once, which waits where it lies on a device. Default: the samples of this batch.
-            reduce_fx: How values become one over an epoch and over the processes. Default: the mean. In a hook around
+            reduce_fx: How values become one over an epoch and over the processes: "mean" (the default), "sum", "min"
+                or "max", or the function of torch or Python that does so, such as `torch.sum`. In a hook around
                 steps, as `on_validation_epoch_end`, a number stands for no samples: of several processes the mean of
                 theirs is right where it is the same on all, as what torchmetrics' `compute`, `all_gather` or
                 `callback_metrics` gave. Any other needs a word, and one warning asks for it: `reduce_fx` ("sum" for
@@ -209,9 +222,9 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
 
     def log_dict(
         self,
-        values: Mapping[str, float | torch.Tensor | Metric],
+        dictionary: Mapping[str, float | torch.Tensor | Metric],
         prog_bar: bool = False,
-        logger: bool = True,
+        logger: bool | None = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         **options: Any,
@@ -221,145 +234,92 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         Raises:
             ConfigError: It is no mapping; or as of `log`.
         """
-        for name, value in items_of(values):
+        for name, value in items_of(dictionary):
             self.log(name, value, prog_bar, logger, on_step, on_epoch, **options)
 
-    def print(self, *values: Any) -> None:
+    def print(self, *values: Any, sep: str = " ", end: str = "\n") -> None:
         """Print once, in the first process, above the progress bar."""
-        from lumen.console import console
-
         if self._run is None or self._run.processes.is_global_zero:
-            console.print(*values, markup=False, highlight=False)
+            console.print_values(*values, sep=sep, end=end)
 
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, group: None = None, sync_grads: bool = False) -> Any:
         """The tensors of all processes. Collective: every rank must call this, as often as the others.
 
         So a step may do this only where every rank has a batch, which in the last one of an epoch may not be so.
 
         Args:
             data: A tensor or number, or a collection of them, of equal shapes on all ranks.
+            group: Not here: all processes take part.
             sync_grads: Let gradients flow back to the ranks that gave the tensors, summed over all ranks.
 
         Returns:
             The same with tensors, each of a first dimension more: the ranks. With one process they are as given.
 
         Raises:
+            ConfigError: A group is given.
             TrainingError: Shapes or types differ; raised on every rank.
         """
+        if group is not None:
+            raise ConfigError(
+                "all_gather: a group is given, but all processes take part. Leave it out, and index the result by the "
+                "ranks of the group; or call torch.distributed.all_gather."
+            )
         if self._run is None:
             return as_tensors(data, self.device)
         return all_gather(data, self._run.processes, self._run.strategy.device, sync_grads=sync_grads)
 
-    # ------------------------------------------------------------------ the run
+    # ------------------------------------------------------------------ its parameters
 
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer of the run.
-
-        Raises:
-            ConfigError: The task is not in a run.
-        """
-        if self._run is None:
-            raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
-        return self._run.trainer  # type: ignore[no-any-return]
-
-    @property
-    def device(self) -> torch.device:
-        """Where its steps run; outside of a run, where the parameters are."""
-        if self._run is not None and self._run.stage:
-            return self._run.strategy.device
-        return next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))
-
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """The devices of the run as a grid, from `configure_model` on; None where there is one device."""
-        return None if self._run is None else self._run.strategy.device_mesh
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer updates completed."""
-        return 0 if self._run is None else self._run.progress.step
-
-    @property
-    def current_epoch(self) -> int:
-        """Epochs completed."""
-        return 0 if self._run is None else self._run.progress.epoch
-
-    @property
-    def global_rank(self) -> int:
-        """Number of this process."""
-        return 0 if self._run is None else self._run.processes.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Number of this process on its node."""
-        return 0 if self._run is None else self._run.processes.local_rank
-
-    @property
-    def loggers(self) -> list[Any]:
-        """All loggers."""
-        return [] if self._run is None else self._run.trainer.loggers
-
-    @property
-    def logger(self) -> Any:
-        """The first logger, or None."""
-        return self.trainer.logger
-
-    def freeze(self) -> None:
+    def freeze(self) -> Self:
         """Take every parameter out of training and set eval mode."""
         self.requires_grad_(False)
-        self.eval()
+        return self.eval()
 
-    def unfreeze(self) -> None:
-        """Put every parameter into training and set train mode."""
+    def unfreeze(self) -> Self:
+        """Put every parameter into training, but for those of teachers, and set train mode."""
         self.requires_grad_(True)
-        self.train()
+        for teacher in teachers_of(self):
+            teacher.requires_grad_(False)
+        return self.train()
 
     @classmethod
     def load_from_checkpoint(
-        cls, path: str | PurePath, *, strict: bool = True, average: str | None = None, **overrides: Any
+        cls,
+        checkpoint_path: str | PurePath,
+        map_location: torch.device | str | int | None = None,
+        hparams_file: None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        *,
+        average: str | Sequence[str | PurePath] | None = None,
+        **overrides: Any,
     ) -> Self:
         """Build the task from the hyperparameters of a checkpoint and load its parameters.
 
         Args:
-            path: A checkpoint directory, or a run directory (its newest valid checkpoint), or a URL of one.
+            checkpoint_path: A checkpoint directory, or a run directory (its newest valid checkpoint), or a URL of one.
+            map_location: Where its parameters and buffers go. Default: where the task builds them.
+            hparams_file: Not here: give what a checkpoint does not have as `overrides`.
             strict: Missing and unexpected names are errors; otherwise they are reported and left alone. A shape or
-                dtype that differs is an error always.
-            average: Whose averages to take in place of the parameters: "EMA", another callback whose state holds
-                tensors by the parameters' names, or "Lookahead" for its slow weights.
+                dtype that differs is an error always. Default: `strict_loading` of the task.
+            weights_only: Accepted for users of Lightning; nothing is ever unpickled.
+            average: What to take in place of the parameters: "EMA", "SWA", another callback whose state holds tensors
+                by the parameters' names, or "Lookahead" for its slow weights; or the mean of several checkpoints:
+                "last:5" of this one and the four before it, "best:3" of the three best beside it, or a list of paths.
             overrides: Constructor arguments that replace saved ones.
 
         Raises:
-            ConfigError: The checkpoint has no such average.
+            ConfigError: There is no such average; or an argument cannot be taken.
             CheckpointDamaged: Bytes of the checkpoint are missing or changed.
             CheckpointMismatch: The checkpoint is of another model.
         """
         from lumen.checkpoint import as_place, load_task  # checkpoints are floors above; this is the one way up
 
-        task = load_task(cls, as_place(path), strict=strict, average=average, overrides=overrides)
+        device = device_of("load_from_checkpoint", map_location)
+        refuse_hparams_file(hparams_file)
+        task = load_task(cls, as_place(checkpoint_path), strict=strict, average=average, overrides=overrides)
         task._is_filled = True
-        return task
-
-    def to_onnx(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here: the file is written from a run, by the command line.
-
-        Raises:
-            ConfigError: Always; it says what to write.
-        """
-        raise ConfigError(
-            "to_onnx: write lumen export RUN --format onnx --output FILE.onnx, or call torch.onnx.export."
-        )
-
-    def to_torchscript(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here: torch.export has taken the place of TorchScript.
-
-        Raises:
-            ConfigError: Always; it says what to write.
-        """
-        raise ConfigError(
-            "to_torchscript: write lumen export RUN --format torch-export --output FILE.pt2, which torch.export.load "
-            "reads, or call torch.export.export."
-        )
+        return task if device is None else task.to(device)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; an evaluation then no longer warns of parameters that nobody has trained."""

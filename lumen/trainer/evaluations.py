@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from lumen.checkpoint import Weights
@@ -12,6 +13,7 @@ from lumen.loop.evaluate import evaluate
 from lumen.loop.fit import StopRequested
 from lumen.run.open_loaders import open_evaluation_loaders
 from lumen.run.run import Run
+from lumen.task.given import check_task
 from lumen.task.hooks import overrides
 from lumen.task.task_module import TaskModule
 from lumen.trainer.open_run import opened
@@ -31,7 +33,9 @@ def evaluate_all(
     data: Any,
     ckpt_path: Weights | str | Path | None,
     *,
+    average: str | Sequence[str | PurePath] | None = None,
     keeps_outputs: bool = True,
+    verbose: bool = True,
 ) -> Run:
     """Open a run of a stage, evaluate every loader of it, and close it. Collective: every rank must call this.
 
@@ -41,19 +45,27 @@ def evaluate_all(
         model: None: that of the run before.
         data: A loader, several, or a data module; None: the task's, or those of the run before.
         ckpt_path: Parameters to load first.
+        average: Averages to load in their place.
         keeps_outputs: Keep what `predict_step` returns.
+        verbose: Let the progress bar show the values at the end.
 
     Returns:
         The run, with its values.
     """
     task, data, ckpt_path = _of_last_run(trainer, stage, model, data, ckpt_path)
+    check_task(task, data)
     if (step := _STEPS.get(stage)) and not overrides(task, step):
         raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")
+    if average is not None and ckpt_path is None:
+        raise ConfigError(
+            f"{stage}: average={average!r} is of a checkpoint, and none is given. Set ckpt_path too, as in "
+            "ckpt_path='last'; after fit with EMA or SWA the task itself holds the average."
+        )
     with opened(trainer, stage, task, data, data) as run:
-        prepare(run, ckpt_path)
+        run.checkpoint = prepare(run, ckpt_path, average=average)
         run.loaders.evaluation = open_evaluation_loaders(run, stage)
         run.calls.bind(run.loaders)
-        run.values.keeps_predictions = keeps_outputs
+        run.values.keeps_predictions, run.values.are_shown = keeps_outputs, verbose
         if not evaluate(run, stage):
             raise StopRequested
     return run

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from lumen.console import logger as _log
 from lumen.loop.fit import sanity_check
+from lumen.run.goodput import goodput
 from lumen.run.run import Run
 from lumen.trainer.logs import record
 from lumen.trainer.prepare import prepare, prepare_training
+from lumen.trainer.restarted import note_steps
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
+
+_WORTH_TELLING_S = 60.0
 
 
 def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[], Any] | None) -> bool:
@@ -28,11 +33,14 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
     """
     checkpoint = prepare(run, given=configure_optimizers)
     prepare_training(run, configure_optimizers or run.task.configure_optimizers, checkpoint)
+    if trainer.origin.rolled_back is not None:
+        run.progress.left_out = trainer.origin.rolled_back[1]
     if checkpoint is not None and (reason := run.ending.limit_reached):
         record("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
         if not run.progress.in_epoch:
             return False
     trainer._started = True
+    note_steps(run)
     owners = {"model": run.task, "data": run.loaders.datamodule}
     hyperparameters = {name: owner.logged_hparams for name, owner in owners.items() if owner is not None}
     for logger in run.records.loggers:
@@ -49,7 +57,15 @@ def end_training(run: Run) -> None:
     for hook in run.hooks.on_fit_end:
         hook()
     run.saves.check_home()
+    if run.optim.manual is not None and run.checkpoint is None:
+        run.optim.manual.say_idle()
     if skipped := run.precision.skipped_updates:
         _log.info("%s: %d updates were skipped: their gradients overflowed", run.precision.name, skipped)
     why, progress = run.ending.limit_reached, run.progress
     record("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_begun)
+    run.records.goodput.write(progress.step)
+    if run.records.goodput.is_on:
+        with suppress(FileNotFoundError):  # it could not be written
+            spent = goodput(run.trainer.run_directory)
+            if spent.wall_s >= _WORTH_TELLING_S:
+                _log.info("%s", spent)

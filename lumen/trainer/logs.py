@@ -237,6 +237,33 @@ def log_file(path: Path, settings: LogSettings) -> Iterator[None]:
 
 
 @contextmanager
+def apart_from_others(*, has_files: bool) -> Iterator[None]:
+    """The context of a run: how it stands is not in the files of the run in whose hook it is.
+
+    Args:
+        has_files: It has log files of its own: then nothing of it is in those of the other.
+    """
+    files: list[logging.Handler] = [handler for handler in logger.handlers if isinstance(handler, _LogFile)]
+    files += [handler for handler in logging.root.handlers if isinstance(handler, _Others) and not handler.is_console]
+    is_heard = _nothing if has_files else _is_no_word_on_how_it_stands
+    for handler in files:
+        handler.addFilter(is_heard)
+    try:
+        yield
+    finally:
+        for handler in files:
+            handler.removeFilter(is_heard)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _is_no_word_on_how_it_stands(record: logging.LogRecord) -> bool:
+    return not hasattr(record, "tells_how_it_stands")
+
+
+@contextmanager
 def _handler(handler: logging.Handler, settings: LogSettings) -> Iterator[None]:
     before = logger.level
     logger.setLevel(settings.own)

@@ -22,26 +22,35 @@ from lumen.callbacks import (
 )
 from lumen.callbacks.checkpoint_names import is_same
 from lumen.checkpoint import Checkpoint, Saves, storage_of
-from lumen.checkpoint.folder import newest_committed
 from lumen.checkpoint.state_keys import key_of
 from lumen.console import logger as _log
 from lumen.distributed.launch import relaunch
-from lumen.errors import ConfigError, LumenError
+from lumen.distributed.restarts import needs_launcher
+from lumen.errors import ConfigError
 from lumen.internals.garbage import collected_every
-from lumen.loggers import with_own_record
+from lumen.internals.stop_signals import LEFT
+from lumen.loggers import Logger, with_own_record
 from lumen.loop.fit import StopRequested
 from lumen.metrics.torchmetrics_states import unshare_metrics
 from lumen.precision import make_precision
 from lumen.profilers import profiled
 from lumen.run.anomalies import OperationFinder
+from lumen.run.goodput import Goodput
 from lumen.run.run import Run
 from lumen.strategies.factory import unused_devices
 from lumen.task.data_module import DataModule
-from lumen.task.hooks import check_hooks, misspelt_hooks
+from lumen.task.given import check_task
+from lumen.task.hooks import check_hooks, fitted, misspelt_hooks
 from lumen.task.task_module import TaskModule
 from lumen.trainer import process_settings
-from lumen.trainer.logs import console_log, log_file, record
+from lumen.trainer.grace import limited
+from lumen.trainer.join_callbacks import join_callbacks
+from lumen.trainer.logs import apart_from_others, console_log, log_file, record
+from lumen.trainer.restarted import tell_restart
+from lumen.trainer.roll_back import rolling_back
 from lumen.trainer.run_directory import RunDirectory
+from lumen.trainer.stop_request import interruption, stop_signals, tell_stop
+from lumen.trainer.turns import turn
 from lumen.trainer.watch import watched
 
 if TYPE_CHECKING:
@@ -63,19 +72,22 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         ConfigError: The trainer is in a run, or something cannot be run.
         KeyboardInterrupt: The run was asked to stop.
     """
-    if not isinstance(task, TaskModule):
-        raise ConfigError(f"expected a TaskModule, found {type(task).__name__}. Subclass lumen.TaskModule.")
+    check_task(task, data)
     datamodule = data if isinstance(data, DataModule) else None
+    if trainer._status == "running":
+        raise ConfigError(f"this trainer is in a run; call {stage} after it, or use a second Trainer.")
+    check_hooks(task, datamodule, [])
+    replaced = join_callbacks(trainer, stage, task)
     check_hooks(task, datamodule, trainer.callbacks)
     trainer.name = type(task).__name__.lower() if trainer.name is None else trainer.name
-    if trainer._running:
-        raise ConfigError(f"this trainer is in a run; call {stage} after it, or use a second Trainer.")
     trainer._started = False
-    if trainer.processes.are_missing:
-        relaunch(trainer.world_size)
+    if needs_launcher(trainer.processes, trainer.max_restarts if stage == "fit" else 0):
+        relaunch(trainer.world_size, trainer.max_restarts)
     with ExitStack() as closing:
-        trainer._running = True
-        closing.callback(setattr, trainer, "_running", False)
+        closing.enter_context(turn(task, datamodule, trains=stage == "fit"))
+        grace = closing.enter_context(limited(trainer.grace_s))
+        trainer._status, trainer._fn = "running", stage
+        closing.push(partial(_note_end, trainer))
         closing.enter_context(
             process_settings.torch_settings(
                 trainer.deterministic, trainer.detect_anomaly, trainer.matmul_precision, trainer.benchmark
@@ -83,9 +95,14 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         )
         closing.enter_context(trainer.compilation)
         strategy, processes, first = trainer.strategy, trainer.processes, trainer.is_global_zero
+        closing.enter_context(apart_from_others(has_files=False))
         closing.enter_context(console_log(trainer.log_settings, shown=first))
         if notice := unused_devices(strategy):
             _log.info(notice)
+        if trainer.detect_anomaly and trainer.compilation.setting:
+            _log.info("detect_anomaly looks at every operation: nothing is compiled in this run")
+        if names := ", ".join(type(each).__name__ for each in replaced):
+            _log.info("the callbacks of %s.configure_callbacks take the place of: %s", type(task).__name__, names)
         for notice in misspelt_hooks(task, datamodule, trainer.callbacks):
             _log.warning(notice)
         closing.enter_context(processes.explained())
@@ -98,18 +115,26 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         check_home, directory = _claim(trainer, closing) if stage == "fit" else (None, None)
         if directory is not None:
             _open_logs(trainer, directory, closing)
+        goodput = Goodput(directory if first else None, lambda: run.step.counters.waited_s)
         loggers = with_own_record(trainer.loggers) if directory is not None and first else []
-        checkpoint = None
+        checkpoint, own = None, list[PurePath]()
         if stage == "fit":
             of_name = trainer.default_root_dir / str(trainer.name)
             own, earlier = (checkpoints_of(trainer, place) for place in (directory or of_name, of_name))
             checkpoint = trainer.origin.find(own, earlier, processes, writes=directory is not None)
+            tell_restart(trainer, checkpoint)
         seed = processes.on_rank_zero(partial(trainer.origin.seed_of, checkpoint, trainer.seed))
         precision = make_precision(trainer.precision)
         precision.setup(strategy.device)
         closing.callback(OperationFinder.lift, precision)
         given = None if datamodule is not None else (data, val_loaders)
         run = trainer._run = Run(trainer, stage, task, datamodule, given, precision, seed, loggers)
+        if stage == "fit":
+            trainer._counted = run.progress
+        if directory is not None and first:
+            run.records.goodput = goodput
+            closing.callback(lambda: goodput.close(run.progress.step))
+        watch = closing.enter_context(watched(run))
         log, records, ending = run.log, run.records, run.ending
         asks = run.hooks.may_stop_at_steps and processes.world_size > 1
         of_any = processes.sum(list(map(float, (records.is_logged, log.has_epoch_ends, log.has_metrics, asks))))
@@ -120,23 +145,23 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
             datamodule._run = run
         if directory is not None and first:
             process_settings.write_environment(directory, strategy)
-        for logger in loggers:
-            assert directory is not None
-            logger.open(directory, resumed=trainer.origin.stays and _has_record(checkpoint, key_of(logger)))
-            closing.callback(logger.close)
-        closing.enter_context(process_settings.stop_signals(run))
+        if directory is not None:
+            for logger in [*trainer.loggers, *loggers]:
+                logger.run_directory = directory
+            processes.on_rank_zero(partial(_open_loggers, trainer, loggers, directory, checkpoint, closing))
+        closing.enter_context(stop_signals(run, grace, own))
         if trainer.gc_every_n_steps is not None:
             closing.enter_context(collected_every(trainer.gc_every_n_steps, run))
         closing.callback(strategy.teardown)
         closing.callback(_close, run)
         closing.callback(run.saves.close)
-        if datamodule is not None:
-            closing.callback(datamodule.teardown, stage)
         for hook in reversed(run.hooks.teardown):
             closing.callback(hook, stage)
-        closing.enter_context(watched(run))
+        if datamodule is not None:
+            closing.callback(fitted(datamodule, "teardown"), stage)
+        closing.callback(watch.set)  # what is done from there on may wait for a save as long as it takes
         try:
-            with profiled(run, trainer.profiler, directory):
+            with profiled(run, trainer.profiler, directory), rolling_back(run, own):
                 yield run
         except StopRequested:
             _leave(trainer, run, directory)
@@ -150,6 +175,10 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
                 except Exception:  # the first failure is the one to show
                     _log.exception("on_exception failed too")
             raise
+
+
+def _note_end(trainer: Trainer, kind: type[BaseException] | None, *_: Any) -> None:
+    trainer._status = "finished" if kind is None else "interrupted"
 
 
 def _close(run: Run) -> None:
@@ -217,7 +246,10 @@ def _claim(trainer: Trainer, closing: ExitStack) -> tuple[Callable[[], None] | N
         if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
             return None, False
         root, name = trainer.default_root_dir, str(trainer.name)
-        directory = closing.enter_context(RunDirectory.claim(root, name, reuse=origin.stays, launchers=launchers))
+        if origin.rolled_back is not None:
+            directory = closing.enter_context(RunDirectory.claim_again(origin.rolled_back[0]))
+        else:
+            directory = closing.enter_context(RunDirectory.claim(root, name, reuse=origin.stays, launchers=launchers))
         held.append(directory)
         if not (origin.stays or directory.restarted):
             closing.callback(_give_back_if_unused, trainer, directory.path)
@@ -230,6 +262,7 @@ def _claim(trainer: Trainer, closing: ExitStack) -> tuple[Callable[[], None] | N
 def _open_logs(trainer: Trainer, directory: Path, closing: ExitStack) -> None:
     """`run.log` is the first process's; with several each has a file of its own beside it, by when the run began."""
     processes = trainer.processes
+    closing.enter_context(apart_from_others(has_files=True))
     if processes.is_global_zero:
         closing.enter_context(log_file(directory / "run.log", trainer.log_settings))
     if processes.world_size > 1:
@@ -248,7 +281,7 @@ def _failure_recorded(trainer: Trainer, directory: Path) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:  # it was asked to stop
+        if _is_by_signal(error):
             raise
         step = trainer.run.progress.step if trainer._started else 0
         first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -269,6 +302,27 @@ def _stays(trainer: Trainer) -> bool:
     return trainer._started or trainer.origin.stays
 
 
+def _open_loggers(
+    trainer: Trainer, loggers: Iterable[Logger], directory: Path, checkpoint: Checkpoint | None, closing: ExitStack
+) -> None:
+    for logger in loggers:
+        logger.open(directory, resumed=trainer.origin.stays and _has_record(checkpoint, key_of(logger)))
+        closing.push(partial(_finalize, logger))
+
+
+def _finalize(logger: Logger, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    """Tell a logger that the run has ended, and how."""
+    if error is None:
+        logger.finalize("success")
+    else:
+        logger.finalize("interrupted" if _is_by_signal(error) else "failed")
+
+
+def _is_by_signal(error: BaseException) -> bool:
+    """Whether a run ends because it was asked to."""
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in LEFT)
+
+
 def _has_record(checkpoint: Checkpoint | None, logger: str) -> bool:
     """Whether a checkpoint says how far a logger's record goes; without that nothing of it can be told apart."""
     return checkpoint is not None and logger in checkpoint.state["loggers"]
@@ -276,15 +330,9 @@ def _has_record(checkpoint: Checkpoint | None, logger: str) -> bool:
 
 def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
     """Say how to go on, and end as the signal asks."""
-    interruption = process_settings.interruption(run.ending.vote.stop_signal)
+    number = run.ending.vote.stop_signal
+    leaving = interruption(number)
     for hook in run.hooks.on_exception:
-        hook(interruption)
-    saved = False
-    with suppress(LumenError):  # a store that does not answer shall not hide why the run ends
-        saved = directory is not None and any(map(newest_committed, checkpoints_of(trainer, directory)))
-    if saved and directory is not None:
-        how = process_settings.resume_command(directory)
-        record("stopped at step %d. Go on with:\n  %s", run.progress.step, how)
-    else:
-        record("stopped at step %d; no checkpoint was saved", run.progress.step)
-    raise interruption from None
+        hook(leaving)
+    tell_stop(run, number, directory, checkpoints_of(trainer, directory) if directory is not None else [])
+    raise leaving from None

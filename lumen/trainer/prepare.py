@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from torch import nn
@@ -27,14 +27,18 @@ from lumen.run.open_loaders import open_loaders
 from lumen.run.run import Run
 from lumen.run.schedule_checks import check_horizons
 from lumen.task.data_module import DataModule
-from lumen.task.hooks import overrides
+from lumen.task.hooks import fitted, overrides
 from lumen.task.materialize import DeferredInit
 from lumen.task.task_module import TaskModule
+from lumen.task.teacher import teachers_of
 from lumen.trainer.open_run import checkpoints_of
 
 
 def prepare(
-    run: Run, ckpt_path: Weights | str | Path | None = None, given: Callable[[], Any] | None = None
+    run: Run,
+    ckpt_path: Weights | str | Path | None = None,
+    given: Callable[[], Any] | None = None,
+    average: str | Sequence[str | PurePath] | None = None,
 ) -> Checkpoint | None:
     """Prepare the data, set up, place and load the model. Collective: every rank must call this.
 
@@ -42,6 +46,7 @@ def prepare(
         run: Just opened, of any stage.
         ckpt_path: The parameters to evaluate with; None: those that the task has, or that the run begins with.
         given: What `fit` was given in place of the task's `configure_optimizers`, for searches in `setup`.
+        average: What to evaluate in place of the checkpoint's parameters; None: these.
 
     Returns:
         The checkpoint that the run goes on from.
@@ -51,10 +56,10 @@ def prepare(
     if not (overrides(task, "configure_model") or overrides(task, "setup")):  # its modules are all there
         trainer.compilation.check(task)
     seed_generators(make_key(run.seed, Domain.INIT, 1))
-    run.processes.once_per_node(partial(_prepare_data, datamodule, task))
+    run.processes.once_per_node(partial(_prepare_data, datamodule, task, is_first=run.processes.node == 0))
     seed_generators(make_key(run.seed, Domain.INIT, 1))  # once more: only one process of a node has drawn there
     if datamodule is not None:
-        datamodule.setup(stage)
+        fitted(datamodule, "setup")(stage)
     for hook in run.hooks.setup:
         hook(stage)
     seed_generators(make_key(run.seed, Domain.INIT, 2))
@@ -69,7 +74,7 @@ def prepare(
     strategy.setup(task)
     layers.materialize(run.seed, strategy.parameter_device)  # what the strategy has cut up
     home = trainer.run_directory or trainer.default_root_dir / str(trainer.name)
-    found: Checkpoint | None = trainer.origin.fill(run, ckpt_path, home, checkpoints_of(trainer, home))
+    found: Checkpoint | None = trainer.origin.fill(run, ckpt_path, home, checkpoints_of(trainer, home), average)
     return found
 
 
@@ -102,15 +107,20 @@ def prepare_training(run: Run, configure_optimizers: Callable[[], Any], checkpoi
         load_run(run, checkpoint, parts=origin.parts, continue_records=origin.stays and trainer.is_global_zero)
         run.progress.should_stop &= origin.stays  # a new run may go on where a callback ended the old one
     open_loaders(run)
+    if run.plan.accumulates:
+        run.strategy.gradient_sync(last=False)  # one that cannot says so now, not in the epoch that needs it first
     if checkpoint is not None:
         compare(run, checkpoint, origin.parts)
+    optim.teachers = teachers_of(task)
+    for teacher in optim.teachers:
+        teacher.begin(task, lambda: trainer.estimated_stepping_batches)
     if not trainer.fast_dev_run:
         check_horizons(run)
     if trainer.enable_checkpointing:
         check_savable(run)  # what cannot be saved is found now, not after the first epoch
 
 
-def _prepare_data(datamodule: DataModule | None, task: TaskModule) -> None:
+def _prepare_data(datamodule: DataModule | None, task: TaskModule, *, is_first: bool) -> None:
     for owner in (datamodule, task):
-        if owner is not None:
+        if owner is not None and (is_first or owner.prepare_data_per_node):
             owner.prepare_data()

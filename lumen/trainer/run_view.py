@@ -2,46 +2,68 @@
 
 from __future__ import annotations
 
+from signal import SIGTERM
 from typing import Any
 
 import torch
 
+from lumen.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar, savers_of
 from lumen.checkpoint import Checkpoint, Saves
 from lumen.errors import ConfigError, TrainingError
+from lumen.errors.arguments import at_least
 from lumen.loggers import Logger
 from lumen.run.progress import Progress
 from lumen.run.step_context import Counters
+from lumen.task.task_module import TaskModule
+from lumen.trainer.state import TrainerState, stage_name
 from lumen.trainer.view_of_loaders import ViewOfLoaders
 from lumen.trainer.view_of_processes import ViewOfProcesses
+from lumen.trainer.view_of_settings import ViewOfSettings
 from lumen.trainer.view_of_values import ViewOfValues
 
 
-class RunView(ViewOfValues, ViewOfLoaders, ViewOfProcesses):
+class RunView(ViewOfSettings, ViewOfValues, ViewOfLoaders, ViewOfProcesses):
     """What callbacks and tasks read of a trainer; nothing here changes a run, but for `should_stop`.
 
     It is apart from `Trainer`, its one child: what a callback may use is in one place, how a run is made in another.
-    Here is how far the run is; its values, its data and its processes have a file each beside this one.
+    Here is how far the run is; its settings, values, data and processes have a file each beside this one.
     """
 
     @property
     def global_step(self) -> int:
-        """Optimizer updates completed."""
-        return self.run.progress.step
+        """Optimizer updates completed by the newest `fit`, which an evaluation leaves as they are; 0 before it."""
+        return 0 if self._counted is None else self._counted.step
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed."""
-        return self.run.progress.epoch
+        """Epochs completed, likewise."""
+        return 0 if self._counted is None else self._counted.epoch
 
     @property
-    def max_steps(self) -> int | None:
-        """The limit, or None."""
-        return self.plan.max_steps
+    def state(self) -> TrainerState:
+        """What the trainer does: `status`, `fn` and `stage`, `finished` and `stopped`."""
+        return TrainerState(self._status, self._fn, stage_name("" if self._run is None else self._run.stage))
 
     @property
-    def max_epochs(self) -> int | None:
-        """The limit, or None."""
-        return self.plan.max_epochs
+    def interrupted(self) -> bool:
+        """The last run has ended by an error, or because it was asked to."""
+        return self._status == "interrupted"
+
+    @property
+    def lightning_module(self) -> TaskModule | None:
+        """The task of the run in progress, or of the last one; None before it. Nothing is wrapped around it."""
+        return None if self._run is None else self._run.task
+
+    @property
+    def model(self) -> TaskModule | None:
+        """The same as `lightning_module`."""
+        return self.lightning_module
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """Path of the checkpoint whose parameters the run has read; None: of none."""
+        checkpoint = None if self._run is None else self._run.checkpoint
+        return None if checkpoint is None else str(checkpoint.path)
 
     @property
     def should_stop(self) -> bool:
@@ -50,7 +72,7 @@ class RunView(ViewOfValues, ViewOfLoaders, ViewOfProcesses):
         That holds in every hook and step of the task and of callbacks. Elsewhere (in a thread, in the hooks of a
         callback that says `stops_at_steps = False`), several processes hear of it in the step after it.
         """
-        return self.run.progress.should_stop
+        return self._run is not None and self._run.progress.should_stop
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
@@ -89,6 +111,23 @@ class RunView(ViewOfValues, ViewOfLoaders, ViewOfProcesses):
         if not self.in_training_step or self.run.optim.is_updating:
             raise TrainingError("skip_update: no update is about to be made. Call it in on_before_optimizer_step.")
         self.run.step.skips_update = True
+
+    def roll_back(self, before: int = 0, after: int = 0) -> None:
+        """Undo the step in progress, and go on from a checkpoint without it and so many steps around it.
+
+        The run is closed and opened again, as one that goes on after a kill, from its newest checkpoint that is older
+        than all that is left out; newer ones are removed. The batches left out count as used and as no step. Where
+        there is no such checkpoint, the run ends with a `TrainingError`. To be called within a training step, on every
+        rank; elsewhere it is a `TrainingError`.
+
+        Args:
+            before: Steps before this one that are left out too, >= 0; each as many micro-batches as this one.
+            after: Steps after it, likewise.
+        """
+        at_least(0, before=before, after=after)
+        if not self.in_training_step or self.run.optim.is_updating:
+            raise TrainingError("roll_back: no step is in progress. Call it in on_before_optimizer_step.")
+        self.run.step.skips_update, self.run.ending.rolls_back = True, (before, after)
 
     @property
     def progress(self) -> Progress:
@@ -135,27 +174,40 @@ class RunView(ViewOfValues, ViewOfLoaders, ViewOfProcesses):
     @property
     def sanity_checking(self) -> bool:
         """True during the sanity check."""
-        return self.run.stage == "sanity"
+        return self._is_in("sanity")
 
     @property
     def training(self) -> bool:
         """True during training steps."""
-        return self.run.stage == "fit"
+        return self._is_in("fit")
 
     @property
     def validating(self) -> bool:
         """True during validation."""
-        return self.run.stage == "validate"
+        return self._is_in("validate")
 
     @property
     def testing(self) -> bool:
         """True during a test."""
-        return self.run.stage == "test"
+        return self._is_in("test")
 
     @property
     def predicting(self) -> bool:
         """True during prediction."""
-        return self.run.stage == "predict"
+        return self._is_in("predict")
+
+    @property
+    def evaluating(self) -> bool:
+        """True during validation, the sanity check and a test."""
+        return self._is_in("validate", "sanity", "test")
+
+    def _is_in(self, *stages: str) -> bool:
+        return self._run is not None and self._run.stage in stages
+
+    @property
+    def received_sigterm(self) -> bool:
+        """This process was sent SIGTERM: the run leaves once all know of it."""
+        return self._run is not None and self._run.ending.vote.requested == SIGTERM
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -178,3 +230,23 @@ class RunView(ViewOfValues, ViewOfLoaders, ViewOfProcesses):
     def log_dir(self) -> str | None:
         """The run directory."""
         return None if self.run_directory is None else str(self.run_directory)
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        """Every `ModelCheckpoint`; the first is `checkpoint_callback`."""
+        return savers_of(self.callbacks)
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """Every `EarlyStopping`, in their order."""
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first of them."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> ProgressBar | None:
+        """The progress bar."""
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import final
@@ -22,6 +23,7 @@ from lumen.checkpoint import (
     load_model_and_data,
     load_weights,
 )
+from lumen.checkpoint.averaging import averaged
 from lumen.checkpoint.folder import find_newer, newest_committed, set_aside
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
@@ -37,6 +39,7 @@ class Origin:
 
     Attributes:
         restarted: The run has begun in an earlier attempt of the same launch, and goes on where it was.
+        rolled_back: The directory of a run that begins again within `fit`, and all that it leaves out then; else None.
 
     Raises:
         ConfigError: Two of the arguments contradict each other.
@@ -51,6 +54,7 @@ class Origin:
         self._resume = None if resume is None else str(resume)
         self._parts = choose_parts(resume_parts, self._resume)
         self.restarted = self._has_own = False
+        self.rolled_back: tuple[Path, list[list[int]]] | None = None
         self._weights = None if init_from is None else as_weights(init_from)
         if self._weights is not None and self._resume is not None and not self.stays:
             raise ConfigError(
@@ -68,6 +72,12 @@ class Origin:
         if self._resume not in (None, str(ckpt_path)):
             raise ConfigError(f"fit was given ckpt_path={ckpt_path}, but the trainer resume={self._resume}. Give one.")
         return Origin(ckpt_path, None if self._parts == PARTS else self._parts, self._weights)
+
+    def back(self, directory: Path, left_out: list[list[int]]) -> Origin:
+        """The origin of a run that begins again in its directory, from a checkpoint, and leaves out steps."""
+        origin = Origin(self._resume, None if self._parts == PARTS else self._parts, self._weights)
+        origin.rolled_back = directory, left_out
+        return origin
 
     def anew(self) -> Origin:
         """The origin of a trial: the same parameters to begin with, and no checkpoint."""
@@ -136,7 +146,12 @@ class Origin:
         return secrets.randbits(31) if given is None else given
 
     def fill(
-        self, run: Run, ckpt_path: Weights | str | Path | None, home: Path, folders: Sequence[PurePath]
+        self,
+        run: Run,
+        ckpt_path: Weights | str | Path | None,
+        home: Path,
+        folders: Sequence[PurePath],
+        average: str | Sequence[str | PurePath] | None = None,
     ) -> Checkpoint | None:
         """Load the model, if there is anything to load.
 
@@ -145,6 +160,7 @@ class Origin:
             ckpt_path: What an evaluation asks for.
             home: The run's directory.
             folders: Where its checkpoints lie, that with the best one first.
+            average: What an evaluation asks for in place of the checkpoint's parameters.
 
         Returns:
             The checkpoint that was read.
@@ -153,10 +169,15 @@ class Origin:
         weights = self._weights if stage == "fit" and checkpoint is None else None
         if ckpt_path is not None and run.processes.on_rank_zero(partial(is_weights, ckpt_path)):
             weights = as_weights(ckpt_path)
+            if average is not None and weights.average is not None:
+                raise ConfigError(f"average={average!r} and that of ckpt_path, {weights.average!r}: give one of them.")
+            if average is not None:
+                weights = replace(weights, average=average if isinstance(average, str) else [*map(str, average)])
         elif ckpt_path is not None:
             where = "last" if ckpt_path == "auto" else str(ckpt_path)
             checkpoint = find_checkpoint(where, folders[0], run.processes, beside=folders[1:])
             _log.info("parameters from %s", checkpoint.path if checkpoint else None)
+            checkpoint = None if checkpoint is None else averaged(checkpoint, average, run.processes)
         if checkpoint is not None:
             load_model_and_data(run, checkpoint, self.parts if stage == "fit" else PARTS)
             if stage != "fit":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, final
 
 from lumen.callbacks import (
     Callback,
@@ -13,25 +13,26 @@ from lumen.callbacks import (
     ProgressBar,
     ThroughputMonitor,
     choose_callbacks,
-    savers_of,
+    scheduled,
 )
 from lumen.checkpoint import Part, Weights, as_place
 from lumen.errors import ConfigError
-from lumen.errors.arguments import at_least, checked, local_path
-from lumen.errors.lightning_names import INSTEAD
-from lumen.loggers import Logger, as_loggers
+from lumen.errors.arguments import at_least, checked, local_path, more_than_zero, refuse_unknown
+from lumen.errors.lightning_names import INSTEAD, INSTEAD_IN_SAVE, NEUTRAL
+from lumen.loggers import Logger, LoggerName, as_loggers
 from lumen.loop.fit import train
 from lumen.precision import Precision, make_precision
 from lumen.profilers import Profiler, make_profiler
 from lumen.random import checked_seed
 from lumen.run.open_loaders import one_source
-from lumen.run.plan import Duration, Plan, batch_limit, count_limit, duration_s, validation_interval
+from lumen.run.plan import Duration, Plan, accumulation, batch_limit, count_limit, duration_s, validation_interval
 from lumen.run.run import Run
 from lumen.strategies import Strategy, make_strategy
 from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import check_training
 from lumen.task.task_module import TaskModule
+from lumen.trainer.environment_defaults import defaults_from_environment
 from lumen.trainer.evaluations import evaluate_all
 from lumen.trainer.fitting import begin_training, end_training
 from lumen.trainer.logs import LogSettings
@@ -66,7 +67,7 @@ class Trainer(RunView):
             the class names.
         global_batch_size: Samples of an optimizer step, whatever the hardware; the micro-batches follow from the
             loader's batch size.
-        accumulate_grad_batches: Micro-batches of an optimizer step, when `global_batch_size` is not set.
+        accumulate_grad_batches: Micro-batches of a step, without `global_batch_size`; `{4: 8}`: 8 from epoch 4 on.
         gradient_clip_val: Largest gradient norm or element.
         gradient_clip_algorithm: `norm` or `value`.
         val_check_interval: When to validate: an int counts optimizer steps, a float is a fraction of an epoch, a
@@ -83,8 +84,8 @@ class Trainer(RunView):
         fast_dev_run: Run this many batches (True: 1) of training and validation, and write nothing.
         log_every_n_steps: Optimizer steps between two written values; the last step of a run is written too.
         callbacks: A list, or a dictionary whose names serve configs; None entries are left out.
-        logger: True: `metrics.csv` and `system.csv` in the run directory; one or several: these beside them; False or
-            an empty list: none at all.
+        logger: True: `metrics.csv` and `system.csv` in the run directory; one or several: these beside them, by name
+            (`tensorboard`, `wandb`, `mlflow`, `aim`) or as objects; False or an empty list: none at all.
         default_root_dir: Where run directories are made.
         name: Of the run. Default: the config file's stem, else the task's class name.
         resume: None: a new run directory `name`, `name-2`, ...; "auto": go on from the newest valid checkpoint of
@@ -99,13 +100,17 @@ class Trainer(RunView):
             begins anew.
         init_from: Parameters and buffers that a new run begins with: the path or URL of a checkpoint, a run or
             safetensors files, or `Weights`, which renames and leaves out. A run that is resumed does not read it.
+        max_restarts: How often the launcher starts all processes of `fit` again after one has failed: from the newest
+            checkpoint, unless the task is to blame. Under torchrun that is its own `--max-restarts`.
+        grace_s: Seconds from the signal that asks to stop until the process is gone, saved or not. Default: no limit.
         seed: Of everything random: 0 to 2**63 - 1. Default: that of `seed_everything`, else drawn once and recorded;
             when resuming the checkpoint's counts.
-        deterministic: Use deterministic algorithms only; an operation that has none is an error.
+        deterministic: Use deterministic algorithms only; an operation that has none is an error, or
+            with `warn` a warning.
         detect_anomaly: Find the operation that made a loss NaN or infinite, or whose backward made a NaN; slow.
         sync_batchnorm: Let BatchNorm see the batches of all processes: each becomes a `torch.nn.SyncBatchNorm`, which
             needs CUDA.
-        profiler: `simple`: a table of where the time goes; `torch`: traces of `torch.profiler`; or a `Profiler`.
+        profiler: `simple`: a table of where the time goes; `advanced`: by function; `torch`: traces; or a `Profiler`.
         inference_mode: Evaluate under `torch.inference_mode`, else under `torch.no_grad`; `on_validation_start` and
             `_end`, and those of test and predict, under the latter. What modules hold can be trained with afterwards.
         halve_on_oom: Evaluate a batch that does not fit into memory in halves, these again; see `lumen.loop.halves`.
@@ -121,8 +126,9 @@ class Trainer(RunView):
         log_format: Of a line in `run.log`, as for `logging.Formatter`: "[%(asctime)s][%(name)s] %(message)s".
     """
 
-    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD
+    INSTEAD, NEUTRAL, NONE_IS_DEFAULT = INSTEAD, NEUTRAL, True
 
+    @defaults_from_environment
     @checked
     def __init__(
         self,
@@ -141,7 +147,7 @@ class Trainer(RunView):
         benchmark: bool | None = None,
         compile: bool | str | list[str] | dict[str, Any] | None = False,
         global_batch_size: int | None = None,
-        accumulate_grad_batches: int = 1,
+        accumulate_grad_batches: int | dict[int, int] = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         val_check_interval: int | float | Duration = 1.0,
@@ -156,17 +162,19 @@ class Trainer(RunView):
         fast_dev_run: bool | int = False,
         log_every_n_steps: int = 50,
         callbacks: list[Callback] | dict[str, Callback | None] | Callback | None = None,
-        logger: bool | Logger | list[Logger] = True,
+        logger: bool | LoggerName | Logger | list[LoggerName | Logger] = True,
         default_root_dir: str | Path = "runs",
         name: str | None = None,
         resume: str | Path | None = None,
         resume_parts: list[Part] | None = None,
         init_from: Weights | str | Path | None = None,
+        max_restarts: int = 0,
+        grace_s: float | None = None,
         seed: int | None = None,
-        deterministic: bool = False,
+        deterministic: bool | Literal["warn"] = False,
         detect_anomaly: bool = False,
         sync_batchnorm: bool = False,
-        profiler: Literal["simple", "torch", "pytorch"] | Profiler | None = None,
+        profiler: Literal["simple", "advanced", "torch", "pytorch"] | Profiler | None = None,
         inference_mode: bool = True,
         halve_on_oom: bool = False,
         gc_every_n_steps: int | None = None,
@@ -181,37 +189,33 @@ class Trainer(RunView):
                 "global_batch_size and accumulate_grad_batches both say how large a step is. Set only one of them."
             )
         at_least(
-            1, accumulate_grad_batches=accumulate_grad_batches, check_val_every_n_epoch=check_val_every_n_epoch,
-            log_every_n_steps=log_every_n_steps, global_batch_size=global_batch_size, gc_every_n_steps=gc_every_n_steps,
+            1, check_val_every_n_epoch=check_val_every_n_epoch, log_every_n_steps=log_every_n_steps,
+            global_batch_size=global_batch_size, gc_every_n_steps=gc_every_n_steps,
         )  # fmt: skip
         at_least(
             0, min_epochs=min_epochs, min_steps=min_steps, fast_dev_run=fast_dev_run,
-            reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
+            reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs, max_restarts=max_restarts,
         )  # fmt: skip
         at_least(-1, num_sanity_val_steps=num_sanity_val_steps)
-        if gradient_clip_val is not None and not gradient_clip_val > 0:
-            raise ConfigError(f"gradient_clip_val: must be more than 0 (None: no clipping), found {gradient_clip_val}.")
+        more_than_zero(gradient_clip_val=gradient_clip_val, grace_s=grace_s)
         self.strategy = make_strategy(strategy, accelerator, devices, num_nodes)
         self.precision = precision
         make_precision(precision).check(self.strategy.device, self.strategy.parameter_device)
-        self.matmul_precision = matmul_precision
-        self.benchmark = benchmark
+        self.matmul_precision, self.benchmark = matmul_precision, benchmark
         self.compilation = Compilation(compile)
-        self.fast_dev_run = int(fast_dev_run)
+        self.fast_dev_run, self.max_restarts = int(fast_dev_run), 0 if fast_dev_run else max_restarts
         self.default_root_dir = local_path(default_root_dir)
         self.name = name
         self.origin = self._origin = Origin(resume, resume_parts, init_from)
         self.seed = None if seed is None else checked_seed("seed", seed)
-        self.deterministic = deterministic
-        self.detect_anomaly = detect_anomaly
-        self.sync_batchnorm = sync_batchnorm
+        self.deterministic, self.detect_anomaly, self.sync_batchnorm = deterministic, detect_anomaly, sync_batchnorm
         if sync_batchnorm and self.world_size > 1 and self.strategy.device.type == "cpu":
             raise ConfigError(
                 f"sync_batchnorm: torch.nn.SyncBatchNorm needs CUDA, but the {self.world_size} processes run on the "
                 "CPU. Leave it out there, or use a norm that does not depend on the batch, such as GroupNorm."
             )
         self.profiler = make_profiler(profiler)
-        self.gc_every_n_steps = gc_every_n_steps
+        self.gc_every_n_steps, self.grace_s = gc_every_n_steps, grace_s
         self.log_settings = LogSettings(log_level, log_format)
         self.plan = Plan(
             max_steps=count_limit("max_steps", max_steps),
@@ -232,7 +236,7 @@ class Trainer(RunView):
             log_every_n_steps=log_every_n_steps,
             inference_mode=inference_mode,
             halve_on_oom=halve_on_oom,
-            accumulate=accumulate_grad_batches,
+            accumulate=accumulation("accumulate_grad_batches", accumulate_grad_batches),
             global_batch_size=global_batch_size,
             reload_every_n_epochs=reload_dataloaders_every_n_epochs,
             **validation_interval(val_check_interval),
@@ -248,13 +252,14 @@ class Trainer(RunView):
             ProgressBar: enable_progress_bar,
         }
         self.callbacks = choose_callbacks(callbacks, defaults, checkpointing=enable_checkpointing)
+        self.plan = scheduled(self.plan, self.callbacks)
         self.enable_checkpointing = enable_checkpointing and not self.fast_dev_run
         if self.fast_dev_run:
             self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, ModelCheckpoint)]
         self.run_directory: Path | None = None
         self._run: Run | None = None
-        self._running = False
-        self._started = False
+        self._status, self._fn = "initializing", None
+        self._started, self._asks_task = False, True
 
     # ------------------------------------------------------------------ the four loops
 
@@ -265,6 +270,7 @@ class Trainer(RunView):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
         *,
         configure_optimizers: Callable[[], Any] | None = None,
     ) -> None:
@@ -276,31 +282,36 @@ class Trainer(RunView):
             val_dataloaders: One validation loader or several, beside a training loader.
             datamodule: A data module, in place of loaders.
             ckpt_path: As `resume` of the trainer, for this run.
+            weights_only: Accepted for users of Lightning; nothing is ever unpickled.
             configure_optimizers: Used instead of the task's.
 
         Raises:
             LumenError: Something is wrong; see `lumen.errors`.
             KeyboardInterrupt: The run was asked to stop; a checkpoint was saved and the resuming command printed.
         """
-        task, data = model, one_source(train_dataloaders, datamodule)
-        if isinstance(data, DataModule) and val_dataloaders is not None:
-            raise ConfigError("val_dataloaders was given beside a DataModule, which brings its own. Leave one out.")
+        check_training(model, train_dataloaders, optimizer_given=configure_optimizers is not None)
+        task, data = model, one_source(train_dataloaders, datamodule, val_dataloaders)
         self.origin = self._origin.asked_for(ckpt_path)
         if self.plan.max_steps is None and self.plan.max_epochs is None and self.plan.max_time_s is None:
             raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
-        check_training(task, optimizer_given=configure_optimizers is not None)
-        with opened(self, "fit", task, data, val_dataloaders) as run:
-            if begin_training(self, run, configure_optimizers):
-                train(run)
-                end_training(run)
+        origin = None
+        while origin is not self.origin:  # it is another one where a run is to begin again from a checkpoint
+            origin = self.origin
+            with opened(self, "fit", task, data, val_dataloaders) as run:
+                if begin_training(self, run, configure_optimizers):
+                    train(run)
+                    end_training(run)
 
     def validate(
         self,
         model: TaskModule | None = None,
         dataloaders: DataModule | Any = None,
         ckpt_path: Weights | str | Path | None = None,
-        *,
+        verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
+        *,
+        average: str | Sequence[str | PurePath] | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data.
 
@@ -310,32 +321,45 @@ class Trainer(RunView):
             dataloaders: A loader, several, or a data module; None if the task brings its loaders.
             ckpt_path: Parameters to load first: "best" or "last" of the run, or what `init_from` may be. Default: those
                 that the task has, with a warning where nobody has trained or loaded them.
+            verbose: Let the progress bar show the values at the end.
             datamodule: A data module, in place of loaders.
+            weights_only: Accepted for users of Lightning; nothing is ever unpickled.
+            average: What to evaluate in place of the parameters at `ckpt_path`, such as "EMA" or "last:5"; see
+                `load_from_checkpoint`. The task then holds it.
 
         Returns:
             One dictionary of logged values per loader; the same on every rank.
         """
-        return evaluate_all(self, "validate", model, one_source(dataloaders, datamodule), ckpt_path).values.by_loader()
+        source = one_source(dataloaders, datamodule)
+        run = evaluate_all(self, "validate", model, source, ckpt_path, average=average, verbose=verbose)
+        return run.values.by_loader()
 
     def test(
         self,
         model: TaskModule | None = None,
         dataloaders: DataModule | Any = None,
         ckpt_path: Weights | str | Path | None = None,
-        *,
+        verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
+        *,
+        average: str | Sequence[str | PurePath] | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; see `validate`."""
-        return evaluate_all(self, "test", model, one_source(dataloaders, datamodule), ckpt_path).values.by_loader()
+        source = one_source(dataloaders, datamodule)
+        run = evaluate_all(self, "test", model, source, ckpt_path, average=average, verbose=verbose)
+        return run.values.by_loader()
 
     def predict(
         self,
         model: TaskModule | None = None,
         dataloaders: DataModule | Any = None,
-        ckpt_path: Weights | str | Path | None = None,
-        *,
         datamodule: DataModule | None = None,
-        return_predictions: bool = True,
+        return_predictions: bool | None = True,
+        ckpt_path: Weights | str | Path | None = None,
+        weights_only: bool | None = None,
+        *,
+        average: str | Sequence[str | PurePath] | None = None,
     ) -> list[Any] | None:
         """Predict; see `validate`. With `return_predictions=False` only hooks see the outputs, as `PredictionWriter`'s.
 
@@ -344,27 +368,32 @@ class Trainer(RunView):
             has those of all, then with tensors on the CPU: `predict_step` must return what can be pickled.
         """
         source = one_source(dataloaders, datamodule)
-        run = evaluate_all(self, "predict", model, source, ckpt_path, keeps_outputs=return_predictions)
-        if not return_predictions:
+        keeps = return_predictions is not False
+        run = evaluate_all(self, "predict", model, source, ckpt_path, average=average, keeps_outputs=keeps)
+        if not keeps:
             return None
         return run.values.predictions[0] if len(run.values.predictions) == 1 else run.values.predictions
 
-    def save_checkpoint(self, path: str | PurePath, *, info: Mapping[str, Any] | None = None) -> None:
+    def save_checkpoint(
+        self, filepath: str | PurePath, *, info: Mapping[str, Any] | None = None, **unknown: Any
+    ) -> None:
         """Write a checkpoint of the run in progress, exact in `on_step_checkpoint`.
 
         Collective: every rank must call this.
 
         Args:
-            path: The directory to commit; an existing checkpoint is never overwritten.
+            filepath: The directory to commit; an existing checkpoint is never overwritten.
             info: Plain data for listings of runs.
+            unknown: What else Lightning's takes: an error that says what serves instead.
 
         Raises:
             CheckpointError: It could not be written; nothing that existed was touched.
         """
+        refuse_unknown("save_checkpoint", unknown, INSTEAD_IN_SAVE)
         _ = self.optimizers  # only a training can be saved
-        self.run.saves.save(as_place(path), info or {})
+        self.run.saves.save(as_place(filepath), info or {})
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
         """The `ModelCheckpoint` that says which checkpoint is best: the first with a monitor, else the first."""
-        return next(iter(savers_of(self.callbacks)), None)
+        return next(iter(self.checkpoint_callbacks), None)

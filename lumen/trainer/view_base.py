@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,10 @@ from lumen.errors import ConfigError
 from lumen.errors.lightning_names import ATTRIBUTES
 from lumen.loggers import Logger
 from lumen.run.plan import Plan
+from lumen.run.progress import Progress
 from lumen.run.run import Run
 from lumen.strategies import Strategy
+from lumen.trainer.state import Status
 
 
 class ViewBase(ABC):
@@ -34,7 +37,10 @@ class ViewBase(ABC):
     loggers: list[Logger]
     run_directory: Path | None
     _run: Run | None
+    _status: Status
+    _fn: str | None
     _given_optimizers: Callable[[], Any] | None = None
+    _counted: Progress | None = None  # of the newest fit
 
     def __getattr__(self, name: str) -> NoReturn:
         """Say what is read in place of an attribute that only Lightning's trainer has.
@@ -47,6 +53,39 @@ class ViewBase(ABC):
         near = difflib.get_close_matches(name, [each for each in dir(type(self)) if not each.startswith("_")])
         hint = ATTRIBUTES.get(name) or (f"Did you mean {' or '.join(near)}?" if near else "")
         raise AttributeError(f"{type(self).__name__} has no attribute {name}. {hint}".rstrip())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what a run would never read.
+
+        Raises:
+            ConfigError: It is an argument, or what a run tells; or it is an attribute of Lightning's trainer alone.
+        """
+        found = getattr(type(self), name, None)
+        if name in ATTRIBUTES or (isinstance(found, property) and found.fset is None):
+            given = name in inspect.signature(type(self).__init__).parameters
+            hint = f"Give it to Trainer({name}=...)." if given else ATTRIBUTES.get(name, "It can only be read.")
+            raise ConfigError(f"{type(self).__name__}.{name} cannot be set. {hint}")
+        super().__setattr__(name, value)
+
+    @classmethod
+    def add_argparse_args(cls, *_: Any, **__: Any) -> NoReturn:
+        """Not here: a command line is `lumen.CLI`.
+
+        Raises:
+            ConfigError: Always; it says what to write.
+        """
+        raise ConfigError(
+            "Trainer.add_argparse_args is of Lightning 1. Use lumen.CLI, which has the trainer's options."
+        )
+
+    @classmethod
+    def from_argparse_args(cls, *_: Any, **__: Any) -> NoReturn:
+        """Not here; see `add_argparse_args`.
+
+        Raises:
+            ConfigError: Always; it says what to write.
+        """
+        raise ConfigError("Trainer.from_argparse_args is of Lightning 1. Use lumen.CLI, or write Trainer(**settings).")
 
     @property
     def run(self) -> Run:

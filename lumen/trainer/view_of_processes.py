@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from lumen import console
 from lumen.distributed.processes import Processes
 from lumen.trainer.view_base import ViewBase
 
@@ -49,6 +52,21 @@ class ViewOfProcesses(ViewBase):
     def num_nodes(self) -> int:
         """How many there are."""
         return self.processes.nodes
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of this node that the run uses; a process has one."""
+        return self.processes.local_world_size
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Their numbers on this node."""
+        return list(range(self.num_devices))
+
+    def print(self, *values: Any, sep: str = " ", end: str = "\n") -> None:
+        """Print once, in the first process, above the progress bar."""
+        if self.is_global_zero:
+            console.print_values(*values, sep=sep, end=end)
 
     @property
     def is_global_zero(self) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
+from lumen.callbacks import ModelCheckpoint
 from lumen.errors import ConfigError
 from lumen.metrics.log_call import LogOptions
 from lumen.run.gradients import total_norm
 from lumen.trainer.view_base import ViewBase
+
+T = TypeVar("T")
 
 _UNASKED_VALUES = 3
 
@@ -23,11 +26,27 @@ class ViewOfValues(ViewBase):
         """The newest value of every logged name: float64 without dimensions, on the CPU. Waits for the device.
 
         Those of an epoch or a validation are the same on every rank, of what all have seen; those of the step in
-        progress are of this rank's micro-batches.
+        progress are of this rank's micro-batches. What is logged as `x_step` and `x_epoch` is there as `x` too: the
+        newest of both.
         """
-        steps: dict[str, Any] = self.run.log.train.step_values()
-        values = self.run.values.newest | steps if self.run.log.in_train_step else steps | self.run.values.newest
+        if self._run is None:
+            return {}
+        run, steps = self._run, dict[str, Any](self._run.log.train.step_values())
+        values = run.values.newest | steps if run.log.in_train_step else steps | run.values.newest
+        for name, (of_step, of_epoch) in run.values.forks(run.log.train).items():
+            ended = of_epoch in run.values.updated or not (run.progress.in_epoch and of_step in steps)
+            if newest := [each for each in (of_epoch, of_step) if each in values]:
+                values[name] = values[newest[0] if ended else newest[-1]]
         return {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
+
+    @property
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """Those of `callback_metrics` that loggers are given, under the names that they have there."""
+        if self._run is None:
+            return {}
+        train = self._run.log.train
+        left_out = self._run.values.unlogged(train) | self._run.values.forks(train).keys()
+        return {name: value for name, value in self.callback_metrics.items() if name not in left_out}
 
     @property
     def epoch_metrics(self) -> dict[str, float]:
@@ -52,10 +71,15 @@ class ViewOfValues(ViewBase):
 
     @property
     def evaluation_names(self) -> list[str]:
-        """Names of the evaluation that ends, of those logged with `prog_bar=True`; if none was, the first three."""
+        """Names of the evaluation that ends, of those logged with `prog_bar=True`; if none was, the first three.
+
+        With `verbose=False` none is to be shown.
+        """
         metrics = self.run.log.stage
         if metrics is None:
             raise ConfigError("evaluation_names: there is no evaluation; they are known when it ends.")
+        if not self.run.values.are_shown:
+            return []
         return metrics.epoch_names(_for_the_bar) or metrics.epoch_names()[:_UNASKED_VALUES]
 
     @property
@@ -88,6 +112,13 @@ class ViewOfValues(ViewBase):
         """Give every logger values that no two runs share: times, speeds, memory."""
         for logger in self.run.records.loggers:
             logger.log_system(values, self.global_step)
+
+    def tell_loggers(self, saver: ModelCheckpoint, account: Callable[[bool], T], committed: bool) -> T:
+        """Tell every logger of a checkpoint that has been committed, after its saver has accounted for it."""
+        doomed = account(committed)
+        for logger in self.run.records.loggers if committed else ():
+            logger.after_save_checkpoint(saver)
+        return doomed
 
 
 def _for_the_bar(options: LogOptions) -> bool:

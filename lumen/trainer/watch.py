@@ -1,83 +1,221 @@
-"""Watch: says where a process stands that gets no further."""
+"""Watch: says where a process stands that gets no further, and ends a job that hangs."""
 
 from __future__ import annotations
 
-import faulthandler
 import logging
-import multiprocessing
 import os
-import re
-import signal
-import tempfile
+import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
-from typing import IO
+from types import FrameType
+from typing import NoReturn, final
 
+import torch
+
+from lumen.checkpoint import Saves
+from lumen.console import in_notebook, stderr
+from lumen.distributed.culprit import Place, name_culprits
+from lumen.distributed.stack_dump import OWN_SIGNAL, look_at, own_stacks
+from lumen.distributed.worker import report
+from lumen.errors import HUNG, ProcessStuck
+from lumen.loop.manual import manual_step
+from lumen.loop.step import train_step
 from lumen.run.run import Run
+from lumen.trainer.logs import record
 
 _log = logging.getLogger("lumen")
-_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 1  # nobody's own; the one above is that of `Stacks`
-_ANSWER_S = 0.5
+_SAVES = Saves.settle.__code__.co_filename
+_STEPS = {train_step.__code__, manual_step.__code__}
+_COLLECTIVES = str(Path(torch.distributed.__file__).parent) + os.sep
+_LOOKERS = {"ipykernel", "debugpy", "pydevd"}
+_TIMES = 5  # so much longer than the longest so far may take what has no other limit
+_LONGEST_PERIOD_S, _LOOKS = 1.0, 40
+_TELLING_S, _LEAVING_S = 5.0, 5.0
 
 
 @contextmanager
-def watched(run: Run) -> Iterator[None]:
-    """The context of a run that warns where no step or batch is done for `timeout_s`, and twice, four times as long.
+def watched(run: Run) -> Iterator[threading.Event]:
+    """The context of a run that ends the job where it hangs: where no step and no batch is done for too long.
 
-    It does not end the run: what takes long may be meant to. Processes that wait for one another have an end of theirs.
-    The warning shows the stacks of all threads, and of data workers that were forked.
+    Too long is `timeout_s` in a step and where other processes are waited for; until the first step is done, in an
+    evaluation and between steps it is `startup_timeout_s`; and 5 times what the longest of its kind has taken, if that
+    is more. At half of it there is a warning. Where somebody may be looking, with a debugger or in a notebook, there
+    are only warnings.
+
+    Yields:
+        An event that ends the watch, if set.
     """
     over = threading.Event()
-    with tempfile.TemporaryFile("w+") as stacks:
-        faulthandler.register(_SIGNAL, stacks, all_threads=True)  # workers inherit it
-        thread = threading.Thread(target=_watch, args=(run, over, stacks), name="lumen-watch", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-            faulthandler.unregister(_SIGNAL)
-
-
-def _watch(run: Run, over: threading.Event, stacks: IO[str]) -> None:
-    processes, beats, patience = run.processes, -1, 1
-    while True:
-        limit_s = (processes.timeout_s if run.ending.vote.polls else processes.startup_timeout_s) * patience
-        if over.wait(limit_s):
-            return
-        if run.ending.vote.polls == beats:
-            _log.warning(
-                "rank %d has done no step and no batch for %g s. If that is no surprise, set a longer timeout_s. It "
-                "stands here:\n%s",
-                processes.rank, limit_s, _stacks(stacks),
-            )  # fmt: skip
-            patience *= 2
-        else:
-            beats, patience = run.ending.vote.polls, 1
-
-
-def _stacks(file: IO[str]) -> str:
-    """Where this process and its forked data workers stand."""
-    texts = []
-    for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children() if child.pid)):
-        if pid == os.getpid() or _listens(pid):
-            before = os.fstat(file.fileno()).st_size
-            with suppress(ProcessLookupError):
-                os.kill(pid, _SIGNAL)
-                time.sleep(_ANSWER_S)
-            file.seek(before)
-            texts.append(f"process {pid}{'' if pid == os.getpid() else ', a data worker'}:\n{file.read().rstrip()}")
-    return "\n".join(texts)
-
-
-def _listens(pid: int) -> bool:
-    """Whether a process has the handler: the signal would end one that has not."""
+    watch = _Watch(run, over, threading.get_ident())
+    thread = threading.Thread(target=watch.keep, name="lumen-watch", daemon=True)
+    thread.start()
     try:
-        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
-    except OSError:
-        return False
-    return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
+        yield over
+    finally:
+        over.set()
+        thread.join()
+
+
+@final
+class _Watch:
+    """The thread that watches another one.
+
+    Args:
+        run: The run that is watched.
+        over: Set when the run is over.
+        thread: The number of the thread that the run is in.
+    """
+
+    def __init__(self, run: Run, over: threading.Event, thread: int) -> None:
+        self._run, self._over, self._thread = run, over, thread
+        self._processes, self._stacks = run.processes, run.processes.stacks
+        self._file, self._is_fit = own_stacks(), run.stage == "fit"
+        self._is_traced = sys.gettrace() is not None
+        self._longest_s = {True: 0.0, False: 0.0}  # without a step or batch: in a step, and elsewhere
+
+    def keep(self) -> None:
+        """Look until the run is over."""
+        processes, vote = self._processes, self._run.ending.vote
+        beats, idle_s, is_in_step, patience, warned = vote.polls, 0.0, False, 1, False
+        period_s = min(_LONGEST_PERIOD_S, min(processes.timeout_s, processes.startup_timeout_s) / _LOOKS)
+        while True:
+            before_s = time.monotonic()
+            if self._over.wait(period_s):
+                return
+            if self._stacks is not None and (why := self._stacks.over) is not None:
+                _within(_TELLING_S, partial(self._record, why))
+                self._exit()
+            if vote.polls != beats:
+                if is_in_step or self._has_begun:  # what it takes to start says nothing of later
+                    self._longest_s[is_in_step] = max(self._longest_s[is_in_step], idle_s)
+                beats, idle_s, patience, warned = vote.polls, 0.0, 1, False
+                continue
+            # not what the clock says: the time in which this process was itself stopped is not counted
+            idle_s += min(time.monotonic() - before_s, 2 * period_s)
+            is_in_step, limit_s = self._limit()
+            limit_s *= patience
+            if idle_s > limit_s and (places := self._claim(beats)):
+                headline = f"no step and no batch was done for {idle_s:.3g} s: {name_culprits(places)}"
+                if not self._is_looked_at(places):
+                    self._end(places, headline)
+                self._give_up_claim()
+                patience, idle_s, warned = 2 * patience, 0.0, True
+                self._warn(f"{headline}. It is not ended: somebody may be looking at it.")
+            elif idle_s > limit_s / 2 and not warned:
+                warned = True
+                self._warn(
+                    f"rank {self._processes.rank} has done no step and no batch for {idle_s:.3g} s; the job is ended "
+                    f"after {limit_s:.3g} s. If that is no surprise, set a longer timeout_s.\n"
+                    + self._own_place().told()
+                )
+
+    def _limit(self) -> tuple[bool, float]:
+        """Whether the run is in a step, and how long it may stand where it is, in seconds."""
+        processes = self._processes
+        frame: FrameType | None = sys._current_frames().get(self._thread)
+        in_step = waits = saves = False
+        while frame is not None:
+            in_step |= frame.f_code in _STEPS
+            waits |= frame.f_code.co_filename.startswith(_COLLECTIVES)
+            saves |= frame.f_code.co_filename == _SAVES
+            frame = frame.f_back
+        waits &= not saves  # a disk may be slow
+        if not self._has_begun:
+            return in_step, processes.startup_timeout_s
+        floor_s = max(processes.startup_timeout_s, processes.timeout_s)
+        if self._is_fit and (in_step or waits):
+            floor_s = processes.timeout_s
+        limit_s = max(floor_s, _TIMES * self._longest_s[in_step])
+        if self._is_fit and (in_step or waits):
+            processes.wait_for(limit_s)
+        return in_step, limit_s
+
+    @property
+    def _has_begun(self) -> bool:
+        """The first step of a training is done, or this is none."""
+        return bool(self._run.step.weighted_windows) or not self._is_fit
+
+    def _warn(self, text: str) -> None:
+        _within(_TELLING_S, partial(_log.warning, "%s", text))
+
+    def _is_looked_at(self, places: Sequence[Place]) -> bool:
+        """Whether somebody may be looking: in a notebook, a debugger, an interactive session."""
+        here = in_notebook or hasattr(sys, "ps1") or bool(sys.flags.interactive) or self._is_traced
+        return here or not _LOOKERS.isdisjoint(sys.modules) or any(place.is_debugged for place in places)
+
+    def _claim(self, beats: int) -> list[Place]:
+        """Where all processes stand, if this one is to end the job; nothing: another one does, or it goes on."""
+        if self._stacks is not None and not self._stacks.claim():
+            return []
+        places = self._stacks.look() if self._stacks is not None else [self._own_place()]
+        if self._run.ending.vote.polls == beats:
+            return places
+        self._give_up_claim()
+        return []
+
+    def _give_up_claim(self) -> None:
+        if self._stacks is not None:
+            self._stacks.give_up_claim()
+
+    def _end(self, places: Sequence[Place], headline: str) -> NoReturn:
+        self._say(places, headline)
+        if self._stacks is not None:
+            self._stacks.say_over(headline)
+        self._exit(_LEAVING_S)
+
+    def _exit(self, others_s: float = 0.0) -> NoReturn:
+        """End this process, whatever it is doing, once the others of its host have ended."""
+        for child in active_children():  # data workers would not notice
+            with suppress(OSError, ValueError):
+                child.kill()
+        if self._stacks is not None and others_s:
+            self._stacks.end_others(others_s)
+        os._exit(HUNG)
+
+    def _say(self, places: Sequence[Place], headline: str) -> None:
+        """Write down where all processes stand; whatever cannot be written is left out."""
+        text, written = "\n".join([headline + ".", *(place.told() for place in places)]), list[Path]()
+        _within(_TELLING_S, lambda: self._write(text + "\n", written))
+        advice = (
+            "If it only takes long, set a longer timeout_s, and where it is in no step a longer startup_timeout_s, "
+            "of the strategy: {class_path: lumen.DDP, init_args: {timeout_s: 3600}}, or of lumen.FSDP or SingleDevice."
+        )
+        where = f"The stacks are in {written[0]}. " if written else ""
+        told = f"error: {text}\n{where}{advice}\nerror: {headline}."
+        _within(_TELLING_S, partial(self._record, headline))
+        if not report(ProcessStuck(headline), told):
+            _within(_TELLING_S, partial(print, told, file=stderr, flush=True))
+
+    def _record(self, headline: str) -> None:
+        step = self._run.progress.step
+        record("failed: ProcessStuck: %s (step %d)", headline, step, error=ProcessStuck(headline))
+
+    def _write(self, text: str, written: list[Path]) -> None:
+        file = self._file_name
+        if file is not None:
+            with suppress(OSError):
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(text)
+                written.append(file)
+
+    @property
+    def _file_name(self) -> Path | None:
+        directory = self._run.trainer.run_directory
+        name = f"stacks-{socket.gethostname()}-step{self._run.progress.step}.txt"
+        return None if directory is None else directory / "logs" / name
+
+    def _own_place(self) -> Place:
+        return look_at({self._processes.rank: (os.getpid(), self._file)}, OWN_SIGNAL)[self._processes.rank]
+
+
+def _within(limit_s: float, tell: Callable[[], object]) -> None:
+    """Call a function, but wait no longer than so: the run may hang with a lock that it needs."""
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    thread.join(limit_s)

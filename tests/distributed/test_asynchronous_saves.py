@@ -55,7 +55,8 @@ def save_at_once_and_beside(tmp_path, strategy):
             return take(self, sections)
 
         def save_at_once(trainer):
-            trainer.save_checkpoint(tmp_path / "at-once", info={"best": None, "monitor": None, "finished": None})
+            info = {"best": None, "ranked": [], "monitor": None, "finished": None}
+            trainer.save_checkpoint(tmp_path / "at-once", info=info)
 
         def go_on(trainer):
             assert disk.reached.wait(30)
@@ -131,12 +132,12 @@ def test_a_slow_disk_of_one_rank_is_waited_for_longer_than_a_rank_in_training(gr
 
 
 def train_beside_a_slow_disk(tmp_path):
-    """It needs twice the time after which a process that does not come to a collective counts as stuck."""
-    fsync, slept = os.fsync, []
+    """It needs many times the time after which a process that does not come to a collective counts as stuck."""
+    fsync, slept, rests_s = os.fsync, [], iter((8.0, 2.0))
 
     def slow(descriptor):
         if threading.current_thread() is not threading.main_thread() and not slept:
-            slept.append(time.sleep(2.0))
+            slept.append(time.sleep(next(rests_s)))
         fsync(descriptor)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -41,7 +41,7 @@ def limits(strategy):
 @pytest.mark.slow
 def test_groups_of_some_processes_wait_no_longer_than_those_of_all(group, tmp_path):
     for seen in group(4).run(timeouts_of_parts, tmp_path):
-        assert seen == [{44.0}, {33.0}]
+        assert seen == [{74.0}, {63.0}]  # half a minute later than the watch
 
 
 def train_synced(tmp_path):

@@ -6,8 +6,10 @@ import io
 import pytest
 
 import lumen
+from lumen.errors import ConfigError
 from lumen.run.records import Records
 from tests.helpers.loggers import fit
+from tests.helpers.services import of_csv, of_wandb
 
 
 class BreakingOff(lumen.Callback):
@@ -50,3 +52,47 @@ def broken_off_and_resumed(folder, later):
             fit(folder, **options, callbacks=[saver, breaking_off])
         trainer = fit(folder, **options, callbacks=[saver])
     return getattr(breaking_off, "written", None), (trainer.run_directory / "metrics.csv").read_text()
+
+
+# ---------------------------------------------------------------------- services
+
+
+def test_the_first_process_alone_records_and_all_know_where(group, tmp_path):
+    answers = group(2).run(recorded_by_wandb, tmp_path)
+    assert answers[0][0] is not None
+    assert answers[1][0] is None
+    assert answers[0][1:] == answers[1][1:] == (str(tmp_path / "runs/run"), str(tmp_path / "runs"), "run")
+    directory = tmp_path / "runs/run"
+    assert of_wandb(directory) == of_csv(directory)
+    assert len([*directory.glob("wandb/offline-run-*")]) == 1
+
+
+def recorded_by_wandb(folder):
+    class Using(lumen.Callback):
+        def on_train_start(self, trainer, task):
+            trainer.logger.experiment.config.update({"mine": trainer.global_rank})
+
+    logger = lumen.WandbLogger()
+    fit(folder, strategy="ddp", max_steps=4, logger=logger, callbacks=[Using()])
+    return logger.version, logger.log_dir, logger.save_dir, logger.name
+
+
+class Refusing(lumen.Logger):
+    """Has no place for its record."""
+
+    def open(self, directory, *, resumed):
+        raise ConfigError("there is no place for it")
+
+    def log_metrics(self, metrics, step):
+        pass
+
+
+def test_a_record_that_cannot_begin_is_one_error_on_all_ranks(group, tmp_path):
+    assert group(2).run(refused, tmp_path) == ["there is no place for it"] * 2
+    assert not (tmp_path / "runs/run").exists()
+
+
+def refused(folder):
+    with pytest.raises(ConfigError) as caught:
+        fit(folder, strategy="ddp", max_steps=4, logger=Refusing())
+    return str(caught.value)

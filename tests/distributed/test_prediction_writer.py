@@ -12,7 +12,7 @@ def predict(folder, form):
     return trainer.predict(Doubling(), data(), return_predictions=False)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "jsonl"])
+@pytest.mark.parametrize("form", ["safetensors", "jsonl", "parquet"])
 def test_the_files_of_all_processes_hold_each_sample_once(group, tmp_path, form):
     assert group(2).run(predict, tmp_path, form) == [None, None]
     found = sorted(read(tmp_path / "out"))

@@ -209,7 +209,7 @@ def test_loggers_of_other_ranks_take_everything_and_write_nothing(group, tmp_pat
 class ByHand(Regression):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         for logger in self.trainer.loggers:
-            logger.log_metrics({"mine": 7.5}, self.global_step, 0)
+            logger.log_metrics({"mine": 7.5}, self.global_step)
             logger.log_image("image", torch.zeros(2, 2), self.global_step)
         self.trainer.loggers[1].experiment.add_scalar("own", 1.0, self.global_step)
 
@@ -529,7 +529,7 @@ def evaluate_best(tmp_path):
     trainer = quiet_trainer(tmp_path, strategy="ddp", max_epochs=3, callbacks=saver)
     trainer.fit(Regression(dtype=F64), loader(dtype=F64), val_dataloaders=loader(dtype=F64))
     found = trainer.validate(Regression(dtype=F64), loader(dtype=F64), ckpt_path="best")
-    assert found[0]["val_loss"] == pytest.approx(saver.best_model_score, rel=1e-12)
+    assert found[0]["val_loss"] == pytest.approx(saver.best_model_score.item(), rel=1e-12)
     return found, saver.scores, saver.best_model_path, sorted(os.listdir(saver.dirpath))
 
 

@@ -224,7 +224,7 @@ def test_a_rank_loads_only_what_its_own_combined_batches_consist_of(mode):
     def loaded(ours):
         loader = LOADERS[mode](11)
         read(adapt_loader(loader, SEED, 2 * ours.world, rank_slice=ours))
-        return [len(loader.loaders[name].dataset.loaded) for name in ("few", "many")]
+        return [len(loader.iterables[name].dataset.loaded) for name in ("few", "many")]
 
     few, many = loaded(RankSlice())
     ranks = Ranks(3).run(loaded)

@@ -1,11 +1,15 @@
-"""Spikes are those of the step over all processes: single, DDP and FSDP leave out the same updates."""
+"""Spikes are those of the step over all processes: single, DDP and FSDP leave out, or go back behind, the same ones."""
+
+from functools import partial
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 import lumen
-from tests.helpers.tasks import Regression, bare_trainer, loader
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
 class Weighed(Regression):
@@ -15,27 +19,42 @@ class Weighed(Regression):
         return super().training_step(batch), 1.0 + batch_idx % 3
 
 
-def fit(path, strategy, monitor):
-    detection = lumen.SpikeDetection(monitor, rtol=0.25, window=4, warmup=3, max_in_a_row=99)
+def fit(path, strategy, **detecting):
+    detection = lumen.SpikeDetection(window=4, warmup=3, **detecting)
+    goes_back = "action" in detecting
     options = {"devices": 1, "accumulate_grad_batches": 4}
     if strategy != "single":
         options = {"devices": 2, "accumulate_grad_batches": 2, "strategy": strategy}
+    if not goes_back:
+        options |= {"logger": False, "enable_checkpointing": False}
     task = Weighed(dtype=torch.float64)
-    trainer = bare_trainer(path, max_epochs=4, callbacks=[detection], gradient_clip_val=0.5, **options)
+    saver = lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=-1)
+    trainer = quiet_trainer(
+        path, max_epochs=4, callbacks=[detection, *[saver] * goes_back], gradient_clip_val=0.5, **options
+    )
     trainer.fit(task, loader(75, 4, dtype=torch.float64))
     whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in task.parameters()]
-    return [each.tolist() for each in whole], detection.state_dict(), trainer.global_step
+    return [each.tolist() for each in whole], detection.state_dict(), trainer.global_step, trainer.progress.left_out
 
 
-@pytest.mark.parametrize("monitor", ["loss", "grad_norm"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_several_processes_leave_out_the_updates_that_one_does(group, tmp_path, strategy, monitor):
-    alone, state, steps = fit(tmp_path, "single", monitor)
-    assert 2 < state["spikes"] < 12
-    ranks = group(2).run(fit, tmp_path, strategy, monitor)
-    assert ranks[0] == ranks[1]
-    parameters, found, found_steps = ranks[0]
-    assert (found["spikes"], found["seen"], found_steps) == (state["spikes"], state["seen"], steps)
-    torch.testing.assert_close(torch.tensor(found["values"]), torch.tensor(state["values"]), rtol=1e-10, atol=1e-10)
-    for mine, theirs in zip(parameters, alone, strict=True):
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize(
+    "detecting",
+    [
+        {"rtol": 0.25, "max_in_a_row": 99},
+        {"monitor": "grad_norm", "rtol": 0.25, "max_in_a_row": 99},
+        {"rtol": 0.3, "action": "rollback", "before": 1, "after": 0, "max_rollbacks": 99},
+    ],
+    ids=["loss", "grad_norm", "rollback"],
+)
+def test_several_processes_leave_out_the_steps_that_one_does(group, tmp_path, detecting):
+    alone, state, steps, left_out = fit(tmp_path / "single", "single", **detecting)
+    assert 2 < state["spikes"] < 12 or len(left_out) > 1
+    for strategy in ("ddp", "fsdp"):
+        ranks = group(2).run(partial(fit, **detecting), tmp_path / strategy, strategy)
+        assert ranks[0] == ranks[1]
+        parameters, found, *same = ranks[0]
+        assert same == [steps, left_out]
+        assert (found["spikes"], found["seen"]) == (state["spikes"], state["seen"])
+        compared = [(found["values"], state["values"]), *zip(parameters, alone, strict=True)]
+        for mine, theirs in compared:
+            torch.testing.assert_close(*(torch.tensor(each, dtype=torch.float64) for each in (mine, theirs)), **CLOSE)

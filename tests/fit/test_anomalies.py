@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.data import DataLoader
 
 import lumen
@@ -174,3 +175,15 @@ def test_finding_changes_no_bit(tmp_path):
         return nn.utils.parameters_to_vector(task.parameters())
 
     assert torch.equal(trained(True), trained(False))
+
+
+def test_a_run_that_looks_at_every_operation_says_that_it_compiles_nothing(tmp_path, caplog):
+    def trained(**options):
+        caplog.clear()
+        task, compiled = Regression(), CompileCounter()
+        trainer = bare_trainer(tmp_path, max_steps=2, compile={"backend": compiled}, log_level="INFO", **options)
+        trainer.fit(task, loader())
+        return compiled.frame_count > 0, caplog.text.count("nothing is compiled in this run")
+
+    assert trained() == (True, 0)
+    assert trained(detect_anomaly=True) == (False, 1)

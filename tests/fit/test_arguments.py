@@ -80,7 +80,7 @@ def test_an_evaluation_takes_what_lightnings_takes(tmp_path, stage):
     call = getattr(trainer, stage)
     results = [
         call(task, Data()), call(task, datamodule=Data()), call(model=task, dataloaders=loader(16, 8, shuffle=False)),
-        call(task, None, None, datamodule=Data()), call(task, Data(), "last"), call(datamodule=Data()), call(),
+        call(task, None, datamodule=Data()), call(task, Data(), ckpt_path="last"), call(datamodule=Data()), call(),
     ]  # fmt: skip
     if stage == "predict":
         results = [torch.cat(result) for result in results]
@@ -136,14 +136,20 @@ def test_an_argument_that_only_lightnings_trainer_has_says_what_to_write(name):
         ({"max_epochs": True}, r"max_epochs: expected an int or None, found True"),
         ({"check_val_every_n_epoch": 1.2}, r"check_val_every_n_epoch: expected an int, found 1.2"),
         ({"gradient_clip_val": "1.0"}, r"gradient_clip_val: expected a number or None, found '1.0'"),
-        ({"accumulate_grad_batches": {0: 1}}, r"accumulate_grad_batches: expected an int, found {0: 1}"),
+        (
+            {"accumulate_grad_batches": [1]},
+            r"_grad_batches: expected an int or a dict of an int, found \[1\]",
+        ),
         ({"seed": "abc"}, r"seed: expected an int or None, found 'abc'"),
         ({"resume": True}, r"resume: expected a string, a path or None, found True"),
-        ({"logger": "wandb"}, r"logger: expected True or False, a Logger or a list of a Logger, found 'wandb'"),
-        ({"callbacks": [lumen.ModelSummary]}, r"callbacks: .*found \[<class"),
+        ({"logger": 3}, r"logger: expected True or False, 'csv', .*, a Logger or a list of .* a Logger, found 3"),
+        ({"callbacks": [lumen.ModelSummary]}, r"callbacks: .*found the class ModelSummary in a list. Make"),
         ({"callbacks": lumen.ModelSummary}, r"found the class ModelSummary. Make one: ModelSummary\(...\)"),
         ({"strategy": lumen.DDP}, r"found the class DDP. Make one: DDP\(...\)"),
-        ({"profiler": "fast"}, r"profiler: expected 'simple', 'torch', 'pytorch', a Profiler or None, found 'fast'"),
+        (
+            {"profiler": "fast"},
+            r"profiler: expected 'simple', 'advanced', 'torch', 'pytorch', a Profiler or None, found 'fast'",
+        ),
         ({"fast_dev_run": -1}, r"fast_dev_run: must be at least 0, found -1"),
         ({"num_sanity_val_steps": -5}, r"num_sanity_val_steps: must be at least -1, found -5"),
         ({"min_epochs": -1}, r"min_epochs: must be at least 0, found -1"),
@@ -229,3 +235,55 @@ def test_a_loader_that_torch_refuses_is_told_with_its_owner(tmp_path, make, mess
         owner = type(arguments[-1]).__name__
         with pytest.raises(DataError, match=f"train_dataloader of {owner} cannot make its loader: .*{message}"):
             quiet_trainer(tmp_path, max_steps=1).fit(*arguments)
+
+
+# ---------------------------------------------------------------------- the environment
+
+
+def test_variables_stand_for_arguments_that_a_script_leaves_out(monkeypatch, caplog):
+    caplog.set_level("INFO", logger="lumen")
+    values = {"MAX_EPOCHS": "3", "LIMIT_VAL_BATCHES": "0.5", "PRECISION": "bf16", "LOGGER": "false", "MAX_TIME": "null"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"LUMEN_TRAINER__{name}", value)
+    trainer = lumen.Trainer(max_epochs=2)
+    assert (trainer.max_epochs, trainer.limit_val_batches, trainer.precision, trainer.loggers) == (2, 0.5, "bf16", [])
+    assert "Trainer: precision=bf16 is that of the environment variable LUMEN_TRAINER__PRECISION" in caplog.text
+    assert "max_epochs" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "PL_TRAINER_MAX_EPOCHS",
+            "3",
+            "PL_TRAINER_MAX_EPOCHS is not read. Write LUMEN_TRAINER__MAX_EPOCHS, or unset it",
+        ),
+        ("LUMEN_TRAINER__EPOCHS", "3", "LUMEN_TRAINER__EPOCHS: Trainer has no argument epochs. Unset it"),
+        ("LUMEN_TRAINER__MAX_EPOCHS", "many", "max_epochs: expected an int or None, found 'many'"),
+        ("LUMEN_TRAINER__DEVICES", "[1", r"LUMEN_TRAINER__DEVICES: '[1' is no YAML value"),
+    ],
+)
+def test_a_variable_that_cannot_be_read_is_one_error(monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        lumen.Trainer()
+
+
+def test_micro_batches_of_a_step_are_read_under_their_name(tmp_path):
+    found = []
+
+    class Reading(Regression):
+        def training_step(self, batch):
+            found.append(self.trainer.accumulate_grad_batches)
+            return super().training_step(batch)
+
+    trainer = quiet_trainer(tmp_path, max_epochs=3, accumulate_grad_batches={0: 1, 2: 4})
+    assert trainer.accumulate_grad_batches == 1
+    trainer.fit(Reading(), loader(32, 8))
+    assert found == [1] * 8 + [4] * 4
+    trainer = quiet_trainer(tmp_path, max_epochs=1, global_batch_size=16)
+    with pytest.raises(ConfigError, match="it follows from global_batch_size and the training loader"):
+        trainer.accumulate_grad_batches  # noqa: B018
+    trainer.fit(Reading(), loader(32, 8))
+    assert found[12:] == [2] * 4

@@ -48,7 +48,9 @@ def test_its_bytes_are_those_of_a_save_at_once_although_training_goes_on(tmp_pat
     under_way = []
 
     def save_at_once(trainer):
-        trainer.save_checkpoint(tmp_path / "at-once", info={"best": None, "monitor": None, "finished": None})
+        trainer.save_checkpoint(
+            tmp_path / "at-once", info={"best": None, "ranked": [], "monitor": None, "finished": None}
+        )
 
     def go_on(trainer):
         assert disk.reached.wait(60)

@@ -19,9 +19,9 @@ A stop asked for inside an epoch leaves after the step in progress
     fit/test_loop.py::test_minus_one_skips_the_rest_of_the_epoch_and_schedules_move
     fit/test_loop.py::test_a_callback_may_skip_the_rest_of_the_epoch_too
 Hooks come in one order, in training, with accumulation, resumed, and in each evaluation
-    fit/test_hooks.py::test_fit_calls_every_hook_in_the_order_drawn
-    fit/test_hooks.py::test_a_resumed_fit_goes_on_inside_the_epoch_it_left
-    fit/test_hooks.py::test_an_evaluation_calls_its_own_hooks
+    fit/test_hooks.py::test_fit_calls_what_the_map_says_in_its_order
+    fit/test_hooks.py::test_a_fit_resumed_inside_an_epoch_calls_what_the_map_says
+    fit/test_hooks.py::test_an_evaluation_calls_what_the_map_says
 Each submodule is in its own mode again after an evaluation
     fit/test_validation.py::test_each_submodule_gets_its_own_mode_back
     fit/test_validation.py::test_modes_come_back_after_an_error_too

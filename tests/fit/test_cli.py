@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import lumen
 from lumen.cli import main
-from lumen.profilers import SimpleProfiler, TorchProfiler
+from lumen.profilers import PassThroughProfiler, SimpleProfiler, TorchProfiler
 from tests.helpers.cli import fit, saved, write
 from tests.helpers.cli_tasks import Grid, Line, Noise, Points, Slope, Spy
 from tests.helpers.workplace import CONFIG
@@ -400,7 +400,7 @@ def test_a_word_replaces_an_object_where_both_are_accepted():
     write("traced.yaml", {"trainer": {"profiler": {"class_path": "lumen.TorchProfiler", "init_args": {"wait": 1}}}})
     assert type(fit("--config", "traced.yaml")[0].profiler) is TorchProfiler
     assert type(fit("--config", "traced.yaml", "--trainer.profiler", "simple")[0].profiler) is SimpleProfiler
-    assert fit("--config", "traced.yaml", "--trainer.profiler", "null")[0].profiler is None
+    assert type(fit("--config", "traced.yaml", "--trainer.profiler", "null")[0].profiler) is PassThroughProfiler
 
 
 # ---------------------------------------------------------------------- optimizer, scheduler, callbacks

@@ -246,3 +246,10 @@ def test_a_duration_with_a_nought_before_it_is_one():
 )
 def test_what_is_wrong_inside_is_named_by_its_whole_key(refused, words, said):
     assert said in refused(*words)
+
+
+def test_a_variable_of_scripts_is_told_to_a_command(monkeypatch, capsys):
+    monkeypatch.setenv("LUMEN_TRAINER__MAX_STEPS", "3")
+    assert main(["fit", "--model", "tests.helpers.cli_tasks.Line"]) == 2
+    said = capsys.readouterr().err
+    assert "variable LUMEN_TRAINER__MAX_STEPS is not read. Write LUMEN_FIT__TRAINER__MAX_STEPS, or unset it." in said

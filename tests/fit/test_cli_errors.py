@@ -70,8 +70,8 @@ def fit(refused, *words, config=None):
         ("trainer: {callbacks: {1: EarlyStopping}}", "trainer.callbacks.1 (second.yaml): EarlyStopping needs monitor."),
         ("ckpt_path: best", "ckpt_path (second.yaml): lumen has no option ckpt_path."),
         (
-            "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {save_last: true}}]}",
-            "ModelCheckpoint has no option save_last. The newest are always kept: keep_last says how many.",
+            "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {filename: best}}]}",
+            "ModelCheckpoint has no option filename. Checkpoints are named by their step, and none is ever overwritten.",
         ),
         (
             "trainer: {callbacks: {bar: {class_path: ProgressBar, init_args: {plain_every: 3}}}}",
@@ -149,7 +149,8 @@ def test_the_last_one_to_set_a_wrong_value_is_named(refused):
         (["fti"], "lumen has no command fti. Did you mean fit?"),
         (
             ["dance"],
-            "lumen has no command dance. Did you mean fit or validate or test or predict or export or convert or runs?",
+            "lumen has no command dance. Did you mean fit or validate or test or predict or export or convert or migrate "
+            "or runs or submit?",
         ),
         (
             ["fit", "--trainer.callbacks.help"],
@@ -245,12 +246,12 @@ def test_an_import_error_inside_a_users_module_is_the_users_own():
         (["--trainer.max_steps", "many"], "trainer.max_steps (the command line): expected int, found 'many'."),
         (["--trainer.max_steps", "1.5"], "trainer.max_steps (the command line): expected int, found '1.5'."),
         (["--trainer.gradient_clip_algorithm", "noorm"], "expected one of norm, value, found 'noorm'."),
-        (["--trainer.deterministic", "maybe"], "trainer.deterministic (the command line): expected bool, found 'maybe'."),
+        (["--trainer.deterministic", "maybe"], "trainer.deterministic (the command line): expected bool or one of warn, found 'maybe'."),
         (["--trainer.callbacks", "[1]"], "trainer.callbacks"),
         (["--model.lr", "fast"], "model.lr (the command line): expected float, found 'fast'."),
         (["--model.widths", "[a]"], "model.widths (the command line): expected a list of int, found '[a]'."),
         (["--model.widths", "3"], "model.widths (the command line): expected a list of int, found '3'."),
-        (["--trainer.profiler", "fast"], "expected one of simple, torch, pytorch or Profiler, found 'fast'."),
+        (["--trainer.profiler", "fast"], "expected one of simple, advanced, torch, pytorch or Profiler, found 'fast'."),
         (["--trainer.resume_parts", "model"], "expected a list of one of model, optimizer, schedulers, progress, data, found 'model'."),
         (["--trainer.init_from.rename", "x"], "trainer.init_from"),
         (["--model.encoder", "torch.nn.Linear", "--model.encoder.in_features=a", "--model.encoder.out_features=1"], "model.encoder.in_features (the command line): expected int, found 'a'."),
@@ -350,6 +351,11 @@ def test_an_error_of_lumen_is_one_paragraph_and_its_kind_the_exit_code(refused, 
     assert "accumulate_grad_batches (the command line): must be at least 1" in fit(
         refused, "--trainer.accumulate_grad_batches=0"
     )
+    for key in ("0.5", "1.0"):
+        assert (
+            f"trainer.accumulate_grad_batches (the command line): a key is a whole number, found {key}. Write"
+            in fit(refused, f"--trainer.accumulate_grad_batches={{0: 1, {key}: 2}}")
+        )
     assert main(["fit", "--config", "line.yaml", "--trainer.resume=nowhere"]) == 1
     assert "no valid checkpoint" in capsys.readouterr().err
 

@@ -42,6 +42,8 @@ def test_the_script_and_its_commands_run(monkeypatch, capsys):
 def test_the_commands_for_other_formats_run(monkeypatch, tmp_path):
     (tmp_path / "line.py").write_text(SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "line", None)  # that it is imported here is undone
+    monkeypatch.delitem(sys.modules, "line")
     classes = ["--model=line.Line", "--data=line.Points", "--model.features=4", "--trainer.max_steps=1"]
     assert main(["fit", *classes, "--trainer.name=line"]) == 0
     torch.save({"state_dict": {"model.weight": torch.ones(2)}}, "old.ckpt")

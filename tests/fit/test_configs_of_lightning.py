@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from lumen.cli import main
@@ -113,6 +114,82 @@ trainer:
 {OURS}data: {{class_path: tests.helpers.cli_tasks.Points}}
 """
 
+#: What LightningCLI prints of callbacks: every argument of each.
+PRINTED = f"""\
+seed_everything: true
+trainer:
+  accelerator: cpu
+  devices: 1
+  precision: bf16-mixed
+  profiler:
+    class_path: lightning.pytorch.profilers.AdvancedProfiler
+    init_args: {{dirpath: null, filename: perf, line_count_restriction: 1.0, dump_stats: false}}
+  logger: false
+  callbacks:
+  - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+    init_args:
+      dirpath: null
+      filename: '{{epoch}}-{{val_loss:.3f}}'
+      monitor: val_loss
+      verbose: false
+      save_last: true
+      save_top_k: 1
+      save_on_exception: false
+      save_weights_only: false
+      mode: min
+      auto_insert_metric_name: true
+      every_n_train_steps: null
+      train_time_interval: null
+      every_n_epochs: null
+      save_on_train_epoch_end: null
+      enable_version_counter: true
+  - class_path: lightning.pytorch.callbacks.EarlyStopping
+    init_args:
+      monitor: val_loss
+      min_delta: 0.0
+      patience: 3
+      verbose: false
+      mode: min
+      strict: true
+      check_finite: true
+      stopping_threshold: null
+      divergence_threshold: null
+      check_on_train_epoch_end: null
+      log_rank_zero_only: false
+  - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+    init_args: {{logging_interval: null, log_momentum: false, log_weight_decay: false}}
+  - class_path: lightning.pytorch.callbacks.RichProgressBar
+    init_args: {{refresh_rate: 1, leave: false, theme: {{description: '', metrics: italic}}, console_kwargs: null}}
+  - class_path: lightning.pytorch.callbacks.Timer
+    init_args: {{duration: 00:01:00:00, interval: step, verbose: true}}
+  - class_path: lightning.pytorch.callbacks.EMAWeightAveraging
+    init_args:
+      device: null
+      use_buffers: true
+      decay: 0.999
+      update_every_n_steps: 1
+      update_starting_at_step: null
+      update_starting_at_epoch: null
+      multi_avg_fn: null
+  - class_path: lightning.pytorch.callbacks.OnExceptionCheckpoint
+    init_args: {{dirpath: crash, filename: on_exception}}
+  - class_path: lightning.pytorch.callbacks.BatchSizeFinder
+    init_args:
+      mode: power
+      steps_per_trial: 3
+      init_val: 2
+      max_trials: 25
+      batch_arg_name: batch_size
+      margin: 0.05
+      max_val: 8192
+  max_epochs: 1
+  enable_model_summary: false
+  use_distributed_sampler: true
+  plugins: null
+{OURS}data: {{class_path: tests.helpers.cli_tasks.Points, init_args: {{batch_size: 4}}}}
+ckpt_path: null
+"""
+
 pytestmark = pytest.mark.usefixtures("workplace")
 
 
@@ -136,20 +213,12 @@ def runs(config):
 
 def test_the_config_that_lightning_saves(capsys):
     said = problems(SAVED, capsys)
-    unknown = {
-        f"trainer.{name}"
-        for name in ("use_distributed_sampler", "barebones", "plugins", "enable_autolog_hparams", "model_registry")
-    }
-    assert said.keys() == unknown | {"lr_scheduler", "lr_scheduler.monitor", "ckpt_path", "weights_only"}
-    assert all(f"Trainer has no option {name.partition('.')[2]}." in said[name] for name in unknown)
+    assert said.keys() == {"lr_scheduler", "lr_scheduler.monitor"}  # what is as it is by default says nothing
     assert said["lr_scheduler"] == (
         "lightning.pytorch.cli.ReduceLROnPlateau is Lightning's. Write torch.optim.lr_scheduler.ReduceLROnPlateau."
     )
     assert said["lr_scheduler.monitor"].endswith("Use lr_schedule.monitor.")
     config = yaml.safe_load(SAVED)
-    for name in unknown:
-        del config["trainer"][name.partition(".")[2]]
-    del config["ckpt_path"], config["weights_only"]
     config["lr_scheduler"] = {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau", "init_args": {"patience": 3}}
     config["lr_schedule"] = {"monitor": "val_loss"}
     runs(config)
@@ -196,7 +265,7 @@ def test_a_config_of_an_old_version(capsys):
     said = problems(OLD, capsys)
     gone = (
         "gpus", "auto_lr_find", "checkpoint_callback", "progress_bar_refresh_rate", "resume_from_checkpoint",
-        "terminate_on_nan", "plugins",
+        "plugins",
     )  # fmt: skip
     for name in gone:
         assert f"Trainer has no option {name}. " in said.pop(f"trainer.{name}")
@@ -211,3 +280,38 @@ def test_a_config_of_an_old_version(capsys):
     config["trainer"]["strategy"]["class_path"] = "lumen.DDP"
     config["trainer"]["callbacks"] = {"lr": "lumen.LearningRateMonitor"}
     runs(config)
+
+
+def test_a_config_with_every_argument_of_its_callbacks(capsys):
+    said = problems(PRINTED, capsys)
+    lightnings = {key: text for key, text in said.items() if " is Lightning's. Write lumen." in text}
+    assert len(lightnings) == 9
+    others = {key: text for key, text in said.items() if key not in lightnings}
+    callbacks = "trainer.callbacks"
+    assert others.keys() == {f"{callbacks}.0.filename", f"{callbacks}.3.theme", f"{callbacks}.7.max_val"}
+    assert all(re.search(r"has no option \w+\. [A-Z].+", text) for text in others.values())
+    config = yaml.safe_load(PRINTED)
+    trainer = config["trainer"]
+    for key, text in lightnings.items():
+        *_, number = key.split(".")
+        node = trainer["callbacks"][int(number)] if number.isdigit() else trainer["profiler"]
+        node["class_path"] = text.rpartition("Write ")[2].removesuffix(".")
+    for key in others:
+        _, _, number, name = key.split(".")
+        del trainer["callbacks"][int(number)]["init_args"][name]
+    del trainer["callbacks"][7]  # a search, which is not what is tried here
+    runs(config)
+    assert (Path("runs/edited") / "fit-perf.txt").is_file()
+
+
+def test_a_short_name_never_means_a_class_of_lightnings_that_something_has_imported():
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    lightnings = type("ReduceLROnPlateau", (plateau,), {"__module__": "lightning.pytorch.cli"})
+    assert lightnings in plateau.__subclasses__()
+    Path("line.yaml").write_text(OURS + "lr_scheduler: {class_path: ReduceLROnPlateau, init_args: {patience: 0}}\n")
+    words = ["--optimizer=SGD", "--optimizer.lr=0.1", "--lr_schedule.monitor=val_loss", "--trainer.name=run"]
+    words += ["--trainer.max_epochs=1", "--data=tests.helpers.cli_tasks.Points"]
+    assert main(["fit", "--config", "line.yaml", *words]) == 0
+    saved = yaml.safe_load(Path("runs/run/config.yaml").read_text())
+    assert saved["optimizer"]["class_path"] == "torch.optim.SGD"
+    assert saved["lr_scheduler"]["class_path"] == "torch.optim.lr_scheduler.ReduceLROnPlateau"

@@ -280,10 +280,11 @@ def test_a_graphs_step_begins_with_every_batch_of_training_evaluation_and_predic
     ("options", "message"),
     [
         ({"accumulate_grad_batches": 2}, "gradients of a micro-batch lie where the next one's will"),
+        ({"accumulate_grad_batches": {9: 2}}, "gradients of a micro-batch lie where the next one's will"),
         ({"global_batch_size": 16}, "gradients of a micro-batch lie where the next one's will"),
         ({"strategy": Sharding()}, "this strategy gathers them anew"),
     ],
-    ids=["accumulate", "global_batch_size", "shards"],
+    ids=["accumulate", "by epoch", "global_batch_size", "shards"],
 )
 def test_what_graphs_cannot_do_is_refused_before_the_first_step(marks, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):

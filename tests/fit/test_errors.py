@@ -123,7 +123,7 @@ def test_what_exists_only_during_a_run_says_so_outside_of_one():
         _ = Regression().trainer
     assert lumen.DataModule().trainer is None
     with pytest.raises(ConfigError, match="has not started a run"):
-        _ = lumen.Trainer().global_step
+        _ = lumen.Trainer().run
 
 
 def test_a_data_module_may_ask_whether_it_is_in_a_run(tmp_path):

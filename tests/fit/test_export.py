@@ -327,6 +327,8 @@ def test_checkpoints_in_an_object_store_are_exported(refused):
         export(source, "--output", "x.safetensors")
         assert torch.equal(load_file("x.safetensors")["a"], torch.full((4, 4), 2.0))
         Path("x.safetensors").unlink()
+    export("memory://exported/run", "--average", "last:2", "--output", "mean.safetensors")
+    assert torch.equal(load_file("mean.safetensors")["a"], torch.full((4, 4), 1.5))
     memory = fsspec.filesystem("memory")
     memory.rm_file(memory.glob("/exported/run/step-2/model/00000-00000-*")[0])
     said = refused("memory://exported/run/step-2", "--output", "x.safetensors", code=1)
@@ -418,7 +420,8 @@ def test_where_nothing_is_whole_that_is_said(refused):
         (["step-1", "--dtype", "int8"], "invalid choice: 'int8' (choose from ", 2),
         (["step-1", "--outptu", "x"], "lumen export has no option --outptu. Did you mean --output?", 2),
         (["step-1", "--whhich=x"], "lumen export has no option --whhich. Did you mean --which?", 2),
-        (["step-1", "step-2"], "unrecognized arguments: step-2. Usage: lumen export CHECKPOINT_OR_RUN", 2),
+        (["step-1", "step-2"], "step-2 does not exist. Give a checkpoint, a run, or safetensors files.", 1),
+        (["step-1", "step-1", "--average", "EMA"], "--average EMA: 2 sources are one mean already.", 2),
         ([], "the following arguments are required: CHECKPOINT_OR_RUN. Usage: lumen export", 2),
     ],
 )

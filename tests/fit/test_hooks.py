@@ -4,7 +4,8 @@ import dataclasses
 import re
 import sys
 import weakref
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,204 +17,108 @@ import lumen
 from lumen.callbacks import Callback
 from lumen.data.nested import move
 from lumen.errors import ConfigError
-from lumen.task.hooks import HOOKS
-from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
-
-TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-OF_THE_TASK = ("prepare_data", "configure_model", "configure_optimizers", *TRANSFERS)
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-def recording(base, names, who, events):
-    """A subclass whose methods note that they were called, and then do what they did."""
-
-    def noting(name):
-        def method(self, *args, **options):
-            events.append((who, name))
-            return getattr(base, name)(self, *args, **options)
-
-        if name in STEPS:  # a step is called with what its signature has
-
-            def step(self, batch, batch_idx):
-                return method(self, batch)
-
-            return step
-        return method
-
-    return type(f"Recording{base.__name__}", (base,), {name: noting(name) for name in names})
-
-
-class Trained(Regression):
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-
-class Data(lumen.DataModule):
-    def train_dataloader(self):
-        return loader(40, 8)
-
-    def val_dataloader(self):
-        return loader(16, 8)
-
-    def test_dataloader(self):
-        return loader(16, 8)
-
-    def predict_dataloader(self):
-        return loader(16, 8)
-
-
-def record(run):
-    """What was called while `run(task, data, callbacks)` ran: hooks that callbacks and task share are named once."""
-    events = []
-    callback = recording(Callback, HOOKS, "callback", events)
-    task = recording(Trained, [*HOOKS, *STEPS, *OF_THE_TASK], "task", events)()
-    data = recording(Data, ["prepare_data", "setup", "teardown"], "data", events)()
-    run(task, data, [callback(), callback()])
-    order = []
-    while events:
-        who, name = events.pop(0)
-        if name == "on_load_checkpoint":  # the task's, as in Lightning, then both callbacks'
-            assert [who, events.pop(0), events.pop(0)] == ["task", ("callback", name), ("callback", name)]
-            order.append(name)
-        elif who == "callback":  # both callbacks in their order, then the task
-            assert [events.pop(0), events.pop(0)] == [("callback", name), ("task", name)]
-            order.append(name)
-        else:
-            assert who == "data" or name not in HOOKS
-            order.append(name if who == "task" else f"data.{name}")
-    return order
-
-
-# ---------------------------------------------------------------------- the map, written out
-
-
-def opening(*, resumed=False):
-    return [
-        "data.prepare_data",
-        "prepare_data",
-        "data.setup",
-        "setup",
-        "configure_model",
-        *(["on_load_checkpoint"] if resumed else []),
-    ]
-
-
-def evaluation(name, batches=2):
-    return [
-        f"on_{name}_start",
-        f"on_{name}_epoch_start",
-        *[
-            *TRANSFERS,
-            f"on_{name}_batch_start",
-            f"{name}_step",
-            f"on_{name}_batch_end",
-        ]
-        * batches,
-        f"on_{name}_epoch_end",
-        f"on_{name}_end",
-    ]
-
-
-def micro_batch(*, first, last):
-    return [
-        *TRANSFERS,
-        "on_train_batch_start",
-        *(["on_before_zero_grad"] if first else []),
-        "training_step",
-        "on_before_backward",
-        "on_after_backward",
-        *(["on_before_optimizer_step"] if last else []),
-        "on_train_batch_end",
-    ]
-
-
-FULL_STEP = [*micro_batch(first=True, last=False), *micro_batch(first=False, last=True)]
-SHORT_STEP = micro_batch(first=True, last=True)
-BOUNDARY = ["on_step_end", "on_step_checkpoint"]
-END_OF_EPOCH = ["on_train_epoch_end", *BOUNDARY]
-EPOCH = [  # five micro-batches in steps of two, a validation after the second step and after the last
-    "on_train_epoch_start",
-    *FULL_STEP,
-    *BOUNDARY,
-    *FULL_STEP,
-    *evaluation("validation"),
-    *BOUNDARY,
-    *SHORT_STEP,
-    *evaluation("validation"),
-    *END_OF_EPOCH,
-]
-CLOSING = ["on_train_end", "on_fit_end", "teardown", "data.teardown"]
-OPTIONS = {"max_epochs": 2, "accumulate_grad_batches": 2, "val_check_interval": 0.5}
+from lumen.task.hooks import HOOKS, MODE_HOOKS
+from tests.helpers.hook_map import (
+    OF_CALLBACKS,
+    OF_DATA,
+    OF_THE_TASK,
+    ByHand,
+    Data,
+    Trained,
+    automatic_or_not,
+    epoch,
+    follow,
+    names_in_the_map,
+    record,
+    recording,
+    step,
+)
+from tests.helpers.tasks import Regression, Saving, bare_trainer, loader, quiet_trainer
 
 
 def fit(tmp_path, **options):
     def run(task, data, callbacks):
-        bare_trainer(tmp_path, callbacks=callbacks, **OPTIONS | options).fit(task, data)
+        clips = {} if not task.automatic_optimization else {"gradient_clip_val": 1.0}
+        bare_trainer(tmp_path, callbacks=callbacks, **clips | options).fit(task, data)
 
     return run
 
 
-def test_fit_calls_every_hook_in_the_order_drawn(tmp_path):
-    assert record(fit(tmp_path)) == [
-        *opening(),
-        "configure_optimizers",
-        "on_fit_start",
-        "on_sanity_check_start",
-        *evaluation("validation"),
-        "on_sanity_check_end",
-        "on_train_start",
-        *EPOCH,
-        *EPOCH,
-        *CLOSING,
-    ]
+EVERY_HALF = {"accumulate_grad_batches": 2, "val_check_interval": 0.5}  # five micro-batches: 2, 2 and 1
+HALVES = [step(2), step(2, validating=True), step(1, validating=True, last=True)]
+ANEW = {"resumed": False, "new": True, "saving": False, **automatic_or_not()}
+GOING_ON = ANEW | {"resumed": True, "new": False}
 
 
-def test_a_resumed_fit_goes_on_inside_the_epoch_it_left(tmp_path):
-    class SaveInTheMiddle(Callback):
-        def on_step_end(self, trainer, task):
-            if trainer.global_step == 4:  # of six
-                trainer.save_checkpoint(tmp_path / "checkpoint")
+def test_fit_calls_what_the_map_says_in_its_order(tmp_path):
+    steps = [*[step()] * 4, step(validating=True, last=True)]
+    assert record(fit(tmp_path, max_epochs=2)) == follow("fit", **ANEW, epoch=[epoch(*steps)] * 2)
 
-    options = {"seed": 3, "val_check_interval": 0.5, "accumulate_grad_batches": 2, "max_steps": 5}
-    bare_trainer(tmp_path, callbacks=[SaveInTheMiddle()], **options).fit(Trained(), Data())
-    assert record(fit(tmp_path, resume=tmp_path / "checkpoint")) == [
-        *opening(resumed=True),
-        "configure_optimizers",
-        "on_fit_start",
-        "on_train_start",
-        *FULL_STEP,
-        *evaluation("validation"),
-        *BOUNDARY,
-        *SHORT_STEP,
-        *evaluation("validation"),
-        *END_OF_EPOCH,
-        *CLOSING,
-    ]
+
+def test_fit_with_accumulation_and_validations_inside_the_epoch_calls_what_the_map_says(tmp_path):
+    assert record(fit(tmp_path, max_epochs=2, **EVERY_HALF)) == follow("fit", **ANEW, epoch=[epoch(*HALVES)] * 2)
+
+
+def test_fit_of_a_task_that_optimizes_by_hand_calls_what_the_map_says(tmp_path):
+    steps = [*[step()] * 4, step(validating=True, last=True)]
+    expected = follow("fit", **ANEW | automatic_or_not(manual=True), epoch=[epoch(*steps)] * 2)
+    assert record(fit(tmp_path, max_epochs=2), ByHand) == expected
+
+
+def test_a_fit_that_saves_asks_for_the_states_where_the_map_says(tmp_path):
+    saver = lumen.ModelCheckpoint(every_n_train_steps=1, every_n_epochs=None, train_time_interval=None, at_end=False)
+
+    def run(task, data, callbacks):
+        trainer = quiet_trainer(tmp_path, callbacks=[*callbacks, saver], max_epochs=1, gradient_clip_val=1.0)
+        trainer.fit(task, data)
+
+    steps = [*[step()] * 4, step(validating=True, last=True)]
+    assert record(run) == follow("fit", **ANEW | {"saving": True}, epoch=[epoch(*steps)])
+
+
+def save(tmp_path, number, **options):
+    """Make a checkpoint of a step. Returns where it is."""
+    path = tmp_path / "checkpoint"
+
+    def run(task, data, callbacks):
+        fit(tmp_path, seed=3, **options)(task, data, [*callbacks, Saving(number, path)])
+
+    record(run)
+    return path
+
+
+def test_a_fit_resumed_inside_an_epoch_calls_what_the_map_says(tmp_path):
+    path = save(tmp_path, 4, max_epochs=2, **EVERY_HALF)
+    resumed = record(fit(tmp_path, max_epochs=2, resume=path, **EVERY_HALF))
+    assert resumed == follow("fit", **GOING_ON, epoch=[epoch(*HALVES[1:], beginning=False)])
+
+
+def test_a_fit_resumed_at_the_end_of_an_epoch_calls_what_the_map_says(tmp_path):
+    path = save(tmp_path, 3, max_epochs=2, **EVERY_HALF)
+    resumed = record(fit(tmp_path, max_epochs=2, resume=path, **EVERY_HALF))
+    assert resumed == follow("fit", **GOING_ON, epoch=[epoch(*HALVES)])
 
 
 def test_a_run_that_ends_inside_an_epoch_still_ends_the_epoch(tmp_path):
-    order = record(fit(tmp_path, max_steps=1, num_sanity_val_steps=0))
-    assert order == [
-        *opening(),
-        "configure_optimizers",
-        "on_fit_start",
-        "on_train_start",
-        "on_train_epoch_start",
-        *FULL_STEP,
-        *BOUNDARY,
-        "on_train_epoch_end",
-        *CLOSING,
-    ]
+    options = {"max_steps": 1, "num_sanity_val_steps": 0, "accumulate_grad_batches": 2}
+    expected = follow("fit", **ANEW | {"new": False}, epoch=[epoch(step(2), complete=False)])
+    assert record(fit(tmp_path, **options)) == expected
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_an_evaluation_calls_its_own_hooks(tmp_path, stage):
+def test_an_evaluation_calls_what_the_map_says(tmp_path, stage):
     def run(task, data, callbacks):
         getattr(bare_trainer(tmp_path, callbacks=callbacks), stage)(task, data)
 
     name = "validation" if stage == "validate" else stage
-    assert record(run) == [*opening(), *evaluation(name), "teardown", "data.teardown"]
+    assert record(run) == follow("validate", stage=name, **ANEW)
+
+
+def test_the_map_has_every_hook_and_nothing_else():
+    elsewhere = {"on_exception", *(name for name in (*HOOKS, *MODE_HOOKS) if re.match("on_(test|predict)", name))}
+    evaluated = {"test_step", "predict_step", "test_dataloader", "predict_dataloader"}
+    called = {*OF_CALLBACKS, *OF_THE_TASK, *OF_DATA}
+    assert names_in_the_map() == called - elsewhere - evaluated
 
 
 def test_an_error_is_reported_to_every_hook_and_everything_is_torn_down(tmp_path):
@@ -234,22 +139,59 @@ def test_an_error_is_reported_to_every_hook_and_everything_is_torn_down(tmp_path
     assert events == [
         ("callback", "on_exception"),
         ("task", "on_exception"),
+        ("data", "teardown"),
         ("callback", "teardown"),
         ("task", "teardown"),
-        ("data", "teardown"),
     ]
 
 
-def test_the_map_in_the_docstring_is_the_recorded_order(tmp_path):
-    drawn = Callback.__doc__.split("as a test records it:")[1].split("`test` and `predict`")[0]
-    drawn = [re.sub("#.*", "", line) for line in drawn.splitlines() if "..." not in line]
-    names = [name for name in re.findall(r"\w+", "\n".join(drawn)) if name in {*HOOKS, *STEPS, *OF_THE_TASK}]
-    order = record(fit(tmp_path, accumulate_grad_batches=1, val_check_interval=1))
-    sanity = slice(order.index("on_sanity_check_start") + 1, order.index("on_sanity_check_end"))
-    del order[sanity]
-    recorded = list(dict.fromkeys(name for name in order if not name.startswith("data.")))
-    first_seen = list(dict.fromkeys(name for name in names if name != "on_load_checkpoint"))
-    assert first_seen == recorded
+# ---------------------------------------------------------------------- Lightning's order
+
+#: A boundary's hooks, those of callbacks that a task has here too, and what Lightning has of validation and test.
+ONLY_LUMENS = r"first\.on_step_.*|task\.on_(step|sanity_check)_.*|task\.on_predict_model_train"
+#: What the guide names as called at another place.
+MOVED = {
+    "fit": "(train|val)_dataloader|on_before_zero_grad|optimizer_zero_grad|optimizer_step|lr_scheduler_step",
+    "fit by hand": "(train|val)_dataloader|on_before_zero_grad",
+    "fit resumed": "(train|val)_dataloader|on_before_zero_grad|optimizer_zero_grad|optimizer_step|lr_scheduler_step|"
+    "load_state_dict",
+}
+
+
+def lightnings_order():
+    text = (Path(__file__).parents[1] / "helpers" / "lightning_order.txt").read_text()
+    sections = re.findall(r"^([\w ]+):\n((?: .*\n)+)", text, re.M)
+    return {name: calls.split() for name, calls in sections}
+
+
+@pytest.mark.parametrize("what", ["fit", "fit by hand", "fit resumed", "validate", "test", "predict"])
+def test_the_order_is_lightnings_but_for_what_the_guide_names(tmp_path, what):
+    few = {"limit_train_batches": 3, "limit_val_batches": 1, "limit_test_batches": 1, "limit_predict_batches": 1}
+
+    def run(task, data, callbacks):
+        getattr(bare_trainer(tmp_path, callbacks=callbacks, **few), what)(task, data)
+
+    if what == "fit":
+        run = fit(tmp_path, max_epochs=1, accumulate_grad_batches=2, **few)
+    elif what == "fit by hand":
+        run = fit(tmp_path, max_epochs=1, **few)
+    elif what == "fit resumed":
+        run = fit(tmp_path, max_epochs=1, resume=save(tmp_path, 2, max_epochs=1, **few), **few)
+    recorded = record(run, ByHand if what == "fit by hand" else Trained)
+    ours = [f"{who}.{name}" for who, name in recorded if who != "second" and name != "state_dict"]
+    ours = [call.replace("first.", "callback.") for call in ours if not re.fullmatch(ONLY_LUMENS, call)]
+    theirs = lightnings_order()[what]
+
+    def apart(calls):
+        moved = rf"\w+\.({MOVED.get(what, '')})"
+        there = [call for call in calls if not re.fullmatch(moved, call)]
+        return there, Counter(call for call in calls if re.fullmatch(moved, call))
+
+    assert apart(ours)[0] == apart(theirs)[0]
+    added = {"fit by hand": {"callback.on_before_zero_grad": 3, "task.on_before_zero_grad": 3}}
+    added["fit resumed"] = {"data.load_state_dict": 1}  # of Lightning's if its state is not empty
+    assert apart(ours)[1] - apart(theirs)[1] == Counter(added.get(what, {}))
+    assert not apart(theirs)[1] - apart(ours)[1]
 
 
 # ---------------------------------------------------------------------- which hooks are called, and with what

@@ -491,7 +491,7 @@ def test_a_config_renames_and_its_record_repeats_the_run(tmp_path, monkeypatch):
     first = Spy.task.layer.weight.clone()
     assert 2 < first.min() < 3
     record = yaml.safe_load(Path("runs/line/config.yaml").read_text())
-    assert record["trainer"]["init_from"] == config["trainer"]["init_from"] | {"strict": True}
+    assert record["trainer"]["init_from"] == config["trainer"]["init_from"] | {"strict": True, "average": None}
     assert main(["fit", "--config", "runs/line/config.yaml", "--trainer.name", "again"]) == 0
     assert torch.equal(Spy.task.layer.weight, first)
     save_file({"layer.weight": torch.ones(1, 3), "layer.bias": torch.ones(1)}, "plain.safetensors")

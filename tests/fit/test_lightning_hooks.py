@@ -12,6 +12,7 @@ from torch import nn
 import lumen
 from lumen.errors import ConfigError
 from lumen.task.hooks import HOOKS, NOT_CALLED, misspelt_hooks
+from tests.helpers import OF_TORCHVISION
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 ON_STAGES = [f"on_{stage}_{end}" for stage in ("train", "validation", "test", "predict") for end in ("start", "end")]
@@ -145,7 +146,7 @@ def test_a_hook_of_any_lightning_is_called_or_refused_with_what_to_write(tmp_pat
 def test_every_text_names_what_exists():
     places = (lumen.TaskModule, lumen.DataModule, lumen.Callback)
     for kind, texts in NOT_CALLED.items():
-        assert texts.keys() < set(LIGHTNING[kind]) | {"predict_step_end", "on_predict_model_train"}
+        assert texts.keys() < set(LIGHTNING[kind]) | {"predict_step_end"}
         for text in texts.values():
             for word in re.findall(r"\b(?:on_\w+|configure_\w+|\w+_step|\w+_dataloader|\w*state_dict)\b(?!\*)", text):
                 assert any(hasattr(place, word) for place in places) or word in ("on_", "scale_step"), (text, word)
@@ -182,6 +183,14 @@ def test_a_module_or_a_flag_of_such_a_name_is_no_hook(tmp_path):
 # ---------------------------------------------------------------------- signatures
 
 
+async def waiting(self):
+    pass
+
+
+def yielding(self, trainer, task):
+    yield
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "method", "message"),
     [
@@ -193,7 +202,23 @@ def test_a_module_or_a_flag_of_such_a_name_is_no_hook(tmp_path):
             lambda self, b, i, dataloader_idx: 0,
             r"it is called with \(batch, batch_idx\)",
         ),
-        ("callback", "on_train_start", lambda self, trainer: 0, r"it is called with \(trainer, task\)"),
+        ("callback", "on_train_batch_end", lambda self, outputs, batch, batch_idx: 0, r"\(trainer, task, outputs, ba"),
+        ("callback", "on_train_start", lambda self, pl_module: 0, r"with \(trainer, task\); the last of them may be"),
+        ("task", "on_train_batch_start", lambda self, batch_idx: 0, r"it is called with \(batch, batch_idx\); the"),
+        ("task", "on_train_start", staticmethod(lambda self: 0), r"\(self\): it is called with \(\)\."),
+        ("task", "on_train_start", lambda self, *, rate: 0, r"\(\*, rate\): it is called with \(\)"),
+        ("task", "on_train_start", property(lambda self: print), r"Ported.on_train_start is a property, but a hook"),
+        ("task", "validation_step", property(lambda self: print), "validation_step is a property"),
+        ("task", "backward", property(lambda self: print), "backward is a property"),
+        ("task", "on_train_start", waiting, r"waiting\(\): nothing would run of it .* without `async`"),
+        ("callback", "on_train_start", yielding, r"yielding\(trainer, task\): nothing would run .* without `yield`"),
+        ("task", "configure_model", lambda self, hparams: 0, r"\(hparams\): it is called with \(\)"),
+        ("data module", "setup", lambda self, stage, more: 0, r"it is called with \(stage\); the last of them"),
+        ("data module", "train_dataloader", lambda self, batch_size: 0, r"\(batch_size\): it is called with \(\)\."),
+        ("data module", "val_dataloader", property(lambda self: []), "val_dataloader is a property"),
+        ("data module", "load_state_dict", lambda self, state, strict: 0, r"it is called with \(state\)"),
+        ("data module", "transfer_batch_to_device", lambda self, device: 0, r"with \(batch, device, dataloader_idx\)"),
+        ("task", "lr_scheduler_step", lambda self, scheduler: 0, r"it is called with \(scheduler, metric\)\."),
         ("callback", "on_test_end", lambda self, t, m, outputs: 0, r"it is called with \(trainer, task\)"),
         (
             "task",
@@ -207,10 +232,77 @@ def test_a_module_or_a_flag_of_such_a_name_is_no_hook(tmp_path):
     ],
 )
 def test_a_signature_that_lumen_cannot_serve_is_an_error_before_anything_runs(tmp_path, kind, name, method, message):
-    owners = {"task": Task(), "callback": Quiet()}
+    owners = {each: base() for each, base in KINDS.items()}
     owners[kind] = type("Ported", (KINDS[kind],), {name: method})()
     with pytest.raises(ConfigError, match=message):
-        bare_trainer(tmp_path, max_steps=1, callbacks=[owners["callback"]]).fit(owners["task"], loader())
+        bare_trainer(tmp_path, max_steps=1, callbacks=[owners["callback"]]).fit(owners["task"], owners["data module"])
+
+
+def test_a_hook_may_leave_out_the_last_of_its_arguments(tmp_path):
+    seen = []
+
+    class Short(lumen.Callback):
+        def on_train_start(self):
+            seen.append("train")
+
+        def on_train_batch_start(self, *_):
+            seen.append(len(_))
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, *rest, **options):
+            seen.append(("callback", sorted(outputs), len(rest), options))
+
+        @staticmethod
+        def on_train_end(trainer):
+            seen.append(trainer.global_step)
+
+        def on_before_backward(self, trainer, _, loss, unused=3):
+            seen.append((loss.ndim, unused))
+
+    class Ported(Regression):
+        def on_train_batch_start(self):
+            seen.append("start")
+
+        def on_train_batch_end(self, outputs):
+            seen.append(("task", sorted(outputs)))
+
+        def training_step(self, batch):
+            return {"loss": super().training_step(batch)}
+
+        def setup(self):
+            seen.append("setup")
+
+    class Bringing(Data):
+        def setup(self):
+            seen.append("data")
+
+        def on_before_batch_transfer(self, batch):
+            return [each * 1 for each in batch]
+
+        def transfer_batch_to_device(self, batch, device):
+            seen.append(str(device))
+            return batch
+
+        def on_after_batch_transfer(self, batch):
+            return batch
+
+        def teardown(self):
+            seen.append("end")
+
+    bare_trainer(tmp_path, max_steps=1, limit_val_batches=0, callbacks=[Short()]).fit(Ported(), Bringing())
+    assert seen == [
+        "data", "setup", "train", "cpu", 4, "start", (0, 3), ("callback", ["loss"], 2, {}), ("task", ["loss"]),
+        1, "end",
+    ]  # fmt: skip
+
+
+def test_a_hook_that_leaves_arguments_out_may_still_end_the_epoch(tmp_path):
+    class Skipping(Regression):
+        def on_train_batch_start(self, batch):
+            return -1 if self.global_step == 2 else None
+
+    trainer = bare_trainer(tmp_path, max_epochs=1)
+    trainer.fit(Skipping(), loader())
+    assert trainer.global_step == 2
 
 
 def test_hooks_of_evaluation_batches_may_do_without_the_number_of_the_loader(tmp_path):
@@ -312,8 +404,8 @@ def test_nothing_in_this_repository_has_a_misspelt_hook():
     found = []
     for package in ("models", "datamodules", "lumen.callbacks"):
         module = importlib.import_module(package)
-        names = [each.name for each in pkgutil.walk_packages(module.__path__, f"{package}.")]
-        for each in [module, *map(importlib.import_module, names)]:
+        names = {each.name for each in pkgutil.walk_packages(module.__path__, f"{package}.")}
+        for each in [module, *map(importlib.import_module, names - {f"models.{name}" for name in OF_TORCHVISION})]:
             for kind in vars(each).values():
                 known = isinstance(kind, type) and issubclass(
                     kind, (lumen.TaskModule, lumen.DataModule, lumen.Callback)

@@ -1,5 +1,6 @@
 """Every kind of loader: which samples come, what they draw, what is read again on resume, and what is refused."""
 
+import math
 import multiprocessing
 import re
 import shutil
@@ -978,12 +979,12 @@ def test_nested_loaders_go_on_in_the_middle_of_an_epoch(tmp_path):
         return lumen.CombinedLoader({"pair": [alphabet(3), alphabet(7, 100)], "one": alphabet(9, 200)}, "min_size")
 
     whole, resumed = Structures(), Structures()
-    bare_trainer(tmp_path, max_epochs=1).fit(whole, lumen.CombinedLoader(nested().loaders))
+    bare_trainer(tmp_path, max_epochs=1).fit(whole, lumen.CombinedLoader(nested().iterables, "max_size_cycle"))
     saver = lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=-1)
-    quiet_trainer(tmp_path, max_steps=2, callbacks=[saver]).fit(Structures(), nested().loaders)
+    quiet_trainer(tmp_path, max_steps=2, callbacks=[saver]).fit(Structures(), nested().iterables)
     with pytest.raises(DataError, match=r"of pair.0, pair.1, one loaders combined by max_size_cycle; now .* min_size"):
         quiet_trainer(tmp_path, max_epochs=1, resume=saver.last_model_path).fit(Structures(), nested())
-    quiet_trainer(tmp_path, max_epochs=1, resume="auto").fit(resumed, nested().loaders)
+    quiet_trainer(tmp_path, max_epochs=1, resume="auto").fit(resumed, nested().iterables)
     expected = [contents(batch) for batch, _ in whole.epochs[0]]
     assert [contents(batch) for batch, _ in resumed.epochs[0]] == expected[2:]
 
@@ -1281,3 +1282,72 @@ def test_the_users_worker_init_fn_has_the_last_word(tmp_path):
         tmp_path, DataLoader(Threads(), 2, num_workers=1, worker_init_fn=lambda worker: threadpool_limits(2) and None)
     )
     assert max(task.samples(0)) == (2 if any(pool["num_threads"] for pool in threadpool_info()) else 1)
+
+
+# ---------------------------------------------------------------------- several, by hand
+
+
+def tens(batch):
+    return int(batch) if isinstance(batch, torch.Tensor) else batch
+
+
+HAND = {
+    "min_size": [(0, 10, "x"), (1, 11, "y")],
+    "max_size": [(0, 10, "x"), (1, 11, "y"), (None, 12, "z"), (None, None, "w")],
+    "max_size_cycle": [(0, 10, "x"), (1, 11, "y"), (0, 12, "z"), (1, 10, "w")],
+}
+
+
+@pytest.mark.parametrize("mode", HAND)
+def test_several_loaders_are_iterated_by_hand(mode):
+    combined = lumen.CombinedLoader({"a": range(2), "b": DataLoader(range(10, 13)), "c": "xyzw"}, mode)
+    for _ in range(2):
+        passed = list(combined)
+        assert [(batch["a"], tens(batch["b"]), batch["c"]) for batch, _, _ in passed] == HAND[mode]
+        assert [places for _, *places in passed] == [[number, 0] for number in range(len(passed))]
+    assert len(combined) == len(HAND[mode])
+    assert combined.flattened == [*combined.iterables.values()]
+    combined.reset()
+
+
+def test_loaders_one_after_the_other_tell_which_one_it_is():
+    combined = lumen.CombinedLoader([range(2), lumen.CombinedLoader([range(3), "xy"])], "sequential")
+    assert list(combined) == [(0, 0, 0), (1, 1, 0), ([0, "x"], 0, 1), ([1, "y"], 1, 1)]
+    assert len(combined) == 4
+
+
+@pytest.mark.parametrize(
+    ("mode", "limits", "sizes"),
+    [
+        ("min_size", 1, 1), ("max_size", [1, 3], 3), ("sequential", [1, None], 5), ("max_size_cycle", math.inf, 4),
+        ("sequential", 0, 0),
+    ],
+)  # fmt: skip
+def test_limits_cut_each_loader_that_is_iterated_by_hand(mode, limits, sizes):
+    combined = lumen.CombinedLoader([range(2), "xyzw"], mode)
+    combined.limits = limits
+    assert len(list(combined)) == len(combined) == sizes
+
+
+def test_what_cannot_be_iterated_by_hand_is_told(tmp_path):
+    combined = lumen.CombinedLoader([range(2), (each for each in "ab")])
+    with pytest.raises(TypeError, match="generator, one of its loaders, has no length"):
+        len(combined)
+    with pytest.raises(ConfigError, match="3 limits are given for 2 loaders"):
+        combined.limits = [1, 2, 3]
+    with pytest.raises(DataError, match="list, one of its loaders, gives nothing"):
+        list(lumen.CombinedLoader({"a": range(2), "b": []}, "max_size_cycle"))
+    combined.limits = 1
+    with pytest.raises(ConfigError, match=r"limits are for a pass by hand. For a run use limit_train_batches"):
+        bare_trainer(tmp_path, max_epochs=1).fit(Structures(), combined)
+
+
+def test_workers_that_loaders_keep_end_with_a_reset():
+    kept = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    combined = lumen.CombinedLoader([kept, lumen.CombinedLoader([range(4)])])
+    assert len(list(combined)) == 4
+    (worker,) = kept._iterator._workers
+    combined.reset()
+    assert not worker.is_alive()
+    assert len(list(combined)) == 4
+    combined.reset()

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from lumen.checkpoint import find_checkpoints
 from lumen.errors import CheckpointMismatch, ConfigError
-from lumen.optim import Lookahead, MultiOptimizer
+from lumen.optim import Lookahead, MultiOptimizer, WholeMatrices
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import same
 from tests.helpers.optim_multi import PAIRS, Both, inner, made
@@ -354,7 +354,8 @@ def test_the_documented_task_trains(tmp_path):
     task = names["TwoKinds"]()
     start = weights(task).clone()
     trainer.fit(task, loader())
-    assert [type(each) for each in trainer.optimizers[0].optimizers] == [Muon, AdamW]
+    assert [type(each) for each in trainer.optimizers[0].optimizers] == [WholeMatrices, AdamW]
+    assert type(trainer.optimizers[0].optimizers[0].optimizer) is Muon
     assert not (weights(task) == start).any()
 
 

@@ -1,9 +1,11 @@
 """Predictions are written where they are made, each sample once with its index, and need not be kept."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from pyarrow.parquet import ParquetFile, read_table
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import lumen
@@ -21,7 +23,7 @@ def predict(tmp_path, writer, loaders=None, task=None, **options):
     return trainer.predict(task or Doubling(), data() if loaders is None else loaders, **options)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "jsonl"])
+@pytest.mark.parametrize("form", ["safetensors", "jsonl", "parquet"])
 def test_each_sample_is_written_once_with_its_index(tmp_path, form):
     writer = lumen.PredictionWriter(tmp_path / "out", form)
     assert predict(tmp_path, writer, return_predictions=False) is None
@@ -69,6 +71,16 @@ def test_a_writer_of_ones_own_gets_lightnings_arguments(tmp_path):
     assert own.epochs == [([[[0, 2, 4], [6]], [[0, 2]]], [[[0, 1, 2], [3]], [[0, 1]]])]
 
 
+def test_the_predictions_of_one_loader_are_a_list_without_another_around_it(tmp_path):
+    class Own(lumen.BasePredictionWriter):
+        def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+            self.given = [each["value"].tolist() for each in predictions], batch_indices
+
+    own = Own("epoch")
+    predict(tmp_path, own, data(4))
+    assert own.given == ([[0, 2, 4], [6]], [[[0, 1, 2], [3]]])
+
+
 def test_of_a_stream_nobody_knows_the_indices(tmp_path):
     class Stream(IterableDataset):
         def __iter__(self):
@@ -83,6 +95,65 @@ def test_of_a_stream_nobody_knows_the_indices(tmp_path):
     assert (out / "predictions-rank-0.jsonl").read_text().splitlines()[0] == (
         '{"index": null, "dataloader": 0, "prediction": 0}'
     )
+
+
+class Shaped(lumen.TaskModule):
+    """Predictions of many dtypes and numbers of dimensions, of which one has another length in each batch."""
+
+    def predict_step(self, batch):
+        value = batch[0].float().reshape(-1, 1, 1)
+        longest = int(value.max()) + 1
+        return {
+            "half": value[:, 0, 0].bfloat16(),
+            "is_odd": batch[0] % 2 == 1,
+            "ragged": (value * torch.ones(2, longest)).double(),
+        }
+
+
+def test_parquet_has_the_dtypes_and_the_shapes_of_what_was_predicted(tmp_path):
+    predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", "parquet"), [data(7), data(2)], Shaped())
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
+        "predictions-0-rank-0.parquet", "predictions-1-rank-0.parquet",
+    ]  # fmt: skip
+    found = read_table(tmp_path / "out" / "predictions-0-rank-0.parquet")
+    types = {field.name: str(field.type) for field in found.schema}
+    assert types == {
+        "index": "int64", "half": "float", "is_odd": "bool", "ragged": "list<element: list<element: double>>",
+    }  # fmt: skip
+    lengths = [3, 3, 3, 6, 6, 6, 7]
+    assert found.to_pylist() == [
+        {"index": number, "half": number, "is_odd": number % 2 == 1, "ragged": [[number] * lengths[number]] * 2}
+        for number in range(7)
+    ]
+
+
+def test_many_rows_wait_for_a_group_and_no_longer(tmp_path):
+    loader = DataLoader(numbers(40_000), 1000)
+    predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", "parquet"), loader, Doubling(), return_predictions=False)
+    file = ParquetFile(tmp_path / "out" / "predictions-0-rank-0.parquet")
+    assert 2 <= file.num_row_groups <= 4
+    assert file.read(["index"]).column("index").to_pylist() == list(range(40_000))
+
+
+class Changing(lumen.TaskModule):
+    def predict_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            raise ValueError("no more")
+        return {"value": batch[0]} if batch_idx < 2 else {"other": batch[0]}
+
+
+def test_a_file_that_is_not_whole_is_not_there(tmp_path):
+    with pytest.raises(DataError, match=r"has the columns index \(int64\), value \(int64\), but a batch has .*other"):
+        predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", "parquet"), task=Changing())
+    assert not list((tmp_path / "out").glob("predictions-*"))
+    predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", "parquet"))
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["predictions-0-rank-0.parquet"]
+
+
+def test_what_parquet_needs_is_said_before_anything_is_done(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"needs pyarrow, which cannot be imported .*pip install 'lumen\[parquet\]'"):
+        lumen.PredictionWriter(tmp_path, "parquet")
 
 
 def test_what_cannot_be_written_is_refused(tmp_path):
@@ -102,7 +173,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds predictions already, such as predictions-0-00000000"):
         predict(tmp_path, lumen.PredictionWriter(tmp_path / "out"))
     with pytest.raises(ConfigError, match="format"):
-        lumen.PredictionWriter(tmp_path / "out", "parquet")
+        lumen.PredictionWriter(tmp_path / "out", "csv")
 
 
 @pytest.mark.usefixtures("workplace")

@@ -52,7 +52,7 @@ class SlowLogger(lumen.Logger):
     def log_metrics(self, metrics, step, epoch):
         time.sleep(SLEEP_S)
 
-    def flush(self):
+    def save(self):
         time.sleep(SLEEP_S)
 
 
@@ -193,7 +193,7 @@ def test_the_calls_of_each_part_are_counted(tmp_path):
         "data wait": 14, "transfer": 14, "training_step": 14, "backward": 14,
         "clip_grad_norm": 8, "optimizer.step": 8, "optimizer.zero_grad": 8, "StepLR.step": 8,
         "data wait (validation)": 7, "transfer (validation)": 7, "validation_step": 7,
-        "ModelCheckpoint.on_step_checkpoint": 8, "save_checkpoint": 2, "CSVLogger.flush": 2, "CSVLogger.log_system": 2,
+        "ModelCheckpoint.on_step_checkpoint": 8, "save_checkpoint": 2, "CSVLogger.save": 2, "CSVLogger.log_system": 2,
         "loop": 0, "loop (validation)": 0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
@@ -235,7 +235,7 @@ def test_a_part_inside_of_another_one_counts_once(tmp_path):
 
     profiler = simple_fit(tmp_path, Regression(), loader(8), logger=SlowLogger(), callbacks=[Saving()]).profiler
     rows = {row.name: row for row in profiler.rows}
-    assert rows["SlowLogger.flush"].total_s == rows["SlowLogger.flush"].calls * SLEEP_S > 0
+    assert rows["SlowLogger.save"].total_s == rows["SlowLogger.save"].calls * SLEEP_S > 0
     assert rows["save_checkpoint"].calls == rows["Saving.on_step_end"].calls == 2
     assert rows["Saving.on_step_end"].total_s == rows["save_checkpoint"].total_s == 0
 
@@ -497,9 +497,10 @@ def test_a_profiler_goes_by_its_name():
     assert isinstance(lumen.Trainer(max_epochs=1, profiler="simple").profiler, lumen.SimpleProfiler)
     for name in ("torch", "pytorch"):
         assert isinstance(lumen.Trainer(max_epochs=1, profiler=name).profiler, lumen.TorchProfiler)
-    assert lumen.Trainer(max_epochs=1).profiler is None
-    with pytest.raises(ConfigError, match=r"profiler: expected 'simple', 'torch', 'pytorch', .* found 'advanced'"):
-        lumen.Trainer(max_epochs=1, profiler="advanced")
+    assert isinstance(lumen.Trainer(max_epochs=1, profiler="advanced").profiler, lumen.AdvancedProfiler)
+    assert isinstance(lumen.Trainer(max_epochs=1).profiler, lumen.PassThroughProfiler)
+    with pytest.raises(ConfigError, match=r"profiler: expected 'simple', 'advanced', 'torch', .* found 'fast'"):
+        lumen.Trainer(max_epochs=1, profiler="fast")
 
 
 @pytest.mark.parametrize("options", [{"wait": -1}, {"warmup": 0}, {"active": 0}, {"repeat": -1}])
@@ -511,7 +512,9 @@ def test_a_schedule_that_cannot_be_is_refused(options):
 
 def test_a_profiler_of_the_users_own_sees_every_part(tmp_path):
     class Journal(lumen.Profiler):
-        def start(self, run, directory):
+        start = stop = None
+
+        def begin(self, run, directory):
             self.lines, self.depth = [f"start {run.stage}"], 0
 
         @contextmanager
@@ -525,7 +528,7 @@ def test_a_profiler_of_the_users_own_sees_every_part(tmp_path):
             assert self.depth == 0
             self.lines.append("step")
 
-        def stop(self):
+        def end(self):
             self.lines.append("stop")
 
     journal = Journal()
@@ -567,5 +570,142 @@ def test_a_config_names_a_profiler_or_describes_it(configured, tmp_path, capsys)
         assert (runs / name / "profile.txt").read_text().startswith("fit: 3 steps")
     assert not (runs / "line-3" / "profile.txt").exists()
     capsys.readouterr()
-    assert main(["fit", "--config", configured("advanced")]) == 2
+    assert main(["fit", "--config", configured("fast")]) == 2
     assert "trainer.profiler" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- parts of the user's own
+
+
+class Encoding(Regression):
+    def setup(self, stage):
+        with self.trainer.profiler.profile("early"):  # before anything is measured
+            pass
+
+    def training_step(self, batch):
+        with self.trainer.profiler.profile("encoder"):
+            self.encode()
+        return super().training_step(batch)
+
+    def encode(self):
+        time.sleep(SLEEP_S)
+
+
+def test_a_task_measures_a_part_of_its_own(tmp_path):
+    profiler = lumen.SimpleProfiler()
+    trainer = quiet_trainer(tmp_path, max_steps=3, profiler=profiler)
+    with profiler.profile("around"):
+        trainer.fit(Encoding(), loader())
+    rows = {row.name: row for row in profiler.rows}
+    assert rows["encoder"].calls == rows["training_step"].calls == 3
+    assert 3 * SLEEP_S <= rows["encoder"].total_s < 12 * SLEEP_S
+    assert rows["training_step"].total_s < rows["encoder"].total_s
+    assert not {"early", "around"} & rows.keys()
+    assert "loop" in rows
+    quiet_trainer(tmp_path / "none", max_steps=1).fit(Encoding(), loader())  # none was asked for
+
+
+@pytest.mark.parametrize("kind", [lumen.SimpleProfiler, lumen.AdvancedProfiler, lumen.TorchProfiler])
+def test_what_was_not_started_cannot_end(kind):
+    profiler = kind()
+    with pytest.raises(ConfigError, match="stop: 'a' cannot end here, nothing is in progress"):
+        profiler.stop("a")
+    profiler.start("a")
+    profiler.start("b")
+    with pytest.raises(ConfigError, match=r"'a' cannot end here, 'b' is in progress\. Start it first"):
+        profiler.stop("a")
+    profiler.stop("b")
+    profiler.stop("a")
+
+
+def test_a_profiler_written_for_lightning_measures_a_run(tmp_path, capsys):
+    class Counting(lumen.Profiler):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.calls, self.log = Counter(), []
+
+        def setup(self, stage, local_rank=None, log_dir=None):
+            self.log.append((stage, local_rank, log_dir))
+
+        def start(self, action_name):
+            self.calls[action_name] += 1
+
+        def stop(self, action_name):
+            self.calls[action_name] -= 100
+
+        def summary(self):
+            return f"counted {self.calls['training_step']}"
+
+        def teardown(self, stage):
+            self.log.append(stage)
+
+    profiler = Counting()
+    trainer = quiet_trainer(tmp_path, max_steps=3, profiler=profiler)
+    trainer.fit(Regression(), loader())
+    assert profiler.calls["training_step"] == 3 - 300
+    assert profiler.log == [("fit", 0, str(trainer.run_directory)), "fit"]
+    captured = capsys.readouterr()
+    assert "counted -297" in captured.out + captured.err
+    assert (trainer.run_directory / "profile.txt").read_text() == "counted -297\n"
+    named = Counting(dirpath=tmp_path / "profiles", filename="mine")
+    quiet_trainer(tmp_path / "named", max_steps=1, profiler=named).fit(Regression(), loader())
+    assert (tmp_path / "profiles/fit-mine.txt").read_text() == "counted -99\n"
+
+
+# ---------------------------------------------------------------------- every function
+
+
+def test_every_function_of_a_part_is_named_and_the_slowest_part_first(tmp_path, capsys):
+    trainer = quiet_trainer(tmp_path, max_steps=3, profiler="advanced")
+    trainer.fit(Encoding(), loader())
+    text = (trainer.run_directory / "profile.txt").read_text()
+    captured = capsys.readouterr()
+    assert text in captured.out + captured.err
+    names = [line for line in text.splitlines() if re.fullmatch(r"[\w. ()]+", line) and not line.startswith(" ")]
+    assert {"encoder", "training_step", "backward", "optimizer.step"} <= {*names}
+    seconds = [float(each) for each in re.findall(r"in ([0-9.]+) seconds", text)]
+    assert len(seconds) == len(names)
+    assert seconds == sorted(seconds, reverse=True)
+    encoder = re.split(r"^(?=\w)", f"\n{text}", flags=re.M)[1 + names.index("encoder")]
+    assert encoder.startswith("encoder\n")
+    assert re.search(r"^ +3 .*\(encode\)$", encoder, re.M)
+    assert "time.sleep" in encoder
+    assert "mse_loss" not in encoder
+
+
+def test_a_part_within_another_counts_there_only(tmp_path):
+    profiler = lumen.AdvancedProfiler()
+
+    def inner():
+        pass
+
+    with profiler.profile("outer"):
+        inner()
+        with profiler.profile("inner"):
+            inner()
+            inner()
+        inner()
+    counts = {}
+    for name, profile in profiler.profiled_actions.items():
+        profile.create_stats()
+        counts[name] = {key[2]: calls for key, (calls, *_) in profile.stats.items()}
+    assert counts["outer"]["inner"] == counts["inner"]["inner"] == 2
+
+
+def test_the_functions_shown_and_the_files_written_are_chosen(tmp_path):
+    profiler = lumen.AdvancedProfiler(tmp_path / "out", "perf", line_count_restriction=1, dump_stats=True)
+    quiet_trainer(tmp_path, max_steps=1, profiler=profiler).fit(Encoding(), loader())
+    text = (tmp_path / "out/fit-perf.txt").read_text()
+    assert "\nencoder\n" in f"\n{text}"
+    assert "due to restriction <1>" in text
+    assert (tmp_path / "out/fit-training_step.prof").stat().st_size > 0
+    for wrong in (0, 1.5, -1):
+        with pytest.raises(ConfigError, match=f"line_count_restriction must be at least 1, .* found {wrong}"):
+            lumen.AdvancedProfiler(line_count_restriction=wrong)
+
+
+def test_what_asks_for_nothing_of_a_profiler_is_taken_and_the_rest_told():
+    lumen.SimpleProfiler(extended=False)
+    lumen.TorchProfiler(emit_nvtx=False, export_to_chrome=True, sort_by_key=None, filename=None, row_limit=3)
+    with pytest.raises(ConfigError, match=r"TorchProfiler has no argument schedule\. Use wait, warmup, active"):
+        lumen.TorchProfiler(schedule=print)

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ def test_the_total_follows_data_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_
     growing_run.fit(Task(), DataLoader(data, batch_size=BATCH))
     totals = [int(total) for _, total in re.findall(r"step (\d+)/(\d+) · epoch", written())]
     assert list(dict.fromkeys(totals)) == [6, 8, 9]  # 3 x 2, 2 + 2 x 3, 2 + 3 + 4
+
+
+def test_the_total_counts_steps_that_grow_with_the_epochs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = show_on(monkeypatch, terminal=False)
+    bar = ProgressBar(plain_every_s=0.0)
+    trainer(tmp_path, bar, max_epochs=4, accumulate_grad_batches={1: 2, 3: 6}).fit(Task(), loader(6))
+    shown = re.findall(r"step (\d+)/(\d+) · epoch (\d)/4", written())
+    assert {total for _, total, _ in shown} == {"13"}
+    assert dict(map(itemgetter(2, 0), shown)) == {"1": "6", "2": "9", "3": "12", "4": "13"}  # the last of each epoch
 
 
 def test_each_plain_line_shows_the_values_of_its_own_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_row_of_the_csv_compares_each_name_a_few_times_however_many_there_are(
         getattr(logger, method)({Counted(f"name_{number}"): 0.5 for number in range(names)}, *place)
         Counted.compared = 0
         getattr(logger, method)({Counted(f"name_{number}"): 0.5 for number in range(names)}, *place)
-        logger.close()
+        logger.finalize("success")
         return Counted.compared
 
     assert compared(200) <= 5 * 200
@@ -88,7 +88,7 @@ def test_changing_the_csv_takes_no_more_memory_for_more_rows(tmp_path, act):
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-            logger.close()
+            logger.finalize("success")
 
     peak(10)  # what is made once
     assert peak(20_000) < 1.5 * peak(1_000)
@@ -109,7 +109,7 @@ def test_the_csv_is_whole_when_a_full_disk_stops_what_changes_it(tmp_path, act):
     assert path.read_bytes() == before
     assert sorted(each.name for each in tmp_path.iterdir()) == ["metrics.csv"]
     act(logger)
-    logger.close()
+    logger.finalize("success")
     kept = read(path)
     assert [row[:4] for row in kept[:2]] == [["step", "epoch", "x", "y"], ["0", "0", "0.5", "0"]]
     assert len(kept) == (2002 if act is add_a_column else 2000)
@@ -133,7 +133,7 @@ def test_columns_that_came_after_the_checkpoint_are_cut_off_with_their_rows(tmp_
     logger.log_metrics({"z": 4.0, "y": 5.0}, 3, 1)
     logger.load_state_dict(state)
     logger.log_metrics({"y": 6.0, "w": 7.0}, 3, 1)
-    logger.close()
+    logger.finalize("success")
     assert read(tmp_path / "metrics.csv") == [
         ["step", "epoch", "x", "y", "w"], ["1", "0", "1.0", "", ""], ["2", "0", "3.0", "2.0", ""],
         ["3", "1", "", "6.0", "7.0"],

@@ -182,7 +182,8 @@ def test_an_update_is_skipped_only_where_one_is_about_to_be_made(tmp_path, hook)
         ({"rtol": -1.0}, "must be >= 0"),
         ({"window": 0}, "window"),
         ({"monitor": "val_loss"}, "monitor"),
-        ({"action": "rollback"}, "action"),
+        ({"action": "undo"}, "action"),
+        ({"before": -1}, "before"),
         ({"finite_only": True}, "a loss that is not finite is always an error"),
     ],
 )

@@ -268,7 +268,7 @@ END_HOOKS = ["on_validation_epoch_end", "on_validation_end"]
         (by_hand, {"frozen.1"}),
         (rest, {"net.3"}),
         (
-            lambda task: task.freeze() or task.net[0].requires_grad_(True),
+            lambda task: task.freeze().net[0].requires_grad_(True),
             {"", "net", "net.0", "net.1", "net.2", "net.3"},
         ),
         (lambda task: task.eval() and task.train(), {"frozen", "frozen.0", "frozen.1"}),
@@ -327,7 +327,7 @@ def test_a_hook_that_leaves_trained_modules_in_eval_mode_is_told(tmp_path, caplo
     bare = {"max_steps": 2, "val_check_interval": 1, "num_sanity_val_steps": 0, "log_level": "WARNING"}
     bare_trainer(tmp_path, **bare).fit(task, loader(16, 8), val_dataloaders=loader(8, 8))
     (record,) = [record for record in caplog.records if "eval mode from now on" in record.message]
-    assert "called eval() on them: net.0. If" in record.message
+    assert "called eval() on them, or on_*_model_train left them so: net.0. If" in record.message
     caplog.clear()
     task = Hooked("on_validation_epoch_end", rest)
     bare_trainer(tmp_path, **bare).fit(task, loader(16, 8), val_dataloaders=loader(8, 8))
@@ -626,3 +626,27 @@ def test_a_trainer_says_what_it_is_doing(tmp_path):
     trainer.predict(task, loader(8, 8))
     assert not any(getattr(trainer, name) for name in ("training", "validating", "testing", "predicting"))
     assert task.said == ("sanity_checking", "training", "validating", "testing", "predicting")
+
+
+def test_an_evaluation_leaves_the_counts_of_the_fit_before_as_they_are(tmp_path):
+    seen = []
+
+    class Seeing(Regression):
+        def validation_step(self, batch):
+            seen.append((self.global_step, self.trainer.global_step, self.current_epoch))
+            super().validation_step(batch)
+
+    trainer, task = quiet_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0), Seeing()
+    trainer.validate(task, loader())
+    assert set(seen) == {(0, 0, 0)}
+    assert trainer.global_step == 0
+    trainer.fit(task, loader())
+    steps = trainer.global_step
+    assert (steps > 0, trainer.current_epoch) == (True, 2)
+    for evaluation in (trainer.validate, trainer.test, trainer.predict):
+        seen.clear()
+        evaluation(task, loader())
+        assert (trainer.global_step, trainer.current_epoch, task.global_step) == (steps, 2, steps)
+        assert set(seen) <= {(steps, steps, 2)}
+    trainer.fit(Seeing(), loader(), ckpt_path=None)
+    assert trainer.global_step == steps

@@ -1,24 +1,25 @@
-"""A process that gets no further says where it stands, also where no other one waits for it."""
+"""A process that gets no further says where it stands, also where nobody waits for it; one that is slow goes on."""
 
+import re
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 from torch.utils.data import DataLoader
 
 import lumen
-from lumen.distributed.processes import Processes
-from tests.helpers.tasks import Regression, quiet_trainer
+from lumen.cli import main
+from tests.helpers.tasks import Regression, loader, quiet_trainer
 from tests.helpers.watch import WHERE, Stuck, stuck_fit
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_one_process_whose_data_does_not_come_says_where_it_waits(tmp_path, workers):
-    strategy = lumen.SingleDevice()
-    strategy.processes = Processes()
-    strategy.processes.timeout_s = strategy.processes.startup_timeout_s = 0.5
-    steps, texts = stuck_fit(tmp_path, workers, strategy)
+    steps, texts = stuck_fit(tmp_path, workers, lumen.SingleDevice(timeout_s=1.2, startup_timeout_s=60))
     assert steps == 8  # it went on once the sample came
-    assert "rank 0 has done no step and no batch for 0.5 s" in texts[0]
+    assert re.match(r"rank 0 has done no step and no batch for [\d.]+ s; the job is ended after [\d.]+ s", texts[0])
     main, *worker = texts[0].split("a data worker:\n")
     assert WHERE.search(worker[0] if workers else main)
 
@@ -28,3 +29,47 @@ def test_a_run_that_gets_on_says_nothing_and_leaves_no_thread(tmp_path, caplog):
     quiet_trainer(tmp_path, max_epochs=2).fit(Regression(), DataLoader(Stuck(tmp_path), 2))
     assert "has done no step" not in caplog.text
     assert threading.active_count() == before
+
+
+class Slow(Regression):
+    """Each step takes longer than `timeout_s`."""
+
+    def training_step(self, batch):
+        time.sleep(0.3)
+        return super().training_step(batch)
+
+
+def test_a_run_whose_steps_all_take_long_goes_on(tmp_path):
+    """The first step has the limit of the start; from then on five times the longest is allowed."""
+    strategy = lumen.SingleDevice(timeout_s=0.2, startup_timeout_s=20)
+    trainer = quiet_trainer(tmp_path, max_steps=3, strategy=strategy, logger=False, enable_checkpointing=False)
+    trainer.fit(Slow(), loader())
+    assert trainer.global_step == 3
+
+
+def test_limits_may_be_infinite_in_a_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(
+        "model: {class_path: tests.helpers.cli_tasks.Line, init_args: {lr: 0.05}}\n"
+        "data: tests.helpers.cli_tasks.Points\n"
+        "trainer:\n  max_steps: 2\n  enable_progress_bar: false\n"
+        "  strategy: {class_path: lumen.SingleDevice, init_args: {timeout_s: .inf, startup_timeout_s: .inf}}\n"
+    )
+    assert main(["fit", "--config", "run.yaml"]) == 0
+
+
+def test_a_run_that_somebody_may_be_looking_at_is_not_ended(tmp_path, caplog):
+    class Waiting(lumen.Callback):
+        def on_train_batch_end(self, *_):
+            while "It is not ended: somebody may be looking at it" not in caplog.text:
+                time.sleep(0.02)
+
+    strategy = lumen.SingleDevice(timeout_s=0.5, startup_timeout_s=0.5)
+    before = sys.gettrace()
+    sys.settrace(lambda *_: None)  # as a debugger does
+    try:
+        trainer = quiet_trainer(tmp_path, max_steps=1, strategy=strategy, callbacks=[Waiting()], log_level="WARNING")
+        trainer.fit(Regression(), loader())
+    finally:
+        sys.settrace(before)
+    assert "rank 0 is in user code" in caplog.text

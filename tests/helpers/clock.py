@@ -31,7 +31,7 @@ def clock(monkeypatch):
     clock = Clock()
     for module in READERS:
         monkeypatch.setattr(importlib.import_module(module), "perf_counter", clock.read)
-    for module in ("lumen.callbacks.timer", "lumen.run.stop_vote"):
+    for module in ("lumen.callbacks.timer", "lumen.run.stop_vote", "lumen.trainer.stop_request"):
         monkeypatch.setattr(importlib.import_module(module), "time", SimpleNamespace(monotonic=clock.read))
     monkeypatch.setattr(time, "sleep", clock.sleep)
     return clock

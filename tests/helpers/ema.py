@@ -21,6 +21,9 @@ class Normed(lumen.TaskModule):
     def validation_step(self, batch):
         self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
 
+    def predict_step(self, batch):
+        return self.net(batch[0])
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 

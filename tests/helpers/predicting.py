@@ -3,6 +3,7 @@
 import json
 
 import torch
+from pyarrow.parquet import read_table
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
@@ -26,6 +27,9 @@ def read(folder):
         if path.suffix == ".jsonl":
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             found += [((row["dataloader"], row["index"]), row["value"], row["pair"]) for row in rows]
+        elif path.suffix == ".parquet":
+            rows = read_table(path).to_pylist()
+            found += [((int(path.name.split("-")[1]), row["index"]), row["value"], row["pair"]) for row in rows]
         else:
             tensors, loader = load_file(path), int(path.name.split("-")[1])
             rows = zip(*(tensors[name].tolist() for name in ("index", "value", "pair")), strict=True)

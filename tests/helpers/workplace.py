@@ -1,4 +1,4 @@
-"""Where the command line is tried: a directory of its own with a config file."""
+"""Where the command line and programs are tried: a directory of their own, and no environment from outside."""
 
 import os
 import sys
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.helpers import ROOT
 
 LINE = """\
 seed_everything: 7
@@ -30,6 +32,22 @@ CONFIG = {
         "enable_model_summary": False,
     },
 }
+
+
+def alone(monkeypatch):
+    """No settings of Lumen and no processes from outside; what is started here finds the checkout."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in os.environ:
+        if name.startswith(("LUMEN_", "SLURM_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def for_programs(tmp_path, monkeypatch):
+    """A working directory of its own for the programs that a test starts."""
+    monkeypatch.chdir(tmp_path)
+    alone(monkeypatch)
 
 
 @pytest.fixture

@@ -19,10 +19,12 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanAbsoluteError
 
 import lumen
+from lumen.optim import MultiOptimizer, WholeMatrices
 from tests.helpers.tasks import FEATURES, Drawing, loader
 from tests.promises.strikes import Strike, Striker
 
 SAMPLES = 50
+ROLLS_BACK = {"window": 4, "warmup": 4, "rtol": 0.3, "action": "rollback", "before": 2, "after": 1, "max_rollbacks": 99}
 EPOCHS = 3
 STRATEGIES = {
     "single": lambda: "single",
@@ -34,8 +36,9 @@ STRATEGIES = {
 class Noisy(lumen.TaskModule):
     """Dropout, batch norm, randomness of three libraries in the step, torchmetrics, a schedule and a plateau."""
 
-    def __init__(self, striker):
+    def __init__(self, striker, fits=SAMPLES):
         super().__init__()
+        self.lr, self.fits = 1e-2, fits
         self.net = nn.Sequential(
             nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 1)
         )
@@ -45,6 +48,8 @@ class Noisy(lumen.TaskModule):
     def training_step(self, batch, batch_idx):
         self.striker.happens("train")
         inputs, targets, indices = batch
+        if len(indices) > self.fits:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
         prediction = self.net(inputs + 0.01 * (np.random.randn() + random.random()))
         self.error(prediction.float(), targets)
         self.log("error", self.error)
@@ -53,6 +58,8 @@ class Noisy(lumen.TaskModule):
         return loss, float(len(indices)) * (1.0 + batch_idx % 2)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
+        if not self.trainer.enable_checkpointing:  # a trial of a finder's
+            return
         part = batch_idx if self.automatic_optimization else f"{batch_idx} of rank {self.global_rank}"
         entry = [self.current_epoch, self.global_step, part, batch[2].tolist()]
         with open("samples.jsonl", "a") as file:
@@ -62,14 +69,31 @@ class Noisy(lumen.TaskModule):
         self.striker.happens("validate")
         self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
 
+    def teardown(self, stage):
+        self.striker.happens("closing")
+
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2)
+        optimizer = torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=self.lr)
         step = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return [optimizer], [
             {"scheduler": step, "interval": "step"},
             {"scheduler": plateau, "monitor": "val_loss"},
         ]
+
+
+class Sized(lumen.DataModule):
+    """The same data, of which it is searched how much fits."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_size = 2
+
+    def train_dataloader(self):
+        return DataLoader(Drawing(SAMPLES), self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return loader(20, 5, shuffle=False)
 
 
 class ByHand(Noisy):
@@ -101,6 +125,24 @@ class ByHand(Noisy):
         return [front, rear], [torch.optim.lr_scheduler.ExponentialLR(each, 0.97) for each in (front, rear)]
 
 
+class Taught(Noisy):
+    """The same with a teacher, and Muon for the matrices."""
+
+    def __init__(self, striker):
+        super().__init__(striker)
+        self.teacher = lumen.Teacher(self.net, 0.8, final_decay=1.0)
+
+    def training_step(self, batch, batch_idx):
+        loss, weight = super().training_step(batch, batch_idx)
+        return loss + nn.functional.mse_loss(self.net(batch[0]), self.teacher(batch[0])), weight
+
+    def configure_optimizers(self):
+        trained = [each for each in self.parameters() if each.requires_grad]
+        muon = torch.optim.Muon([each for each in trained if each.ndim == 2], lr=1e-2)
+        adamw = torch.optim.AdamW([each for each in trained if each.ndim < 2], lr=1e-2)
+        return MultiOptimizer([WholeMatrices(muon), adamw])
+
+
 class Thawing(lumen.BaseFinetuning):
     """The first layer is trained from the second epoch on."""
 
@@ -114,7 +156,8 @@ class Thawing(lumen.BaseFinetuning):
 
 def main(
     strategy="single", devices=1, workers=0, precision="fp32", asynchronous=False, accumulate=3,
-    max_epochs=EPOCHS, max_steps=None, spikes=False, by_hand=False, thaws=False, strike=None,
+    max_epochs=EPOCHS, max_steps=None, spikes=False, rolls_back=False, by_hand=False, thaws=False,
+    averages=False, finds=False, strike=None,
 ):  # fmt: skip
     torch.set_num_threads(1)
     lumen.seed_everything(7)
@@ -125,11 +168,17 @@ def main(
         log_every_n_steps=1, default_root_dir=".", name="run", resume="auto", enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
-            lumen.ModelCheckpoint(monitor="val_loss", every_n_train_steps=1, asynchronous=asynchronous),
+            lumen.ModelCheckpoint(
+                monitor="val_loss", every_n_train_steps=1, asynchronous=asynchronous, keep_last=8 if rolls_back else 2
+            ),
             lumen.EarlyStopping("val_loss", patience=100),
             lumen.LearningRateMonitor(),
             *[lumen.SpikeDetection(window=4, warmup=2, rtol=0.15, max_in_a_row=99)] * spikes,
-            *[Thawing(), lumen.SWA(5e-3, 1, 1)] * thaws,
+            *[lumen.SpikeDetection(**ROLLS_BACK)] * rolls_back,
+            *[Thawing(), lumen.SWA(5e-3, 1, 1), lumen.ModelPruning("l1_unstructured", amount=0.2)] * thaws,
+            *[lumen.EMA(0.9)] * averages,
+            *[lumen.BatchSizeFinder(init_val=2)] * finds,
+            *[lumen.LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=20)] * finds,
         ],
     )  # fmt: skip
     meant = strike is not None and strike[0] == trainer.global_rank
@@ -137,8 +186,11 @@ def main(
     striker.watch_the_disk()
     if devices == 1 or "RANK" in os.environ:  # not what becomes the launcher
         Path(f"rank-{trainer.global_rank}-{os.getpid()}").touch()
+    if finds:
+        trainer.fit(Noisy(striker, fits=4), datamodule=Sized())
+        return
     trainer.fit(
-        (ByHand if by_hand else Noisy)(striker),
+        (ByHand if by_hand else Taught if averages else Noisy)(striker),
         DataLoader(
             Drawing(SAMPLES), 5 if by_hand else 4, shuffle=True, num_workers=workers, persistent_workers=workers > 0
         ),

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import yaml
 
 import lumen
+from lumen.cli.find_class import find_class
 from lumen.errors import ConfigError
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Line, Points, Slope, Spy
@@ -58,6 +60,17 @@ def script(text, *words, **environment):
 
 
 # ---------------------------------------------------------------------- classes
+
+
+def test_a_short_name_means_no_class_that_its_module_has_no_more(monkeypatch):
+    module = types.ModuleType("redefined")
+    monkeypatch.setitem(sys.modules, "redefined", module)
+    definition = "import lumen\nclass Redefined(lumen.TaskModule):\n    def training_step(self, batch): ..."
+    kept = []
+    for _ in range(2):  # as a cell of a notebook that is run twice
+        exec(definition, vars(module))
+        kept.append(module.Redefined)
+    assert find_class("Redefined", [lumen.TaskModule]) is kept[1] is not kept[0]
 
 
 def test_the_arguments_of_the_scripts_classes_are_settings_of_their_own():

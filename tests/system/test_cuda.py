@@ -1,5 +1,6 @@
 """What only a CUDA device can show; in which order it is asked for things is in `test_cuda_order.py`."""
 
+import csv
 import os
 import socket
 import subprocess
@@ -216,6 +217,19 @@ def test_batches_that_the_host_has_sent_ahead_do_not_pile_up(tmp_path):
 
 
 @pytest.mark.cuda(devices=2)
+def test_what_the_allocator_holds_is_on_record_and_nothing_waits_for_it(tmp_path):
+    trainer = quiet_trainer(
+        tmp_path, accelerator="cuda", max_steps=120, log_every_n_steps=30, callbacks=[lumen.DeviceStatsMonitor()]
+    )
+    trainer.fit(Classifier(), batches(pin_memory=True))
+    with (trainer.run_directory / "system.csv").open(newline="") as file:
+        found = [row for row in csv.DictReader(file) if row["cuda_allocated_mb"]]
+    assert [row["step"] for row in found] == ["30", "60", "90", "120"]
+    for row in found:
+        assert 0 < float(row["cuda_allocated_mb"]) <= float(row["cuda_allocated_peak_mb"])
+        assert float(row["cuda_allocated_mb"]) <= float(row["cuda_reserved_mb"])
+
+
 def test_a_loss_on_another_device_is_checked_there(tmp_path):
     class Elsewhere(Breaks):
         def training_step(self, batch):

@@ -13,10 +13,10 @@ from tests.helpers.workplace import LINE as CONFIG  # noqa: F401
 PAGE = (ROOT / "docs/finders.md").read_text()
 
 
-def run_block(tmp_path, heading):
-    """Run the first Python of a section in a process of its own. Returns what it printed."""
+def run_block(tmp_path, heading, number=0):
+    """Run one piece of Python of a section in a process of its own. Returns what it printed."""
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M)
-    (script, *_) = re.findall(r"```python\n(.*?)```", section, re.S)
+    script = re.findall(r"```python\n(.*?)```", section, re.S)[number]
     (tmp_path / "train.py").write_text(script)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
     done = subprocess.run(
@@ -39,6 +39,10 @@ def test_the_page_finds_a_batch_size(tmp_path):
 
 def test_the_page_skips_a_spike(tmp_path):
     assert "1 spike, 49 updates of 50 batches" in run_block(tmp_path, "Spikes")
+
+
+def test_the_page_goes_back_behind_a_spike(tmp_path):
+    assert "[[16, 23]] 43 updates of 50 batches" in run_block(tmp_path, "Spikes", 1)
 
 
 def test_spike_detection_is_named_on_the_command_line(workplace):

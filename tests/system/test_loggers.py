@@ -9,23 +9,30 @@ import pytest
 
 from lumen.checkpoint import find_checkpoints
 from tests.helpers import ROOT
+from tests.helpers.cli_tasks import Line
 from tests.helpers.loggers import csv_record, events, hyperparameters, scalars
+from tests.helpers.services import OFFLINE, of_csv, of_mlflow, of_wandb, runs_of_mlflow
 
 
-def test_without_tensorboard_lumen_works_and_the_logger_says_what_to_install():
-    code = """
+@pytest.mark.parametrize(
+    ("module", "logger", "extra"),
+    [("tensorboard", "TensorBoardLogger", "tensorboard"), ("wandb", "WandbLogger", "wandb"),
+     ("mlflow", "MLFlowLogger", "mlflow"), ("aim", "AimLogger", "aim")],
+)  # fmt: skip
+def test_without_its_library_lumen_works_and_a_logger_says_what_to_install(module, logger, extra):
+    code = f"""
 import sys
-sys.modules["tensorboard"] = None
+sys.modules["{module}"] = None
 import lumen
 lumen.Trainer(max_epochs=1, logger=lumen.CSVLogger())
 try:
-    lumen.TensorBoardLogger()
+    lumen.Trainer(logger="{extra}")
 except lumen.LumenError as error:
     print(error)
 """
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "TensorBoardLogger needs TensorBoard" in shown
-    assert 'pip install "lumen[tensorboard]"' in shown
+    assert f"{logger} needs " in shown
+    assert f'pip install "lumen[{extra}]"' in shown
 
 
 STOPPED = """
@@ -139,3 +146,56 @@ def test_kills_leave_a_record_without_gap_or_repetition(tmp_path):
         assert kept == expected
         assert [step for step, _ in kept] == list(range(24))
     assert hyperparameters(directory) == hyperparameters(whole / "runs/run")
+
+
+SERVICES = """
+model: {class_path: tests.system.test_loggers.Killed}
+data: {class_path: tests.helpers.cli_tasks.Points, init_args: {samples: 48, batch_size: 2}}
+trainer:
+  name: line
+  devices: 2
+  strategy: ddp
+  max_steps: 20
+  log_every_n_steps: 1
+  val_check_interval: 4
+  resume: auto
+  logger: [tensorboard, wandb, mlflow]
+  callbacks: {saver: {class_path: ModelCheckpoint, init_args: {every_n_train_steps: 5}}}
+  enable_progress_bar: false
+  enable_model_summary: false
+"""
+
+
+class Killed(Line):
+    """Kills the process that writes the record, in the step that KILL_AT names."""
+
+    def training_step(self, batch):
+        if self.global_step == int(os.environ.get("KILL_AT", "-1")) and self.trainer.is_global_zero:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch)
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader")
+def test_services_have_one_run_without_gap_or_repetition_whatever_is_killed(tmp_path):
+    (tmp_path / "line.yaml").write_text(SERVICES)
+    environment = {**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for kill_at in ("7", "18", "-1"):
+        command = [sys.executable, "-m", "lumen", "fit", "--config", "line.yaml"]
+        ended = subprocess.run(
+            command, cwd=tmp_path, env={**environment, "KILL_AT": kill_at}, capture_output=True, text=True
+        )
+        assert (ended.returncode == 0) == (kill_at == "-1"), ended.stderr
+    directory, uri = tmp_path / "runs/line", f"sqlite:///{tmp_path}/runs/mlflow.db"
+    (run,) = runs_of_mlflow(uri)
+    own = of_csv(directory)
+    assert [step for step, _ in own["loss"]] == list(range(1, 21))
+    for record in (of_mlflow(uri, run.info.run_id), of_wandb(directory), scalars(directory)):
+        assert record.keys() == own.keys()
+        for name, rows in own.items():
+            assert [step for step, _ in record[name]] == [step for step, _ in rows], name
+    assert of_mlflow(uri, run.info.run_id)["loss"] == of_wandb(directory)["loss"] == own["loss"]
+    assert run.info.status == "FINISHED"
+    assert len({path.name for path in directory.glob("wandb/offline-run-*/run-*.wandb")}) == 1
+    assert len([*directory.glob("wandb/offline-run-*")]) == 3  # a part of each life, by the first process alone

@@ -308,7 +308,8 @@ def test_an_interrupted_fit_saves_its_step_and_the_next_cell_goes_on_exactly(not
         "press stop\n"
         "SIGINT: finishing this step; once more leaves at once\n"
         "the step goes on\n"
-        'stopped at step 7. Go on with:\n  Trainer(..., name="stopped", resume="auto").fit(...)\n'
+        "stopped at step 7 by SIGINT; newest checkpoint: step-00000007. Go on with:\n"
+        '  Trainer(..., name="stopped", resume="auto").fit(...)\n'
     )
     (picture,) = [output for output in outputs if output.output_type == "display_data"]
     assert picture.data["text/plain"].startswith("step 7/15 · epoch 2/3 · ")

@@ -18,15 +18,17 @@ from torch.utils.data import DataLoader
 
 import lumen
 from lumen.checkpoint.storage import Storage
-from lumen.task.hooks import HOOKS
+from lumen.task.hooks import HOOKS, MODE_HOOKS
 from tests.helpers.architecture import FLOORS, ROOT, SOURCES
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 DOORS = {"lumen", "lumen.__main__"}
 LAZY_WAYS_UP = {("task", "checkpoint")}
-MIXINS = {"HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "Attached"}
+MIXINS = {"LacksLightnings", "HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "OfRun", "Attached"}
 OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "BasePredictionWriter", "CLI"} | MIXINS
 PUBLIC = [
+    "AdvancedProfiler",
+    "AimLogger",
     "BackboneFinetuning",
     "BaseFinetuning",
     "BasePredictionWriter",
@@ -37,35 +39,52 @@ PUBLIC = [
     "CombinedLoader",
     "DDP",
     "DataModule",
+    "DeviceStatsMonitor",
     "EMA",
     "EarlyStopping",
     "FSDP",
+    "GradientAccumulationScheduler",
     "LambdaCallback",
     "LearningRateFinder",
     "LearningRateMonitor",
     "Logger",
     "LumenError",
+    "MLFlowLogger",
     "ModelCheckpoint",
+    "ModelPruning",
     "ModelSummary",
     "OnExceptionCheckpoint",
+    "PassThroughProfiler",
     "Precision",
     "PredictionWriter",
     "Profiler",
     "ProgressBar",
+    "RayTrainReportCallback",
     "SWA",
     "SimpleProfiler",
     "SingleDevice",
     "SpikeDetection",
     "Strategy",
     "TaskModule",
+    "Teacher",
     "TensorBoardLogger",
     "ThroughputMonitor",
     "Timer",
     "TorchProfiler",
     "Trainer",
     "Tuner",
+    "WandbLogger",
     "Weights",
+    "goodput",
+    "grad_norm",
+    "isolate_rng",
+    "move_data_to_device",
+    "rank_zero_debug",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
     "seed_everything",
+    "summarize",
 ]
 
 
@@ -249,12 +268,13 @@ def test_every_hook_exists_on_callback_and_task_with_the_same_arguments():
         ]
 
 
-def test_every_hook_of_the_task_is_a_hook_of_callbacks_or_of_transfers():
+def test_every_hook_of_the_task_is_a_hook_of_callbacks_or_of_transfers_or_modes():
     of_the_task_alone = {
         "on_before_batch_transfer",
         "on_after_batch_transfer",
+        *MODE_HOOKS,
     }
-    hooks = {name for name in dir(lumen.TaskModule) if name.startswith("on_")}
+    hooks = {name for name, each in inspect.getmembers(lumen.TaskModule, callable) if name.startswith("on_")}
     assert hooks == {name for name in HOOKS if name.startswith("on_")} | of_the_task_alone
 
 
@@ -485,6 +505,7 @@ OTHERS = {
     "_asdict", "_fields", "_make", "_replace",  # named tuples
     "_distributed",  # Hugging Face's data sets
     "_strip_protocol",  # fsspec
+    "_current_frames", "_exit",  # sys and os, which document them
     "_actions", "_typehint",  # argparse and jsonargparse
     "_computed", "_defaults", "_forward_cache", "_reductions", "_sync_dist", "_to_sync",  # torchmetrics
     "_update_count",

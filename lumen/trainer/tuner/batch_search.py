@@ -52,7 +52,7 @@ class BatchSizeSearch:
     def __init__(self, trials: Trials, plan: Plan, name: str, steps: int, max_trials: int) -> None:
         self._trials, self._name, self._steps, self._left = trials, name, steps, max_trials
         self._most = plan.global_batch_size
-        self._accumulates = plan.global_batch_size is not None or plan.accumulate > 1
+        self._accumulates = plan.global_batch_size is not None or plan.accumulates
 
     def find(self, init_val: int, mode: Mode, margin: float) -> int:
         """The batch size that is found.
@@ -95,7 +95,7 @@ class BatchSizeSearch:
         try:
             self._trials.run(
                 largest, {self._name: size},
-                max_steps=self._steps, accumulate=1 + self._accumulates, global_batch_size=None,
+                max_steps=self._steps, accumulate={0: 1 + self._accumulates}, global_batch_size=None,
             )  # fmt: skip
         except (RuntimeError, DataError) as error:
             if isinstance(error, DataError):

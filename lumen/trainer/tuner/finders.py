@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 from lumen.callbacks import Callback
 from lumen.errors.arguments import checked
@@ -104,6 +105,8 @@ class BatchSizeFinder(Callback):
     Attributes:
         optimal_batch_size: The size; None: there was no search.
     """
+
+    INSTEAD: ClassVar[Mapping[str, str]] = {"max_val": "It ends where a batch no longer fits, or after max_trials."}
 
     @checked
     def __init__(

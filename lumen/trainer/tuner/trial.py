@@ -17,6 +17,7 @@ from lumen.callbacks import Callback
 from lumen.data.combined import CombinedLoader
 from lumen.errors import ConfigError
 from lumen.internals.tensors import empty_device_cache
+from lumen.profilers import make_profiler
 from lumen.random import preserved_generators
 from lumen.run.open_loaders import one_source
 from lumen.task.compile import Compilation
@@ -52,8 +53,8 @@ class Trials:
                 "global_batch_size the training is the same on any number of processes."
             )
         self._trainer, self._task, self._configure = trainer, task, configure_optimizers
-        self._given = trainer._given_optimizers if trainer._running and configure_optimizers is None else None
-        run = trainer.run if trainer._running else None
+        run = trainer.run if trainer._status == "running" else None
+        self._given = None if run is None or configure_optimizers is not None else trainer._given_optimizers
         self._seed = trainer.seed if run is None else run.seed
         self._data = data
         if run is not None and data is None:
@@ -113,10 +114,11 @@ class Trials:
             sanity_batches=0, limits=trainer.plan.limits | {"validate": 0},
         )  # fmt: skip
         trainer.origin = trainer._origin = trainer.origin.anew()
-        trainer.callbacks, trainer.loggers, trainer.profiler = [callback], [], None
+        trainer._asks_task = False
+        trainer.callbacks, trainer.loggers, trainer.profiler = [callback], [], make_profiler(None)
         trainer.fast_dev_run, trainer.enable_checkpointing = 1, False  # no directory, and no word on schedules
         trainer.seed, trainer.log_settings = self._seed, LogSettings("ERROR")
-        trainer.run_directory, trainer._run, trainer._running = None, None, False
+        trainer.run_directory, trainer._run, trainer._status = None, None, "initializing"
         return trainer
 
 

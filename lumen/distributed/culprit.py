@@ -1,0 +1,198 @@
+"""Which process of a run does not get on, and what it does instead: read from the stacks of all."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import final
+
+import torch
+
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
+_LUMEN, _TORCH = str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep
+_COLLECTIVES, _LOADER = _TORCH + f"distributed{os.sep}", _TORCH + os.path.join("utils", "data", "")
+_AUTOGRAD = _TORCH + f"autograd{os.sep}"
+_DEBUGGER = re.compile(r"[/\\](bdb|pdb|IPython[/\\].*|_?pydevd\w*([/\\].*)?|debugpy[/\\].*)\.py$")
+
+
+@final
+@dataclass(frozen=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+    @property
+    def is_lumens(self) -> bool:
+        """It is of Lumen."""
+        return self.file.startswith(_LUMEN)
+
+    @property
+    def is_users(self) -> bool:
+        """It is neither Lumen's nor that of a library."""
+        installed = self.file.startswith(_libraries()) or f"{os.sep}site-packages{os.sep}" in self.file
+        return not (self.is_lumens or installed or self.file.startswith("<"))
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    """Folders of what is installed; to ask takes Python an import."""
+    return tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def frames_of(stacks: str) -> list[Frame]:
+    """The stack of the main thread of a process, the innermost frame first, from what faulthandler wrote of all."""
+    last = re.split(r"^(?:Current thread|Thread) 0x.*$", stacks, flags=re.M)[-1]  # the main thread began first
+    return [Frame(file, int(line), name) for file, line, name in _FRAME.findall(last)]
+
+
+@final
+@dataclass(frozen=True)
+class Worker:
+    """A data worker, or another process that one of the run has forked."""
+
+    pid: int
+    state: str
+    stacks: str
+
+    @property
+    def own_frame(self) -> Frame | None:
+        """The innermost frame of the user in it; None: it has none, as where it waits for work."""
+        return next((frame for frame in frames_of(self.stacks) if frame.is_users), None)
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """Where a process of a run stands.
+
+    Attributes:
+        rank: Of the process in the run, from 0.
+        pid: The number that its system gives it.
+        state: `runs`, `stopped`, `traced` by a debugger, `ended`, or `elsewhere, on HOST`.
+        stacks: Of all its threads, as faulthandler writes them; "": it did not answer.
+        is_busy: It has used the processor more than half of the time while it was asked.
+        workers: Its data workers, if it waits for them.
+    """
+
+    rank: int
+    pid: int
+    state: str
+    stacks: str = ""
+    is_busy: bool = False
+    workers: list[Worker] = field(default_factory=list)
+
+    @cached_property
+    def frames(self) -> list[Frame]:
+        """Of the main thread, the innermost first."""
+        return frames_of(self.stacks)
+
+    @cached_property
+    def _inner(self) -> list[Frame]:
+        """What libraries do for the innermost frame of Lumen or of the user."""
+        number = next((i for i, frame in enumerate(self.frames) if frame.is_lumens or frame.is_users), None)
+        return self.frames[:number]
+
+    @property
+    def waits_for_data(self) -> bool:
+        """It waits for a data worker."""
+        return any(frame.file.startswith(_LOADER) for frame in self._inner)
+
+    @property
+    def waits_for_others(self) -> bool:
+        """It is in a collective, or in a backward that does not compute."""
+        in_backward = bool(self._inner) and self._inner[0].file.startswith(_AUTOGRAD) and not self.is_busy
+        return in_backward or any(frame.file.startswith(_COLLECTIVES) for frame in self._inner)
+
+    @property
+    def is_debugged(self) -> bool:
+        """Somebody looks at it with a debugger, or another tool that traces it."""
+        return self.state == "traced" or any(_DEBUGGER.search(frame.file) for frame in self.frames)
+
+    def told(self) -> str:
+        """All that is known of it."""
+        if self.state.startswith("elsewhere"):
+            return f"rank {self.rank} runs {self.state}: see what it says itself"
+        if self.state == "ended":
+            return f"rank {self.rank} has ended"
+        texts = [f"rank {self.rank} (pid {self.pid}) stands here:\n{self.stacks or _silent(self.state)}"]
+        for worker in self.workers:
+            stacks = worker.stacks or _silent(worker.state)
+            texts.append(f"rank {self.rank}, process {worker.pid}, a data worker:\n{stacks}")
+        return "\n".join(texts)
+
+    def doing(self, alone: bool) -> str:
+        """What it does, in words that follow its name."""
+        if self.state == "stopped":
+            return f"is stopped (SIGSTOP; `kill -CONT {self.pid}` lets it go on)"
+        if self.state == "ended":
+            return "has ended"
+        if not self.stacks:
+            return f"does not answer (pid {self.pid})"
+        if self.waits_for_data:
+            return self._waiting_for_data()
+        frame = next((frame for frame in self.frames if frame.is_users), None)
+        if self.waits_for_others and not alone:
+            return f"waits for other processes at {self._anchor}"
+        if frame is not None and frame.function != "<module>":
+            return f"is in user code: {frame}"
+        return f"stands at {self._anchor}"
+
+    def _waiting_for_data(self) -> str:
+        for worker in self.workers:
+            if worker.state == "stopped":
+                return f"waits for its data worker {worker.pid}, which is stopped (SIGSTOP)"
+        for worker in self.workers:
+            if worker.own_frame is not None:
+                return f"waits for its data worker {worker.pid}, which is in user code: {worker.own_frame}"
+        pids = ", ".join(str(worker.pid) for worker in self.workers)
+        return f"waits for its data workers ({pids})" if pids else "waits for data"
+
+    @property
+    def _anchor(self) -> Frame | str:
+        """The innermost frame of Lumen or of the user."""
+        return next((frame for frame in self.frames if frame.is_lumens or frame.is_users), "an unknown place")
+
+
+def _silent(state: str) -> str:
+    return "(it is stopped)" if state == "stopped" else "(it does not answer)"
+
+
+def name_culprits(places: Sequence[Place]) -> str:
+    """Which process keeps the others waiting, and what it does: the last one to enter the collective is in none.
+
+    Args:
+        places: Where each process of the run stands, in rank order; those on other hosts say so themselves.
+    """
+    here = [place for place in places if not place.state.startswith("elsewhere")]
+    alone = len(places) == 1
+    named = [place for place in here if place.state in ("stopped", "ended") or not place.stacks]
+    named = named or [place for place in here if alone or place.waits_for_data or not place.waits_for_others]
+    if named:
+        what = "; ".join(f"rank {place.rank} {place.doing(alone)}" for place in named)
+        others = [place.rank for place in here if place not in named]
+        return what if not others else f"{what}. {_ranks(others)} {'wait' if len(others) > 1 else 'waits'}"
+    spots = Counter(str(place._anchor) for place in here)
+    if len(spots) > 1:
+        rarest = min(spots.values())
+        odd = [place for place in here if spots[str(place._anchor)] == rarest]
+        return "the processes wait for one another at different places: " + "; ".join(
+            f"rank {place.rank} at {place._anchor}" for place in (odd if rarest * 2 < len(here) else here)
+        )
+    what = f"all processes of this host wait at {next(iter(spots))}"
+    return what if len(here) == len(places) else f"{what}; see what the others say"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

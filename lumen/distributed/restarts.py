@@ -1,0 +1,202 @@
+"""Whether a job that failed is started again: what its workers noted, what it failed by, and what is told of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from mmap import mmap
+from pathlib import Path
+from struct import Struct
+from typing import TYPE_CHECKING, Any, final
+
+from lumen import errors
+from lumen.distributed.worker import is_worker
+from lumen.errors import ConfigError, ProcessLost, ProcessStuck
+from lumen.internals.stop_signals import LEFT, SIGNALS
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from lumen.distributed.processes import Processes
+
+NOTES, RESTART = "LUMEN_NOTES", "LUMEN_RESTART"  # a folder for the workers' notes; what is to be told of a restart
+_STEP = Struct("q")
+_CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
+_IN_VAIN = 2
+
+
+@final
+@dataclass(frozen=True)
+class Failure:
+    """What a job failed by.
+
+    Attributes:
+        rank: The rank that failed first.
+        what: What happened to it, in words that follow its name: `was killed by SIGKILL`.
+        code: Exit code of that process; negative: the signal that killed it.
+        kind: Class name of its exception; None: it left none.
+        step: Steps that were completed; None: training had not begun.
+    """
+
+    rank: int
+    what: str
+    code: int
+    kind: str | None
+    step: int | None
+
+
+@final
+@dataclass(frozen=True)
+class Restart:
+    """What a job that was started again tells of that.
+
+    Attributes:
+        number: The how-manieth restart it is, from 1.
+        most: How many there may be.
+        why: Rank and reason.
+        directory: The run that was in training; None: none was.
+        reached: Steps that it had completed.
+        began_s: When it had begun, in seconds since 1970.
+    """
+
+    number: int
+    most: int
+    why: str
+    directory: str | None
+    reached: int
+    began_s: float
+
+
+@final
+class Lives:
+    """The lives of one job, counted by its launcher.
+
+    Args:
+        most: How many restarts there may be.
+        folder: Of this launch; each life gets one in it.
+    """
+
+    def __init__(self, most: int, folder: Path) -> None:
+        self._most, self._root = most, folder
+        self._count = self._in_vain = 0
+        self._last: Failure | None = None
+        self._place: tuple[str | None, int] = (None, -1)
+        self._farthest = -1
+
+    def begin(self) -> Path:
+        """The folder of the life that begins now."""
+        self.folder = self._root / f"life-{self._count}"
+        self.folder.mkdir()
+        self._began_s = time.time()
+        if self._most:
+            os.environ[NOTES] = str(self.folder)
+        return self.folder
+
+    def refusal(self, failures: Mapping[int, ProcessFailure]) -> str | None:
+        """Count a life that has failed. Returns why there is to be no other one; "" if that need not be said."""
+        if not self._most:
+            return ""
+        failure = failure_of(failures, self.folder)
+        if failure.kind == ConfigError.__name__ or failure.code in LEFT or -failure.code in SIGNALS:
+            return ""
+        before, self._last = self._last, failure
+        place, reached = _noted(self.folder)
+        self._in_vain = self._in_vain + 1 if self._count and place == self._place and reached <= self._farthest else 0
+        self._farthest = max(reached, self._farthest if place[0] == self._place[0] else -1)
+        self._place = place
+        where = "before its first step" if failure.step is None else f"at step {failure.step}"
+        if before is not None and _is_same(before, failure):
+            return f"an error of the task, not of a machine: {failure.what} twice, each time {where}"
+        if self._in_vain >= _IN_VAIN:
+            return f"no further restart: {self._in_vain} in a row came no further than step {max(reached, 0)}"
+        if self._count == self._most:
+            return f"no further restart: there were {self._count}, and max_restarts is {self._most}"
+        self._count += 1
+        why = f"rank {failure.rank} {failure.what}"
+        restart = Restart(self._count, self._most, why, place[0], max(reached, 0), self._began_s)
+        os.environ[RESTART] = json.dumps(asdict(restart))
+        return None
+
+    @property
+    def number(self) -> int:
+        """Of the life in progress, from 0."""
+        return self._count
+
+
+def first_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, Mapping[str, Any] | None]:
+    """The rank that failed first, and its report; None: it left none."""
+    reports = {rank: each.error_file_data for rank, each in failures.items() if "text" in each.error_file_data}
+    causes = {rank: report for rank, report in reports.items() if report["kind"] != ProcessLost.__name__}
+    silent = [rank for rank in failures if rank not in reports]
+    if causes or not silent:
+        rank = min(causes or reports, key=lambda rank: (causes or reports)[rank]["time_s"])
+        return rank, reports[rank]
+    return min(silent, key=lambda rank: failures[rank].exitcode), None
+
+
+def failure_of(failures: Mapping[int, ProcessFailure], notes: Path) -> Failure:
+    """What a job failed by."""
+    rank, report = first_of(failures)
+    code = failures[rank].exitcode
+    if report is not None:
+        return Failure(rank, f"failed: {report['message']['message'].partition(chr(10))[0]}", code, report["kind"],
+                       report["step"])  # fmt: skip
+    place, reached = _noted(notes, rank)
+    return Failure(rank, ended(code), code, None, None if place[1] < 0 else reached)
+
+
+def ended(code: int) -> str:
+    """How a process ended that left no report, in words."""
+    return f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+
+
+def _is_same(before: Failure, now: Failure) -> bool:
+    """Whether a machine is not to blame: the same error at the same place, though a rank more or less may be first."""
+    if (before.kind, before.step) != (now.kind, now.step) or now.kind in (ProcessLost.__name__, ProcessStuck.__name__):
+        return False
+    if now.kind is None:
+        return now.code == before.code and (now.code > 0 or now.code in _CRASHES) and now.rank == before.rank
+    return now.what == before.what or not hasattr(errors, now.kind)
+
+
+def _noted(folder: Path, rank: int = 0) -> tuple[tuple[str | None, int], int]:
+    """The run and the step that a life began at, and the step that a rank reached; -1: it did not come so far."""
+    try:
+        began = json.loads((folder / "began").read_text())
+        return (began["directory"], began["step"]), _STEP.unpack((folder / f"step-{rank}").read_bytes())[0]
+    except OSError:
+        return (None, -1), -1
+
+
+# ---------------------------------------------------------------------- in a worker
+
+
+def needs_launcher(processes: Processes, max_restarts: int) -> bool:
+    """Whether a training needs a launcher that does not run yet."""
+    return processes.are_missing or (max_restarts > 0 and processes.started_by is None)
+
+
+def has_lives() -> bool:
+    """Whether the launcher that started this process would start it again."""
+    return is_worker() and NOTES in os.environ
+
+
+def step_notes(rank: int, directory: Path, step: int) -> Callable[[int], None]:
+    """Note that a run is in training; returns what is told each further step. The launcher reads it after any end."""
+    folder = Path(os.environ[NOTES])
+    file = folder / f"step-{rank}"
+    file.write_bytes(_STEP.pack(step))
+    if rank == 0:
+        (folder / "began").write_text(json.dumps({"directory": str(directory), "step": step}))
+    with open(file, "r+b") as opened:
+        noted = mmap(opened.fileno(), _STEP.size)
+    return lambda step: _STEP.pack_into(noted, 0, step)
+
+
+def told_restart() -> Restart | None:
+    """What is to be told of a restart, if this process was started again."""
+    return Restart(**json.loads(os.environ[RESTART])) if is_worker() and RESTART in os.environ else None

@@ -1,0 +1,130 @@
+"""What a task knows of the run that it is in, and of where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from lumen.errors import ConfigError
+from lumen.task.data_module import Attached
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from lumen.trainer.trainer import Trainer
+
+
+class OfRun(Attached):
+    """Mixin of `TaskModule`: the run as a task reads it, where it lies, and what Lightning's exports are here."""
+
+    _opener: Trainer | None = None  # while it is asked for its callbacks
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer of the run.
+
+        Raises:
+            ConfigError: The task is not in a run.
+        """
+        if self._opener is not None:
+            return self._opener
+        if self._run is None:
+            raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
+        return self._run.trainer  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its steps run; outside of a run, where the parameters are."""
+        if self._run is not None and self._run.stage:
+            return self._run.strategy.device
+        return next((tensor.device for tensor in _tensors_of(self)), torch.device("cpu"))
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The devices of the run as a grid, from `configure_model` on; None where there is one device."""
+        return None if self._run is None else self._run.strategy.device_mesh
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer updates completed; after `fit`, in an evaluation too, those of it."""
+        return 0 if self._run is None else self.trainer.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed, likewise."""
+        return 0 if self._run is None else self.trainer.current_epoch
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this process."""
+        return 0 if self._run is None else self._run.processes.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its node."""
+        return 0 if self._run is None else self._run.processes.local_rank
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return [] if self._run is None else self._run.trainer.loggers
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self.trainer.logger
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its floating-point parameters and buffers, the first that there is; else torch's default."""
+        found = (tensor.dtype for tensor in _tensors_of(self) if tensor.is_floating_point())
+        return next(found, torch.get_default_dtype())
+
+    @property
+    def on_gpu(self) -> bool:
+        """Its steps run on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def fabric(self) -> None:
+        """None: there is no Fabric."""
+        return None
+
+    def to_onnx(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not here: the file is written from a run, by the command line.
+
+        Raises:
+            ConfigError: Always; it says what to write.
+        """
+        raise ConfigError(
+            "to_onnx: write lumen export RUN --format onnx --output FILE.onnx, or call torch.onnx.export."
+        )
+
+    def to_torchscript(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not here: torch.export has taken the place of TorchScript.
+
+        Raises:
+            ConfigError: Always; it says what to write.
+        """
+        raise ConfigError(
+            "to_torchscript: write lumen export RUN --format torch-export --output FILE.pt2, which torch.export.load "
+            "reads, or call torch.export.export."
+        )
+
+    def to_tensorrt(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not here: TensorRT reads what torch.export writes.
+
+        Raises:
+            ConfigError: Always; it says what to write.
+        """
+        raise ConfigError(
+            "to_tensorrt: write lumen export RUN --format torch-export --output FILE.pt2, and give what "
+            "torch.export.load reads to torch_tensorrt."
+        )
+
+
+def _tensors_of(task: Any) -> Iterator[torch.Tensor]:
+    yield from task.parameters()
+    yield from task.buffers()

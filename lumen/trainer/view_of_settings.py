@@ -1,0 +1,117 @@
+"""What a trainer was given, under the names of its arguments."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+from lumen.errors import ConfigError
+from lumen.trainer.view_base import ViewBase
+
+
+class ViewOfSettings(ViewBase):
+    """Arguments of the trainer, as they are after `fast_dev_run` and `overfit_batches`; none can be set afterwards."""
+
+    @property
+    def max_steps(self) -> int:
+        """The limit; -1: there is none."""
+        return -1 if self.plan.max_steps is None else self.plan.max_steps
+
+    @property
+    def max_epochs(self) -> int:
+        """The limit; -1: there is none."""
+        return -1 if self.plan.max_epochs is None else self.plan.max_epochs
+
+    @property
+    def min_steps(self) -> int:
+        """Optimizer updates before a callback may stop the run."""
+        return self.plan.min_steps
+
+    @property
+    def min_epochs(self) -> int:
+        """Epochs before a callback may stop the run."""
+        return self.plan.min_epochs
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches of a step in each process, in the epoch in progress; with `global_batch_size` they follow.
+
+        Raises:
+            ConfigError: They follow from the training loader, which is not open yet.
+        """
+        if self.plan.global_batch_size is None:
+            return self.plan.accumulate_in(self.current_epoch)
+        loader = None if self._run is None else self._run.loaders.train
+        if loader is None:
+            raise ConfigError(
+                "accumulate_grad_batches: it follows from global_batch_size and the training loader, which is not open "
+                "yet. Read it during fit."
+            )
+        return math.ceil(loader.per_step / self.strategy.processes.world_size)
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        """Largest gradient norm or element; None: nothing is clipped."""
+        return self.plan.clip_value if self.plan.clip_norm is None else self.plan.clip_norm
+
+    @property
+    def gradient_clip_algorithm(self) -> str | None:
+        """By "norm" or by "value"; None: nothing is clipped."""
+        return None if self.gradient_clip_val is None else "value" if self.plan.clip_norm is None else "norm"
+
+    @property
+    def val_check_interval(self) -> int | float | timedelta:
+        """When to validate: optimizer steps as an int, a share of an epoch as a float, or a duration."""
+        if self.plan.val_every_s is not None:
+            return timedelta(seconds=self.plan.val_every_s)
+        every, share = self.plan.val_every_n_steps, self.plan.val_every_epoch_fraction
+        return every if every is not None else share if share is not None else 1.0
+
+    @property
+    def check_val_every_n_epoch(self) -> int:
+        """Validate in every n-th epoch only."""
+        return self.plan.val_every_n_epochs
+
+    @property
+    def num_sanity_val_steps(self) -> int | float:
+        """Validation batches to try before training; infinite: all."""
+        return math.inf if self.plan.sanity_batches < 0 else self.plan.sanity_batches
+
+    @property
+    def limit_train_batches(self) -> int | float:
+        """A count, or a share, of the batches of an epoch."""
+        return self._limit("train")
+
+    @property
+    def limit_val_batches(self) -> int | float:
+        """Likewise for validation."""
+        return self._limit("validate")
+
+    @property
+    def limit_test_batches(self) -> int | float:
+        """Likewise for test."""
+        return self._limit("test")
+
+    @property
+    def limit_predict_batches(self) -> int | float:
+        """Likewise for prediction."""
+        return self._limit("predict")
+
+    @property
+    def overfit_batches(self) -> int | float:
+        """A count, or a share, of the batches that every epoch repeats; 0.0: off."""
+        return self._limit("train") if self.plan.same_batches else 0.0
+
+    @property
+    def reload_dataloaders_every_n_epochs(self) -> int:
+        """New loaders are asked for at the start of every n-th epoch; 0: never."""
+        return self.plan.reload_every_n_epochs
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """Optimizer steps between two written values."""
+        return self.plan.log_every_n_steps
+
+    def _limit(self, stage: str) -> int | float:
+        limit = self.plan.limits.get(stage)
+        return 1.0 if limit is None else limit

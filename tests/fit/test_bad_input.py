@@ -1,0 +1,307 @@
+"""What stands in a wrong place, or cannot be meant, is one error or one warning: a table of inputs and messages."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+import lumen
+from lumen.errors import LumenError
+from tests.helpers.tasks import Regression, bare_trainer, loader
+
+
+class Data(lumen.DataModule):
+    def train_dataloader(self):
+        return loader(16, 8)
+
+    val_dataloader = train_dataloader
+
+
+def task(base=Regression, **methods):
+    """A task of a class `Mine` with these methods."""
+    return type("Mine", (base,), methods)()
+
+
+def fit(*given, task=None, options=(), **more):
+    """What fits a trainer of two epochs, in a directory."""
+
+    def run(path):
+        trainer = bare_trainer(path, **{"max_epochs": 2, "log_level": "WARNING"} | dict(options))
+        trainer.fit(*(given or (task, Data())), **more)
+
+    return run
+
+
+def configured(configure, base=Regression, **methods):
+    return fit(task=task(base, configure_optimizers=configure, **methods))
+
+
+class ByHand(Regression):
+    automatic_optimization = False
+
+    def training_step(self, batch):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch))
+        optimizer.step()
+
+
+class Uninitialised(lumen.TaskModule):
+    def __init__(self):
+        self.width = 3
+
+    training_step = configure_optimizers = print
+
+
+class Counting(lumen.Callback):
+    def state_dict(self):
+        return {"count": 1}
+
+
+def sgd(module):
+    return SGD(module.parameters(), lr=0.1)
+
+
+def replace(self):
+    self.net[0] = nn.Linear(6, 16)
+
+
+def replace_later(self):
+    if self.current_epoch == 1:
+        self.net[0].weight = nn.Parameter(torch.zeros(16, 6))
+
+
+def plateau(self):
+    optimizer = sgd(self)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "test_loss"}}
+
+
+def stepping(self, batch):
+    loss = Regression.training_step(self, batch)
+    self.optimizers().step()
+    return loss
+
+
+def logging_accuracy(self, batch):
+    self.log_dict({"acc": 1.0})
+
+
+def by_itself(self, batch):
+    self.manual_backward(Regression.training_step(self, batch))
+
+
+def validate(*given, **more):
+    return lambda path: bare_trainer(path).validate(*given, **more)
+
+
+_STRANGERS = (
+    "the optimizer holds {} parameters that are not the task's. Build it in configure_optimizers, from "
+    "self.parameters(), so that it sees the parameters that are trained; what a hook adds to it has to be an attribute "
+    "of the task, or of a module in it."
+)
+_STEP_OF_ANOTHER = (
+    "lr_scheduler: the StepLR moves the learning rates of another optimizer than the SGD that trains. Build it with "
+    "that one."
+)
+_CALLBACKS = "Trainer: callbacks: expected a list of a Callback, a dict of a Callback or None, a Callback or None"
+_NO_STEP_TO_LOG_AT = (
+    "self.log('a') was called outside of a training or evaluation epoch, where there is no step to log it at. Call it "
+    "in a step or in an epoch or batch hook, or use self.logger."
+)
+_WITHOUT_A_STEP = (
+    "epoch 0 made no optimizer step: no optimizer has moved in any of its 2 batches. With automatic_optimization = "
+    "False training_step calls self.manual_backward(loss), and step() of self.optimizers()."
+)
+ERRORS = {
+    # ------------------------------------------------------------------ optimizers and schedules
+    "another module's parameters": (configured(lambda self: sgd(nn.Linear(1, 1))), _STRANGERS.format(2)),
+    "parameters that are replaced before training": (fit(task=task(on_train_start=replace)), _STRANGERS.format(2)),
+    "parameters that are replaced in a later epoch": (
+        fit(task=task(on_train_epoch_start=replace_later)),
+        _STRANGERS.format(1),
+    ),
+    "the same by hand": (fit(task=task(ByHand, on_train_epoch_start=replace_later)), _STRANGERS.format(1)),
+    "a schedule of another optimizer": (
+        configured(lambda self: ([sgd(self)], [StepLR(sgd(self), 1)])),
+        _STEP_OF_ANOTHER,
+    ),
+    "the same schedule by hand": (
+        configured(lambda self: ([sgd(self)], [StepLR(sgd(self), 1)]), ByHand),
+        _STEP_OF_ANOTHER,
+    ),
+    "the class of an optimizer": (
+        configured(lambda self: SGD),
+        "configure_optimizers returned the class SGD; expected a torch.optim.Optimizer, ([optimizer], [scheduler]), or "
+        '{"optimizer": ..., "lr_scheduler": ...}.',
+    ),
+    "the class of a schedule": (
+        configured(lambda self: ([sgd(self)], [StepLR])),
+        "lr_scheduler: expected a scheduler, found the class StepLR. Make one of the optimizer: "
+        "StepLR(optimizer, ...).",
+    ),
+    "manual_backward in automatic optimization": (
+        fit(task=task(training_step=by_itself)),
+        "manual_backward is for manual optimization, but Mine leaves the steps to Lumen: set "
+        "self.automatic_optimization = False in __init__ to make them yourself; or return the loss from training_step, "
+        "and leave this call out.",
+    ),
+    "a step by hand in automatic optimization": (
+        fit(task=task(training_step=stepping)),
+        "AdamW.step was called in a training step, where Lumen calls it once: the parameters would move twice. Leave "
+        "step, zero_grad and backward out of training_step and the hooks, and return the loss; or set "
+        "automatic_optimization = False, to make the steps yourself. Change gradients in on_before_optimizer_step; for "
+        "several micro-batches in one step set accumulate_grad_batches; an optimizer that steps otherwise is a "
+        "subclass with such a step.",
+    ),
+    "no step in manual optimization": (fit(task=task(ByHand, training_step=Regression.training_step)), _WITHOUT_A_STEP),
+    "a backward and no step": (fit(task=task(ByHand, training_step=by_itself)), _WITHOUT_A_STEP),
+    # ------------------------------------------------------------------ monitors and states
+    "a monitor of another stage": (
+        fit(task=task(test_step=logging_accuracy), options={"callbacks": [lumen.EarlyStopping("acc")]}),
+        "EarlyStopping: the monitor 'acc' was never logged; logged so far: val_loss. Use one of these or log it, once "
+        "an epoch or in validation. test_step of Mine may log it, which fit does not call.",
+    ),
+    "a plateau of another stage": (
+        configured(plateau),
+        "lr_scheduler: the monitor 'test_loss' has no value of an epoch or a validation; there are: val_loss. Log it "
+        "so (on_epoch=True), set a frequency at which it has one, or set strict: false. test_step of Mine may log it, "
+        "which fit does not call.",
+    ),
+    "two callbacks with one key": (
+        lambda path: lumen.Trainer(
+            default_root_dir=path, max_steps=1, accelerator="cpu", callbacks=[Counting(), Counting()]
+        ).fit(Regression(), Data()),
+        "several callbacks or loggers of this run have a state, and the same state_key: Counting. A checkpoint could "
+        "not tell whose is whose. Leave one out, let them differ in what the key names, or define the property "
+        "state_key in their class so that it does.",
+    ),
+    "one callback twice": (
+        lambda path: bare_trainer(path, callbacks=[lumen.Callback()] * 2),
+        "callbacks: one Callback is there twice, so that its hooks would be called twice. Leave one out, or make two.",
+    ),
+    # ------------------------------------------------------------------ one thing in the place of another
+    "the class of a callback": (
+        lambda path: bare_trainer(path, callbacks=[lumen.EarlyStopping]),
+        f"{_CALLBACKS}, found the class EarlyStopping in a list. Make one: EarlyStopping(...).",
+    ),
+    "a name of a callback": (
+        lambda path: bare_trainer(path, callbacks=["EarlyStopping"]),
+        f"{_CALLBACKS}, found ['EarlyStopping'].",
+    ),
+    "the class of a task": (
+        fit(Regression, loader()),
+        "expected a TaskModule, found the class Regression. Make one: Regression(...).",
+    ),
+    "the class of a task to validate": (
+        validate(Regression, loader()),
+        "expected a TaskModule, found the class Regression. Make one: Regression(...).",
+    ),
+    "a torch module": (
+        fit(nn.Linear(6, 1), loader()),
+        "expected a TaskModule, found Linear. Subclass lumen.TaskModule.",
+    ),
+    "a task without super().__init__()": (
+        fit(task=Uninitialised()),
+        "Uninitialised.__init__ does not call super().__init__(), which makes it a torch.nn.Module. Call it first.",
+    ),
+    "a data module and a task": (
+        fit(Data(), Regression()),
+        "expected a TaskModule, found Data. The task comes first, and then the data: (Regression, Data).",
+    ),
+    "a loader and a task": (
+        fit(loader(), Regression()),
+        "expected a TaskModule, found DataLoader. The task comes first, and then the data: (Regression, DataLoader).",
+    ),
+    "a data module and a task to validate": (
+        validate(Data(), Regression()),
+        "dataloaders: found the task Regression. A loader belongs there, or a data module.",
+    ),
+    "the class of a data module": (
+        fit(Regression(), Data),
+        "dataloaders: found the class Data. Make one: Data(...).",
+    ),
+    "the same by its name": (
+        fit(Regression(), datamodule=Data),
+        "datamodule: expected a lumen.DataModule, found the class Data. Make one: Data(...).",
+    ),
+    "a loader as a data module": (
+        fit(Regression(), datamodule=loader()),
+        "datamodule: expected a lumen.DataModule, found DataLoader. Give loaders without a name.",
+    ),
+    "a data module as a validation loader": (
+        fit(Regression(), loader(), Data()),
+        "val_dataloaders: found the data module Data. Give it alone, as datamodule=...",
+    ),
+    "a data module in a list": (
+        fit(Regression(), [Data()]),
+        "dataloaders: found the data module Data. Give it alone, as datamodule=...",
+    ),
+    "a data set": (
+        fit(Regression(), loader().dataset),
+        "a loader is an iterable of batches, found TensorDataset. Return a DataLoader of it, as in "
+        "DataLoader(data_set, batch_size=32).",
+    ),
+}
+#: Where there is no step, or its values are closed.
+for _place in ("setup", "configure_optimizers", "on_fit_start", "on_sanity_check_start", "on_train_start",
+               "on_validation_end", "on_step_end", "on_step_checkpoint", "on_train_end", "on_fit_end",
+               "teardown", "train_dataloader"):  # fmt: skip
+    _mine = task(**{_place: lambda self, *_: self.log("a", 1.0)})
+    ERRORS[f"self.log in {_place}"] = (
+        fit(_mine) if _place == "train_dataloader" else fit(task=_mine),
+        _NO_STEP_TO_LOG_AT,
+    )
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_what_cannot_be_meant_is_one_error(tmp_path, what):
+    run, message = ERRORS[what]
+    with pytest.raises(LumenError) as caught:
+        run(tmp_path)
+    assert str(caught.value) == message
+
+
+def moves_one_of_two(self, batch):
+    first, _ = self.optimizers()
+    first.zero_grad()
+    self.manual_backward(Regression.training_step(self, batch))
+    first.step()
+
+
+WARNINGS = {
+    "an optimizer that nobody moves": (
+        configured(lambda self: [sgd(self.net[0]), sgd(self.net[3])], ByHand, training_step=moves_one_of_two),
+        "optimizer 1 of configure_optimizers (SGD) was never moved: training_step has not called its step",
+    ),
+    "a step without a gradient": (
+        fit(task=task(ByHand, training_step=lambda self, batch: self.optimizers().step())),
+        "AdamW.step was called where no parameter of it has a gradient: nothing moves. Call "
+        "self.manual_backward(loss) before it, and zero_grad before that",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WARNINGS)
+def test_what_does_nothing_is_one_warning(tmp_path, caplog, what):
+    run, message = WARNINGS[what]
+    run(tmp_path)
+    assert [record.message for record in caplog.records] == [message]
+
+
+def test_what_is_as_it_should_be_is_not_warned_of(tmp_path, caplog):
+    both = {"configure_optimizers": lambda self: [sgd(self.net[0]), sgd(self.net[3])]}
+
+    def training_step(self, batch):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(Regression.training_step(self, batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    run = fit(task=task(ByHand, training_step=training_step, **both))
+    run(tmp_path)
+    fit(task=copy.deepcopy(Regression()))(tmp_path)
+    assert caplog.records == []

@@ -1,0 +1,192 @@
+"""Callbacks take and tell what Lightning's do, as far as it means the same; the rest is told in words."""
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import lumen
+from lumen.errors import ConfigError
+from lumen.errors.lightning_names import ATTRIBUTES_OF_CHECKPOINTS, INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
+
+
+class Scored(Regression):
+    """Has one value of `score` after the other, at each validation."""
+
+    def __init__(self, scores=(4.0, 1.0, 3.0, 2.0, 5.0, 6.0, 7.0, 8.0)):
+        super().__init__()
+        self.scores = iter(scores)
+
+    def validation_step(self, batch):
+        pass
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            self.log("score", next(self.scores))
+
+
+def fit(tmp_path, *callbacks, epochs=4, make=quiet_trainer, **options):
+    trainer = make(tmp_path, max_epochs=epochs, callbacks=[*callbacks], **options)
+    trainer.fit(Scored(), loader(16, 8), loader(8, 8))
+    return trainer
+
+
+# ---------------------------------------------------------------------- ModelCheckpoint
+
+
+def test_scores_are_tensors_as_those_of_lightning(tmp_path):
+    saver = lumen.ModelCheckpoint(tmp_path / "best", monitor="score", save_top_k=2, save_last=True)
+    assert saver.best_model_score is saver.current_score is saver.kth_value is None
+    fit(tmp_path, saver)
+    assert (saver.best_model_score.item(), saver.current_score.item(), saver.kth_value.item()) == (1.0, 2.0, 2.0)
+    assert [score.item() for score in saver.best_k_models.values()] == [1.0, 2.0]
+    assert {each.dtype for each in (saver.best_model_score, *saver.best_k_models.values())} == {torch.float64}
+    assert Path(saver.best_model_path).parent == tmp_path / "best"
+    assert Path(saver.last_model_path).name == "step-00000008"
+    assert saver.kth_best_model_path == [*saver.best_k_models][-1]
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_saves_are_said_on_request(tmp_path, caplog, verbose):
+    caplog.set_level(logging.INFO)
+    fit(tmp_path, lumen.ModelCheckpoint(verbose=verbose), epochs=1, log_level="INFO")
+    assert any("step-00000002" in each.message for each in caplog.records) is verbose
+
+
+def test_what_asks_for_nothing_of_a_checkpoint_is_taken():
+    neutral = {name: values[0] for name, values in NEUTRAL_IN_CHECKPOINTS.items()}
+    assert lumen.ModelCheckpoint(save_last=None, verbose=False, every_n_train_steps=None, **neutral).keep_last == 2
+    for name, values in NEUTRAL_IN_CHECKPOINTS.items():
+        for value in values:
+            lumen.ModelCheckpoint(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("filename", "{epoch}-{val_loss:.2f}"), ("save_weights_only", True), ("save_on_exception", True),
+        ("save_on_train_epoch_end", False), ("every_n_val_epochs", 2), ("period", 1), ("prefix", "best"),
+    ],
+)  # fmt: skip
+def test_what_a_checkpoint_cannot_do_says_what_to_write(name, value):
+    with pytest.raises(ConfigError) as caught:
+        lumen.ModelCheckpoint(**{name: value})
+    assert str(caught.value) == f"ModelCheckpoint has no argument {name}. {INSTEAD_IN_CHECKPOINTS[name]}"
+
+
+def test_to_keep_the_last_and_none_contradict_each_other():
+    with pytest.raises(ConfigError, match="save_last='link' and keep_last=0 contradict each other"):
+        lumen.ModelCheckpoint(save_last="link", keep_last=0)
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES_OF_CHECKPOINTS)
+def test_an_attribute_that_only_lightnings_checkpoint_has_says_what_to_read(name):
+    saver = lumen.ModelCheckpoint()
+    assert not hasattr(saver, name)
+    with pytest.raises(AttributeError) as caught:
+        getattr(saver, name)
+    assert str(caught.value) == f"ModelCheckpoint has no attribute {name}. {ATTRIBUTES_OF_CHECKPOINTS[name]}"
+    for word in ("best_model_path", "last_model_path", "best_k_models"):
+        assert hasattr(saver, word)
+
+
+# ---------------------------------------------------------------------- EarlyStopping
+
+
+def test_a_stop_has_its_reason_and_its_best_score(tmp_path):
+    stopping = lumen.EarlyStopping("score", patience=2, log_rank_zero_only=False)
+    assert (stopping.stopping_reason, stopping.stopped_epoch) == ("not_stopped", 0)
+    assert stopping.best_score.item() == math.inf
+    trainer = fit(tmp_path, stopping, make=bare_trainer, epochs=9)
+    assert (stopping.best_score.item(), stopping.best_score.dtype) == (1.0, torch.float64)
+    assert (stopping.stopping_reason, stopping.wait_count) == ("patience_exhausted", 2)
+    assert trainer.current_epoch == stopping.stopped_epoch == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "epochs"),
+    [
+        ({"stopping_threshold": 1.5}, "stopping_threshold", 2),
+        ({"divergence_threshold": 4.5}, "divergence_threshold", 5),
+    ],
+)
+def test_thresholds_are_reasons_too(tmp_path, options, reason, epochs):
+    stopping = lumen.EarlyStopping("score", patience=9, **options)
+    trainer = fit(tmp_path, stopping, make=bare_trainer, epochs=9)
+    assert (stopping.stopping_reason, trainer.current_epoch) == (reason, epochs)
+
+
+@pytest.mark.parametrize(("at_epochs", "step"), [(None, 4), (False, 4), (True, 6)])
+def test_a_monitor_is_looked_at_when_it_is_new_or_at_the_end_of_epochs_alone(tmp_path, at_epochs, step):
+    """A validation after each step, two in an epoch: 4 1, 3 2, 5 6, 7 8; the newest at the ends are 1 2 6 8."""
+    stopping = lumen.EarlyStopping("score", patience=2, check_on_train_epoch_end=at_epochs)
+    trainer = fit(tmp_path, stopping, make=bare_trainer, epochs=9, val_check_interval=1)
+    assert (stopping.best_score, trainer.global_step) == (1.0, step)
+
+
+def test_a_value_that_waits_for_the_end_of_its_epoch_is_looked_at_after_a_resume(tmp_path):
+    """Interrupted after the first validation of an epoch, whose value is seen at its end alone."""
+
+    def run(name, **options):
+        stopping = lumen.EarlyStopping("score", patience=2, check_on_train_epoch_end=True)
+        trainer = lumen.Trainer(
+            max_epochs=9, callbacks=[stopping], default_root_dir=tmp_path, name=name, accelerator="cpu", seed=1,
+            log_level="ERROR", enable_progress_bar=False, enable_model_summary=False, val_check_interval=3, **options,
+        )  # fmt: skip
+        task = Scored()
+        for _ in range(trainer.global_step):
+            next(task.scores)
+        return trainer, stopping, task
+
+    whole, first, task = run("whole")
+    whole.fit(task, loader(32, 8), loader(8, 8))
+    part, _, task = run("part", min_steps=0)
+    part.plan.max_steps = 3
+    part.fit(task, loader(32, 8), loader(8, 8))
+    again, second, task = run("part", resume="last")
+    next(task.scores)
+    again.fit(task, loader(32, 8), loader(8, 8))
+    assert again.global_step == whole.global_step
+    assert second.state_dict() == first.state_dict()
+
+
+# ---------------------------------------------------------------------- others
+
+
+def test_what_asks_for_nothing_of_other_callbacks_is_taken(tmp_path):
+    assert lumen.Timer(verbose=False).time_remaining("train") is None
+    assert lumen.LearningRateMonitor(logging_interval=None).logging_interval == "step"
+    lumen.OnExceptionCheckpoint(tmp_path, filename="on_exception")
+    with pytest.raises(ConfigError, match=r"OnExceptionCheckpoint has no argument filename. It is named by its step"):
+        lumen.OnExceptionCheckpoint(tmp_path, filename="crash")
+
+
+def test_what_asks_for_nothing_of_a_trainer_is_taken():
+    trainer = lumen.Trainer(
+        barebones=False, plugins=None, use_distributed_sampler=True, enable_autolog_hparams=True, model_registry=None,
+        logger=None, enable_checkpointing=None, enable_progress_bar=None, num_sanity_val_steps=None, precision=None,
+        log_every_n_steps=None, val_check_interval=None, deterministic=None, min_epochs=None, default_root_dir=None,
+        gradient_clip_algorithm=None,
+    )  # fmt: skip
+    default = lumen.Trainer()
+    assert trainer.plan == default.plan
+    assert (trainer.default_root_dir, trainer.precision) == (default.default_root_dir, default.precision)
+    with pytest.raises(ConfigError, match="Trainer has no argument use_distributed_sampler"):
+        lumen.Trainer(use_distributed_sampler=False)
+
+
+def test_an_operation_that_is_not_deterministic_is_a_warning_on_request(tmp_path):
+    seen = []
+
+    class Looking(Regression):
+        def training_step(self, batch):
+            seen.append(torch.is_deterministic_algorithms_warn_only_enabled())
+            return super().training_step(batch)
+
+    bare_trainer(tmp_path, max_steps=1, deterministic="warn").fit(Looking(), loader())
+    bare_trainer(tmp_path, max_steps=1, deterministic=True).fit(Looking(), loader())
+    assert seen == [True, False]
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,93 @@
+"""Data that follows from what is trained, as what a policy meets does: it is read when the step before is done."""
+
+import re
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lumen.errors import DataError
+from tests.helpers.following import Answers, Asking, Long
+from tests.helpers.tasks import bare_trainer, loader, quiet_trainer
+
+
+def test_each_batch_is_made_by_what_the_step_before_has_left(tmp_path):
+    task = Asking()
+    bare_trainer(tmp_path, max_epochs=3).fit(task)
+    assert task.met == task.held
+    assert len(set(task.met)) == len(task.met) == 12
+    assert task.data.given == 12
+
+
+def test_one_that_does_not_say_so_is_read_one_step_ahead(tmp_path):
+    class Ahead(Long):
+        follows_training = False
+
+    task = Asking(Ahead)
+    bare_trainer(tmp_path, max_epochs=1).fit(task)
+    assert task.met == [1.0, *task.held[:3]]
+
+
+def test_the_micro_batches_of_a_step_are_made_by_the_same_weights(tmp_path):
+    task = Asking(length=6)
+    bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2).fit(task)
+    assert task.met == task.held
+    assert len(set(task.met)) == 3
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 6, 8])
+def test_a_run_that_goes_on_anywhere_has_the_bits_of_a_whole_one(tmp_path, step):
+    whole, first, rest = Asking(), Asking(), Asking()
+    bare_trainer(tmp_path, max_steps=11).fit(whole)
+    quiet_trainer(tmp_path, max_steps=step).fit(first)
+    quiet_trainer(tmp_path, max_steps=11, resume="auto").fit(rest)
+    assert first.met + rest.met == whole.met
+    assert first.held + rest.held == whole.held
+    assert torch.equal(rest.weight, whole.weight)
+    assert rest.data.given == 11
+
+
+def test_an_endless_one_ends_with_the_run_or_by_a_limit(tmp_path):
+    task = Asking(Answers, length=10**9)
+    bare_trainer(tmp_path, max_steps=7).fit(task)
+    assert task.data.given == 7
+    task = Asking(Answers, length=10**9)
+    trainer = bare_trainer(tmp_path, max_epochs=2, limit_train_batches=3)
+    trainer.fit(task)
+    assert (trainer.current_epoch, trainer.global_step, task.data.given) == (2, 6, 6)
+
+
+def test_an_end_that_could_not_be_known_is_an_error_that_says_how_to_tell_it(tmp_path):
+    found = re.escape("ended after 4 batches of the epoch, but it has no length")
+    with pytest.raises(DataError, match=rf"{found}.*__len__.*limit_train_batches"):
+        bare_trainer(tmp_path, max_epochs=1).fit(Asking(Answers))
+
+    class TooLong(Answers):
+        def __len__(self):
+            return 5
+
+    with pytest.raises(DataError, match="ended after 4 batches of the epoch, but its length, or a limit, says 5"):
+        bare_trainer(tmp_path, max_epochs=1).fit(Asking(TooLong))
+
+
+def test_workers_cannot_follow(tmp_path):
+    with pytest.raises(DataError, match=r"num_workers=1: a worker has a copy of the model that is never trained"):
+        bare_trainer(tmp_path, max_epochs=1).fit(Asking(num_workers=1))
+
+
+def test_one_of_several_loaders_cannot_follow(tmp_path):
+    class Both(Asking):
+        def train_dataloader(self):
+            return [super().train_dataloader(), loader()]
+
+    with pytest.raises(DataError, match="is one of several training loaders, which are read a step ahead"):
+        bare_trainer(tmp_path, max_epochs=1).fit(Both())
+
+
+def test_in_an_evaluation_nothing_is_trained_so_no_length_is_needed(tmp_path):
+    class Evaluating(Asking):
+        def validation_step(self, batch):
+            self.log("value", batch[0])
+
+    (values,) = bare_trainer(tmp_path).validate(Evaluating(), DataLoader(Answers(Asking()), batch_size=None))
+    assert values["value"] == 1.0

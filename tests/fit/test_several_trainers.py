@@ -1,0 +1,384 @@
+"""Several Trainers in one process: one after the other, in hooks of another, in threads; and nothing is left behind."""
+
+import atexit
+import copy
+import gc
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import warnings
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lumen
+from lumen.errors import ConfigError
+from tests.helpers.tasks import Drawing, Regression, bare_trainer, loader, quiet_trainer, weights
+
+
+class Data(lumen.DataModule):
+    """Draws from the global generators for each sample."""
+
+    def train_dataloader(self):
+        return DataLoader(Drawing(), 8, shuffle=True)
+
+    def val_dataloader(self):
+        return loader(16, 8)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class Dropping(Regression):
+    def __init__(self):
+        super().__init__(dropout=0.3)
+
+    def training_step(self, batch):
+        return super().training_step(batch[:2])
+
+
+def trained(path, *, task=None, data=None, **options):
+    """The parameters of a task with dropout, after two epochs over data that draws."""
+    task = task or Dropping()
+    quiet_trainer(path, **{"max_epochs": 2} | options).fit(task, data or Data())
+    return weights(task)
+
+
+def records(path, name="run"):
+    return (path / "runs" / name / "metrics.csv").read_text()
+
+
+# ---------------------------------------------------------------------- in hooks of another
+
+PLACES = ("on_fit_start", "on_train_batch_start", "on_before_backward", "on_after_backward", "on_validation_start",
+          "on_validation_batch_end", "on_validation_epoch_end", "on_train_epoch_end", "on_step_end",
+          "on_step_checkpoint", "on_train_end")  # fmt: skip
+
+
+class Probing(lumen.Callback):
+    """Trains and evaluates another task, with a trainer and a seed of its own, in one hook of each kind."""
+
+    def __init__(self, path, place):
+        self.path, self.probes, self.built = path, [], Dropping()
+        setattr(self, place, self.probe)
+
+    def probe(self, trainer, task, *_):
+        probe = copy.deepcopy(self.built)  # to build one is to draw, or as here to seed
+        inner = lumen.Trainer(
+            max_epochs=1,
+            default_root_dir=self.path,
+            name="probe",
+            accelerator="cpu",
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+        inner.fit(probe, trainer.datamodule)
+        inner.predict(probe, trainer.datamodule)
+        bare_trainer(self.path, max_steps=1, log_level="INFO").fit(copy.deepcopy(probe), trainer.datamodule)
+        self.probes.append(weights(probe))
+        assert trainer.datamodule.trainer is trainer
+        assert task.trainer is trainer
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_in_a_hook_leaves_the_one_around_it_as_it_was(tmp_path, place):
+    few = {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0, "log_level": "INFO"}
+    alone = trained(tmp_path / "alone", **few)
+    probing = Probing(tmp_path / "probes", place)
+    beside = trained(tmp_path / "beside", callbacks=[probing], **few)
+    assert torch.equal(alone, beside)
+    assert records(tmp_path / "alone") == records(tmp_path / "beside")
+    assert len(probing.probes) >= 1
+    said = (tmp_path / "beside" / "runs" / "run" / "run.log").read_text()
+    assert said.count("the run is in") == said.count("finished: ") == 1
+    assert "finished: " in (tmp_path / "probes" / "probe" / "run.log").read_text()
+
+
+def test_a_task_that_is_in_a_run_is_refused_and_its_copy_is_not(tmp_path):
+    class Testing(lumen.Callback):
+        def on_train_end(self, trainer, task):
+            other = bare_trainer(tmp_path)
+            with pytest.raises(ConfigError, match=r"this Regression is in a run of another Trainer. .*copy.deepcopy"):
+                other.validate(task, loader(16, 8))
+            assert other.validate(copy.deepcopy(task), loader(16, 8))
+            assert task.trainer is trainer
+
+    bare_trainer(tmp_path, max_steps=1, callbacks=[Testing()]).fit(Regression(), loader())
+
+
+def test_a_hook_without_gradients_may_train(tmp_path):
+    losses = []
+
+    class Probing(lumen.Callback):
+        def on_validation_epoch_end(self, trainer, task):
+            assert torch.is_inference_mode_enabled()
+            probe = Regression()
+            bare_trainer(tmp_path, max_epochs=3).fit(probe, loader())
+            losses.extend(bare_trainer(tmp_path).validate(probe, loader()))
+
+    bare_trainer(tmp_path, max_steps=1, callbacks=[Probing()]).fit(Regression(), loader(), loader(8, 8))
+    plain = Regression()
+    bare_trainer(tmp_path, max_epochs=3).fit(plain, loader())
+    assert losses[-1] == bare_trainer(tmp_path).validate(plain, loader())[0]
+
+
+def test_a_run_is_still_watched_after_one_in_its_hook(tmp_path, caplog):
+    """The signal that asks for stacks ends a process that has no handler for it."""
+
+    class Waiting(lumen.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            bare_trainer(tmp_path, max_steps=1).fit(Regression(), loader(8, 8))
+            while trainer.global_step == 2 and "has done no step" not in caplog.text:
+                threading.Event().wait(0.05)
+
+    strategy = lumen.SingleDevice("cpu", timeout_s=1.6, startup_timeout_s=60)
+    trainer = bare_trainer(tmp_path, max_steps=2, strategy=strategy, callbacks=[Waiting()], log_level="WARNING")
+    trainer.fit(Regression(), loader(16, 8))
+    assert "on_train_batch_end" in caplog.text
+
+
+# ---------------------------------------------------------------------- one after the other
+
+
+def test_trainers_keep_what_is_theirs_while_others_run(tmp_path):
+    first, second = (quiet_trainer(tmp_path / name, max_epochs=1) for name in "ab")
+    one, other = Dropping(), Dropping()
+    first.fit(one, Data())
+    second.fit(other, Data())
+    assert (first.global_step, second.global_step) == (5, 5)
+    values = first.validate(), second.validate()
+    assert values[0] == values[1]
+    second.fit(other, Data())
+    assert first.validate() == values[0] != second.validate()
+    assert (first.run_directory.parent, second.run_directory.name) == (tmp_path / "a" / "runs", "run-2")
+
+
+# ---------------------------------------------------------------------- in threads
+
+
+def test_a_run_in_another_thread_than_the_main_one_is_the_same_run(tmp_path):
+    expected = trained(tmp_path / "main")
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(trained, tmp_path / "thread").result()
+    assert torch.equal(found, expected)
+    assert records(tmp_path / "thread") == records(tmp_path / "main")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+def test_runs_in_several_threads_take_turns_and_are_exact(tmp_path, caplog):
+    class LetTheOtherBegin(lumen.Callback):
+        def on_train_start(self, trainer, task):
+            while "waits until the run of another thread" not in caplog.text:
+                threading.Event().wait(0.01)
+
+    expected = trained(tmp_path / "alone")
+    waiting = {"callbacks": [LetTheOtherBegin()], "log_level": "WARNING"}
+    tasks = {name: Dropping() for name in "ab"}  # built in threads, they would draw from each other's numbers
+    with ThreadPoolExecutor(2, "trials") as pool:
+        found = [pool.submit(trained, tmp_path / name, task=task, **waiting) for name, task in tasks.items()]
+        assert all(torch.equal(each.result(), expected) for each in found)
+    (said,) = {record.message for record in caplog.records if "waits" in record.message}
+    assert re.match("the thread trials_. waits until the run of another thread of this process is over", said)
+
+
+def test_a_run_that_fails_in_a_thread_lets_the_others_go_on(tmp_path):
+    def fail():
+        with pytest.raises(ZeroDivisionError):
+            bare_trainer(tmp_path, max_steps=1, callbacks=[lumen.LambdaCallback(on_train_start=lambda *_: 1 / 0)]).fit(
+                Regression(), loader()
+            )
+        return True
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(each.result() for each in [pool.submit(fail) for _ in range(6)])
+
+
+# ---------------------------------------------------------------------- in processes of other programs
+
+
+def trained_in_a_process(path):
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    return trained(Path(path)).tolist()
+
+
+@pytest.mark.slow  # each process that is spawned imports torch
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_run_in_a_pool_of_processes_is_the_same_run(tmp_path, method):
+    expected = trained(tmp_path / "here").tolist()
+    with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+        places = [str(tmp_path / f"{method}-{number}") for number in range(2)]
+        assert list(pool.map(trained_in_a_process, places)) == [expected] * 2
+
+
+def test_a_process_that_was_forked_in_a_hook_has_a_run_of_its_own(tmp_path):
+    codes, expected = [], trained(tmp_path / "here")
+
+    class Forking(lumen.Callback):
+        def on_train_end(self, trainer, task):
+            if (pid := os.fork()) == 0:
+                found = False
+                try:
+                    found = torch.equal(trained(tmp_path / "child"), expected)
+                finally:
+                    os._exit(0 if found else 1)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    def fit():  # in a thread, whose turn it would be for ever in the child
+        bare_trainer(tmp_path, max_steps=1, callbacks=[Forking()]).fit(Regression(), loader())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks where there are threads
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(fit).result()
+    assert codes == [0]
+
+
+# ---------------------------------------------------------------------- nothing is left behind
+
+
+def open_files():
+    """What the descriptors of this process are, by number: not that of the directory that is being read."""
+    numbers = {int(each) for each in os.listdir("/proc/self/fd")}
+    found = {}
+    for number in numbers:
+        with suppress(OSError):
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+    return found
+
+
+def what_is_there():
+    """What a run could leave behind in its process."""
+    loggers = [logging.root, *(each for each in logging.root.manager.loggerDict.values() if hasattr(each, "handlers"))]
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/self/status").read_text(), re.M)
+    return {
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "signals that are caught": int(caught[1], 16),
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "path": [*sys.path],
+        "streams": (sys.stdin, sys.stdout, sys.stderr),
+        "hooks of errors": (sys.excepthook, sys.unraisablehook, threading.excepthook),
+        "what is done at exit": atexit._ncallbacks(),
+        "warnings": [*warnings.filters],
+        "loggers": {
+            each.name: (each.level, [*each.handlers], [[*handler.filters] for handler in each.handlers], each.propagate)
+            for each in loggers
+        },
+        "threads": {thread.name for thread in threading.enumerate()},
+        "processes": multiprocessing.active_children(),
+        "files": open_files(),
+        "garbage": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks)),
+        "process groups": torch.distributed.is_initialized(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "threads of torch": torch.get_num_threads(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.benchmark,
+        ),
+        "matmul": torch.get_float32_matmul_precision(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "hooks of modules": (
+            len(nn.modules.module._global_forward_hooks),
+            len(nn.modules.module._global_forward_pre_hooks),
+            len(nn.modules.module._global_backward_hooks),
+        ),
+    }
+
+
+SWITCHES = {
+    "deterministic": True, "detect_anomaly": True, "matmul_precision": "medium", "benchmark": True,
+    "gc_every_n_steps": 2, "profiler": "simple", "precision": "bf16", "enable_progress_bar": True,
+    "enable_model_summary": True, "log_level": {"root": "DEBUG", "some.library": "ERROR"},
+}  # fmt: skip
+
+
+def with_workers():
+    return loader(32, 8, num_workers=1, persistent_workers=True)
+
+
+def interrupt(trainer, *_):
+    if trainer.global_step == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def stop(trainer, *_):
+    if trainer.global_step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail(trainer, *_):
+    if trainer.global_step == 2:
+        raise ZeroDivisionError
+
+
+def fit(path, **options):
+    quiet_trainer(path, **SWITCHES | {"max_epochs": 1} | options).fit(Regression(), with_workers(), with_workers())
+
+
+def evaluate(path, stage):
+    getattr(quiet_trainer(path, **SWITCHES), stage)(Regression(), with_workers())
+
+
+def fit_around_another(path):
+    inner = lumen.LambdaCallback(on_validation_end=lambda *_: fit(path / "inner"))
+    fit(path, callbacks=[inner], num_sanity_val_steps=0)
+
+
+def refused(path):
+    fit(path, callbacks=[lumen.EarlyStopping("nothing")])
+
+
+RUNS = {
+    "fit": (fit, None),
+    "validate": (lambda path: evaluate(path, "validate"), None),
+    "test": (lambda path: evaluate(path, "test"), None),
+    "predict": (lambda path: evaluate(path, "predict"), None),
+    "failed": (lambda path: fit(path, callbacks=[lumen.LambdaCallback(on_train_batch_end=fail)]), ZeroDivisionError),
+    "failed while validating": (
+        lambda path: fit(path, callbacks=[lumen.LambdaCallback(on_validation_batch_end=fail)], val_check_interval=2),
+        ZeroDivisionError,
+    ),
+    "refused": (refused, ConfigError),
+    "interrupted": (
+        lambda path: fit(path, callbacks=[lumen.LambdaCallback(on_train_batch_end=interrupt)]),
+        KeyboardInterrupt,
+    ),
+    "stopped": (lambda path: fit(path, callbacks=[lumen.LambdaCallback(on_train_batch_end=stop)]), SystemExit),
+    "fit around another": (fit_around_another, None),
+    "fast_dev_run": (lambda path: fit(path, fast_dev_run=True), None),
+}
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """What the first run of a process imports, and what that leaves, is there."""
+    fit(tmp_path_factory.mktemp("warm"))
+    gc.collect()
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_leaves_nothing_behind_in_its_process_however_it_ends(tmp_path, name):
+    run, error = RUNS[name]
+    before, ended = what_is_there(), None
+    try:  # not pytest.raises, which keeps the traceback, and with it all that failed
+        run(tmp_path)
+    except BaseException as exception:
+        ended = type(exception)
+    assert ended is error
+    gc.collect()
+    after = what_is_there()
+    assert {what: (before[what], after[what]) for what in before if before[what] != after[what]} == {}

@@ -1,0 +1,90 @@
+"""A run of which the last process gets no further: `python -m tests.helpers.hanging_run '{"mode": "loop", ...}'`."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import lumen
+from tests.helpers.tasks import Regression
+
+LIMIT_S, LONG_S = 3.0, 8.0
+AT_STEP = 3
+
+
+def main(mode, devices, launched=False, max_restarts=0):
+    """Run it; `mode` is what the last rank does."""
+    rank = int(os.environ.get("RANK", 0))
+    (Path.cwd() / f"rank-{rank}-{os.getpid()}").touch()
+    if mode == "absent" and rank == 1:
+        sleeps_before_it_comes()
+    limits = {
+        "timeout_s": LONG_S if mode == "suspended" else LIMIT_S,
+        "startup_timeout_s": 20.0 if launched and mode != "absent" else 2 * LIMIT_S,
+    }
+    strategy = lumen.DDP(**limits) if devices > 1 else lumen.SingleDevice(**limits)
+    trainer = lumen.Trainer(
+        max_steps=8, devices=devices, strategy=strategy, accelerator="cpu", name="run", enable_progress_bar=False,
+        enable_model_summary=False, max_restarts=max_restarts,
+        callbacks=[lumen.ModelCheckpoint(every_n_train_steps=2)] * (max_restarts > 0),
+    )  # fmt: skip
+    workers = 1 if "worker" in mode else 0
+    trainer.fit(Task(mode, rank == devices - 1), DataLoader(Samples(mode), 2, num_workers=workers))
+    print(f"done: {trainer.global_step} steps")
+
+
+def sleeps_before_it_comes():
+    time.sleep(1000)
+
+
+class Samples(Dataset):
+    def __init__(self, mode):
+        self.mode = mode
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if self.mode == "worker" and index == 9:
+            this_sample_sleeps()
+        return torch.ones(6), torch.ones(1)
+
+
+def this_sample_sleeps():
+    time.sleep(1000)
+
+
+class Task(Regression):
+    def __init__(self, mode, is_last):
+        super().__init__()
+        self.mode, self.is_last = mode, is_last
+
+    def setup(self, stage):
+        if self.mode == "missing" and self.is_last:
+            time.sleep(1000)
+
+    def training_step(self, batch):
+        if self.trainer.global_step == AT_STEP and self.is_last:
+            if self.mode == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if self.mode == "loop" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+                this_loop_is_endless()
+        if self.mode == "suspended" and self.trainer.global_step == AT_STEP:
+            (Path.cwd() / f"waits-{self.trainer.global_rank}").touch()
+            while not (Path.cwd() / "goes-on").exists():
+                time.sleep(0.01)
+        return super().training_step(batch)
+
+
+def this_loop_is_endless():
+    while True:
+        pass
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

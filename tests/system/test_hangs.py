@@ -1,0 +1,103 @@
+"""A process that gets no further is named, and ended with its job; one that was stopped for a while is not."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from lumen.errors import HUNG
+from tests.helpers import hanging_run
+from tests.helpers.hanging_run import LONG_S
+from tests.helpers.jobs import Nursery, script
+
+MODULE = hanging_run.__name__
+PLACE = r"is in user code: \S+hanging_run\.py:\d+ in"
+IN_WORKER = rf"rank [01] waits for its data worker \d+, which {PLACE} this_sample_sleeps"
+NAMED = {
+    ("stopped", 2): r"rank 1 is stopped \(SIGSTOP; `kill -CONT \d+` lets it go on\)\. rank 0 waits",
+    ("loop", 2): rf"rank 1 {PLACE} this_loop_is_endless\. rank 0 waits",
+    ("missing", 2): rf"rank 1 {PLACE} setup\. rank 0 waits",
+    ("worker", 2): rf"{IN_WORKER}\. rank [01] waits",
+    ("loop", 1): rf"rank 0 {PLACE} this_loop_is_endless",
+    ("worker", 1): IN_WORKER,
+}
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    made = Nursery(MODULE)
+    yield made
+    made.close()
+
+
+def is_named_and_ended(nursery, folder, mode, devices):
+    end = nursery.start(str(folder), MODULE, {"mode": mode, "devices": devices}).wait()
+    said = rf"error: no step and no batch was done for \d\.?\d* s: {NAMED[mode, devices]}\.\n"
+    assert len(re.findall(said, end.output)) == 2, end.output  # before the stacks, and as the last line
+    assert end.code == (-signal.SIGKILL if mode == "stopped" else HUNG)
+    (stacks,) = (folder / "runs/run/logs").glob("stacks-*.txt")
+    text = stacks.read_text()
+    assert all(f"rank {rank} (pid " in text for rank in range(devices))
+    assert f"{stacks.relative_to(folder)}" in end.output
+    assert "failed: ProcessStuck: no step and no batch" in (folder / "runs/run/run.log").read_text()
+    return end.took_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "devices"), [key for key in NAMED if key not in {("loop", 2), ("loop", 1)}])
+def test_a_process_that_hangs_is_named_and_the_job_ends(nursery, tmp_path, mode, devices):
+    is_named_and_ended(nursery, tmp_path, mode, devices)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize(("mode", "devices"), [*NAMED])
+@pytest.mark.parametrize("time", range(5))
+def test_hangs_are_named_and_ended_5_times_of_5(nursery, tmp_path, mode, devices, time):
+    took_s = is_named_and_ended(nursery, tmp_path, mode, devices)
+    print(f"{mode} on {devices}: the last process ended {took_s:.1f} s after the first")
+
+
+@pytest.mark.slow
+def test_a_job_that_hung_is_started_again_and_done(tmp_path):
+    options = {"mode": "loop", "devices": 2, "launched": True, "max_restarts": 1}
+    end = script(tmp_path, MODULE, options).wait()
+    assert end.code == 0, end.output
+    assert re.search(r"restart 1 of 1: rank \d .*going on from step 2", end.output)
+    assert "done: 8 steps" in end.output
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_named(tmp_path):
+    is_missed(tmp_path)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("time", range(5))
+def test_a_rank_that_never_comes_is_named_5_times_of_5(tmp_path, time):
+    is_missed(tmp_path)
+
+
+def is_missed(folder):
+    end = script(folder, MODULE, {"mode": "absent", "devices": 2, "launched": True}).wait()
+    assert end.code == HUNG, end.output
+    assert "the 2 processes did not come together" in end.output
+    assert "timed out waiting for ranks 1" in end.output
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_for_a_while_goes_on(nursery, tmp_path):
+    """As Ctrl-Z and `fg` do, for longer than the limit."""
+    job = nursery.start(str(tmp_path), MODULE, {"mode": "suspended", "devices": 2})
+    while len([*tmp_path.glob("waits-*")]) < 2:
+        time.sleep(0.02)
+    time.sleep(1.0)  # the watch has seen that nothing is done
+    for number, rest_s in ((signal.SIGSTOP, 1.5 * LONG_S), (signal.SIGCONT, 3.0)):
+        for pid in job.pids.values():
+            os.kill(pid, number)
+        time.sleep(rest_s)
+    (tmp_path / "goes-on").touch()
+    end = job.wait()
+    assert end.code == 0, end.output
+    assert "done: 8 steps" in end.output

@@ -1,0 +1,135 @@
+"""A job that Lumen's launcher starts again after a failure: what it says, and what it computes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import lumen
+from lumen.errors import ConfigError
+from tests.helpers.tasks import Regression, loader
+
+MODE, DEVICES, MAX_RESTARTS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+LIFE = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+class Task(Regression):
+    def training_step(self, batch):
+        step, rank = self.trainer.global_step, self.global_rank
+        if MODE == "killed" and LIFE < 2 and step == 3 + 3 * LIFE and rank == LIFE % DEVICES:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if MODE == "error" and step == 3 and rank == DEVICES - 1:
+            raise KeyError(f"what the user did in process {os.getpid()}")
+        if MODE == "in vain" and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if MODE == "config" and step == 3:
+            raise ConfigError("it cannot work")
+        if MODE == "stopped" and step == 3 and not os.path.exists("asked"):
+            open("asked", "w").close()
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(1)
+        if MODE == "requeued" and step == 3 and not os.path.exists("asked"):
+            open("asked", "w").close()
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().training_step(batch)
+
+if MODE == "killed" and LIFE and os.environ["RANK"] == str(DEVICES - 1):
+    time.sleep(2)  # the others are there long before
+trainer = lumen.Trainer(
+    max_steps=10, devices=DEVICES or None, accelerator="cpu", name="run", seed=5, max_restarts=MAX_RESTARTS,
+    global_batch_size=8, callbacks=[lumen.ModelCheckpoint(every_n_train_steps=2)], log_every_n_steps=1,
+    enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Task(), loader(40, 4))
+"""
+RESTARTED = (
+    r"restart (\d) of (\d): rank (\d) was killed by SIGKILL; going on from step (\d+); lost: (\d) steps?, [\d.]+ s"
+)
+
+
+@pytest.fixture(autouse=True)
+def script(for_programs):
+    Path("job.py").write_text(SCRIPT)
+
+
+def run(*words):
+    job = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200, check=False)
+    return job.returncode, job.stdout + job.stderr
+
+
+def undisturbed(devices):
+    assert run("job.py", "fine", str(devices), "0")[0] == 0
+    rows = Path("runs/run/metrics.csv").read_bytes()
+    Path("runs").rename("undisturbed")
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+def test_killed_processes_are_started_again_and_every_loss_is_that_of_the_undisturbed_run():
+    expected = undisturbed(2)
+    code, output = run("job.py", "killed", "2", "2")
+    assert code == 0, output
+    said = [("1", "2", "0", "2", "1"), ("2", "2", "1", "6", "0")]
+    assert re.findall(RESTARTED, output) == re.findall(RESTARTED, Path("runs/run/run.log").read_text()) == said
+    assert Path("runs/run/metrics.csv").read_bytes() == expected
+    assert [path.name for path in Path("runs").iterdir()] == ["run"]
+
+
+@pytest.mark.slow
+def test_one_process_is_started_again_too():
+    code, output = run("job.py", "killed", "1", "2")
+    assert code == 0, output
+    assert [each[:4] for each in re.findall(RESTARTED, output)] == [("1", "2", "0", "2"), ("2", "2", "0", "6")]
+    assert "finished: max_steps=10 reached at step 10" in output
+
+
+@pytest.mark.slow
+def test_the_same_error_at_the_same_step_is_the_tasks_and_its_traceback_comes_last():
+    code, output = run("job.py", "error", "2", "9")
+    assert code == 1
+    assert len(re.findall(r"restart \d of 9: rank 1 failed: KeyError", output)) == 1
+    assert "an error of the task, not of a machine: failed: KeyError" in output
+    assert "twice, each time at step 3\n" in output
+    assert re.search(r"KeyError: 'what the user did in process \d+'\nThe tracebacks of all ranks are in .*\n$", output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "allowed", "code", "restarts", "said"),
+    [
+        ("in vain", 9, 128 + signal.SIGKILL, 3, "no further restart: 2 in a row came no further than step 3\n"),
+        ("in vain", 1, 128 + signal.SIGKILL, 1, "no further restart: there were 1, and max_restarts is 1\n"),
+        ("config", 9, 1, 0, "ConfigError: it cannot work"),
+        ("stopped", 9, 128 + signal.SIGTERM, 0, "stopped at step 4 by SIGTERM; newest checkpoint: step-00000004. Go"),
+        ("requeued", 9, 75, 0, "exit code 75: to be put back into the queue. Go"),
+    ],
+)
+def test_a_job_is_not_started_again_in_vain_nor_against_a_wish(mode, allowed, code, restarts, said):
+    found, output = run("job.py", mode, "1", str(allowed))
+    assert (found, len(re.findall(r"restart \d of", output))) == (code, restarts), output
+    assert said in output
+
+
+@pytest.mark.slow
+def test_under_torchrun_its_own_count_holds_and_one_line_says_so():
+    code, output = run("-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "2", "job.py", "fine",
+                       "0", "7")  # fmt: skip
+    assert code == 0, output
+    assert output.count("max_restarts is that of torchrun, which started this run: not 7\n") == 1
+
+
+@pytest.mark.torture
+@pytest.mark.time_limit(3600)
+def test_killed_processes_are_started_again_20_times_of_20():
+    expected = undisturbed(2)
+    for _ in range(20):
+        code, output = run("job.py", "killed", "2", "2")
+        assert code == 0, output
+        assert Path("runs/run/metrics.csv").read_bytes() == expected
+        Path("runs").rename(f"runs-{len(os.listdir())}")
