@@ -190,6 +190,7 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
     Raises:
         CheckpointError: Something is neither plain data nor a tensor; the message names where it is.
         NonFiniteLoss: A loss that was still on its way to the host is not finite.
+        TrainingError: Ranks hold what differs.
     """
 
     def own() -> tuple[Any, ...]:
@@ -199,6 +200,7 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
         return *capture(run), own_values(run)
 
     processes = run.processes
+    run.records.guard.settle()
     sync_buffers(run.strategy, run.task)
     sections, aliases, state, (values, tensors) = processes.together(own)
     state["ranks"] = processes.gather_on_zero(values)

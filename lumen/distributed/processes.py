@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from socket import gethostname
 from time import monotonic
 from typing import Any, TypeVar, final
 
@@ -57,6 +58,7 @@ class Processes:
     Attributes:
         timeout_s: How long a process waits for the others once training has begun, and how long a step may stand still.
         startup_timeout_s: How long it waits until then; see `trainer/watch.py`.
+        waited_s: Seconds that it has waited in `broadcast`, `gather`, `sum` and what is made of them.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Processes:
         self.launcher = launcher
         self.timeout_s = TIMEOUT_S
         self.startup_timeout_s = STARTUP_TIMEOUT_S
+        self.waited_s = 0.0
         self._waits_s = 0.0
         self._groups: Groups | None = None
         self._is_beside = False
@@ -174,6 +177,10 @@ class Processes:
         """Where the processes of this host stand; None: there is only one."""
         return None if self._groups is None else self._groups.stacks
 
+    def host_of(self, rank: int) -> str:
+        """The name of the host that a process runs on."""
+        return gethostname() if self.stacks is None else self.stacks.host_of(rank)
+
     @contextmanager
     def explained(self) -> Iterator[None]:
         """The context of a run: the error of a rank that waits in vain says where the other ranks of its host stand.
@@ -214,12 +221,16 @@ class Processes:
         if self.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, source, group=self._control)
+        with self.waiting():
+            dist.broadcast_object_list(box, source, group=self._control)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value of plain data, in rank order. Collective: every rank must call this."""
-        return [value] if self.world_size == 1 else gather(value, self._control)
+        if self.world_size == 1:
+            return [value]
+        with self.waiting():
+            return gather(value, self._control)
 
     def gather_on_zero(self, value: T) -> list[T]:
         """On rank 0 every rank's value of plain data, in rank order; elsewhere nothing. Collective."""
@@ -238,13 +249,35 @@ class Processes:
         if self.world_size == 1:
             return lambda: list(numbers)
         totals = torch.tensor(numbers, dtype=torch.float64)
-        work = dist.all_reduce(totals, group=self._control, async_op=True)
+        return self._finish(dist.all_reduce(totals, group=self._control, async_op=True), totals)
 
-        def finish() -> list[float]:
-            work.wait()
-            return totals.tolist()
+    def begin_gather(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Begin to tell numbers, in float64; calling what it returns waits for those of all ranks, in rank order.
+
+        Collective: every rank must call this, with as many numbers.
+        """
+        if self.world_size == 1:
+            return lambda: [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.float64)
+        ranks = own.new_empty(self.world_size, len(numbers))
+        return self._finish(dist.all_gather([*ranks], own, group=self._control, async_op=True), ranks)
+
+    def _finish(self, work: Any, numbers: torch.Tensor) -> Callable[[], Any]:
+        def finish() -> Any:
+            with self.waiting():
+                work.wait()
+            return numbers.tolist()
 
         return finish
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The context of a wait for other processes, which `waited_s` counts."""
+        began_s = monotonic()
+        try:
+            yield
+        finally:
+            self.waited_s += monotonic() - began_s
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
         """The result, on every rank, of a function that rank 0 calls; its error is raised on every rank. Collective."""

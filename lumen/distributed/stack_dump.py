@@ -50,6 +50,10 @@ class Stacks:
         faulthandler.register(GROUP_SIGNAL, self._file, all_threads=True)
         gather(None)  # a process that is asked before it listens would die of it
 
+    def host_of(self, rank: int) -> str:
+        """The name of the host that a process runs on."""
+        return str(self._places[rank][0])
+
     def look(self) -> list[Place]:
         """Where the processes of this host stand, this one too, and which ranks run elsewhere; in rank order."""
         here = self._places[self._rank][0]

@@ -43,7 +43,7 @@ def train(run: Run) -> None:
         hook()
     if run.trainer.enable_checkpointing:
         check_additions(run)
-    run.step.start_weighing(run.task, run.log.gather)
+    run.step.start_weighing(run.task, run.log.gather, run.records.guard.own_time.begin_sum)
     (run.log.has_metrics,) = run.ending.agree(bool(metrics_of(run.task)))
     run.ending.start_clock()
     run.records.goodput.train(run.progress.step)
@@ -55,6 +55,7 @@ def train(run: Run) -> None:
         train_epoch(run)
     run.records.goodput.enter("end")
     run.step.nonfinite.flush()
+    run.records.guard.settle()
     run.processes.barrier()  # what one process has written is there for all
     for hook in run.hooks.on_train_end:
         hook()
@@ -94,10 +95,13 @@ def train_epoch(run: Run) -> None:
         if run.ending.rolls_back is not None:
             raise RolledBack(run, window, *run.ending.rolls_back)
         run.records.write_row()  # of a step before, whose values have arrived meanwhile
+        run.records.guard.look()
         if updated and progress.step % plan.log_every_n_steps == 0:
             run.records.log_step()
+            run.records.guard.begin()
         progress.validation_due = validation_due(run, window, updated=updated)
         over = finish_step(run, updated=updated, last=window.last)
+        run.records.guard.own_time.start()
         window = None if over else next(windows, None)
 
     if fresh and not over and run.step.weighted_windows == weighted_before:

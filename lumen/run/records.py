@@ -9,11 +9,13 @@ import torch
 
 from lumen.loggers import takes_epoch
 from lumen.metrics.step_values import PendingStepLog
+from lumen.run.agreement_guard import AgreementGuard
 from lumen.run.goodput import Goodput
 from lumen.run.log_context import LogContext
 from lumen.run.plan import Plan
 from lumen.run.progress import Progress
 from lumen.run.step_context import StepContext
+from lumen.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from lumen.loggers import Logger
@@ -29,7 +31,7 @@ class Records:
         progress: Counters of the run.
         log: Collected values of the run's steps.
         step: The step in progress, with the newest gradient norm, and whether there was an update.
-        device: Where values are computed.
+        strategy: Where values are computed, and which of them all ranks must have alike.
 
     Attributes:
         loggers: Loggers that are given each row.
@@ -37,6 +39,7 @@ class Records:
         absent: States of the loggers that the run had in an earlier part only, by key.
         before_evaluation: States of the loggers before an evaluation that is not complete; None: there is none.
         goodput: Where the time goes.
+        guard: Whether ranks still agree at logged steps, and which of them is slow.
         kept_row: A step that was not logged when it was made, and its values.
     """
 
@@ -47,10 +50,11 @@ class Records:
         progress: Progress,
         log: LogContext,
         step: StepContext,
-        device: torch.device,
+        strategy: Strategy,
     ) -> None:
         self._plan, self._progress, self._log, self._step = plan, progress, log, step
-        self._device = device
+        self._device = strategy.device
+        self.guard = AgreementGuard(strategy, progress, step)
         self._pending: PendingStepLog | None = None  # on its way to the loggers
         self.loggers = loggers
         self._told_epochs = [takes_epoch(logger) for logger in loggers]

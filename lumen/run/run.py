@@ -93,4 +93,4 @@ class Run:
         self.optim = Optimization(task)
         self.log = LogContext(task, self.hooks, strategy)
         self.values = LoggedValues(task, self.loaders)
-        self.records = Records(loggers, plan, self.progress, self.log, self.step, strategy.device)
+        self.records = Records(loggers, plan, self.progress, self.log, self.step, strategy)

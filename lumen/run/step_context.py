@@ -13,7 +13,7 @@ from lumen.metrics.torchmetrics_states import Gather
 from lumen.precision import Precision
 from lumen.random import Domain, make_key, seed_generators
 from lumen.run.anomalies import OperationFinder
-from lumen.run.loss_weighting import LossWeighting
+from lumen.run.loss_weighting import BeginSum, LossWeighting
 from lumen.run.nonfinite import NonFiniteCheck, Place
 from lumen.run.progress import Progress
 from lumen.task.hooks import overrides
@@ -79,12 +79,18 @@ class StepContext:
         self.updated = False
         self.weighted_windows = 0
 
-    def start_weighing(self, task: TaskModule, gather: Gather | None) -> None:
-        """Training begins now: hooks that could give the task a `batch_weight` are over."""
+    def start_weighing(self, task: TaskModule, gather: Gather | None, begin_sum: BeginSum) -> None:
+        """Training begins now: hooks that could give the task a `batch_weight` are over.
+
+        Args:
+            task: The task that is trained.
+            gather: What each process says, on all of them; None: there is one process.
+            begin_sum: Begins to sum numbers over the processes; see `LossWeighting`.
+        """
         processes, self.weighs_batches = self._processes, overrides(task, "batch_weight")
         self.weighting = LossWeighting(
             by_task=self.weighs_batches, world=processes.world_size, scaled=self._precision.handles_overflow,
-            begin_sum=processes.begin_sum if processes.world_size > 1 else None, gather=gather,
+            begin_sum=begin_sum if processes.world_size > 1 else None, gather=gather,
         )  # fmt: skip
 
     def begin(self) -> None:

@@ -20,10 +20,9 @@ from lumen.internals.tensors import norms, own_buffers
 from lumen.strategies.average import average
 from lumen.strategies.late_parameters import Additions
 from lumen.strategies.step_module import Steps, sparse_parameters
-from lumen.strategies.strategy import Strategy, sync_buffers
+from lumen.strategies.strategy import SAME, Alike, Strategy, sync_buffers
 
 _NO_CONTEXT = nullcontext()
-_SAME = 1e-5  # relative difference of norms that devices of different kinds may compute of the same numbers
 _KNOWN = signature(DistributedDataParallel).parameters
 # The wrapper would communicate buffers in forwards, of which one rank may make more than another. Since torch 2.13 the
 # argument has another name.
@@ -263,6 +262,18 @@ class DDP(Strategy):
             "use strategy: {class_path: lumen.DDP, init_args: {find_unused_parameters: true}}."
         )
 
+    def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
+        """See `Strategy.alike`: gradients are averaged before they are clipped."""
+        found: dict[Alike, torch.Tensor] = {} if grad_norm is None else {"gradient norm": grad_norm}
+        if named := self._named():
+            parts = norms([parameter for _, parameter in named])
+            found["sum of the parameters' norms"] = torch.stack([part.double() for part in parts]).sum()
+        return found
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        assert self._task is not None
+        return [(name, each.detach()) for name, each in self._task.named_parameters() if each.requires_grad]
+
     @contextmanager
     def evaluation(self, inference_mode: bool) -> Iterator[None]:
         """Evaluate the bare task, after a check that it is the same on every rank.
@@ -270,13 +281,12 @@ class DDP(Strategy):
         Raises:
             TrainingError: A trainable parameter differs between ranks; raised on every rank.
         """
-        assert self._task is not None
-        named = [(name, each.detach()) for name, each in self._task.named_parameters() if each.requires_grad]
+        named = self._named()
         found = norms([parameter for _, parameter in named]) if named else []
         ranks = self.processes.gather(torch.stack([norm.float() for norm in found]).tolist() if named else [])
         for rank, theirs in enumerate(ranks):
             for (name, _), first, other in zip(named, ranks[0], theirs, strict=True):
-                if abs(first - other) > _SAME * max(abs(first), abs(other)):
+                if abs(first - other) > SAME * max(abs(first), abs(other)):
                     raise TrainingError(
                         f"{name} is not the same on rank 0 and on rank {rank}: something has written it on one of them "
                         "only. A hook with a batch, such as on_train_batch_end, is not called on a rank that has no "

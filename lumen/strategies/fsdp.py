@@ -26,7 +26,7 @@ from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.fsdp_units import find_units, modules_of, outermost
 from lumen.strategies.late_parameters import Additions
 from lumen.strategies.step_module import sparse_parameters
-from lumen.strategies.strategy import Strategy, sync_buffers
+from lumen.strategies.strategy import Alike, Strategy, sync_buffers
 
 _log = logging.getLogger("lumen")
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -312,6 +312,10 @@ class FSDP(Strategy):
                 "they are never trained, or use strategy: {class_path: lumen.FSDP, init_args: {find_unused_parameters: "
                 "true}}."
             )
+
+    def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
+        """See `Strategy.alike`: the norm is that of all parts."""
+        return {} if grad_norm is None else {"gradient norm": grad_norm}
 
     # ------------------------------------------------------------------ evaluation
 

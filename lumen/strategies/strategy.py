@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+Alike = Literal["gradient norm", "sum of the parameters' norms"]
+SAME = 1e-5  # relative difference of norms that devices of different kinds may compute of the same numbers
 _ALONE = Processes()
 _REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}  # gloo has no mean
 
@@ -98,6 +100,17 @@ class Strategy(ABC):
     def after_backward(self) -> None:
         """Called after the backward that communicates: check that all gradients have arrived."""
 
+    def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
+        """Numbers that all ranks must have alike after an update; here none.
+
+        Args:
+            grad_norm: The norm of the gradients before they were clipped; None: nothing was.
+
+        Returns:
+            Scalars on any device. Each is there on all ranks, or on none.
+        """
+        return {}
+
     def evaluation(self, inference_mode: bool) -> AbstractContextManager[Any]:
         """The context of an evaluation, in which there is no backward: under `torch.no_grad` already.
 
@@ -174,7 +187,8 @@ def sync_buffers(strategy: Strategy, task: nn.Module) -> None:
         same = [buffer for buffer in buffers if buffer.dtype == dtype]
         joined = torch.cat([buffer.reshape(-1) for buffer in same])
         sizes = [buffer.numel() for buffer in same]
-        torch.distributed.broadcast(joined, 0)
+        with strategy.processes.waiting():
+            torch.distributed.broadcast(joined, 0)
         with torch.no_grad():
             split = torch.split(joined, sizes)
             fill_all(same, [values.view_as(buffer) for buffer, values in zip(same, split, strict=True)])

@@ -1,0 +1,181 @@
+"""Ranks that no longer agree end the run at the next logged step; one that holds up the others is named."""
+
+import logging
+import re
+import socket
+import time
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import lumen
+from lumen.errors import TrainingError
+from tests.helpers.tasks import Regression, bare_trainer, loader, regression_data
+
+STEP = 12  # the logged step before it is 10, the next one 15
+
+
+class Writing(Regression):
+    """At one step rank 1 alone writes something."""
+
+    def __init__(self, what, at=STEP):
+        super().__init__()
+        self.what, self.at = what, at
+
+    @property
+    def is_now(self):
+        return self.trainer.global_rank == 1 and self.global_step == self.at
+
+    def on_after_backward(self):
+        if self.what == "gradients" and self.is_now:
+            self.net[3].bias.grad.mul_(2.0)
+
+    def on_before_zero_grad(self, optimizer):
+        if self.what == "parameters" and self.is_now:
+            self.net[3].bias.data.add_(0.5)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.what == "counters" and self.global_step == self.at:
+            self.trainer.progress.micro_batches = 10**7 + self.trainer.global_rank
+
+
+def fit(folder, what, strategy, steps=30, **options):
+    """The error of a fit, if there is one, and the steps that it made."""
+    options = {"log_every_n_steps": 5, "max_steps": steps} | options
+    trainer = bare_trainer(folder, strategy=getattr(lumen, strategy)(), **options)
+    try:
+        trainer.fit(Writing(what), loader(2400, 4))
+    except TrainingError as error:
+        return str(error), trainer.global_step
+    return None, trainer.global_step
+
+
+def on_both(group, *args, **options):
+    first, second = group(2).run(fit_with, args, options)
+    assert first == second  # all ranks raise the same error at the same step
+    return first
+
+
+def fit_with(args, options):
+    return fit(*args, **options)
+
+
+def test_parameters_that_one_rank_has_written_are_named_on_all_at_the_next_logged_step(group, tmp_path):
+    error, steps = on_both(group, tmp_path, "parameters", "DDP")
+    assert "after step 15: net.3.bias is not the same on rank 0 and on rank 1" in error
+    assert "on_before_zero_grad" in error  # what to do
+    assert steps == 17  # it is told a step later, and read one more step later, so that nobody waits
+
+
+def test_gradients_that_one_rank_has_written_are_told_by_their_norm(group, tmp_path):
+    error, steps = on_both(
+        group, tmp_path, "gradients", "DDP", log_every_n_steps=STEP + 1, gradient_clip_val=100.0, precision="64"
+    )
+    assert f"after step {STEP + 1}: the gradient norm is " in error
+    assert " on rank 0 and " in error
+    assert " on rank 1. Something has written gradients" in error
+    assert steps == STEP + 3
+
+
+def test_counters_that_one_rank_has_changed_are_told(group, tmp_path):
+    error, _ = on_both(group, tmp_path, "counters", "DDP", log_every_n_steps=1, max_steps=STEP + 2)
+    assert f"after step {STEP}: the number of micro-batches is 10000000 on rank 0 and 10000001 on rank 1" in error
+
+
+@pytest.mark.parametrize("options", [{"log_every_n_steps": STEP + 1}, {"log_every_n_steps": 1}], ids=str)
+def test_the_last_step_of_a_run_is_looked_at_too(group, tmp_path, options):
+    error, steps = on_both(group, tmp_path, "parameters", "DDP", max_steps=STEP + 1, **options)
+    assert f"after step {STEP + 1}: net.3.bias is not the same" in error
+    assert steps == STEP + 1
+
+
+class SavesAt(lumen.Callback):
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_step_checkpoint(self, trainer, task):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def test_nothing_is_saved_of_a_logged_step_at_which_ranks_do_not_agree(group, tmp_path):
+    saves = SavesAt(15, tmp_path / "saved")
+    error, steps = on_both(group, tmp_path, "parameters", "DDP", callbacks=[saves])
+    assert "after step 15: net.3.bias is not the same" in error
+    assert steps == 15
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "strategy"), [("nothing", "DDP"), ("nothing", "FSDP"), ("gradients", "FSDP")], ids=str
+)
+def test_ranks_that_agree_are_left_alone_and_so_are_those_whose_parts_differ(group, tmp_path, what, strategy):
+    options = {"log_every_n_steps": 1, "gradient_clip_val": 0.1}
+    assert on_both(group, tmp_path, what, strategy, max_steps=STEP + 2, **options) == (None, STEP + 2)
+
+
+class Samples(TensorDataset):
+    """Of which one rank waits for each."""
+
+    def __init__(self, seconds, samples=4800):
+        super().__init__(*regression_data(samples))
+        self.seconds = seconds
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return super().__getitem__(index)
+
+
+class Busy(Regression):
+    """Takes some time for a step, and more until a moment."""
+
+    def __init__(self, more_s, until_s):
+        super().__init__()
+        self.more_s, self.until_s = more_s, until_s
+
+    def on_train_start(self):
+        self.until_s += time.monotonic()
+
+    def training_step(self, batch):
+        time.sleep(0.02 + (self.more_s if time.monotonic() < self.until_s else 0.0))
+        return super().training_step(batch)
+
+
+class BusyWeighing(Busy):
+    """Its ranks wait for each other before the forward too."""
+
+    def batch_weight(self, batch):
+        return 1.0
+
+
+def warnings_of(folder, make, slow, own_s=0.0, data_s=0.0, until_s=1e9, seconds=8):
+    """What ranks say in a run of some seconds, of which one takes longer for its data, or for its forward."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lumen").addHandler(handler)
+    is_slow = torch.distributed.get_rank() == slow
+    data = torch.utils.data.DataLoader(Samples(data_s if is_slow else 0.0), 1)
+    options = {"log_every_n_steps": 5, "max_time": {"seconds": seconds}, "log_level": "WARNING"}
+    try:
+        bare_trainer(folder, strategy=lumen.DDP(), **options).fit(make(own_s if is_slow else 0.0, until_s), data)
+    finally:
+        logging.getLogger("lumen").removeHandler(handler)
+    return [line for line in said if "is slow" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "slow", "seconds"), [(Busy, 0, 12), (BusyWeighing, 1, 8)])
+def test_a_rank_that_holds_up_the_others_is_named_once_with_what_it_waits_for(group, tmp_path, make, slow, seconds):
+    (line,), others = group(2).run(warnings_of, tmp_path, make, slow, 0.02, 0.06, 1e9, seconds)
+    assert others == []  # the first rank tells it
+    assert line.startswith(f"rank {slow} (host {socket.gethostname()}) is slow, and the others wait for it: 0.")
+    own_s, usual_s, data_s = map(float, re.findall(r"(\S+) s\b", line))
+    assert 0.06 <= data_s < own_s > 2 * usual_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more_s", [0.0, 0.1])
+def test_ranks_that_are_alike_are_not_named_nor_is_one_that_is_slow_for_a_moment(group, tmp_path, more_s):
+    assert group(2).run(warnings_of, tmp_path, Busy, 0, more_s, 0.0, 2.5) == [[], []]
