@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -57,6 +58,17 @@ def end_backward(ddp: Any) -> None:
 def abort_groups() -> None:
     """End all groups without waiting for anybody; where torch has no such call they end with the process."""
     getattr(dist.distributed_c10d, "_abort_process_group", lambda: None)()
+
+
+def recorded_collectives() -> dict[str, bytes]:
+    """The last collectives of this process, from torch's flight recorders: by recorder, as JSON; empty ones left out.
+
+    Where a device hangs it may never return, nor let go of Python's lock.
+    """
+    dumps = {"nccl": "_dump_nccl_trace_json", "torch": "_dump_fr_trace_json"}  # of every backend, or of all but NCCL
+    functions = {name: getattr(torch._C._distributed_c10d, dump, None) for name, dump in dumps.items()}
+    found = {name: function() for name, function in functions.items() if function is not None}
+    return {name: text for name, text in found.items() if b'"entries"' in text}
 
 
 def watch_workers(agent: Any, look: Callable[[Any], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import socket
@@ -24,6 +25,7 @@ from lumen.distributed.culprit import Place, name_culprits
 from lumen.distributed.stack_dump import OWN_SIGNAL, look_at, own_stacks
 from lumen.distributed.worker import report
 from lumen.errors import HUNG, ProcessStuck
+from lumen.internals.process_groups import recorded_collectives
 from lumen.loop.manual import manual_step
 from lumen.loop.step import train_step
 from lumen.run.run import Run
@@ -176,6 +178,10 @@ class _Watch:
                 child.kill()
         if self._stacks is not None and others_s:
             self._stacks.end_others(others_s)
+        if self._stacks is not None:
+            faulthandler.dump_traceback_later(_LEAVING_S, exit=True, file=self._file)  # a device may hold it up here
+            with suppress(Exception):
+                self._write_collectives()
         os._exit(HUNG)
 
     def _say(self, places: Sequence[Place], headline: str) -> None:
@@ -197,17 +203,23 @@ class _Watch:
         record("failed: ProcessStuck: %s (step %d)", headline, step, error=ProcessStuck(headline))
 
     def _write(self, text: str, written: list[Path]) -> None:
-        file = self._file_name
+        file = self._log_of("stacks", ".txt")
         if file is not None:
             with suppress(OSError):
                 file.parent.mkdir(exist_ok=True)
                 file.write_text(text)
                 written.append(file)
 
-    @property
-    def _file_name(self) -> Path | None:
+    def _write_collectives(self) -> None:
+        """Write down the last collectives of this process, beside the stacks."""
+        for recorder, text in recorded_collectives().items():
+            file = self._log_of(f"collectives-{recorder}-rank{self._processes.rank}", ".json")
+            if file is not None:
+                file.write_bytes(text)
+
+    def _log_of(self, what: str, suffix: str) -> Path | None:
         directory = self._run.trainer.run_directory
-        name = f"stacks-{socket.gethostname()}-step{self._run.progress.step}.txt"
+        name = f"{what}-{socket.gethostname()}-step{self._run.progress.step}{suffix}"
         return None if directory is None else directory / "logs" / name
 
     def _own_place(self) -> Place:

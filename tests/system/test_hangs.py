@@ -1,5 +1,6 @@
 """A process that gets no further is named, and ended with its job; one that was stopped for a while is not."""
 
+import json
 import os
 import re
 import signal
@@ -42,7 +43,19 @@ def is_named_and_ended(nursery, folder, mode, devices):
     assert all(f"rank {rank} (pid " in text for rank in range(devices))
     assert f"{stacks.relative_to(folder)}" in end.output
     assert "failed: ProcessStuck: no step and no batch" in (folder / "runs/run/run.log").read_text()
+    if devices > 1:
+        collectives_are_recorded(folder / "runs/run/logs", ended_by_itself=[0] if mode == "stopped" else [0, 1])
     return end.took_s
+
+
+def collectives_are_recorded(logs, ended_by_itself):
+    """As torch's flight recorder has them; the rank that waits has begun more than the other."""
+    files = {rank: [*logs.glob(f"collectives-torch-rank{rank}-*.json")] for rank in (0, 1)}
+    assert [rank for rank, found in files.items() if found] == ended_by_itself
+    records = [json.loads(file.read_bytes()) for (file,) in (files[rank] for rank in ended_by_itself)]
+    assert all(each["entries"][-1]["profiling_name"].startswith("gloo:") for each in records)
+    begun = [len(each["entries"]) for each in records]
+    assert len({*begun}) == len(begun)
 
 
 @pytest.mark.slow
