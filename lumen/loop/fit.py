@@ -63,7 +63,7 @@ def train(run: Run) -> None:
 
 def train_epoch(run: Run) -> None:
     """Run the rest of the epoch in progress, from wherever a checkpoint left it."""
-    progress, plan = run.progress, run.plan
+    progress, plan, guard = run.progress, run.plan, run.records.guard
     fresh, weighted_before = not progress.in_epoch, run.step.weighted_windows
     if fresh:
         open_loaders(run)
@@ -95,13 +95,15 @@ def train_epoch(run: Run) -> None:
         if run.ending.rolls_back is not None:
             raise RolledBack(run, window, *run.ending.rolls_back)
         run.records.write_row()  # of a step before, whose values have arrived meanwhile
-        run.records.guard.look()
+        if guard.is_on:
+            guard.look()
         if updated and progress.step % plan.log_every_n_steps == 0:
             run.records.log_step()
-            run.records.guard.begin()
+            guard.begin()
         progress.validation_due = validation_due(run, window, updated=updated)
         over = finish_step(run, updated=updated, last=window.last)
-        run.records.guard.own_time.start()
+        if guard.is_on:
+            guard.own_time.start()
         window = None if over else next(windows, None)
 
     if fresh and not over and run.step.weighted_windows == weighted_before:

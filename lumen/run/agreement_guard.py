@@ -41,12 +41,14 @@ class AgreementGuard:
         step: The step in progress, with the newest gradient norm and the time that was waited for data.
 
     Attributes:
+        is_on: There are several processes.
         own_time: How long this process takes for its steps until it waits for the others.
     """
 
     def __init__(self, strategy: Strategy, progress: Progress, step: StepContext) -> None:
         self._strategy, self._processes = strategy, strategy.processes
         self._progress, self._step = progress, step
+        self.is_on = strategy.processes.world_size > 1
         self._slow = SlowRanks(strategy.processes)
         self.own_time = OwnTime(strategy.processes)
         self._own: HostCopy[str] | None = None  # on its way to the host
@@ -54,7 +56,7 @@ class AgreementGuard:
 
     def begin(self) -> None:
         """Begin to compare the newest step."""
-        if self._processes.world_size == 1:
+        if not self.is_on:
             return
         progress, step, own = self._progress, self._step, self.own_time
         spent, counted = (own.steps, own.seconds, step.counters.waited_s), (progress.step, progress.micro_batches)
