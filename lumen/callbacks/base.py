@@ -128,6 +128,8 @@ class Callback:
     #: `on_before_optimizer_step`, `on_train_batch_end`, `on_step_end`) may set `trainer.should_stop`. Where a callback
     #: has them, the processes agree at the end of each step, which costs a message; one that never stops says False.
     stops_at_steps: bool = True
+    #: It asks for `trainer.step_loss()`: the parts of each step's loss are then kept for it.
+    reads_step_loss: bool = False
 
     @property
     def state_key(self) -> str:

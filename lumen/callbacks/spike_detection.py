@@ -12,7 +12,6 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.errors.arguments import at_least, checked
 
 if TYPE_CHECKING:
-    import torch
     from torch.optim import Optimizer
 
     from lumen.task.task_module import TaskModule
@@ -89,6 +88,7 @@ class SpikeDetection(Callback):
         self.warmup = warmup
         self.atol = atol
         self.rtol = rtol
+        self.reads_step_loss = monitor == "loss"
         self.action = action
         self.max_in_a_row = max_in_a_row
         self.before, self.after, self.max_rollbacks = before, after, max_rollbacks
@@ -99,7 +99,6 @@ class SpikeDetection(Callback):
         self._values: list[float] = []
         self._seen = self._in_a_row = 0
         self._looks = self._stops = False
-        self._parts: list[torch.Tensor] = []
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Start anew."""
@@ -118,20 +117,14 @@ class SpikeDetection(Callback):
 
     def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
         """A step begins."""
-        self._parts, self._looks = [], True
-
-    def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
-        """Keep a micro-batch's part of the step's loss."""
-        if self.monitor == "loss":
-            self._parts.append(loss.detach())
+        self._looks = True
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Decide about the update, the same on every rank."""
         if not self._looks:  # an optimizer evaluates the same step once more
             return
         self._looks = False
-        value = float(trainer.step_loss(self._parts) if self.monitor == "loss" else trainer.gradient_norm())
-        self._parts = []
+        value = float(trainer.step_loss() if self.monitor == "loss" else trainer.gradient_norm())
         if not math.isfinite(value):
             return
         mean = sum(self._values) / max(len(self._values), 1)

@@ -77,7 +77,7 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
     optimizer, extra = Tensors(), Tensors()
     entries: dict[str, Any] = {
         "seed": run.seed,
-        "progress": run.progress.state(),
+        "progress": dict(vars(run.progress)),
         "precision": run.precision.state_dict(),
         "schedulers": [config.scheduler.state_dict() for config in run.optim.schedulers],
         "monitors": [(config.known, config.unread) for config in run.optim.schedulers],

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from lumen.checkpoint.safetensors_file import COPIED_TOGETHER, bytes_of, lies_in_order
-from lumen.internals.tensors import copy_all, empty_host_cache
+from lumen.internals.memory import empty_host_cache
+from lumen.internals.tensors import copy_all
 
 Key = tuple[str, str]
 _FEW = 1 << 15  # numbers that torch copies by one thread

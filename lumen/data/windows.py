@@ -107,6 +107,12 @@ class MicroBatch:
         self.last = last
         self.is_dummy = is_dummy
 
+    def part(self, samples: int, weight: float) -> MicroBatch:
+        """A part of it, without the batch and not the last of the step."""
+        part = MicroBatch(self.index, self.number, samples, self.first, last=False, is_dummy=False)
+        part.weight, part.loader = weight, self.loader
+        return part
+
 
 @final
 class AccumulationWindow:

@@ -129,19 +129,6 @@ def copy_all(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     torch._foreach_copy_(tensors, values)
 
 
-def empty_host_cache() -> None:
-    """Free cached pinned memory that is not in use. torch < 2.13 has no public name for it."""
-    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
-    if empty is not None:
-        empty()
-
-
-def empty_device_cache(device: torch.device) -> None:
-    """Give back memory of an accelerator that torch keeps for tensors to come."""
-    if device.type != "cpu":
-        getattr(torch, device.type).empty_cache()
-
-
 def norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The 2-norm of each of one or more tensors, in a few kernels."""
     return torch._foreach_norm(tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -100,17 +100,13 @@ def refuse_synced_norms(run: Run) -> None:
         )
 
 
-@contextmanager
-def unnoticed(run: Run) -> Iterator[None]:
-    """The context of a forward that is no part of the run: what it logs, counts and moves is put back."""
-    metrics, accumulated = run.log.stage, metric_states(run.task)
+def mark(run: Run) -> Callable[[], None]:
+    """Return what puts back what a forward changes from here on: metrics and buffers."""
+    accumulated = metric_states(run.task)
     places = [(own, own.copy()) for module in run.task.modules() if (own := own_buffers(module))]
     values = [(buffer, buffer.detach().clone()) for buffer in run.task.buffers()]
-    run.log.stage = StageMetrics()
-    try:
-        yield
-    finally:
-        run.log.stage = metrics
+
+    def put_back() -> None:
         restore_metrics(accumulated)
         for buffers, held in places:  # an assignment has put another tensor there
             buffers.clear()
@@ -118,3 +114,17 @@ def unnoticed(run: Run) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in values:
                 fill(buffer, before)
+
+    return put_back
+
+
+@contextmanager
+def unnoticed(run: Run) -> Iterator[None]:
+    """The context of a forward that is no part of the run: what it logs, counts and moves is put back."""
+    metrics, put_back = run.log.stage, mark(run)
+    run.log.stage = StageMetrics()
+    try:
+        yield
+    finally:
+        run.log.stage = metrics
+        put_back()

@@ -15,6 +15,7 @@ from lumen.loop.around_step import EpochSkipped, RolledBack, is_left_out, leave_
 from lumen.loop.evaluate import evaluate, publish
 from lumen.loop.manual import manual_step
 from lumen.loop.step import train_step
+from lumen.loop.step_in_parts import check_halving, explain
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.step_values import for_loggers
 from lumen.metrics.torchmetrics_states import metrics_of
@@ -43,7 +44,11 @@ def train(run: Run) -> None:
         hook()
     if run.trainer.enable_checkpointing:
         check_additions(run)
-    run.step.start_weighing(run.task, run.log.gather, run.records.guard.own_time.begin_sum)
+    if run.plan.halve_on_oom:
+        check_halving(run)
+    asked = any(getattr(callback, "reads_step_loss", False) for callback in run.trainer.callbacks)
+    own_time = run.records.guard.own_time
+    run.step.start_weighing(run.task, run.log.gather, own_time.begin_sum, keeps_losses=asked)
     (run.log.has_metrics,) = run.ending.agree(bool(metrics_of(run.task)))
     run.ending.start_clock()
     run.records.goodput.train(run.progress.step)
@@ -92,6 +97,9 @@ def train_epoch(run: Run) -> None:
         except EpochSkipped:
             run.log.in_train_step, skipped = False, True
             break
+        except RuntimeError as error:
+            explain(run, error)
+            raise
         if run.ending.rolls_back is not None:
             raise RolledBack(run, window, *run.ending.rolls_back)
         run.records.write_row()  # of a step before, whose values have arrived meanwhile

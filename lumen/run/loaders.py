@@ -31,7 +31,7 @@ class Loaders:
         sources: What gave them, by stage: a loader or several, as the user made them.
         epoch: The epoch as of which those of `fit` were asked for.
         empty: Why evaluation loaders gave no batch, a sentence each.
-        too_large: It was said that an evaluation batch does not fit into memory.
+        fits: Samples of the largest part of a batch that is tried, by stage of evaluation; none: all have fitted.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Loaders:
         self.sources: dict[str, Any] = {}
         self.epoch = 0
         self.empty: list[str] = []
-        self.too_large = False
+        self.fits: dict[str, int] = {}
 
     def measure(self) -> LoaderAdapter:
         """The training data, with the length and the steps of the epoch in progress."""

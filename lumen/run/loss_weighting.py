@@ -33,8 +33,10 @@ class LossWeighting:
         begin_sum: Begins to sum numbers over the processes; what it returns waits for the sums. None: there is one
             process.
         gather: What each process says, on all of them. None: there is one process.
+        keeps_losses: Somebody asks for the loss of a step.
 
     Attributes:
+        losses: What the micro-batches of this process have added to the step's loss, detached; None: nobody asks.
         unseeded: The guess is to be made of the first weight, by `seed`.
         total: The sum of the weights of this process; once they have agreed, of all.
     """
@@ -47,7 +49,9 @@ class LossWeighting:
         scaled: bool = False,
         begin_sum: BeginSum | None = None,
         gather: Callable[[Answer], list[Answer]] | None = None,
+        keeps_losses: bool = False,
     ) -> None:
+        self.losses: list[torch.Tensor] | None = [] if keeps_losses else None
         self._by_task = by_task
         self._in_loss, self._in_gradients = (1, world) if scaled else (world, 1)
         self._begin_sum, self._gather = begin_sum, gather
@@ -64,6 +68,8 @@ class LossWeighting:
                 been made yet.
         """
         self.total = 0.0
+        if self.losses is not None:
+            self.losses = []
         self._planned = planned
         self._alone = micro_batches == self._world == 1
         self._micro_batches, self._guess = micro_batches, guess or 1.0
@@ -117,6 +123,16 @@ class LossWeighting:
                 self._planned = weight if self._alone else self._guess
         self.total += weight
         return self._in_loss * weight / self._planned if self._planned else 0.0
+
+    def mark(self) -> tuple[float, int]:
+        """What is counted of this process by now, for `go_back`."""
+        return self.total, len(self.losses or ())
+
+    def go_back(self, mark: tuple[float, int]) -> None:
+        """Forget what was counted since `mark`."""
+        self.total, losses = mark
+        if self.losses is not None:
+            del self.losses[losses:]
 
     def begin_agreement(self, *wishes: bool) -> None:
         """All weights of this process are known: begin to sum them over the processes. Collective.

@@ -39,7 +39,7 @@ class Plan:
             epochs, the first is 0.
         global_batch_size: Samples of a step, instead of `accumulate`; None: that counts.
         same_batches: Every epoch repeats the batches of the first.
-        halve_on_oom: Evaluate a batch that does not fit into memory in halves.
+        halve_on_oom: Make what does not fit into memory in halves: micro-batches, and batches of evaluations.
         reload_every_n_epochs: Ask for new loaders at the start of every n-th epoch; 0: never.
     """
 

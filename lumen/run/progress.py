@@ -27,6 +27,7 @@ class Progress:
         weight_guess: See `LossWeighting`.
         units: Weight of all updates: the tokens, boxes or samples learned from.
         loader: Where the training loader stands, as its adapter says after the last step.
+        fits: Samples of the largest part of a micro-batch that fits into memory, on every process; 0: all have fitted.
         left_out: Steps whose first micro-batch lies in one of these ranges (from, to) of the run's are not trained on.
     """
 
@@ -42,16 +43,13 @@ class Progress:
     weight_guess: float = 0.0
     units: float = 0.0
     loader: Any = None
+    fits: int = 0
     left_out: list[list[int]] = field(default_factory=list)
 
     def become(self, other: Progress) -> None:
         """Stand where another one stands; who holds this one sees it."""
         for item in fields(self):
             setattr(self, item.name, getattr(other, item.name))
-
-    def state(self) -> dict[str, Any]:
-        """Plain data, by the names of the attributes."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def advance(self, window: AccumulationWindow, *, updated: bool) -> None:
         """Count one window; a step only if the update was not skipped."""

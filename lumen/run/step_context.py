@@ -53,6 +53,8 @@ class StepContext:
         nonfinite: Finds losses and gradients that are not finite.
         skips_epoch: A hook of this process has ended the epoch in this step.
         skips_update: Hooks of all processes have asked for no update of the step.
+        fits: Samples of the largest part of a micro-batch that is tried in this process; 0: none was too large. It is
+            another number than that of `Progress` where one was too large in this step.
         dummy: A batch that gave a loss, with its micro-batch: it is run again where a rank has none.
         loss: The newest loss, without dimensions; on the device, perhaps with its graph.
         grad_norm: The newest gradient norm before clipping, without dimensions; None where nothing is clipped.
@@ -72,6 +74,7 @@ class StepContext:
         finds = torch.is_anomaly_enabled()
         self.nonfinite = NonFiniteCheck(OperationFinder.over(precision, self.where).told if finds else None)
         self.skips_epoch = self.skips_update = False
+        self.fits = progress.fits
         self.dummy: tuple[Any, MicroBatch] | None = None
         self.loss: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
@@ -79,23 +82,27 @@ class StepContext:
         self.updated = False
         self.weighted_windows = 0
 
-    def start_weighing(self, task: TaskModule, gather: Gather | None, begin_sum: BeginSum) -> None:
+    def start_weighing(
+        self, task: TaskModule, gather: Gather | None, begin_sum: BeginSum, *, keeps_losses: bool
+    ) -> None:
         """Training begins now: hooks that could give the task a `batch_weight` are over.
 
         Args:
             task: The task that is trained.
             gather: What each process says, on all of them; None: there is one process.
             begin_sum: Begins to sum numbers over the processes; see `LossWeighting`.
+            keeps_losses: Somebody asks for the loss of a step.
         """
         processes, self.weighs_batches = self._processes, overrides(task, "batch_weight")
         self.weighting = LossWeighting(
             by_task=self.weighs_batches, world=processes.world_size, scaled=self._precision.handles_overflow,
-            begin_sum=begin_sum if processes.world_size > 1 else None, gather=gather,
+            begin_sum=begin_sum if processes.world_size > 1 else None, gather=gather, keeps_losses=keeps_losses,
         )  # fmt: skip
 
     def begin(self) -> None:
         """Count micro-batches from here."""
         self.skips_epoch = False
+        self.fits = self._progress.fits
         self._first_micro_batch = self._progress.micro_batches
 
     def seed(self, micro: MicroBatch) -> None:

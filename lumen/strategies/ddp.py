@@ -192,14 +192,16 @@ class DDP(Strategy):
         if self._options["static_graph"]:
             raise ConfigError(
                 "DDP: static_graph=True communicates in every backward, but a step has several micro-batches per "
-                "process. Set accumulate_grad_batches: 1 (or a smaller global_batch_size), or static_graph: false."
+                "process, or halve_on_oom may give it several. Set accumulate_grad_batches: 1 (or a smaller "
+                "global_batch_size) and leave halve_on_oom out, or set static_graph: false."
             )
         return self._ddp.no_sync()
 
-    def zero_loss(self) -> torch.Tensor:
-        """A loss of 0 that depends on all parameters."""
+    def zero_loss(self, *, accumulated: bool = False) -> torch.Tensor:
+        """A loss of 0 that depends on all parameters; on those alone that have a gradient, if it is accumulated."""
         assert self._ddp is not None
-        return self._ddp(None)  # type: ignore[no-any-return]
+        used = accumulated and any(parameter.grad is not None for parameter in self._parameters)
+        return self._ddp(None, used)  # type: ignore[no-any-return]
 
     def after_backward(self) -> None:
         """Refuse parameters that got no gradient: ranks whose loss does use them would wait for this one.

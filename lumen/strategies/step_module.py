@@ -23,14 +23,21 @@ class Steps(nn.Module):
         self.anchor = nn.Parameter(torch.zeros(())) if anchored else None
 
     def forward(self, step: str | None, *args: Any) -> Any:
-        """Run the task's method `step`; for None return a loss of 0."""
+        """Run the task's method `step`; for None return a loss of 0.
+
+        Args:
+            step: Name of the method.
+            *args: Its arguments. For None whether the loss depends on all that has a gradient, and nothing else.
+        """
         if step is not None:
             return getattr(self.task, step)(*args)
+        used_only = args == (True,)
         trained, sparse = [p for p in self.task.parameters() if p.requires_grad], sparse_parameters(self.task)
         parts = [_nothing_of(p) for p in trained if id(p) in sparse]  # torch needs these in any case
         if self.anchor is not None:
-            return torch.stack([self.anchor * 0.0, *parts]).sum()
-        parts += [_part_of(p) for p in trained if id(p) not in sparse]
+            parts.append(self.anchor * 0.0)
+        if self.anchor is None or used_only:
+            parts += [_part_of(p) for p in trained if id(p) not in sparse and not (used_only and p.grad is None)]
         return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -95,13 +95,19 @@ class ViewOfValues(ViewBase):
         """
         self.run.values.require(who, monitor)
 
-    def step_loss(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def step_loss(self) -> torch.Tensor:
         """The mean loss of the step over all processes, in `on_before_optimizer_step`: a scalar tensor. Collective.
 
-        Args:
-            parts: What `on_before_backward` was given on this process in this step, detached.
+        Raises:
+            ConfigError: No callback has `reads_step_loss = True`, so it was not kept.
         """
-        own = torch.stack([*parts]).sum() if parts else torch.zeros((), device=self.strategy.device)
+        parts = self.run.step.weighting.losses
+        if parts is None:
+            raise ConfigError(
+                "trainer.step_loss(): the losses of a step are kept for callbacks that say so. Write reads_step_loss = "
+                "True in the class of yours."
+            )
+        own = torch.stack(parts).sum() if parts else torch.zeros((), device=self.strategy.device)
         return self.run.step.weighting.mean(own, self.strategy.reduce)
 
     def gradient_norm(self) -> torch.Tensor:

@@ -129,10 +129,15 @@ def test_the_first_half_draws_what_the_attempt_drew(tmp_path):
     task = Attempts(4)
     bare_trainer(tmp_path, halve_on_oom=True).validate(task, data(16, 16))
     sizes, numbers = zip(*task.drawn, strict=True)
-    assert sizes == (16, 8, 4, 4, 8, 4, 4)
+    assert sizes == (16, 8, 4, 4, 4, 4)
     assert numbers[0] == numbers[1] == numbers[2]
-    assert numbers[4] == numbers[5]
-    assert len({numbers[2], numbers[3], numbers[5], numbers[6]}) == 4
+    assert len({*numbers[2:]}) == 4
+
+
+def test_what_did_not_fit_is_not_tried_again_in_the_run(tmp_path):
+    task = Attempts(4)
+    bare_trainer(tmp_path, halve_on_oom=True).validate(task, [data(16, 32), data(8, 8)])
+    assert [size for size, _ in task.drawn] == [16, 8, *[4] * 10]
 
 
 def test_that_batches_are_halved_is_said_once_in_a_run(tmp_path, caplog):

@@ -102,7 +102,7 @@ class Probe(lumen.Callback):
         self.lr = optimizer.param_groups[0]["lr"]
         self.schedules = [getattr(config.scheduler, "last_epoch", None) for config in trainer.lr_scheduler_configs]
         self.began = (trainer.global_step, trainer.current_epoch, self.batches)
-        self.progress = trainer.run.progress.state()
+        self.progress = dict(vars(trainer.run.progress))
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         self.batches += 1

@@ -1,6 +1,7 @@
 """How much the processes of a run tell each other at once."""
 
-BESIDE = 5  # numbers: a sum of weights, who returned some, who none, who ends the epoch, who wishes to stop
+#: Numbers: a sum of weights, who returned some, who none, who ends the epoch, who wishes to stop, whose memory is full.
+BESIDE = 6
 VOTE = 3  # numbers: a clock, how many ranks are asked to stop, how many announce something
 AGREEMENT = 1  # collective, of a logged step: do ranks still agree, and which is slow
 GATHER = 2  # collectives: each rank tells first how long its value is

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Literal, final
 
-import torch
-
 from lumen.callbacks import Callback
 from lumen.errors import ConfigError, DataError, TrainingError
+from lumen.internals.memory import is_out_of_memory
 from lumen.trainer.tuner.trial import Trials
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
 
 _log = logging.getLogger("lumen")
-_OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
 Mode = Literal["power", "binsearch"]
 
 
@@ -96,13 +94,14 @@ class BatchSizeSearch:
             self._trials.run(
                 largest, {self._name: size},
                 max_steps=self._steps, accumulate={0: 1 + self._accumulates}, global_batch_size=None,
+                halve_on_oom=False,
             )  # fmt: skip
         except (RuntimeError, DataError) as error:
             if isinstance(error, DataError):
                 if size == 1 or largest.samples:
                     raise
                 return None  # with drop_last there is no batch of this size
-            if not isinstance(error, torch.OutOfMemoryError) and not any(said in str(error) for said in _OUT_OF_MEMORY):
+            if not is_out_of_memory(error):
                 raise
             return None
         if largest.samples > size:

@@ -13,8 +13,6 @@ from lumen.callbacks import Callback
 from lumen.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
 
@@ -110,11 +108,11 @@ class RisingRate(Callback):
     """
 
     stops_at_steps = False
+    reads_step_loss = True
 
     def __init__(self, curve: LearningRateCurve, rates: list[float], early_stop_threshold: float | None) -> None:
         self._curve, self._rates, self._threshold = curve, rates, early_stop_threshold
         self._average, self._least = 0.0, math.inf
-        self._parts: list[torch.Tensor] = []
         self._ratios: list[float] = []
         self._is_first = self._is_over = False
 
@@ -126,11 +124,7 @@ class RisingRate(Callback):
 
     def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Any) -> None:
         """A step begins."""
-        self._parts, self._is_first = [], True
-
-    def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
-        """Keep a micro-batch's part of the step's loss."""
-        self._parts.append(loss.detach())
+        self._is_first = True
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: Any) -> None:
         """Set the rate of the update, and note the loss before it."""
@@ -140,7 +134,7 @@ class RisingRate(Callback):
         if not self._is_first or step < len(rates):  # the loss of a step that an optimizer evaluates again, or of fp16
             return
         self._is_first = False
-        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * float(trainer.step_loss(self._parts))
+        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * float(trainer.step_loss())
         smoothed = self._average / (1 - _SMOOTHING ** (step + 1))
         rates.append(self._rates[step])
         losses.append(smoothed)

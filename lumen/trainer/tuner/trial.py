@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lumen.callbacks import Callback
 from lumen.data.combined import CombinedLoader
 from lumen.errors import ConfigError
-from lumen.internals.tensors import empty_device_cache
+from lumen.internals.memory import empty_device_cache
 from lumen.profilers import make_profiler
 from lumen.random import preserved_generators
 from lumen.run.open_loaders import one_source

@@ -1,0 +1,125 @@
+"""Cuts a batch into parts along its samples, and joins what a step returned for them."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lumen.data.nested import convert, tensors
+from lumen.errors import ConfigError, DataError
+
+_PLAIN = (str, bytes, int, float, complex, type(None))
+
+
+def spans(samples: int, largest: int) -> Iterator[tuple[int, int]]:
+    """The parts of a batch, none larger than `largest`: halves, and halves of those that are too large.
+
+    Yields:
+        The first sample of a part, and the one after its last.
+    """
+    yield from _spans(0, samples, largest)
+
+
+def _spans(begin: int, end: int, largest: int) -> Iterator[tuple[int, int]]:
+    if end - begin <= largest:
+        yield begin, end
+        return
+    middle = begin + (end - begin + 1) // 2
+    yield from _spans(begin, middle, largest)
+    yield from _spans(middle, end, largest)
+
+
+def cut(batch: Any, samples: int, begin: int, end: int) -> Any:
+    """A part of a batch; its tensors are views.
+
+    Tensors are cut along dimension 0, and lists and tuples without tensors that have an item for each sample. What has
+    no dimension is in each part.
+
+    Args:
+        batch: Tensors and lists, in mappings, lists, tuples or dataclasses.
+        samples: How many the whole batch has.
+        begin: First sample of the part.
+        end: The sample after its last one.
+
+    Raises:
+        DataError: A tensor has another size in dimension 0; or it is not known where the samples are.
+    """
+
+    def part(leaf: Any) -> Any:
+        return _part(leaf, samples, slice(begin, end))
+
+    def is_listed(data: Any) -> bool:
+        return data is not batch and type(data) in (list, tuple) and len(data) == samples
+
+    return convert(batch, part, is_leaf=is_listed) if not _is_row(batch, samples) else batch[begin:end]
+
+
+def _is_row(data: Any, size: int) -> bool:
+    """Whether a list has an item for each sample, and no tensors."""
+    return type(data) in (list, tuple) and len(data) == size and next(tensors(data), None) is None
+
+
+def _part(leaf: Any, samples: int, where: slice) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+        if leaf.dim() == 0:
+            return leaf
+        if len(leaf) == samples:
+            return leaf[where]
+    elif isinstance(leaf, _PLAIN):
+        return leaf
+    elif _is_row(leaf, samples):
+        return leaf[where]
+    raise DataError(
+        f"a batch of {samples} samples does not fit into memory, and cannot be halved: where its samples are is not "
+        f"known of {_described(leaf)}; only tensors that have them along dimension 0 can be cut, and lists without "
+        "tensors. Make batch_size of that loader smaller."
+    )
+
+
+def joined(outputs: Sequence[Any], sizes: Sequence[int], *, averages: bool) -> Any:
+    """What steps returned for the parts of a batch, as one step would have for all of it.
+
+    Args:
+        outputs: Of each part; tensors, or mappings, lists and tuples of tensors.
+        sizes: Samples of each part.
+        averages: A tensor without dimensions, or a float, is a mean over samples; else it is an error.
+
+    Raises:
+        ConfigError: Something is no tensor with the samples of its part along dimension 0.
+    """
+    first, kind = outputs[0], type(outputs[0])
+    parts = list(zip(outputs, sizes, strict=True))
+    if any(type(output) is not kind for output in outputs):
+        raise _not_joined(parts)
+    if first is None:
+        return None
+    if kind is dict and all(output.keys() == first.keys() for output in outputs):
+        return {key: joined([output[key] for output in outputs], sizes, averages=averages) for key in first}
+    if kind in (list, tuple):
+        if all(_is_row(output, size) for output, size in parts):
+            return sum(outputs[1:], start=first)
+        if all(len(output) == len(first) and next(tensors(output), None) is not None for output in outputs):
+            return kind([joined(items, sizes, averages=averages) for items in zip(*outputs, strict=True)])
+    if isinstance(first, torch.Tensor):
+        if all(output.shape == (size, *first.shape[1:]) for output, size in parts):
+            return torch.cat(list(outputs))
+        averages = averages and first.is_floating_point() and all(output.dim() == 0 for output in outputs)
+    if averages and isinstance(first, (torch.Tensor, float)):
+        return sum(output * (size / sum(sizes)) for output, size in parts)
+    raise _not_joined(parts)
+
+
+def _not_joined(parts: Sequence[tuple[Any, int]]) -> ConfigError:
+    found = " and ".join(f"{_described(output)} for {size}" for output, size in parts)
+    return ConfigError(
+        f"halve_on_oom: the step returned, for halves of a batch, {found} samples, which cannot be put together. "
+        "Return tensors with the samples along dimension 0, or mappings, lists and tuples of them; or make batch_size "
+        "of that loader smaller."
+    )
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else reprlib.repr(value)

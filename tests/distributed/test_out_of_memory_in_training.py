@@ -1,0 +1,87 @@
+"""One process has less memory than the others: the step is the same, and all know what fits."""
+
+import pytest
+import torch
+from torch import nn
+
+from lumen import DDP, FSDP
+from lumen.errors import ConfigError, TrainingError
+from tests.helpers.cramped_training import Cramped, Weighed, WeighedBefore
+from tests.helpers.tasks import bare_trainer, loader, weights
+
+KINDS = {"plain": Cramped, "weighed": Weighed, "weighed before": WeighedBefore}
+
+
+def train(folder, kind, fits, where, strategy="auto", batch_size=8, **options):
+    """Weights, what is known to fit, and sizes of batches that were tried, after two epochs of 50 samples in 32s."""
+    strategy = DDP(find_unused_parameters=True) if strategy == "find unused" else strategy
+    task = KINDS[kind](fits, where, ranks=(1,))
+    task = task if options.get("precision", "fp64") == "fp64" else task.float()
+    options = {"max_epochs": 2, "precision": "fp64", "global_batch_size": 32} | options
+    trainer = bare_trainer(folder, strategy=strategy, halve_on_oom=fits < 100, **options)
+    trainer.fit(task, loader(50, batch_size, dtype=next(task.parameters()).dtype))
+    return weights(task), trainer.progress.fits, task.sizes
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("kind", "strategy"), [(kind, "auto") for kind in KINDS] + [("plain", "find unused")])
+def test_the_step_is_that_of_processes_with_enough_memory(group, tmp_path, where, kind, strategy):
+    """18 samples are left for the second step: the first process has two batches of it, the other one."""
+    whole = group(2).run(train, tmp_path, kind, 10**6, where, strategy)
+    halved = group(2).run(train, tmp_path, kind, 3, where, strategy)
+    for (expected, _, _), (found, fits, _) in zip(whole, halved, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+        assert fits == 2
+    assert torch.equal(halved[0][0], halved[1][0])
+    first, second = (sizes for _, _, sizes in halved)
+    assert first == [8, 8, *[2] * 5, *[2] * 8, *[2] * 5]  # of the second step a batch of 8 and the one of 2
+    assert second == [8, 4, *[2] * 8, *[2] * 4, *[2] * 8, *[2] * 4]
+
+
+def in_16_bits(folder, fits):
+    return train(folder, "weighed", fits, "backward", precision="fp16")
+
+
+def test_a_gradient_scaler_sees_the_same_step(group, tmp_path):
+    """The first guess of a sum of weights is agreed on, once, by the process that fails too."""
+    whole, halved = (group(2).run(in_16_bits, tmp_path, fits) for fits in (10**6, 3))
+    for (expected, _, _), (found, fits, _) in zip(whole, halved, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+        assert fits == 2
+
+
+def test_while_all_fits_the_bits_are_those_without_the_flag(group, tmp_path):
+    without, flagged = (group(2).run(train, tmp_path, "plain", fits, "forward") for fits in (10**6, 99))
+    for (expected, *_), (found, *_) in zip(without, flagged, strict=True):
+        assert torch.equal(found, expected)
+
+
+class Forgetting(Cramped):
+    """Leaves out a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(2, 2, dtype=torch.float64)
+
+
+def forget(folder):
+    with pytest.raises(TrainingError, match="2 parameters took no part in the loss of rank") as caught:
+        bare_trainer(folder, strategy="auto", halve_on_oom=True, max_steps=2, precision="fp64").fit(
+            Forgetting(), loader(50, 8, dtype=torch.float64)
+        )
+    return "unused.weight, unused.bias" in str(caught.value)
+
+
+def test_a_parameter_without_a_gradient_is_still_an_error(group, tmp_path):
+    assert group(2).run(forget, tmp_path) == [True, True]
+
+
+def refused(folder):
+    trainer = bare_trainer(folder, strategy=FSDP(), halve_on_oom=True, max_steps=2, precision="fp64")
+    with pytest.raises(ConfigError, match=r"halve_on_oom: with this strategy all .* so none can make one again alone"):
+        trainer.fit(Cramped(), loader(50, 8, dtype=torch.float64))
+    return trainer.global_step
+
+
+def test_where_forwards_communicate_none_is_made_again(group, tmp_path):
+    assert group(2).run(refused, tmp_path) == [0, 0]
