@@ -58,7 +58,7 @@ def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
     """The micro-batches of a step, weighed as far as is known; fetched all at once only if the task weighs them."""
     micro_batches: Iterable[MicroBatch] = window
     planned: float = window.samples
-    if run.step.weighs_batches:
+    if run.step.weighting.by_task:
         micro_batches = list(window)
         for micro in micro_batches:
             micro.weight = 0.0 if micro.is_dummy else float(run.task.batch_weight(micro.batch))

@@ -125,7 +125,7 @@ class StepInParts:
         return _joined(outputs, sizes) if outputs else None
 
     def _weight(self, micro: MicroBatch, begin: int, end: int) -> float:
-        if not self._run.step.weighs_batches:
+        if not self._run.step.weighting.by_task:
             return end - begin
         return float(self._run.task.batch_weight(cut(micro.batch, micro.samples, begin, end)))
 

@@ -26,7 +26,7 @@ class LossWeighting:
     """Weights of the micro-batches of the optimizer step in progress.
 
     Args:
-        by_task: The known weights are the task's `batch_weight`, not numbers of samples: a returned one must agree.
+        by_task: Becomes the attribute.
         world: Number of processes.
         scaled: A gradient scaler is at work: the number of processes is then multiplied with gradients, not with the
             loss, so that what overflows does not depend on it.
@@ -36,6 +36,7 @@ class LossWeighting:
         keeps_losses: Somebody asks for the loss of a step.
 
     Attributes:
+        by_task: The known weights are the task's `batch_weight`, not numbers of samples: a returned one must agree.
         losses: What the micro-batches of this process have added to the step's loss, detached; None: nobody asks.
         unseeded: The guess is to be made of the first weight, by `seed`.
         total: The sum of the weights of this process; once they have agreed, of all.
@@ -52,7 +53,7 @@ class LossWeighting:
         keeps_losses: bool = False,
     ) -> None:
         self.losses: list[torch.Tensor] | None = [] if keeps_losses else None
-        self._by_task = by_task
+        self.by_task = by_task
         self._in_loss, self._in_gradients = (1, world) if scaled else (world, 1)
         self._begin_sum, self._gather = begin_sum, gather
         self._world = world
@@ -74,7 +75,7 @@ class LossWeighting:
         self._alone = micro_batches == self._world == 1
         self._micro_batches, self._guess = micro_batches, guess or 1.0
         # 16 bits alone mind how large what is summed becomes, and several processes would have to tell each other
-        self.unseeded = not guess and not self._by_task and (self._world == 1 or self._in_gradients > 1)
+        self.unseeded = not guess and not self.by_task and (self._world == 1 or self._in_gradients > 1)
         self._returned: bool | None = None
         self._sums: Callable[[], list[float]] | None = None
         self._wishes: list[bool] = []
@@ -105,7 +106,7 @@ class LossWeighting:
             TrainingError: A negative or non-finite weight; some micro-batches of a step with and some without one;
                 one that differs from `batch_weight`.
         """
-        if self._by_task:
+        if self.by_task:
             if returned not in (None, known):
                 raise TrainingError(
                     f"training_step returned the weight {returned} for a micro-batch to which batch_weight gave "
@@ -168,7 +169,7 @@ class LossWeighting:
     @property
     def counted(self) -> bool:
         """Whether the weights are the user's own (tokens, boxes), not numbers of samples."""
-        return self._by_task or bool(self._returned)
+        return self.by_task or bool(self._returned)
 
     @property
     def correction(self) -> float:

@@ -49,7 +49,6 @@ class StepContext:
 
     Attributes:
         weighting: The weighting of the losses of the step, from `start_weighing` on.
-        weighs_batches: The task has a `batch_weight`.
         nonfinite: Finds losses and gradients that are not finite.
         skips_epoch: A hook of this process has ended the epoch in this step.
         skips_update: Hooks of all processes have asked for no update of the step.
@@ -70,7 +69,6 @@ class StepContext:
         self._replays_graphs = replays_graphs
         self._first_micro_batch = 0
         self.weighting: LossWeighting
-        self.weighs_batches = False
         finds = torch.is_anomaly_enabled()
         self.nonfinite = NonFiniteCheck(OperationFinder.over(precision, self.where).told if finds else None)
         self.skips_epoch = self.skips_update = False
@@ -93,9 +91,9 @@ class StepContext:
             begin_sum: Begins to sum numbers over the processes; see `LossWeighting`.
             keeps_losses: Somebody asks for the loss of a step.
         """
-        processes, self.weighs_batches = self._processes, overrides(task, "batch_weight")
+        processes, by_task = self._processes, overrides(task, "batch_weight")
         self.weighting = LossWeighting(
-            by_task=self.weighs_batches, world=processes.world_size, scaled=self._precision.handles_overflow,
+            by_task=by_task, world=processes.world_size, scaled=self._precision.handles_overflow,
             begin_sum=begin_sum if processes.world_size > 1 else None, gather=gather, keeps_losses=keeps_losses,
         )  # fmt: skip
 
