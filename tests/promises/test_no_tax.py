@@ -20,7 +20,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 import lumen
 from lumen.data.windows import AccumulationWindow, MicroBatch
-from lumen.loop import fit, step
+from lumen.loop import fit, micro_batch, step
 from lumen.run.ending import Ending
 from lumen.run.optimization import Optimization
 from lumen.run.progress import Progress
@@ -112,7 +112,8 @@ def test_an_evaluation_calls_few_functions_of_lumens_own_for_a_batch(tmp_path):
 
 
 EVERY_STEP = [
-    step.train_step, step.weigh, step.accumulate, step.read_output, step.backward, step.update, step.complete_gradients,
+    step.train_step, step.weigh, step.update, step.complete_gradients,
+    micro_batch.accumulate, micro_batch.read_output, micro_batch.backward, micro_batch.tell,
     fit.finish_step, fit.reach_boundary, StepContext.begin, StepContext.seed, TaskCalls.receive, TaskCalls.arguments,
     Optimization.zero_grad, StepContext.check_loss, StepContext.count, Ending.tick, Records.write_row, validation_due,
     Progress.advance,
