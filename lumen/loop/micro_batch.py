@@ -54,7 +54,8 @@ def accumulate(
         elif strategy.communicates_in("backward"):
             backward_of_zero(run, micro, batch, weighting)
         elif micro.last:
-            tell(run)
+            wishes = run.step.skips_epoch, run.progress.should_stop, run.step.fits != run.progress.fits
+            weighting.begin_agreement(*wishes)
         if micro.last:
             strategy.after_backward()
     return output, part
@@ -71,7 +72,8 @@ def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: LossWei
     if weighting.unseeded:
         weighting.seed(None)
     if micro.last:
-        tell(run)
+        wishes = run.step.skips_epoch, run.progress.should_stop, run.step.fits != run.progress.fits
+        weighting.begin_agreement(*wishes)
     try:
         if run.optim.backward is None:
             run.precision.backward(loss)
@@ -131,14 +133,8 @@ def backward_late(run: Run, micro: MicroBatch) -> None:
     with strategy.gradient_sync(True):
         loss = strategy.zero_loss(accumulated=True) if strategy.communicates_in("backward") else None
         if loss is None:
-            tell(run)
+            wishes = run.step.skips_epoch, run.progress.should_stop, run.step.fits != run.progress.fits
+            run.step.weighting.begin_agreement(*wishes)
         else:
             backward(run, micro, loss * 0.0, run.step.weighting)
         strategy.after_backward()
-
-
-def tell(run: Run) -> None:
-    """Begin to tell the other processes the weights of this one, and what it wishes. Collective."""
-    step = run.step
-    too_large = step.fits != run.progress.fits
-    step.weighting.begin_agreement(step.skips_epoch, run.progress.should_stop, too_large)

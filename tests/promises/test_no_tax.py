@@ -113,7 +113,7 @@ def test_an_evaluation_calls_few_functions_of_lumens_own_for_a_batch(tmp_path):
 
 EVERY_STEP = [
     step.train_step, step.weigh, step.update, step.complete_gradients,
-    micro_batch.accumulate, micro_batch.read_output, micro_batch.backward, micro_batch.tell,
+    micro_batch.accumulate, micro_batch.read_output, micro_batch.backward,
     fit.finish_step, fit.reach_boundary, StepContext.begin, StepContext.seed, TaskCalls.receive, TaskCalls.arguments,
     Optimization.zero_grad, StepContext.check_loss, StepContext.count, Ending.tick, Records.write_row, validation_due,
     Progress.advance,
