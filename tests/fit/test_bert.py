@@ -134,6 +134,7 @@ def test_what_was_pre_trained_is_fine_tuned_and_exported_as_from_pretrained_read
 
 @pytest.mark.slow
 @pytest.mark.time_limit(400)
+@pytest.mark.torture  # minutes of training: more than its limit where a processor is slow
 def test_pre_training_helps_to_tell_60_of_100_origins_from_500_labelled_names(tmp_path):
     run_model("fit", "bert_pretrain", tmp_path)
     tuned = accuracy(tmp_path)
