@@ -53,6 +53,14 @@ def stop_at(directory, event, occurrence, signal_number):
     return child.returncode, shown
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Where the script has run to its end, undisturbed."""
+    directory = tmp_path_factory.mktemp("whole")
+    assert stop_at(directory, "never", 1, None)[0] == 0
+    return directory
+
+
 @pytest.mark.parametrize(
     ("event", "occurrence", "signal_number", "code"),
     [
@@ -60,15 +68,16 @@ def stop_at(directory, event, occurrence, signal_number):
         ("validate", 7, signal.SIGTERM, 143),
     ],
 )
-def test_a_stopped_run_saves_says_how_to_go_on_and_loses_nothing(tmp_path, event, occurrence, signal_number, code):
-    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+def test_a_stopped_run_saves_says_how_to_go_on_and_loses_nothing(
+    tmp_path, whole, event, occurrence, signal_number, code
+):
+    stopped = tmp_path / "stopped"
     returned, shown = stop_at(stopped, event, occurrence, signal_number)
     assert returned == code, shown
     assert 'resume="auto"' in shown
     assert shown.count("finishing this step") == 1
     assert len(find_checkpoints(stopped / "runs/run/checkpoints")) == 1
     assert stop_at(stopped, "never", 1, None)[0] == 0
-    assert stop_at(whole, "never", 1, None)[0] == 0
     ends = [Checkpoint.open(newest(directory)) for directory in (stopped, whole)]
     for name in ends[1].names("model"):
         assert torch.equal(ends[0].tensor("model", name), ends[1].tensor("model", name))
