@@ -14,22 +14,18 @@ from lumen.errors import ConfigError, DataError
 _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
-def spans(samples: int, largest: int) -> Iterator[tuple[int, int]]:
-    """The parts of a batch, none larger than `largest`: halves, and halves of those that are too large.
+def spans(begin: int, end: int, largest: int) -> Iterator[tuple[int, int]]:
+    """The parts of some samples, none larger than `largest`: halves, and halves of those that are too large.
 
     Yields:
         The first sample of a part, and the one after its last.
     """
-    yield from _spans(0, samples, largest)
-
-
-def _spans(begin: int, end: int, largest: int) -> Iterator[tuple[int, int]]:
     if end - begin <= largest:
         yield begin, end
         return
     middle = begin + (end - begin + 1) // 2
-    yield from _spans(begin, middle, largest)
-    yield from _spans(middle, end, largest)
+    yield from spans(begin, middle, largest)
+    yield from spans(middle, end, largest)
 
 
 def cut(batch: Any, samples: int, begin: int, end: int) -> Any:

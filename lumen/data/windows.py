@@ -113,6 +113,10 @@ class MicroBatch:
         part.weight, part.loader = weight, self.loader
         return part
 
+    def end(self) -> MicroBatch:
+        """A dummy that ends its step."""
+        return MicroBatch(self.index, self.number, 0, first=False, last=True, is_dummy=True)
+
 
 @final
 class AccumulationWindow:

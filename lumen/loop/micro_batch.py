@@ -54,8 +54,9 @@ def accumulate(
         elif strategy.communicates_in("backward"):
             backward_of_zero(run, micro, batch, weighting)
         elif micro.last:
-            wishes = run.step.skips_epoch, run.progress.should_stop, run.step.fits != run.progress.fits
-            weighting.begin_agreement(*wishes)
+            weighting.begin_agreement(
+                run.step.skips_epoch, run.progress.should_stop, run.step.fits != run.progress.fits
+            )
         if micro.last:
             strategy.after_backward()
     return output, part
@@ -72,8 +73,7 @@ def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: LossWei
     if weighting.unseeded:
         weighting.seed(None)
     if micro.last:
-        wishes = run.step.skips_epoch, run.progress.should_stop, run.step.fits != run.progress.fits
-        weighting.begin_agreement(*wishes)
+        weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop, run.step.fits != run.progress.fits)
     try:
         if run.optim.backward is None:
             run.precision.backward(loss)
@@ -120,21 +120,3 @@ def backward_of_zero(run: Run, micro: MicroBatch, batch: Any, weighting: LossWei
                 "strategy needs a forward of every rank. Return (loss, 0) for a batch to leave out."
             )
         backward(run, micro, loss * 0.0, weighting)
-
-
-def backward_late(run: Run, micro: MicroBatch) -> None:
-    """Communicate the gradients that the backwards of a step have accumulated, by one that adds nothing. Collective.
-
-    Args:
-        run: The run that trains.
-        micro: The step's last micro-batch.
-    """
-    strategy = run.strategy
-    with strategy.gradient_sync(True):
-        loss = strategy.zero_loss(accumulated=True) if strategy.communicates_in("backward") else None
-        if loss is None:
-            wishes = run.step.skips_epoch, run.progress.should_stop, run.step.fits != run.progress.fits
-            run.step.weighting.begin_agreement(*wishes)
-        else:
-            backward(run, micro, loss * 0.0, run.step.weighting)
-        strategy.after_backward()

@@ -14,7 +14,7 @@ from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.errors import ConfigError
 from lumen.internals.memory import drop_failed_backward, empty_device_cache, is_out_of_memory
 from lumen.loop.around_step import mark, unnoticed
-from lumen.loop.micro_batch import accumulate, backward_late
+from lumen.loop.micro_batch import accumulate
 from lumen.random import GeneratorStates
 from lumen.run.run import Run
 from lumen.task.step_output import read_output
@@ -66,7 +66,7 @@ class StepInParts:
             output = self._make(micro, batch)
             self._run.log.batch_samples = micro.samples
         if micro.last:
-            backward_late(self._run, micro)
+            accumulate(self._run, micro.end(), None, self._run.step.weighting)
         return output
 
     def _make(self, micro: MicroBatch, batch: Any) -> Any:
@@ -110,7 +110,7 @@ class StepInParts:
 
     def _in_parts(self, micro: MicroBatch, batch: Any, *, check: bool = True) -> Any:
         run, samples = self._run, micro.samples
-        parts = [*spans(samples, run.step.fits or samples)]
+        parts = [*spans(0, samples, run.step.fits or samples)]
         outputs, sizes = [], []
         for begin, end in parts:
             of_part, weight = batch, micro.weight
@@ -165,11 +165,9 @@ def check_halving(run: Run) -> None:
     Raises:
         ConfigError: Processes communicate in forwards.
     """
-    if run.processes.world_size == 1:
-        return
     if run.strategy.communicates_in("forward"):
         raise ConfigError(_TOGETHER.format(why="with this strategy all processes communicate in each forward"))
-    if any(isinstance(module, nn.SyncBatchNorm) for module in run.task.modules()):
+    if run.processes.world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in run.task.modules()):
         raise ConfigError(_TOGETHER.format(why="SyncBatchNorm communicates in each forward"))
 
 

@@ -197,11 +197,11 @@ class DDP(Strategy):
             )
         return self._ddp.no_sync()
 
-    def zero_loss(self, *, accumulated: bool = False) -> torch.Tensor:
-        """A loss of 0 that depends on all parameters; on those alone that have a gradient, if it is accumulated."""
+    def zero_loss(self) -> torch.Tensor:
+        """A loss of 0 that depends on the parameters with a gradient of this step; if there is none yet, on all."""
         assert self._ddp is not None
-        used = accumulated and any(parameter.grad is not None for parameter in self._parameters)
-        return self._ddp(None, used)  # type: ignore[no-any-return]
+        has_begun = any(parameter.grad is not None for parameter in self._parameters)
+        return self._ddp(None, has_begun)  # type: ignore[no-any-return]
 
     def after_backward(self) -> None:
         """Refuse parameters that got no gradient: ranks whose loss does use them would wait for this one.

@@ -279,7 +279,7 @@ class FSDP(Strategy):
         finally:
             self._sharded.outputs.clear()
 
-    def zero_loss(self, *, accumulated: bool = False) -> torch.Tensor | None:
+    def zero_loss(self) -> torch.Tensor | None:
         """A loss of 0 over the outputs of the units; None if no unit was called."""
         self._made_zero = True
         if len(self._sharded.units) == 1:

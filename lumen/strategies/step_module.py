@@ -27,7 +27,7 @@ class Steps(nn.Module):
 
         Args:
             step: Name of the method.
-            *args: Its arguments. For None whether the loss depends on all that has a gradient, and nothing else.
+            *args: Its arguments. For None whether the loss depends on what has a gradient, and on nothing else.
         """
         if step is not None:
             return getattr(self.task, step)(*args)

@@ -88,11 +88,8 @@ class Strategy(ABC):
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """The context of one micro-batch's forward and backward; ranks communicate gradients only in the last."""
 
-    def zero_loss(self, *, accumulated: bool = False) -> torch.Tensor | None:
+    def zero_loss(self) -> torch.Tensor | None:
         """A loss of 0 whose backward does this rank's part in that of the others, when it has no loss of its own.
-
-        Args:
-            accumulated: It has had its backwards, without communication: those parameters take part that they used.
 
         Returns:
             A scalar; None if only a forward with a real batch can do that. Here: one on which nothing depends, for a

@@ -83,5 +83,6 @@ def refused(folder):
     return trainer.global_step
 
 
-def test_where_forwards_communicate_none_is_made_again(group, tmp_path):
-    assert group(2).run(refused, tmp_path) == [0, 0]
+@pytest.mark.parametrize("world", [1, 2])
+def test_where_forwards_communicate_none_is_made_again(group, tmp_path, world):
+    assert group(world).run(refused, tmp_path) == [0] * world

@@ -301,7 +301,7 @@ def what_is_there():
 SWITCHES = {
     "deterministic": True, "detect_anomaly": True, "matmul_precision": "medium", "benchmark": True,
     "gc_every_n_steps": 2, "profiler": "simple", "precision": "bf16", "enable_progress_bar": True,
-    "enable_model_summary": True, "log_level": {"root": "DEBUG", "some.library": "ERROR"},
+    "enable_model_summary": True, "log_level": {"root": "DEBUG", "some.package": "ERROR"},
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ detection calls it: `nms`, which is written here. Where the compiled file works,
 import importlib.util
 
 import torch
+from torch import library as operators
 
 
 def nms(boxes, scores, iou_threshold):
@@ -33,7 +34,7 @@ def _compiled_file_works():
 
 
 if not _compiled_file_works():
-    _library = torch.library.Library("torchvision", "DEF")
+    _library = operators.Library("torchvision", "DEF")
     _library.define("nms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
     _library.define("qnms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
     _library.impl("nms", nms, "CPU")
