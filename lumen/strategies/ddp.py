@@ -80,6 +80,7 @@ class DDP(Strategy):
         self._task: nn.Module | None = None
         self._by_hand = False
         self._ddp: DistributedDataParallel | None = None
+        self._has_begun = False  # whether the step has a backward that does not communicate
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
         self._frozen: list[nn.Parameter] = []
@@ -157,6 +158,7 @@ class DDP(Strategy):
     def begin_step(self) -> None:
         """Wrap the task anew if parameters were frozen, unfrozen or added, which torch's wrapper does not notice."""
         assert self._task is not None
+        self._has_begun = False
         if self._broadcast_buffers and any(self._buffers):
             sync_buffers(self, self._task)
         if self._trained != [parameter.requires_grad for parameter in self._parameters] or self._finds_others():
@@ -189,6 +191,7 @@ class DDP(Strategy):
         """
         if last or self._ddp is None:
             return _NO_CONTEXT
+        self._has_begun = True
         if self._options["static_graph"]:
             raise ConfigError(
                 "DDP: static_graph=True communicates in every backward, but a step has several micro-batches per "
@@ -198,10 +201,10 @@ class DDP(Strategy):
         return self._ddp.no_sync()
 
     def zero_loss(self) -> torch.Tensor:
-        """A loss of 0 that depends on the parameters with a gradient of this step; if there is none yet, on all."""
+        """A loss of 0 that depends on all parameters; where it ends a step of several, on those with a gradient."""
         assert self._ddp is not None
-        has_begun = any(parameter.grad is not None for parameter in self._parameters)
-        return self._ddp(None, has_begun)  # type: ignore[no-any-return]
+        used_only = self._has_begun and self._ddp.require_backward_grad_sync
+        return self._ddp(None, used_only)  # type: ignore[no-any-return]
 
     def after_backward(self) -> None:
         """Refuse parameters that got no gradient: ranks whose loss does use them would wait for this one.
@@ -215,6 +218,7 @@ class DDP(Strategy):
         if self._by_hand:
             self._average()
             return
+        self._has_begun = False
         self._refuse_unsummed()
         if self._ddp is None or self._options["static_graph"]:
             return

@@ -34,6 +34,7 @@ def count_collectives():
         "gather": partial(processes.gather, 1),
         "gather_on_zero": partial(processes.gather_on_zero, 1),
         "sum": partial(processes.sum, [1.0]),
+        "begin_gather": lambda: processes.begin_gather([1.0])(),
         "begin_sum": lambda: processes.begin_sum([1.0])(),
         "barrier": processes.barrier,
         "on_rank_zero": partial(processes.on_rank_zero, list),
