@@ -42,12 +42,13 @@ def lend(rank_slice: RankSlice, source: int, item: LoadedBatch | None) -> Loaded
 def digest(batch: Any) -> int:
     """A checksum of a batch's values; parts that are neither plain data nor tensors count by their class alone."""
     code = 0
-    for piece in _pieces(batch):
+    for piece in pieces(batch):
         code = crc32(piece, code)
     return code
 
 
-def _pieces(part: Any) -> Iterator[Any]:
+def pieces(part: Any) -> Iterator[Any]:
+    """The bytes of nested data, in their order; of what is neither plain data nor a tensor, the name of its class."""
     if isinstance(part, torch.Tensor):
         yield f"{part.dtype}{tuple(part.shape)}".encode()
         if part.layout is torch.strided and not part.is_nested:
@@ -58,13 +59,13 @@ def _pieces(part: Any) -> Iterator[Any]:
     elif isinstance(part, Mapping):
         for key, value in part.items():
             yield str(key).encode()
-            yield from _pieces(value)
+            yield from pieces(value)
     elif isinstance(part, (list, tuple)):
         yield str(len(part)).encode()
         for value in part:
-            yield from _pieces(value)
+            yield from pieces(value)
     elif dataclasses.is_dataclass(part) and not isinstance(part, type):
-        yield from _pieces(vars(part))
+        yield from pieces(vars(part))
     elif isinstance(part, np.generic):
         yield repr(part.item()).encode()
     elif part is None or isinstance(part, (bool, int, float, complex, str, bytes)):

@@ -89,6 +89,7 @@ def train_epoch(run: Run) -> None:
     make_step = train_step if run.optim.manual is None else manual_step
     over = progress.validation_due and finish_step(run, updated=True, last=window is None)  # saved while validating
     while window is not None and not over:
+        run.loaders.requests = window.requests
         try:
             if progress.left_out and is_left_out(run):
                 updated, fresh = leave_out(run, window), False  # ranges end: an epoch without a step is no failure

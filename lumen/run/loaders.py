@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, final
 
 from lumen.data.adapter import LoaderAdapter
@@ -32,6 +33,8 @@ class Loaders:
         epoch: The epoch as of which those of `fit` were asked for.
         empty: Why evaluation loaders gave no batch, a sentence each.
         fits: Samples of the largest part of a batch that is tried, by stage of evaluation; none: all have fitted.
+        requests: What this process asks a map-style data set for in the training step in progress, a request for each
+            of its micro-batches; None: it is no such set.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Loaders:
         self.epoch = 0
         self.empty: list[str] = []
         self.fits: dict[str, int] = {}
+        self.requests: Sequence[Any] | None = None
 
     def measure(self) -> LoaderAdapter:
         """The training data, with the length and the steps of the epoch in progress."""

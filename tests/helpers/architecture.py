@@ -17,6 +17,7 @@ FLOORS = (
     {"checkpoint"},
     {"loop", "callbacks", "profilers"},
     {"trainer"},
+    {"proof"},
     {"cli"},
 )
 
