@@ -25,6 +25,7 @@ COMMANDS = {
 WITHOUT_CONFIG = {
     "export": "Write the weights of a checkpoint as plain safetensors.",
     "convert": "Write the weights of a pickle, such as Lightning's .ckpt, as safetensors.",
+    "init": "Begin a project: a task, data, a config and a test, which train at once.",
     "migrate": "Edit a project that was written for PyTorch Lightning: imports, arguments, hooks, configs.",
     "runs": "List runs and their checkpoints.",
     "submit": "Write a job of SLURM, Ray, Kubernetes or SkyPilot that runs a command, and submit it.",
@@ -97,6 +98,8 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from lumen.cli.export import run
     elif name == "convert":
         from lumen.cli.convert import run
+    elif name == "init":
+        from lumen.cli.init.command import run
     elif name == "migrate":
         from lumen.cli.migrate.command import run
     elif name == "runs":

@@ -1,0 +1,1 @@
+"""`lumen init`: a project of one's own to begin with."""

@@ -1,0 +1,80 @@
+"""The command `lumen init`: copies a template, which is a project that trains, under the name of the new one."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from lumen.cli.parser import Words
+from lumen.console import stdout
+from lumen.errors import ConfigError
+
+_MORE = (
+    "It needs no network and passes its own test. Templates: gpt writes text; images reads digits (lumen[examples]); "
+    "table tells the classes of a CSV's rows; transformers holds a model of that library (lumen[transformers])."
+)
+_TEMPLATES = Path(__file__).parent / "templates"
+_NAME_THERE = "starter"  # of each template's package, config and test
+_CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", "runs"}  # of a template that was itself tried
+
+
+def run(words: list[str]) -> int:
+    """Make a directory with a project in it and return 0."""
+    templates = sorted(path.name for path in _TEMPLATES.iterdir())
+    parser = Words("init", f"NAME [--template {'|'.join(templates)}]", _MORE)
+    parser.add_argument("directory", metavar="NAME", help="Directory to make; its last part names the package in it.")
+    parser.add_argument("--template", choices=templates, default="gpt", help="What to begin with. Default: gpt.")
+    given = parser.read(words)
+    project = Path(given.directory).expanduser()
+    name = package_name(project.resolve().name)
+    _check_free(project)
+    template = _TEMPLATES / given.template
+    for path in _files(template):
+        target = project / _renamed(str(path), name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(_renamed((template / path).read_text(encoding="utf-8"), name), encoding="utf-8")
+    steps = [f"cd {project}", f"lumen fit --config {name}.yaml", "python -m pytest"]
+    print(f"{project} is a project now: {given.template}, package {name}. README.md says more.", file=stdout)
+    print(*(f"  {step}" for step in steps), sep="\n", file=stdout)
+    return 0
+
+
+def package_name(name: str) -> str:
+    """A name for a package that is near to a text: an identifier, and none that Python finds somewhere else."""
+    near = re.sub(r"\W+", "_", name).strip("_").lower()
+    if not near:
+        return "project"
+    if not near.isidentifier() or keyword.iskeyword(near) or _is_taken(near):
+        return f"my_{near}"
+    return near
+
+
+def _is_taken(name: str) -> bool:
+    """Whether an import means another module; directories are none, and neither is what lies in this one."""
+    elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
+    found = PathFinder.find_spec(name, elsewhere)
+    return name in {"tests", *sys.stdlib_module_names} or (found is not None and found.loader is not None)
+
+
+def _check_free(project: Path) -> None:
+    if project.exists() and not project.is_dir():
+        raise ConfigError(f"{project} is a file. Name a directory that is empty or not there.")
+    if project.is_dir() and (found := sorted(path.name for path in project.iterdir())):
+        more = ", ..." if len(found) > 3 else ""
+        raise ConfigError(
+            f"{project} is not empty: it has {', '.join(found[:3])}{more}. Name a directory that is empty or not there."
+        )
+
+
+def _files(template: Path) -> Iterator[Path]:
+    """The files of a template, by their paths in it."""
+    found = (path.relative_to(template) for path in sorted(template.rglob("*")) if path.is_file())
+    return (path for path in found if not _CACHES & {*path.parts})
+
+
+def _renamed(text: str, name: str) -> str:
+    return text.replace(_NAME_THERE, name)

@@ -1,0 +1,81 @@
+"""The network, its loss and its optimizer."""
+
+import lumen
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class GPT(lumen.TaskModule):
+    """Predicts each next token from those before it.
+
+    Args:
+        vocab_size: Number of tokens; not set in the config, it comes from the data.
+        block_size: Tokens that it can look back; from the data too.
+        width: Numbers that stand for a token.
+        heads: Attention heads in a layer; they share the width.
+        layers: Number of layers.
+        dropout: Probability with which a number is dropped in training.
+        lr: AdamW's learning rate at its highest, after a tenth of the run.
+        new_tokens: Tokens that `lumen predict` appends to the prompt.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        block_size: int,
+        width: int = 64,
+        heads: int = 4,
+        layers: int = 2,
+        dropout: float = 0.0,
+        lr: float = 3e-3,
+        new_tokens: int = 300,
+    ):
+        super().__init__()
+        self.save_hyperparameters()
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.positions = nn.Embedding(block_size, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of each next token, of shape `(batch, time, vocab_size)`, from ids of shape `(batch, time)`."""
+        time = ids.shape[1]
+        x = self.tokens(ids) + self.positions(torch.arange(time, device=ids.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(time, device=ids.device)
+        for layer in self.layers:
+            x = layer(x, mask, is_causal=True)
+        return self.head(self.norm(x))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        """Mean cross-entropy, in nats per token."""
+        inputs, targets = batch
+        return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        """What is made smaller."""
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        """The same on text that it does not learn from."""
+        self.log("val_loss", self.loss(batch), prog_bar=True)
+
+    def predict_step(self, batch: Tensor) -> list[str]:
+        """Continue each prompt, token by token."""
+        for _ in range(self.hparams.new_tokens):
+            likely = self(batch[:, -self.hparams.block_size :])[:, -1].softmax(-1)
+            batch = torch.cat([batch, torch.multinomial(likely, 1)], dim=1)
+        return [self.trainer.datamodule.decode(ids) for ids in batch]
+
+    def configure_optimizers(self) -> dict:
+        """AdamW; its learning rate rises, then falls, a little at each step."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, steps, pct_start=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

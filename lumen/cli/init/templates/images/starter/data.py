@@ -1,0 +1,43 @@
+"""Images, and what they show."""
+
+import lumen
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+
+class Digits(lumen.DataModule):
+    """The 1797 handwritten digits of scikit-learn; eight of ten are for training, one for validation, one for the test.
+
+    A batch is `[images, labels]`: float32 of shape `(batch, 1, 8, 8)` in [0, 1], and int64 of shape `(batch,)`.
+
+    Args:
+        batch_size: Images in a batch.
+        split: Seed that says which images are for what.
+    """
+
+    channels, classes = 1, 10  # the model takes both from here
+
+    def __init__(self, batch_size: int = 64, split: int = 0):
+        super().__init__()
+        self.batch_size, self.split = batch_size, split
+
+    def setup(self, stage: str) -> None:
+        """Read the images and deal them. For your own: build any `torch.utils.data.Dataset` of (image, label) here."""
+        digits = load_digits()
+        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+        samples = TensorDataset(images, torch.tensor(digits.target))
+        generator = torch.Generator().manual_seed(self.split)
+        self.train, self.val, self.test = random_split(samples, [0.8, 0.1, 0.1], generator)
+
+    def train_dataloader(self) -> DataLoader:
+        """Training images, shuffled."""
+        return DataLoader(self.train, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        """Validation images, by which the best checkpoint is chosen."""
+        return DataLoader(self.val, self.batch_size)
+
+    def test_dataloader(self) -> DataLoader:
+        """Test images, by which nothing is chosen."""
+        return DataLoader(self.test, self.batch_size)

@@ -1,0 +1,1 @@
+"""A model of transformers that tells from the name of a character what kind it is."""
