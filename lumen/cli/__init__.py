@@ -22,6 +22,9 @@ COMMANDS = {
     "test": "Evaluate on the test data.",
     "predict": "Predict; text is printed.",
 }
+LOOKS = {
+    "check": "Look at a configuration before a long run: data, first steps, schedules, room, time.",
+}
 WITHOUT_CONFIG = {
     "export": "Write the weights of a checkpoint as plain safetensors.",
     "convert": "Write the weights of a pickle, such as Lightning's .ckpt, as safetensors.",
@@ -65,7 +68,7 @@ def _dispatch(args: list[str], *, own: bool) -> int:
         width = max(map(len, COMMANDS))
         ours, others = (
             [f"  {command:{width}}  {summary}" for command, summary in each.items()]
-            for each in (COMMANDS, WITHOUT_CONFIG)
+            for each in (COMMANDS | LOOKS, WITHOUT_CONFIG)
         )
         head = "lumen COMMAND --config FILE [--KEY VALUE ...]"
         print(head, *ours, "without a config:", *others, "lumen COMMAND --help says more.", sep="\n", file=stdout)
@@ -74,7 +77,7 @@ def _dispatch(args: list[str], *, own: bool) -> int:
     if command == "--version":
         print(f"lumen {__version__}", file=stdout)
         return 0
-    known = [*COMMANDS, *WITHOUT_CONFIG]
+    known = [*COMMANDS, *LOOKS, *WITHOUT_CONFIG]
     if command not in known:
         close = difflib.get_close_matches(command, known, n=1)
         raise ConfigError(f"lumen has no command {command}. Did you mean {(close or [' or '.join(known)])[0]}?")
@@ -94,7 +97,9 @@ def without_launchers(words: list[str]) -> list[str]:
 
 def _command(name: str) -> Callable[[list[str]], int]:
     """Import what runs a command, which takes seconds, for torch: not before it is needed."""
-    if name == "export":
+    if name == "check":
+        from lumen.cli.check import run
+    elif name == "export":
         from lumen.cli.export import run
     elif name == "convert":
         from lumen.cli.convert import run

@@ -37,6 +37,7 @@ _log = logging.getLogger("lumen")
 _LENGTH = {Schedule: "total_steps", OneCycleLR: "total_steps", CosineAnnealingLR: "T_max",
            PolynomialLR: "total_iters", LinearLR: "total_iters", ConstantLR: "total_iters"}  # fmt: skip
 _FIRST_CHANGE = {StepLR: "step_size", CyclicLR: "total_size", CosineAnnealingWarmRestarts: "T_0"}
+_NEARLY = 0.9
 _ADVICE = "If that is not meant, change its length or its interval."
 
 
@@ -65,6 +66,21 @@ def check_horizons(run: Run) -> None:
         reasons = (_misfit(part, begin, moves or 0, config, horizon) for part, begin in parts)
         if reason := next(filter(None, reasons), None):
             _log.warning("lr_scheduler: %s", reason)
+
+
+def unfinished(run: Run) -> Iterator[tuple[str, int, int]]:
+    """The schedules that fall to an end which the run does not see, though it comes closer than `check_horizons` asks.
+
+    Yields:
+        The scheduler's class, after how many moves it ends, and how many the run makes.
+    """
+    horizon = _horizon(run)
+    for config in run.optim.schedulers:
+        moves = _moves(config, run.optim.schedulers, horizon)
+        for part, begin in [] if moves is None else _parts(config.scheduler, 0):
+            length = _attribute(part, _LENGTH) if _ends_low(part) else None
+            if length is not None and moves is not None and moves < _NEARLY * (begin + length) <= 2 * _NEARLY * moves:
+                yield type(part).__name__, begin + length, moves
 
 
 def _horizon(run: Run) -> _Horizon:

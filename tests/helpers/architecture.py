@@ -17,7 +17,7 @@ FLOORS = (
     {"checkpoint"},
     {"loop", "callbacks", "profilers"},
     {"trainer"},
-    {"proof"},
+    {"proof", "check"},
     {"cli"},
 )
 

@@ -139,3 +139,20 @@ def test_the_readme_configs_train_on_top_of_an_example(tmp_path, monkeypatch):
     saved = on_top_of_the_digits(several, tmp_path)
     assert "ExponentialLR" in saved
     assert "ReduceLROnPlateau" in saved
+
+
+def test_the_commands_of_the_page_on_checks_run_and_its_names_are_those_of_the_code(tmp_path, monkeypatch):
+    page = (ROOT / "docs/check.md").read_text()
+    for entry in ("models", "datamodules"):
+        (tmp_path / entry).symlink_to(ROOT / entry)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    commands = [line.split() for line in page.splitlines() if line.startswith("lumen ")]
+    assert [main(command[1:]) for command in commands] == [0, 0, 0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["datamodules", "models"]
+    table = page.split("## What it looks at")[1].split("##")[0]
+    named = {name for row in table.splitlines()[4:] for name in re.findall(r"`([\w.]+)`", row.rpartition("| ")[2])}
+    code = "".join(path.read_text() for path in (ROOT / "lumen/check").glob("*.py"))
+    code = code.replace("{what}", "training") + code.replace("{what}", "validation")
+    assert [name for name in named if f'"{name}"' not in code] == []
+    assert len(named) > 30

@@ -1,0 +1,51 @@
+"""Whether what others wait for is logged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from lumen.check.report import Report
+from lumen.check.trial import Trial
+from lumen.run.run import Run
+
+
+def look_at_monitors(report: Report, trial: Trial, run: Run) -> None:
+    """Find monitors that nobody logs: neither the first batches, nor, by its name, any method of task and callbacks."""
+    waiting = [*trial.monitors]
+    waiting += [("lr_scheduler", each.monitor) for each in run.optim.schedulers if each.monitor is not None]
+    names = trial.witness.names
+    known, mentioned = names | {name.partition("/")[0] for name in names}, None
+    for who, name in dict.fromkeys(waiting):
+        if name in known:
+            report.add("schedule", "ok", "monitor", f"{who} waits for {name}, which is logged")
+            continue
+        mentioned = _texts_of([trial.task, *trial.trainer.callbacks]) if mentioned is None else mentioned
+        if name in mentioned:
+            report.add("schedule", "note", "monitor", f"{who} waits for {name}, which the first batches did not log")
+            continue
+        report.add(
+            "schedule", "suspicious", "monitor",
+            f"{who} waits for {name}, which nobody logs; logged is {', '.join(sorted(names)) or 'nothing'}",
+            "Write one of these names, or log it.",
+        )  # fmt: skip
+
+
+def _texts_of(owners: list[Any]) -> set[str]:
+    """The strings in the code of objects' classes, but for Lumen's and torch's."""
+    kinds = {kind for owner in owners for kind in type(owner).__mro__}
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("lumen", "torch", "builtins", "abc")]
+    methods = (getattr(value, "__func__", value) for kind in own for value in vars(kind).values())
+    codes = (getattr(method, "__code__", None) for method in methods)
+    return {text for code in codes if code is not None for text in _texts(code)}
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _texts(constant)
+        elif isinstance(constant, (tuple, frozenset)):
+            yield from (each for each in constant if isinstance(each, str))

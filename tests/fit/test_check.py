@@ -1,0 +1,216 @@
+"""`lumen check` names the mistake that is there, and none where there is none."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lumen.cli import main
+from tests.helpers.checking import check, config_of
+from tests.helpers.cli import write
+
+
+@pytest.fixture
+def checked(tmp_path, monkeypatch, capsys):
+    """Checks settings in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words, **settings):
+        return check(write("mine.yaml", config_of(**settings)), capsys, *words)
+
+    return run
+
+
+CLEAN = {
+    "a classifier": {},
+    "every sample is read": {"of_data": {"mistake": "copies"}},
+    "accumulating": {"accumulate_grad_batches": 3},
+    "a global batch": {"global_batch_size": 32},
+    "a warm-up": {"task": "Scheduled", "model": {"kind": "sound"}},
+    "a warm-up from 0": {"task": "Scheduled", "model": {"kind": "warmup"}},
+    "a cosine": {"task": "Scheduled", "model": {"length": 20}},
+    "by hand": {"task": "Two", "data": "NoValidation"},
+    "a stream": {"data": "Stream"},
+    "a stream with max_steps": {"data": "Stream", "max_epochs": None, "max_steps": 30},
+    "several loaders": {"task": "Both", "data": "Several"},
+    "no validation wanted": {"data": "NoValidation", "limit_val_batches": 0},
+    "bf16": {"precision": "bf16"},
+    "a large batch": {"of_data": {"batch_size": 80}},
+    "by time": {"max_epochs": None, "max_time": "00:00:10:00"},
+    "without checkpoints": {"enable_checkpointing": False},
+    "a monitor": {"callbacks": [{"class_path": "lumen.EarlyStopping", "init_args": {"monitor": "val_loss"}}]},
+}
+
+
+@pytest.mark.parametrize("settings", CLEAN.values(), ids=CLEAN)
+def test_what_is_clean_is_not_suspected(checked, settings):
+    found = checked("--strict", **settings)
+    assert (found.suspicious, found.code) == (set(), 0), found.out
+
+
+PLANTED = {
+    "labels.constant": {"of_data": {"mistake": "one label"}},
+    "inputs.scale": {"of_data": {"mistake": "scale"}},
+    "inputs.constant": {"of_data": {"mistake": "constant inputs"}},
+    "training.order": {"of_data": {"shuffle": False}},
+    "global_batch_size.divides": {"global_batch_size": 20},
+    "loss.by_chance": {"model": {"scale": 100.0}},
+    "loss.input": {"model": {"mistake": "ignores"}},
+    "gradients.zero": {"model": {"mistake": "dead"}},
+    "gradients.none": {"model": {"mistake": "unused"}},
+    "gradients.explode": {"model": {"scale": 1e4}},
+    "parameters.unheld": {"model": {"mistake": "unheld"}},
+    "validation.loader": {"data": "NoValidation"},
+    "validation.step": {"task": "Unvalidated"},
+    "validation.never": {"check_val_every_n_epoch": 3},
+    "monitor": {"callbacks": [{"class_path": "lumen.EarlyStopping", "init_args": {"monitor": "val_los"}}]},
+    "rates.first": {"task": "Scheduled", "model": {"kind": "warmup", "interval": "epoch"}},
+    "rates.idle": {"task": "Scheduled", "model": {"kind": "idle"}},
+    "schedule.length": {"task": "Scheduled", "model": {"length": 30}},
+    "warning": {"task": "Scheduled", "model": {"length": 90}},
+    "loader.slow": {"of_data": {"mistake": "slow", "samples": 48}},
+}
+
+
+@pytest.mark.parametrize(("name", "settings"), PLANTED.items(), ids=PLANTED)
+def test_a_mistake_is_named_with_what_to_do(checked, name, settings):
+    found = checked("--strict", **settings)
+    assert name in found.suspicious, found.out
+    assert found.code == 1
+    assert all(each["advice"] for each in found.findings if each["name"] == name != "warning")
+
+
+@pytest.mark.parametrize(("mistake", "told"), [("leaks numbers", "5 of 85"), ("leaks contents", "20 of 100")])
+def test_samples_of_the_training_in_the_validation_are_counted(checked, mistake, told):
+    found = checked(of_data={"mistake": mistake})
+    assert found.suspicious == {"leak"}
+    assert told in found.text("leak")
+    assert found.code == 0  # without --strict
+
+
+def test_how_many_samples_were_compared_is_said(checked):
+    found = checked("--samples", "30", of_data={"mistake": "copies"})
+    assert "30 validation samples compared with 30 of 80 of the training" in found.text("leak")
+    assert not checked("--samples=0", of_data={"mistake": "copies"}).text("leak")
+
+
+def test_labels_that_are_no_classes_are_named_beside_the_users_traceback(checked):
+    found = checked(of_data={"mistake": "labels from 1"})
+    assert found.code == 2
+    assert re.search(r"labels go from \d to 5, but the output has 5 classes: 0 to 4", found.text("labels.range"))
+    assert ", in validation_step\n" in found.err
+
+
+def test_a_step_that_fails_shows_its_traceback_and_what_was_seen_before(checked):
+    found = checked(model={"mistake": "fails"})
+    assert found.code == 2
+    assert found.named("wrong") == {"failed"}
+    assert "training.batch" in found.named("ok")
+    assert 'raise RuntimeError("this model cannot count")' in found.err
+
+
+def test_a_loss_that_is_not_finite_is_wrong(checked):
+    found = checked(model={"mistake": "nan"})
+    assert (found.code, found.named("wrong")) == (2, {"loss.finite"})
+    assert "training.nan" in checked(of_data={"mistake": "nan"}).suspicious
+
+
+def test_a_wrong_configuration_is_the_error_of_fit(checked, capsys):
+    told = []
+    for command in ("check", "fit"):
+        write("mine.yaml", config_of(max_epoch=3))
+        assert main([command, "--config", "mine.yaml"]) == 2
+        told.append(capsys.readouterr().err)
+    assert told[0] == told[1]
+    assert "max_epochs" in told[0]
+
+
+def test_a_place_that_cannot_be_written_is_wrong(checked, tmp_path):
+    (tmp_path / "file").touch()
+    found = checked(default_root_dir=str(tmp_path / "file" / "runs"))
+    assert (found.code, found.named("wrong")) == (2, {"checkpoints.writable"})
+
+
+def test_a_disk_that_is_too_small_is_suspicious(checked):
+    keep = {"class_path": "lumen.ModelCheckpoint", "init_args": {"every_n_train_steps": 1, "keep_last": -1}}
+    found = checked(callbacks=[keep], max_epochs=None, max_steps=10**12)
+    assert found.suspicious == {"checkpoints.room"}
+
+
+def test_nothing_is_left_behind(checked, tmp_path):
+    callbacks = [{"class_path": "lumen.LearningRateMonitor"}, {"class_path": "lumen.OnExceptionCheckpoint"}]
+    checked(callbacks=callbacks, logger=[{"class_path": "lumen.CSVLogger"}], profiler="simple")
+    checked(model={"mistake": "fails"}, callbacks=callbacks)
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine.yaml"]
+
+
+def test_what_is_foretold_comes_true(checked, tmp_path):
+    settings = {
+        "task": "Scheduled",
+        "model": {"length": 60},
+        "callbacks": [{"class_path": "lumen.LearningRateMonitor"}],
+    }
+    settings |= {"log_every_n_steps": 1, "global_batch_size": 20, "val_check_interval": 3, "enable_progress_bar": False}
+    facts = checked(**settings).facts
+    assert main(["fit", "--config", "mine.yaml"]) == 0
+    with (tmp_path / "runs/mine/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    rates = [float(row["lr"]) for row in rows if row["lr"]]
+    validated = [row for row in rows if row["val_loss"]]
+    assert facts["steps"] == max(int(row["step"]) for row in rows)
+    assert facts["validations"] == len(validated)
+    (drawn,) = facts["rates"].values()
+    assert (drawn["first"], drawn["last"]) == pytest.approx((rates[0], rates[-1]))
+    newest = sorted((tmp_path / "runs/mine/checkpoints").iterdir())[-1]
+    tensors = sum(path.stat().st_size for path in newest.rglob("*.safetensors"))
+    assert facts["checkpoint_bytes"] == pytest.approx(tensors, abs=2000)
+
+
+def test_a_run_that_goes_on_is_looked_at_from_where_it_is_and_not_touched(checked, tmp_path, capsys):
+    write("mine.yaml", config_of(enable_progress_bar=False))
+    assert main(["fit", "--config", "mine.yaml"]) == 0
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    words = ["--trainer.resume", "auto", "--trainer.max_epochs", "3"]
+    found = check("mine.yaml", capsys, *words)
+    assert "30 steps: 3 epochs of 10 steps, 20 of them are made" in found.text("length")
+    assert "nothing to do" in check("mine.yaml", capsys, *words[:2]).text("finished")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_run_of_several_processes_has_the_steps_that_they_make(checked):
+    facts = checked(devices=2, strategy="ddp").facts
+    assert (facts["steps"], facts["processes"]) == (10, 2)
+    assert checked(devices=2, global_batch_size=8).suspicious == {"global_batch_size.processes"}
+
+
+def test_it_fits_into_80_columns_and_keeps_the_users_words_apart(checked, tmp_path, capsys):
+    write("mine.yaml", config_of(model={"mistake": "prints"}, global_batch_size=20))
+    assert main(["check", "--config", "mine.yaml"]) == 0
+    out, err = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.startswith("lumen check: mine\n")
+    assert "\n! global_batch_size 20 is no multiple" in out
+    assert out.endswith("1 suspicious\n")
+    assert "a word of the user's" in err
+    assert "a word of the user's" not in out
+
+
+def test_json_has_no_numbers_that_json_lacks(checked):
+    def refuse(text):
+        raise AssertionError(text)
+
+    json.loads(checked(model={"mistake": "nan"}).out, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("name", ["breast_cancer", "diabetes"])
+def test_examples_are_clean(name, tmp_path, capsys):
+    path = Path(__file__).parents[2] / "models" / f"{name}.yaml"
+    assert check(path, capsys, f"--trainer.default_root_dir={tmp_path}").suspicious == set()
+
+
+def test_what_it_takes_is_said(capsys):
+    assert main(["check", "--help"]) == 0
+    assert "lumen check --config FILE" in capsys.readouterr().out
+    assert main(["check", "--samples", "few"]) == 2
