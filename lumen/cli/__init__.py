@@ -31,6 +31,8 @@ WITHOUT_CONFIG = {
     "init": "Begin a project: a task, data, a config and a test, which train at once.",
     "migrate": "Edit a project that was written for PyTorch Lightning: imports, arguments, hooks, configs.",
     "runs": "List runs and their checkpoints.",
+    "diff": "Compare two runs or configs: where their trainings part, down to the operator.",
+    "replay": "Make one step of a run again and compare it with what the run recorded.",
     "submit": "Write a job of SLURM, Ray, Kubernetes or SkyPilot that runs a command, and submit it.",
 }
 
@@ -109,6 +111,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from lumen.cli.migrate.command import run
     elif name == "runs":
         from lumen.cli.runs import run
+    elif name == "diff":
+        from lumen.cli.diff import run
+    elif name == "replay":
+        from lumen.cli.replay import run
     elif name == "submit":
         from lumen.cli.submit.command import run
     else:

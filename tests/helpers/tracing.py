@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lumen
 from tests.helpers.tasks import FEATURES, Regression, bare_trainer, loader, regression_data
 
 
@@ -95,3 +96,47 @@ def training(tmp_path, task=Deep, data=loader, **options):
         return made
 
     return fit
+
+
+class OtherLayer(Deep):
+    """One of its layers begins elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            self.net[4].bias += 1e-6
+
+
+class WithUnkeyed(Deep):
+    """One layer adds what no seed decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[2] = Unkeyed()
+
+
+class Failing(Deep):
+    """A user's bug, which shows in step 2."""
+
+    def training_step(self, batch):
+        if self.global_step == 1 and self.trainer.default_root_dir.name != "runs":
+            raise KeyError("nothing")
+        return super().training_step(batch)
+
+
+class Points(lumen.DataModule):
+    """The data of `loader`.
+
+    Args:
+        changed: A sample whose target is another one.
+    """
+
+    def __init__(self, changed: int | None = None):
+        super().__init__()
+        self.changed = changed
+
+    def train_dataloader(self):
+        return loader() if self.changed is None else changed_sample(self.changed)
+
+    def val_dataloader(self):
+        return loader(20)

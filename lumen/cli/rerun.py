@@ -1,0 +1,202 @@
+"""A run or a config, to be trained again: beside what it was, with a recorder, below a temporary directory."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any, final
+
+import torch
+import yaml
+
+from lumen.callbacks import Callback
+from lumen.cli import tell
+from lumen.cli.command_line import CLI, Checked
+from lumen.cli.yaml_text import load_yaml
+from lumen.console import logger as _log
+from lumen.errors import ConfigError, LumenError
+from lumen.proof.recorded import RecordedRun
+from lumen.trainer.trainer import Trainer
+
+#: Callbacks that write where the config tells them to, and change nothing of a training.
+_WRITERS = ("ModelCheckpoint", "OnExceptionCheckpoint", "PredictionWriter", "RayTrainReportCallback", "ProgressBar")
+_AGAIN: dict[str, Any] = {
+    "name": "again", "resume_parts": None, "logger": True, "enable_checkpointing": False, "enable_progress_bar": False,
+    "enable_model_summary": False, "profiler": None, "max_restarts": 0, "grace_s": None, "min_steps": 0,
+    "min_epochs": 0, "log_level": "ERROR", "log_format": None, "devices": 1, "num_nodes": 1, "strategy": "auto",
+    "sync_batchnorm": False, "fast_dev_run": False,
+}  # fmt: skip
+
+
+def coded(command: Callable[[], int]) -> int:
+    """The exit code of a command whose 1 means that it has found something: 2 for any error, which is printed."""
+    try:
+        return command()
+    except LumenError as error:
+        tell(error)
+    except Exception:  # of the user's code
+        traceback.print_exc()
+    return 2
+
+
+@final
+class Rerun:
+    """What can be trained again, from its config.
+
+    Args:
+        source: The directory of a run, or a config file.
+        seed: Where the config has none.
+
+    Attributes:
+        source: The path, as it was given.
+        config: The settings, as plain data.
+        run: What the run has recorded; None: it is a config file.
+        notes: What is other than it was, in sentences without a full stop.
+
+    Raises:
+        ConfigError: There is no such thing, or a file cannot be read.
+    """
+
+    def __init__(self, source: str, *, seed: int = 0) -> None:
+        self.source, path = source, Path(source)
+        if not path.exists():
+            raise ConfigError(f"there is no {source}. Name the directory of a run, or a config file.")
+        self.run: RecordedRun | None = None
+        self.notes: list[str] = []
+        self._file = path / "config.yaml" if path.is_dir() else path
+        self.config: dict[str, Any] = self._read() if self._file.exists() else {}
+        if path.is_dir():
+            self.run = RecordedRun.read(path, _folders(self.config))
+        given = self.config.get("seed_everything")
+        if self.config and (given is None or given is True):  # which 1 equals
+            self.config["seed_everything"] = seed
+
+    def _read(self) -> dict[str, Any]:
+        if self._file.parent.is_dir() and (self._file.parent / "environment.json").exists():
+            try:
+                found = load_yaml(self._file.read_text(encoding="utf-8"))
+            except (OSError, yaml.YAMLError) as error:
+                raise ConfigError(f"{self._file} cannot be read: {error}") from error
+            if not isinstance(found, dict):
+                raise ConfigError(f"{self._file} holds no settings, but {type(found).__name__}.")
+            return dict(found)
+        return dict(
+            Checked(args=["fit", "--config", str(self._file)])._recorded()
+        )  # with all defaults, as a run has it
+
+    @property
+    def why_not(self) -> str | None:
+        """Why it cannot be trained again, in a sentence; None: it can."""
+        if not self.config:
+            return f"{self.source} has no config.yaml: it was started in Python"
+        if "class_path" not in (self.config.get("model") or {}):
+            return f"{self._file} names no class of a task: it is of a script's own command line"
+        return None
+
+    def train(
+        self,
+        callbacks: list[Callback],
+        checkpoint: PurePath | None = None,
+        then: Callable[[Trainer, Path], Any] | None = None,
+    ) -> Any:
+        """Train from a checkpoint, or from the beginning, until a callback stops it.
+
+        Args:
+            callbacks: Beside its own.
+            checkpoint: One of the run's; None: it begins anew.
+            then: Called with the trainer and the directory that the training has written, before that is removed.
+
+        Returns:
+            Whatever comes back from `then`; None without one.
+        """
+        if (reason := self.why_not) is not None:
+            raise ConfigError(f"{reason}, so it cannot be trained again here.")
+        with _temporary() as root, self._threads():
+            settings = self._settings(root, checkpoint)
+            try:
+                made = CLI(args=settings, run=False, save_config_callback=None)
+            except ConfigError as error:
+                error.add_note(self._hint())
+                raise
+            made.trainer.callbacks += callbacks
+            made.trainer.fit(made.model, made.datamodule)
+            return None if then is None else then(made.trainer, root / "again")
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """As many threads as the run had: sums are split among them."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(before if self.run is None else int(self.run.environment.get("threads", before)))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def _hint(self) -> str:
+        where = None if self.run is None else self.run.environment.get("working_directory")
+        return f"It was started in {where}: start this command there too." if where else "It is the config's."
+
+    def _settings(self, root: Path, checkpoint: PurePath | None) -> dict[str, Any]:
+        trainer = dict(self.config.get("trainer") or {})
+        processes = 1 if self.run is None else int(self.run.environment.get("processes", 1))
+        trainer["callbacks"] = _without_writers(trainer.get("callbacks"))
+        trainer |= _AGAIN | {"default_root_dir": str(root), "resume": None if checkpoint is None else str(checkpoint)}
+        if checkpoint is not None:
+            trainer["init_from"] = None
+        if trainer.get("accelerator") == "cuda" and not torch.cuda.is_available():
+            trainer["accelerator"] = "auto"
+            self._say("it was trained on CUDA, which this machine lacks")
+        if processes > 1:
+            self._say(f"{processes} processes have trained it, here it is one: sums are rounded in another order")
+            if trainer.get("global_batch_size") is None:
+                trainer["accumulate_grad_batches"] = _times(processes, trainer.get("accumulate_grad_batches", 1))
+        if trainer.get("max_steps") is None and trainer.get("max_epochs") is None:
+            trainer["max_epochs"] = 1 << 30
+        trainer["max_time"] = None
+        return self.config | {"trainer": trainer}
+
+    def _say(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+            _log.info("%s: %s", self.source, note)
+
+
+def _times(processes: int, accumulate: Any) -> Any:
+    if isinstance(accumulate, dict):
+        return {epoch: processes * number for epoch, number in accumulate.items()}
+    return processes * accumulate
+
+
+def _class_of(callback: Any) -> str:
+    name = callback.get("class_path", "") if isinstance(callback, dict) else callback or ""
+    return str(name).rpartition(".")[2]
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    if isinstance(callbacks, dict) and "class_path" not in callbacks:
+        return list(callbacks.values())
+    return callbacks if isinstance(callbacks, list) else [callbacks]
+
+
+def _without_writers(callbacks: Any) -> list[Any]:
+    return [each for each in _listed(callbacks) if each is not None and _class_of(each) not in _WRITERS]
+
+
+def _folders(config: dict[str, Any]) -> list[str]:
+    """Where the config says that checkpoints are."""
+    given = [each for each in _listed((config.get("trainer") or {}).get("callbacks")) if isinstance(each, dict)]
+    folders = ((each.get("init_args") or {}).get("dirpath") for each in given if _class_of(each) == "ModelCheckpoint")
+    return [str(each) for each in folders if each is not None]
+
+
+@contextmanager
+def _temporary() -> Iterator[Path]:
+    root = Path(tempfile.mkdtemp(prefix="lumen-"))
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,220 @@
+"""`lumen diff` and `lumen replay`: where two runs part, and a step of one made again."""
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lumen.cli import main
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+SAVING = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 2, "keep_last": 9}}
+CONFIG = {
+    "seed_everything": 1,
+    "model": {"class_path": "tests.helpers.tracing.Deep"},
+    "data": {"class_path": "tests.helpers.tracing.Points"},
+    "trainer": {
+        "max_steps": 8,
+        "val_check_interval": 4,
+        "log_every_n_steps": 1,
+        "callbacks": [SAVING],
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    },
+}
+pytestmark = pytest.mark.usefixtures("workplace")
+
+
+def fit(*words):
+    """Train `line.yaml`; the run's directory."""
+    before = {*Path("runs").glob("*")} if Path("runs").exists() else set()
+    assert main(["fit", "--config", "line.yaml", *words]) == 0
+    (run,) = {*Path("runs").glob("*")} - before
+    return str(run)
+
+
+@pytest.fixture
+def told(capsys):
+    """What a command prints on stdout, with its exit code."""
+
+    def run(*words):
+        capsys.readouterr()
+        code = main([*words])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def found(told):
+    """The JSON of `lumen diff`, with its exit code."""
+
+    def run(*words):
+        code, out = told("diff", *words, "--json")
+        return code, json.loads(out)
+
+    return run
+
+
+def contents(folder):
+    return {path: (path.lstat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in Path(folder).rglob("*")}
+
+
+def disturb(run, step, name, factor):
+    """Change a value that a run has recorded."""
+    table = Path(run, "metrics.csv")
+    head, *rows = (row.split(",") for row in table.read_text().splitlines())
+    at = head.index(name)
+    (row,) = [each for each in rows if each[0] == str(step) and each[at]]
+    row[at] = repr(float(row[at]) * factor)
+    table.write_text("\n".join(map(",".join, [head, *rows])) + "\n")
+
+
+# ---------------------------------------------------------------------- diff
+
+
+def test_two_equal_runs_are_equal_and_are_not_trained_again(told, found):
+    a, b = fit(), fit()
+    code, record = found(a, b)
+    assert (code, record["equal"], record["trained"], record["configuration"]) == (0, True, None, {})
+    code, out = told("diff", a, b)
+    assert code == 0
+    assert out.endswith("A and B are equal.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "step", "place", "begin"),
+    [
+        (["--model=tests.helpers.tracing.OtherLayer"], "initial parameter", 1, "net.4.bias", 1),
+        (["--model=tests.helpers.tracing.OtherDropout"], "random", 2, "training_step", 1),
+        (["--model=tests.helpers.tracing.OtherRate"], "setting", 3, "groups[0].lr", 3),
+        (["--data.changed=30"], "batch", None, "", None),
+    ],
+)
+def test_where_two_runs_part_is_named_from_the_newest_equal_checkpoint_on(found, words, kind, step, place, begin):
+    a, b = fit(), fit(*words)
+    untouched = contents("runs")
+    code, record = found(a, b)
+    difference = record["difference"]
+    assert code == 1
+    assert (difference["key"]["kind"], difference["key"]["place"]) == (kind, place)
+    assert step in (None, difference["step"])
+    assert begin in (None, record["trained"][0])
+    assert record["metrics"][0]["step"] >= difference["step"] >= record["trained"][0]
+    assert record["configuration"]
+    assert contents("runs") == untouched
+
+
+def test_two_runs_of_one_config_that_differ_are_told_apart_from_what_settings_change(told, found):
+    a, b = (fit("--model=tests.helpers.tracing.WithUnkeyed") for _ in range(2))
+    code, record = found(a, b)
+    assert (code, record["configuration"], record["difference"]["repeats"]) == (1, {}, False)
+    assert record["unlike_record"].keys() == {"A", "B"}
+    code, out = told("diff", a, b)
+    assert "first differs step 1: the output of net.2, of the same input\n" in out
+    assert "first operator that returns something else: aten.add.Tensor" in out
+    assert "no seed and no setting decides it" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_records_that_differ_where_trainings_do_not_are_said_to_be_of_something_else(told):
+    a, b = fit(), fit()
+    shutil.rmtree(f"{b}/checkpoints")
+    disturb(b, 1, "loss", 2.0)
+    code, out = told("diff", a, b)
+    assert code == 1
+    assert "both compute the same, bit for bit" in out
+    assert "B has not repeated its own record, from step 1 on" in out
+    assert "A has not" not in out
+
+
+def test_two_configs_are_compared_without_a_run(found):
+    Path("b.yaml").write_text(yaml.safe_dump(CONFIG | {"model": {"class_path": "tests.helpers.tracing.OtherRate"}}))
+    code, record = found("line.yaml", "b.yaml", "--steps=4")
+    assert (code, record["trained"], record["difference"]["step"]) == (1, [1, 4], 3)
+    assert record["configuration"] == {
+        "model.class_path": ["tests.helpers.tracing.Deep", "tests.helpers.tracing.OtherRate"]
+    }
+    code, record = found("line.yaml", "line.yaml", "--steps=2")
+    assert (code, record["equal"], record["trained"]) == (0, True, [1, 2])
+    assert not Path("runs").exists()
+
+
+def test_runs_of_python_and_those_that_are_not_to_be_trained_are_compared_by_their_records(tmp_path, told, found):
+    for lr in (0.01, 0.02):
+        quiet_trainer(tmp_path, max_steps=3, log_every_n_steps=1).fit(Regression(lr=lr), loader())
+    code, out = told("diff", "runs/run", "runs/run-2")
+    assert code == 1
+    assert "configuration  not known" in out
+    assert "runs/run has no config.yaml: it was started in Python, so nothing was trained again." in out
+    code, record = found(fit(), fit("--model.lr=0.02"), "--records")
+    assert (code, record["trained"], record["metrics"][0]["step"]) == (1, None, 2)
+
+
+def test_errors_are_2_those_of_the_users_code_too(told, capsys):
+    assert main(["diff", "line.yaml", "nowhere"]) == 2
+    assert "there is no nowhere" in capsys.readouterr().err
+    assert main(["diff", "line.yaml"]) == 2
+    run = fit("--model=tests.helpers.tracing.Failing")
+    capsys.readouterr()
+    assert main(["replay", run, "--step=2"]) == 2
+    assert "KeyError: 'nothing'" in capsys.readouterr().err
+    assert main(["replay", run, "--step=0"]) == 2
+    assert main(["replay", "line.yaml", "--step=1"]) == 2
+
+
+# ---------------------------------------------------------------------- replay
+
+
+@pytest.mark.parametrize(
+    ("step", "origin"), [(1, "the beginning"), (4, "step-00000002"), (5, "step-00000004"), (8, "step-00000006")]
+)
+def test_a_step_is_made_again_from_the_checkpoint_before_it_bit_for_bit(told, step, origin):
+    run = fit("--trainer.gradient_clip_val=0.5")
+    untouched = contents("runs")
+    code, out = told("replay", run, f"--step={step}")
+    assert code == 0, out
+    assert f"{origin}\n" in out
+    assert "it is as it was recorded, bit for bit: loss, grad_norm" in out
+    assert ("val_loss" in out) == (step % 4 == 0)
+    assert ("the checkpoint's parameters" in out) == (step % 2 == 0)
+    assert "(8, 6) float32" in out or "(2, 6) float32" in out
+    assert contents("runs") == untouched
+
+
+@pytest.mark.parametrize(("factor", "judged"), [(1 + 1e-7, "rounding)"), (1.01, "more than rounding)")])
+def test_a_step_that_is_not_as_recorded_is_judged(told, factor, judged):
+    run = fit()
+    disturb(run, 3, "loss", factor)
+    code, out = told("replay", run, "--step=3")
+    assert code == 1
+    assert judged in out
+    assert "step 3, loss" in out
+
+
+def test_a_step_of_which_nothing_is_recorded_and_one_after_the_end_are_said_so(told, capsys):
+    run = fit("--trainer.log_every_n_steps=4")
+    code, out = told("replay", run, "--step=5")
+    assert code == 0
+    assert "nothing of this step was recorded to compare with; there are values of step 4 and of step 8" in out
+    assert main(["replay", run, "--step=9"]) == 2
+    assert "the training ends at step 8 already" in capsys.readouterr().err
+
+
+def test_python_opens_in_the_step_with_its_gradients(told, monkeypatch):
+    run = fit()
+    typed = (
+        "print('norm', float(task.net[0].weight.grad.norm()) > 0, trainer.global_step)\nprint('loss', loss.item())\n"
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed + "print('shape', batch[0].shape)\n"))
+    code, out = told("replay", run, "--step=3", "--python")
+    assert code == 0
+    assert "norm True 2" in out
+    assert "shape torch.Size([8, 6])" in out
+    logged = [row for row in Path(run, "metrics.csv").read_text().splitlines() if row.startswith("3,")]
+    assert out.partition("loss ")[2].split()[0] in logged[0]

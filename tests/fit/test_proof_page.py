@@ -1,0 +1,20 @@
+"""What the page on proof shows runs as shown."""
+
+import pytest
+
+from lumen.proof.trace import KINDS
+from tests.helpers import ROOT
+from tests.helpers.pages import snippets
+
+PAGE = "docs/proof.md"
+
+
+@pytest.mark.parametrize("program", snippets(PAGE))
+def test_each_program_of_the_page_runs(program, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, PAGE, "exec"), {"__name__": "program"})
+
+
+def test_the_page_tells_of_each_kind_of_entry():
+    text = (ROOT / PAGE).read_text()
+    assert [kind for kind in KINDS if f"`{kind}`" not in text and "operator" not in kind] == []
