@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.clock import clock  # noqa: F401 (a fixture)
 from tests.helpers.group import group  # noqa: F401 (a fixture)
+from tests.helpers.report import report  # noqa: F401 (a fixture)
 from tests.helpers.runs import listed, shown  # noqa: F401 (fixtures)
 from tests.helpers.workplace import for_programs, workplace  # noqa: F401 (fixtures)
 

@@ -16,6 +16,7 @@ from lumen.callbacks.prediction_writer import BasePredictionWriter, PredictionWr
 from lumen.callbacks.progress_bar import ProgressBar
 from lumen.callbacks.pruning import ModelPruning
 from lumen.callbacks.ray_report import RayTrainReportCallback
+from lumen.callbacks.report import Report
 from lumen.callbacks.spike_detection import SpikeDetection
 from lumen.callbacks.swa import SWA
 from lumen.callbacks.throughput_monitor import ThroughputMonitor
@@ -40,6 +41,7 @@ __all__ = [
     "PredictionWriter",
     "ProgressBar",
     "RayTrainReportCallback",
+    "Report",
     "SpikeDetection",
     "ThroughputMonitor",
     "Timer",

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any, final
 
 from lumen.checkpoint.files import check_file
-from lumen.checkpoint.folder import SAVED_NAME
+from lumen.checkpoint.folder import SAVED_NAME, is_saved_name
 from lumen.checkpoint.manifest import is_unseen, read_head
 from lumen.checkpoint.places import exists, is_dir, storage_of
 from lumen.checkpoint.reader import Checkpoint
@@ -38,6 +38,51 @@ class Listed:
     committed_s: float | None = None
     size_bytes: int | None = None
     problem: str | None = None
+
+
+@final
+@dataclass
+class ShownRun:
+    """A run as it is found on the disk.
+
+    Attributes:
+        path: Directory of the run.
+        checkpoints: What lies where its checkpoints are.
+        problem: Why that cannot be read, or None.
+        status: "running", "finished", "stopped", "failed" or "unknown".
+        error: What it failed by, in a line, or None.
+        holder: The live job that has it: its `host`, `pid` and `started`.
+    """
+
+    path: PurePath
+    checkpoints: list[Listed] = field(default_factory=list)
+    problem: str | None = None
+    status: str = "unknown"
+    error: str | None = None
+    holder: dict[str, Any] | None = None
+
+    @property
+    def committed(self) -> list[Listed]:
+        """Its checkpoints without what is temporary."""
+        return [each for each in self.checkpoints if each.kind != "tmp"]
+
+    @property
+    def newest_info(self) -> dict[str, Any]:
+        """What the manifest of the newest good checkpoint to go on from tells."""
+        good = (each for each in reversed(self.checkpoints) if is_saved_name(each.path.name) and not each.problem)
+        return next((each.info for each in good if each.info), {})
+
+    def is_best(self, checkpoint: Listed) -> bool:
+        """Whether the newest checkpoint calls this one the best."""
+        return checkpoint.path.name == self.newest_info.get("best")
+
+    def metrics(self, checkpoint: Listed) -> dict[str, float]:
+        """The numbers that were logged last, the monitored one first."""
+        found = checkpoint.info.get("metrics")
+        found = found.items() if isinstance(found, dict) else ()
+        numbers = {str(name): value for name, value in found if isinstance(value, (int, float))}
+        monitor = checkpoint.info.get("monitor")
+        return {name: numbers[name] for name in sorted(numbers, key=lambda name: name != monitor)}
 
 
 def list_checkpoints(folder: PurePath, *, verify: bool = False) -> list[Listed]:

@@ -12,7 +12,7 @@ from functools import partial
 
 from lumen import __version__
 from lumen.console import stderr, stdout
-from lumen.distributed.worker import report
+from lumen.distributed import worker
 from lumen.errors import HUNG, ConfigError, LumenError, ProcessStuck
 from lumen.internals.garbage import only_young_collected
 
@@ -30,6 +30,7 @@ WITHOUT_CONFIG = {
     "convert": "Write the weights of a pickle, such as Lightning's .ckpt, as safetensors.",
     "init": "Begin a project: a task, data, a config and a test, which train at once.",
     "migrate": "Edit a project that was written for PyTorch Lightning: imports, arguments, hooks, configs.",
+    "report": "Write runs as one HTML file that can be mailed: curves, settings, time, log.",
     "runs": "List runs and their checkpoints.",
     "diff": "Compare two runs or configs: where their trainings part, down to the operator.",
     "replay": "Make one step of a run again and compare it with what the run recorded.",
@@ -59,7 +60,7 @@ def tell(error: LumenError) -> int:
     if os.environ.get("LUMEN_DEBUG") == "1":
         traceback.print_exc()
     text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
-    if not report(error, text):
+    if not worker.report(error, text):
         print(text, file=stderr)
     return 2 if isinstance(error, ConfigError) else HUNG if isinstance(error, ProcessStuck) else 1
 
@@ -109,6 +110,8 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from lumen.cli.init.command import run
     elif name == "migrate":
         from lumen.cli.migrate.command import run
+    elif name == "report":
+        from lumen.cli.report import run
     elif name == "runs":
         from lumen.cli.runs import run
     elif name == "diff":

@@ -9,17 +9,15 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePath
-from typing import Any, final
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lumen.checkpoint.folder import is_saved_name
-from lumen.checkpoint.listing import Listed, has_checkpoints, list_checkpoints
+from lumen.checkpoint.listing import Listed, ShownRun, has_checkpoints, list_checkpoints
 from lumen.checkpoint.places import as_local, as_place, exists, is_dir, storage_of
 from lumen.checkpoint.storage import MANIFEST, readable
 from lumen.cli.parser import Words, size
@@ -45,51 +43,6 @@ _LOG_LINE = re.compile(rf"^([-0-9]+ [:,0-9]+) (?:INFO|ERROR) ({'|'.join(_ENDS)})
 _LOG_TAIL_BYTES = 1 << 20
 
 
-@final
-@dataclass
-class ShownRun:
-    """A run as it is found on the disk.
-
-    Attributes:
-        path: Directory of the run.
-        checkpoints: What lies where its checkpoints are.
-        problem: Why that cannot be read, or None.
-        status: One of `_STYLES`.
-        error: What it failed by, in a line, or None.
-        holder: The live job that has it: its `host`, `pid` and `started`.
-    """
-
-    path: PurePath
-    checkpoints: list[Listed] = field(default_factory=list)
-    problem: str | None = None
-    status: str = "unknown"
-    error: str | None = None
-    holder: dict[str, Any] | None = None
-
-    @property
-    def committed(self) -> list[Listed]:
-        """Its checkpoints without what is temporary."""
-        return [each for each in self.checkpoints if each.kind != "tmp"]
-
-    @property
-    def newest_info(self) -> dict[str, Any]:
-        """What the manifest of the newest good checkpoint to go on from tells."""
-        good = (each for each in reversed(self.checkpoints) if is_saved_name(each.path.name) and not each.problem)
-        return next((each.info for each in good if each.info), {})
-
-    def is_best(self, checkpoint: Listed) -> bool:
-        """Whether the newest checkpoint calls this one the best."""
-        return checkpoint.path.name == self.newest_info.get("best")
-
-    def metrics(self, checkpoint: Listed) -> dict[str, float]:
-        """The numbers that were logged last, the monitored one first."""
-        found = checkpoint.info.get("metrics")
-        found = found.items() if isinstance(found, dict) else ()
-        numbers = {str(name): value for name, value in found if isinstance(value, (int, float))}
-        monitor = checkpoint.info.get("monitor")
-        return {name: numbers[name] for name in sorted(numbers, key=lambda name: name != monitor)}
-
-
 def run(words: list[str]) -> int:
     """List runs and return 0, or 1 if a checkpoint that was to be verified is damaged."""
     parser = Words("runs", "[DIR] [--verify] [--json]", _MORE)
@@ -112,7 +65,7 @@ def run(words: list[str]) -> int:
         raise ConfigError(f"{root} is a checkpoint. Give its run, or the directory of all runs.")
     if root.name == "checkpoints":
         root = root.parent
-    found = [_look(path, verify=given.verify) for path in _find(root)]
+    found = [look(path, verify=given.verify) for path in find_runs(root)]
     if given.json:
         print(json.dumps([_record(each) for each in found], indent=2), file=stdout)
     elif not found:
@@ -128,7 +81,7 @@ def run(words: list[str]) -> int:
 # ---------------------------------------------------------------------- finding
 
 
-def _find(directory: PurePath) -> Iterator[PurePath]:
+def find_runs(directory: PurePath) -> Iterator[PurePath]:
     """The runs in a directory and below it, by name; no way leads through links and hidden directories."""
     try:
         if _is_run(directory):
@@ -142,7 +95,7 @@ def _find(directory: PurePath) -> Iterator[PurePath]:
     for path in below:
         local = as_local(path)
         if local is None or not local.is_symlink():
-            yield from _find(path)
+            yield from find_runs(path)
         elif _is_run(path):
             yield path
 
@@ -155,7 +108,8 @@ def _is_run(path: PurePath) -> bool:
     return has_checkpoints(folder) or (local is not None and RunDirectory.was_claimed(local))
 
 
-def _look(path: PurePath, *, verify: bool) -> ShownRun:
+def look(path: PurePath, *, verify: bool = False) -> ShownRun:
+    """How a run stands, and its checkpoints; `verify` reads every byte of these."""
     shown = ShownRun(path)
     folder = path / "checkpoints" if is_dir(path / "checkpoints") else path
     try:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,10 +171,7 @@ def goodput(directory: str | Path) -> TimeSpent:
     spent = dict.fromkeys(BUCKETS, 0.0)
     if not lines:
         return TimeSpent(0.0, spent, 0)
-    starts = dict[int, int]()  # the step that each life began at
-    for line in lines:
-        if "step" in line:
-            starts.setdefault(line["life"], line["step"])
+    starts = _starts(lines)
     before, step, ended = 0, 0, lines[0]["from_s"]
     for line in lines:
         life = line["life"]
@@ -192,6 +189,19 @@ def goodput(directory: str | Path) -> TimeSpent:
             spent["lost"] += gone
             spent[name] += seconds - gone
     return TimeSpent(ended - lines[0]["from_s"], spent, max(line["life"] for line in lines))
+
+
+def starts(directory: str | Path) -> dict[int, int]:
+    """The step at which a run began to train, each time it was started, by the number of the start; empty: not told."""
+    return _starts(_lines(Path(directory) / FILE))
+
+
+def _starts(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    found = dict[int, int]()
+    for line in lines:
+        if "step" in line:
+            found.setdefault(line["life"], line["step"])
+    return found
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ FLOORS = (
     {"task"},
     {"strategies"},
     {"run"},
-    {"checkpoint"},
+    {"checkpoint", "report"},
     {"loop", "callbacks", "profilers"},
     {"trainer"},
     {"proof", "check"},

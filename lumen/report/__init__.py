@@ -1,0 +1,1 @@
+"""Reports: runs as one HTML file that needs no network."""

@@ -1,0 +1,331 @@
+"""`lumen report`: runs as one HTML file, whatever is in them and whatever is missing."""
+
+import csv
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lumen
+from lumen.cli import main
+from lumen.errors import ConfigError, RunDirectoryError
+from lumen.loggers import TensorBoardLogger
+from lumen.report.table import Series, read_table, thin
+from tests.helpers import ROOT
+from tests.helpers.checkpoints import save
+from tests.helpers.pages import snippets
+from tests.helpers.report import CONFIG, FILES, Page, digest, recorded
+from tests.helpers.tasks import Regression, bare_trainer, loader
+
+HOSTILE = '</script><script>window.pwned = 1</script>"\'><img src=x onerror="window.pwned = 1">{{ 7 * 191 }}'
+
+# ---------------------------------------------------------------------- what it shows
+
+
+def test_a_run_is_shown_with_its_values_time_settings_log_and_environment(tmp_path, report):
+    text = report(recorded(tmp_path / "a")).text
+    assert "Report of a run a" in text
+    assert "a finished 3 2 1 min 40 s 60.0 % 1" in text  # steps, epochs, time, goodput, restarts
+    assert "loss 0.125 0.125 3 0.5 1 3" in text  # last, lowest, highest, and where
+    assert "val_loss 0.5 0.5 3 0.75 2 2" in text
+    assert "training 1 min 0 s 60.0 %" in text
+    assert "evaluation 10 s 10.0 %" in text
+    assert "class_path: Net" in text
+    assert "INFO the run is in runs/a" in text
+    assert "host elderberry" in text
+    assert "steps_per_s" in text
+
+
+def test_the_numbers_of_a_real_training_are_those_of_its_record(tmp_path, report):
+    trainer = bare_trainer(tmp_path, max_epochs=2, logger=True, enable_checkpointing=True, log_every_n_steps=1)
+    trainer.fit(Regression(), loader(), loader())
+    rows = list(csv.DictReader((trainer.run_directory / "metrics.csv").read_text().splitlines()))
+    page = report(trainer.run_directory)
+    losses = [float(row["val_loss"]) for row in rows if row["val_loss"]]
+    assert f"{losses[-1]:.6g} {min(losses):.6g}" in page.text
+    assert f"step-{rows[-1]['step'].zfill(8)}" in page.text
+    assert f"torch {torch.__version__}" in page.text
+    drawn = [tuple(each) for each in page.drawn()["y"]]
+    assert tuple(losses) in drawn
+
+
+def test_runs_are_laid_over_each_other_and_their_settings_compared(tmp_path, report):
+    one = recorded(tmp_path / "one")
+    two = recorded(tmp_path / "two", config_yaml=CONFIG.replace("lr: 0.1", "lr: 0.2"))
+    page = report(one, two)
+    assert "Settings that differ Setting one two model.init_args.lr 0.1 0.2 ▸" not in page.text
+    assert "Settings that differ Setting one two model.init_args.lr 0.1 0.2 config.yaml of one" in page.text
+    loss = {name: each for name, each in page.tags if each.get("data-chart") == "m0"}
+    assert loss["figure"]["aria-label"].startswith("Curves of loss over")
+    of_loss = [each for _, each in page.tags if each.get("data-line", "").startswith("m0-")]
+    assert [(each["data-run"], each["data-colour"]) for each in of_loss] == [
+        ("0", "0"),
+        ("0", "0"),
+        ("1", "1"),
+        ("1", "1"),
+    ]
+    assert "one finished" in page.text
+    assert "two finished" in page.text
+
+
+def test_runs_of_one_name_are_told_apart_and_a_directory_stands_for_its_runs(tmp_path, report):
+    for parent in ("may", "june"):
+        save(recorded(tmp_path / f"all/{parent}/a") / "checkpoints/step-00000003")
+    page = report(tmp_path / "all", tmp_path / "all/may/a")
+    assert "Report of 2 runs june/a may/a" in page.text
+
+
+def test_what_a_resume_has_changed_is_shown(tmp_path, report):
+    run = recorded(tmp_path / "a")
+    (run / "config-1.yaml").write_text(CONFIG.replace("width: 8", "width: 4"))
+    text = report(run).text
+    assert "changed when the run was resumed Setting config-1.yaml config.yaml model.init_args.width 4 8" in text
+
+
+def test_restarts_epochs_and_checkpoints_are_marked_at_their_steps(tmp_path, report):
+    run = recorded(tmp_path / "a")
+    (run / "checkpoints").mkdir()
+    save(run / "checkpoints/step-00000003")
+    page = report(run)
+    kinds = [each["data-marks"] for _, each in page.tags if "data-marks" in each]
+    assert kinds == ["restarts", "checkpoints", "epochs"]
+    marks = [each.tolist() for each in page.drawn()["x"]]
+    assert [2] in marks  # the second start
+    assert [2, 3] in marks  # the second and the third epoch
+
+
+def test_images_and_texts_of_tensorboard_are_shown_the_newest_of_each_name(tmp_path, report):
+    run = recorded(tmp_path / "a")
+    logger = TensorBoardLogger()
+    logger.open(run, resumed=False)
+    for step in range(6):
+        logger.log_image("digits", np.full((4, 4), step, dtype=np.uint8), step)
+        logger.log_text("samples", f"the text of step {step}", step)
+    logger.finalize("success")
+    page = report(run)
+    images = [each for tag, each in page.tags if tag == "img"]
+    assert [each["alt"] for each in images] == [f"digits at step {step}" for step in (2, 3, 4, 5)]
+    assert all(each["src"].startswith("data:image/png;base64,iVBORw0KGgo") for each in images)
+    assert [step for step in range(6) if f"the text of step {step}" in page.text] == [2, 3, 4, 5]
+    assert "4 more are in the run's TensorBoard record" in page.text
+
+
+# ---------------------------------------------------------------------- what is missing or broken
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_run_without_one_of_its_files_is_shown_with_the_others(tmp_path, report, name):
+    run = recorded(tmp_path / "a")
+    (run / name).unlink()
+    text = report(run).text
+    shown = {
+        "metrics.csv": "val_loss", "system.csv": "steps_per_s", "config.yaml": "class_path: Net",
+        "run.log": "INFO finished", "environment.json": "elderberry", "goodput.jsonl": "60.0 %",
+    }  # fmt: skip
+    assert {each: what in text for each, what in shown.items()} == {each: each != name for each in shown}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("content", [b"", b"\x00\xff\xfe{[:,\n\n- &a [*a]\r\n" * 3], ids=["empty", "no-text"])
+def test_a_file_that_holds_nothing_of_sense_hides_only_itself(tmp_path, report, name, content):
+    run = recorded(tmp_path / "a")
+    (run / name).write_bytes(content)
+    text = report(run).text
+    assert "a finished" in text or name == "run.log"
+    assert "loss" in text or name == "metrics.csv"
+
+
+def test_a_run_that_has_recorded_nothing_is_shown_without_a_script(tmp_path, report):
+    page = report(recorded(tmp_path / "a", **{name.replace(".", "_"): None for name in FILES if name != "run.log"}))
+    assert page.scripts == []
+    assert "a finished – –" in page.text
+
+
+def test_what_is_not_finite_is_counted_and_the_rest_drawn(tmp_path, report):
+    rows = "step,epoch,loss\n1,0,nan\n2,0,0.5\n3,0,inf\n4,0,-inf\n5,0,0.25\n"
+    page = report(recorded(tmp_path / "a", metrics_csv=rows, system_csv="step,only\n1,nan\n"))
+    assert "loss 0.25 0.25 5 0.5 2 5 (3 not finite)" in page.text
+    arrays = page.drawn()
+    assert any(np.isnan(each).tolist() == [True, False, True, True, False] for each in arrays["y"])
+    assert [1, 3, 4] in [each.tolist() for each in arrays["x"]]
+
+
+def test_a_torn_last_line_is_left_out_since_its_number_may_lack_digits(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,epoch,loss\r\n1,0,0.5\r\n2,0,0.1234")
+    assert read_table(tmp_path / "metrics.csv").series["loss"].values.tolist() == [0.5]
+
+
+def test_what_a_link_leads_to_outside_of_a_run_is_not_shown(tmp_path, report):
+    (tmp_path / "secret").write_text("INFO the password is swordfish\n")
+    run = recorded(tmp_path / "a", run_log=None, config_yaml=None)
+    for name in ("run.log", "config.yaml"):
+        (run / name).symlink_to(tmp_path / "secret")
+    assert "swordfish" not in report(run).source
+
+
+def test_no_text_of_a_run_becomes_a_script_or_an_element(tmp_path, report):
+    column = '"' + HOSTILE.replace('"', '""') + '"'
+    run = recorded(
+        tmp_path / re.sub("/", "∕", HOSTILE),
+        metrics_csv=f"step,epoch,{column}\n1,0,0.5\n2,0,0.25\n",
+        system_csv=f"step,{column}\n1,0.5\n",
+        config_yaml=json.dumps({"model": {HOSTILE: HOSTILE}}),
+        environment_json=json.dumps({HOSTILE: HOSTILE, "packages": {HOSTILE: HOSTILE}}),
+        run_log=f"INFO {HOSTILE}\n2026-01-01 00:00:09,000 INFO the run is in {HOSTILE}\n"
+        f"2026-01-01 00:00:09,000 ERROR failed: {HOSTILE}\n",
+    )
+    (run / "config-1.yaml").write_text(json.dumps({"model": {HOSTILE: "another"}}))
+    logger = TensorBoardLogger()
+    logger.open(run, resumed=False)
+    logger.log_image(HOSTILE, np.zeros((2, 2), dtype=np.uint8), 1)
+    logger.log_text("samples", HOSTILE, 1)
+    logger.finalize("success")
+    page = report(run, recorded(tmp_path / "other"))
+    assert len(page.scripts) == 4
+    assert {digest(script) for script in page.scripts} == page.allowed
+    assert not any("pwned" in script or "1337" in script for script in page.scripts)
+    assert "'unsafe-inline'" not in page.policy.partition("script-src")[2]
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    assert [each["src"][:22] for tag, each in page.tags if tag == "img"] == ["data:image/png;base64,"]
+    assert not {tag for tag, _ in page.tags} & {"iframe", "object", "embed", "base", "link"}
+    assert page.text.count("{{ 7 * 191 }}") > 10
+    assert "1337" not in page.text
+
+
+# ---------------------------------------------------------------------- what is large
+
+
+def test_thinning_keeps_each_peak_the_ends_and_the_mean():
+    values = np.sin(np.arange(100_001) / 9.0)
+    values[[31_234, 77_777]] = 50.0, -60.0
+    values[500:600] = math.nan
+    thinned = thin(Series(np.arange(100_001.0), values), 1000)
+    assert len(thinned.values) <= 1000
+    assert {31_234, 77_777, 0, 100_000} <= {*thinned.steps.astype(int)}
+    assert (np.nanmin(thinned.values), np.nanmax(thinned.values)) == (-60.0, 50.0)
+    assert (np.diff(thinned.steps) > 0).all()
+    assert np.isnan(thin(Series(np.arange(600.0), np.full(600, math.nan)), 100).values).all()
+    weights = np.diff(np.append(thinned.mean_steps, 100_000))
+    assert np.average(thinned.means, weights=weights) == pytest.approx(np.nanmean(values), abs=2e-2)
+
+
+@pytest.mark.slow
+def test_a_run_of_a_million_rows_fits_with_its_peak(tmp_path, report):
+    rows = [f"{step},{step // 100_000},{1000 / (step + 1000):.12f},\n" for step in range(1_000_000)]
+    rows[654_321] = "654321,6,77.5,1\n"
+    page = report(recorded(tmp_path / "a", metrics_csv="step,epoch,loss,lr\n" + "".join(rows)))
+    assert "loss 0.000999002 0.000999002 999,999 77.5 654,321 1,000,000" in page.text
+    highest = [each.max() for each in page.drawn()["y"]]
+    assert 77.5 in highest
+    assert max(map(len, page.drawn()["y"])) <= 2000
+
+
+def test_a_thousand_names_and_a_log_of_megabytes_fit_and_it_is_said_what_is_not_drawn(tmp_path, report):
+    names = [f"metric_{number}" for number in range(1000)]
+    lines = [",".join([str(step), "0", *["0.5"] * 1000]) for step in range(40)]
+    metrics = "\n".join([",".join(["step", "epoch", *names]), *lines, ""])
+    log = "".join(f"2026-01-01 00:00:00,000 INFO line {number}\n" for number in range(100_000))
+    page = report(recorded(tmp_path / "a", metrics_csv=metrics, run_log=log))
+    assert sum("data-chart" in each for _, each in page.tags) == 40
+    assert "Not drawn, since there are too many: metric_40" in page.text
+    assert "INFO line 99999" in page.text
+    assert "INFO line 0 " not in page.text
+    assert re.search(r"without the first [\d,]+ bytes", page.text)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [
+        (["nowhere"], ConfigError, "there is no directory nowhere. Name runs on this machine"),
+        (["empty"], ConfigError, "there are no runs in empty"),
+        (["a", "--output", "report.pdf"], ConfigError, "--output report.pdf: a report is an .html file"),
+        (["a", "--output", "none/report.html"], RunDirectoryError, "none/report.html cannot be written: No such file"),
+        (["a", "--ouptut", "x.html"], ConfigError, "has no option --ouptut. Did you mean --output?"),
+    ],
+)
+def test_a_wrong_command_is_one_error_that_says_what_to_do(tmp_path, monkeypatch, capsys, words, error, said):
+    monkeypatch.chdir(tmp_path)
+    recorded("a")
+    Path("empty").mkdir()
+    assert main(["report", *words]) == (2 if error is ConfigError else 1)
+    assert said in capsys.readouterr().err
+    assert not list(Path().glob("*.html"))
+
+
+def test_the_command_changes_nothing_in_a_run_and_replaces_its_own_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = recorded("a")
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()}
+    Path("report.html").write_text("old")
+    assert main(["report", "a"]) == 0
+    assert re.fullmatch(r"report\.html: 1 run, 1\.\d+ MB\n", capsys.readouterr().out)
+    assert Path("report.html").read_text().startswith("<!DOCTYPE html>")
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()} == before
+
+
+# ---------------------------------------------------------------------- at the end of a training
+
+
+class Fails(Regression):
+    def training_step(self, batch):
+        if self.global_step == 2:
+            raise KeyError("nothing")
+        return super().training_step(batch)
+
+
+def trained(tmp_path, task, **options):
+    options = {"max_steps": 4, "logger": True, "log_every_n_steps": 1, "callbacks": [lumen.Report()]} | options
+    trainer = bare_trainer(tmp_path, enable_checkpointing=True, **options)
+    trainer.fit(task, loader())
+    return trainer
+
+
+def test_a_training_leaves_its_report_when_it_ends(tmp_path):
+    trainer = trained(tmp_path, Regression())
+    text = Page((trainer.run_directory / "report.html").read_text()).text
+    assert "run finished 4" in text
+    assert "step-00000004" in text
+
+
+def test_a_training_that_fails_leaves_a_report_that_says_by_what(tmp_path):
+    with pytest.raises(KeyError, match="nothing"):
+        trained(tmp_path, Fails())
+    (file,) = tmp_path.rglob("report.html")
+    text = Page(file.read_text()).text
+    assert "run failed 2" in text
+    assert "run: KeyError: 'nothing'" in text
+
+
+def test_a_report_that_cannot_be_written_does_not_fail_the_training(tmp_path):
+    class InTheWay(lumen.Callback):
+        def on_fit_start(self, trainer, task):
+            (trainer.run_directory / "report.html" / "full").mkdir(parents=True)
+
+    trainer = trained(tmp_path, Regression(), callbacks=[lumen.Report(), InTheWay()], log_level="WARNING")
+    assert trainer.global_step == 4
+    assert trainer.state.finished
+    log = (trainer.run_directory / "run.log").read_text()
+    assert " WARNING no report was written: RunDirectoryError: " in log
+
+
+def test_the_program_and_the_commands_of_the_page_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (program,) = snippets("docs/report.md")
+    exec(compile(program, "docs/report.md", "exec"), {"__name__": "page"})
+    assert capsys.readouterr().out.splitlines()[-1] == "runs/line/report.html"
+    assert Path("runs/line/report.html").exists()
+    commands = re.findall(r"^lumen (report .*?) *(?:#.*)?$", (ROOT / "docs/report.md").read_text(), re.M)
+    assert len(commands) == 3
+    for name in ("gpt", "gpt-2"):
+        save(recorded(f"runs/{name}") / "checkpoints/step-00000003")
+    for command in commands:
+        assert main(command.split()) == 0
+    assert {path.name for path in Path().glob("*.html")} == {"report.html", "both.html", "all.html"}
+    assert "3 runs" in capsys.readouterr().out

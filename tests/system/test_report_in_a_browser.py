@@ -1,0 +1,224 @@
+"""A report in a real browser: nothing fails in it, nothing is fetched, and what it offers does what it says."""
+
+import io
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.helpers.report import recorded
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="not proven here: it needs Chromium")
+
+LOG = "document.getElementById('{}').click()"
+MODEL = "(name => Bokeh.documents[0].get_model_by_name(name))"
+LOSS = "figure[data-chart='m0']"
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(chromium, report, tmp_path):
+    """Opens a report of runs; at the end of the test nothing has failed in it and nothing was asked of the network."""
+    wrong, contexts = [], []
+
+    def open_report(*runs, **settings):
+        report(*runs)
+        context = chromium.new_context(viewport={"width": 1280, "height": 900}, offline=True, **settings)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("dialog", lambda dialog: wrong.append(f"a dialog: {dialog.message}"))
+        page.on("request", lambda asked: None if asked.url.startswith(("file:", "data:")) else wrong.append(asked.url))
+        page.goto(f"file://{tmp_path}/written/report.html")
+        page.wait_for_selector("html[data-ready]", state="attached")
+        return page
+
+    open_report.wrong = wrong
+    yield open_report
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def curves(steps=400, **others):
+    """Metrics with a decay, and a peak at step 200."""
+    rows = [f"{step},{step // 100},{2.0 / step if step != 200 else 9.0},{0.5 if step % 100 == 0 else ''}"
+            for step in range(1, steps + 1)]  # fmt: skip
+    return {"metrics_csv": "\n".join(["step,epoch,loss,val_loss", *rows, ""]), **others}
+
+
+def until(page, holds):
+    """Wait until a condition holds; the page lets nobody evaluate what he likes within it, playwright's waits too."""
+    for _ in range(1000):
+        if page.evaluate(holds):
+            return
+        page.wait_for_timeout(20)
+    pytest.fail(f"never true: {holds}")
+
+
+def whole(page):
+    """The range of all steps, as the page shows it at first."""
+    return page.evaluate(f"[{MODEL}('steps').start, {MODEL}('steps').end]")
+
+
+def place(page, part):
+    """A point in the first chart, at a part of its width."""
+    box = page.locator(f"{LOSS} > div > *").first.bounding_box()
+    return box["x"] + 50 + part * (box["width"] - 80), box["y"] + box["height"] / 2
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (768, "dark"), (1600, "light")])
+def test_a_report_fits_its_window_in_light_and_dark(opened, tmp_path, width, scheme):
+    page = opened(recorded(tmp_path / "a", **curves()), recorded(tmp_path / "b"), color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    until(page, f'document.querySelector("{LOSS} > div > *").clientWidth <= {width}')
+    background, text = page.evaluate(
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    )
+    light, dark = (np.mean([int(each) for each in colour[4:-1].split(",")]) for colour in (background, text))
+    assert (light > dark) == (scheme == "light")
+    page.locator(LOSS).scroll_into_view_if_needed()
+    page.wait_for_timeout(300)
+    pixels = np.asarray(Image.open(io.BytesIO(page.locator(LOSS).screenshot())).convert("RGB")).astype(int)
+    colour = {"light": (0x00, 0x62, 0xA8), "dark": (0x6C, 0xB2, 0xF0)}[scheme]
+    assert (np.abs(pixels[120:] - colour).max(axis=2) < 40).sum() > 100  # below the legend: a curve
+
+
+def test_one_cursor_tells_the_values_of_all_charts_by_mouse_and_by_keyboard(opened, tmp_path):
+    page = opened(
+        recorded(tmp_path / "a", **curves(system_csv="step,speed\n" + "".join(f"{s},{s}\n" for s in range(1, 401))))
+    )
+    output, speed = page.locator(f"{LOSS} output").first, page.locator("figure[data-chart='s0'] output")
+    assert (output.text_content(), speed.text_content()) == ("0.005", "400")
+    page.locator(LOSS).scroll_into_view_if_needed()
+    page.mouse.move(*place(page, 0.5))
+    until(page, "document.getElementById('position').textContent.startsWith('step ')")
+    step = int(page.locator("#position").text_content().removeprefix("step "))
+    assert 150 < step < 250
+    page.keyboard.press("Tab")
+    page.locator(LOSS).focus()
+    page.keyboard.press("Escape")
+    until(page, "document.getElementById('position').textContent === ''")
+    assert output.text_content() == "0.005"
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    until(page, "document.getElementById('position').textContent === 'step 399'")
+    assert output.text_content() == f"{2.0 / 399:.5g}"
+
+
+def test_dragging_zooms_all_charts_and_a_button_shows_all_again(opened, tmp_path):
+    page = opened(recorded(tmp_path / "a", **curves()))
+    all_steps = whole(page)
+    page.locator(LOSS).scroll_into_view_if_needed()
+    page.mouse.move(*place(page, 0.2))
+    page.mouse.down()
+    page.mouse.move(*place(page, 0.4), steps=4)
+    page.mouse.up()
+    until(page, "!document.getElementById('reset').disabled")
+    begin, end = whole(page)
+    assert all_steps[0] < begin < end < 200 < all_steps[1]
+    until(page, f"{MODEL}('chart-m0').y_range.end < 1")  # the peak is out of sight
+    page.locator("#reset").click()
+    assert whole(page) == all_steps
+    until(page, f"{MODEL}('chart-m0').y_range.end > 9")
+
+
+def test_smoothing_draws_a_mean_that_is_no_peak_and_goes_again(opened, tmp_path):
+    page = opened(recorded(tmp_path / "a", **curves()))
+    smooth = f"[...{MODEL}('smooth-m0-0-0').data_source.data.y]"
+    assert page.evaluate(smooth) == []
+    for value, count in ((60, 400), (0, 0)):
+        page.locator("#smoothing").fill(str(value))
+        assert len(page.evaluate(smooth)) == count
+        if count:
+            values = page.evaluate(smooth)
+            assert 0.005 < values[300] < 0.2
+            assert max(values[100:]) < 1
+    flat = [1.0] * 400
+    page = opened(
+        recorded(tmp_path / "flat", metrics_csv="step,loss\n" + "".join(f"{s},{v}\n" for s, v in enumerate(flat)))
+    )
+    page.locator("#smoothing").fill("80")
+    assert page.evaluate(smooth) == pytest.approx(flat)
+
+
+def test_axes_turn_logarithmic_where_values_are_positive(opened, tmp_path):
+    rows = "step,loss,offset\n1,0.001,-1\n10,1,-2\n100,10,-3\n"
+    page = opened(recorded(tmp_path / "a", metrics_csv=rows, system_csv=None))
+    page.evaluate(LOG.format("log-y"))
+    page.evaluate(LOG.format("log-x"))
+    assert page.evaluate(f"{MODEL}('chart-m0').y_scale.type") == "LogScale"
+    assert page.evaluate(f"{MODEL}('chart-m1').y_scale.type") == "LinearScale"
+    assert page.evaluate(f"{MODEL}('chart-m1').x_scale.type") == "LogScale"
+    begin, end = page.evaluate(f"[{MODEL}('chart-m0').y_range.start, {MODEL}('chart-m0').y_range.end]")
+    assert 0 < begin < 0.001
+    assert 10 < end < 100
+    page.evaluate(LOG.format("log-y"))
+    assert page.evaluate(f"{MODEL}('chart-m0').y_scale.type") == "LinearScale"
+
+
+def test_runs_and_marks_are_hidden_and_shown(opened, tmp_path):
+    page = opened(recorded(tmp_path / "a", **curves()), recorded(tmp_path / "b"))
+
+    def visible(name):
+        return page.evaluate(f"{MODEL}('chart-m0').renderers.find(each => each.name === '{name}').visible")
+
+    assert (visible("line-m0-0-0"), visible("line-m0-1-0"), visible("mark-epochs-1")) == (True, True, False)
+    page.locator("[data-marks='epochs']").check()
+    assert visible("mark-epochs-1")
+    page.locator("[data-shows='0']").uncheck()
+    assert (visible("line-m0-0-0"), visible("line-m0-1-0")) == (False, True)
+    assert page.locator(f"{LOSS} li:visible").count() == 2
+    assert page.evaluate(f"{MODEL}('chart-m0').y_range.end") < 1  # fits to those that are left
+    page.locator("[data-shows='1']").uncheck()
+    assert not visible("mark-epochs-1")
+
+
+def test_what_a_hostile_run_holds_is_shown_and_not_run(opened, tmp_path):
+    attack = "</script><script>window.pwned=1</script><img src=x onerror=window.pwned=1><svg onload=window.pwned=1>"
+    rows = f'step,"{attack}"\n1,0.5\n2,0.25\n'
+    page = opened(
+        recorded(tmp_path / "a", metrics_csv=rows, run_log=f"INFO {attack}\n", config_yaml=f"'{attack}': 1\n")
+    )
+    assert page.evaluate("window.pwned") is None
+    assert page.locator("h3").first.text_content() == attack
+    assert not opened.wrong
+    page.evaluate(  # what may yet slip through is not run
+        "const script = document.createElement('script'); script.textContent = 'window.pwned = 2';"
+        " document.body.append(script)"
+    )
+    assert page.evaluate("window.pwned") is None
+    page.wait_for_timeout(100)
+    assert "Content Security Policy" in opened.wrong.pop()
+
+
+def test_a_report_without_javascript_has_its_values(chromium, report, tmp_path):
+    report(recorded(tmp_path / "a"))
+    context = chromium.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(f"file://{tmp_path}/written/report.html")
+    assert page.locator("noscript").is_visible()
+    assert page.locator("#values td").first.text_content() == "0.125"
+    context.close()
+
+
+def test_it_prints(opened, tmp_path):
+    page = opened(recorded(tmp_path / "a", **curves()), color_scheme="dark")
+    page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not page.locator("#controls").is_visible()
+    assert page.locator(LOSS).is_visible()
+    assert page.pdf()[:5] == b"%PDF-"
