@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from lumen.callbacks import ModelCheckpoint
 from lumen.check.data import is_map_style, loaders_in
 from lumen.check.describe import counted, duration, every, size
+from lumen.check.moments import Course, saving_steps, validation_steps
 from lumen.check.report import Report
-from lumen.check.schedule import Course, validations
 from lumen.check.trial import Trial
 from lumen.checkpoint.collect import capture
 from lumen.data.nested import tensors
@@ -62,11 +62,11 @@ def look_at_time(report: Report, trial: Trial, run: Run, course: Course) -> Esti
 
 def _validation_s(trial: Trial, run: Run, course: Course) -> float:
     batches = [trial.plan.batches("validate", each) for each in run.loaders.evaluation]
-    count = validations(trial.plan, course)
-    if not trial.witness.validation_s or count is None:
+    steps = validation_steps(trial.plan, course)
+    if not trial.witness.validation_s or steps is None:
         return 0.0
     one_s = min(trial.witness.validation_s)
-    return count * one_s * sum(each or 0 for each in batches) / trial.processes
+    return len(steps) * one_s * sum(each or 0 for each in batches) / trial.processes
 
 
 def _tell_time(report: Report, trial: Trial, step_s: float, wait_s: float, run_s: float | None) -> None:
@@ -157,11 +157,7 @@ def _saves(saver: ModelCheckpoint, course: Course, estimate: Estimate | None) ->
     """How many are saved, about; None: nobody knows."""
     if course.steps is None:
         return None
-    steps, saves = course.steps - course.done, int(saver.at_end)
-    if saver.every_n_train_steps:
-        saves += steps // saver.every_n_train_steps
-    if saver.every_n_epochs and course.per_epoch:
-        saves += steps // course.per_epoch // saver.every_n_epochs
+    saves = len(saving_steps(saver, course))
     if estimate is not None and estimate.run_s is not None and saver.train_time_interval_s < math.inf:
         saves += int(estimate.run_s // saver.train_time_interval_s)
     return max(saves, 1)

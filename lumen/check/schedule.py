@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, final
+from collections.abc import Sequence
 
 from lumen.check.describe import counted, every
+from lumen.check.moments import Course, saving_steps, strip, validation_steps
 from lumen.check.report import Report
 from lumen.check.trial import Trial
 from lumen.errors import ConfigError
-from lumen.run.plan import EpochLengths, Plan
 from lumen.run.run import Run
 from lumen.run.schedule_checks import unfinished
 
@@ -21,28 +19,6 @@ _BARS, _WIDTH, _GROUPS_SHOWN = "▁▂▃▄▅▆▇█", 28, 8
 _NAME_SHOWN = 18
 _BUDGET_S = 4.0
 _IDLE = 0.1
-
-
-@final
-class Course(NamedTuple):
-    """How long a run is.
-
-    Attributes:
-        steps: All of them; None: nobody knows before its end.
-        per_epoch: Of the first epoch; None: likewise.
-        lengths: Of all epochs.
-        done: Steps that were made before it goes on.
-    """
-
-    steps: int | None
-    per_epoch: int | None
-    lengths: EpochLengths | None
-    done: int
-
-    @property
-    def epochs(self) -> float | None:
-        """Epochs, the last one perhaps not whole."""
-        return self.steps / self.per_epoch if self.steps and self.per_epoch else None
 
 
 def course_of(trial: Trial, run: Run) -> Course:
@@ -67,7 +43,7 @@ def look_at_schedule(report: Report, trial: Trial, run: Run, course: Course) -> 
             "Let the schedule be as long as the run: self.trainer.estimated_stepping_batches steps, or max_epochs.",
         )  # fmt: skip
     if trial.task.automatic_optimization and course.steps is not None:
-        _draw_rates(report, run, course)
+        _draw_rates(report, trial, run, course)
     else:
         by_hand = "the task moves its schedules itself" if course.steps is not None else "its length is not known"
         report.add(_SECTION, "note", "rates", f"learning rates over the run are not drawn: {by_hand}")
@@ -88,22 +64,11 @@ def _tell_length(report: Report, trial: Trial, course: Course) -> None:
     report.add(_SECTION, "ok", "length", f"{counted(course.steps, 'step')}{epochs}{begun}{timed}")
 
 
-def validations(plan: Plan, course: Course) -> int | None:
-    """How many validations there are; None: that is not known before."""
-    if course.steps is None or plan.val_every_s is not None:
-        return None
-    if plan.val_every_n_steps is not None:
-        return course.steps // plan.val_every_n_steps // plan.val_every_n_epochs
-    if not course.per_epoch or not course.lengths or plan.val_every_epoch_fraction is None:
-        return None
-    epochs = course.lengths.whole_epochs(course.steps) // plan.val_every_n_epochs
-    return int(epochs * (1 / plan.val_every_epoch_fraction) + 1e-9)
-
-
 def _tell_validations(report: Report, trial: Trial, run: Run, course: Course) -> None:
     if not run.loaders.evaluation:
         return
-    plan, count = trial.plan, validations(trial.plan, course)
+    plan, steps = trial.plan, validation_steps(trial.plan, course)
+    count = None if steps is None else len(steps)
     report.facts["validations"] = count
     nth = "" if plan.val_every_n_epochs == 1 else f" of every {plan.val_every_n_epochs} epochs"
     if plan.val_every_n_steps is not None:
@@ -127,7 +92,7 @@ def _tell_validations(report: Report, trial: Trial, run: Run, course: Course) ->
 # ---------------------------------------------------------------------- learning rates
 
 
-def _draw_rates(report: Report, run: Run, course: Course) -> None:
+def _draw_rates(report: Report, trial: Trial, run: Run, course: Course) -> None:
     moved = [each for each in run.optim.schedulers if each.monitor is not None]
     if waits := ", ".join(f"{type(each.scheduler).__name__} for {each.monitor}" for each in moved):
         report.add(_SECTION, "note", "rates.plateau", f"{waits}: it waits for its monitor and is not drawn")
@@ -137,6 +102,8 @@ def _draw_rates(report: Report, run: Run, course: Course) -> None:
     drawn = [_row(name, curve) for name, curve in _told_apart(run, curves)]
     more = len(drawn) - _GROUPS_SHOWN
     rows = drawn[:_GROUPS_SHOWN] + ([[f"and {more} more"]] if more > 0 else [])
+    if not why:
+        rows += _moments(trial, run, course, min(_WIDTH, len(curves[0])))
     last = course.done + len(curves[0]) if run.optim.schedulers else course.steps or 0
     report.add(_SECTION, "ok", "rates", f"learning rates from step {course.done + 1:,} to {last:,}{why}", rows=rows)
     report.facts["rates"] = {
@@ -145,15 +112,23 @@ def _draw_rates(report: Report, run: Run, course: Course) -> None:
     _judge(report, run, curves, is_whole=not why)
 
 
+def _moments(trial: Trial, run: Run, course: Course, width: int) -> list[list[str]]:
+    """Where validations and checkpoints are, below the rates."""
+    validations = validation_steps(trial.plan, course) if run.loaders.evaluation else None
+    saves = saving_steps(trial.savers[0], course) if trial.savers else []
+    named = ("validation", validations or []), ("checkpoint", saves)
+    return [[name, strip(steps, course, width), f"{len(steps):,}"] for name, steps in named if steps]
+
+
 def _curves(run: Run, course: Course) -> tuple[list[list[float]], str]:
     """The learning rate of each group at every step, and why there are not all of them."""
     groups, began_s, why = run.optim.optimizer.param_groups, time.perf_counter(), ""
     if not run.optim.schedulers:
         return [[float(group["lr"])] * min(course.steps or 0, _WIDTH) for group in groups], ""
     curves: list[list[float]] = [[] for _ in groups]
-    epoch_ends = _ends(course)
-    end = next(epoch_ends)
-    epoch = 0
+    lengths, epoch = course.lengths, 0
+    if lengths is not None:
+        epoch = lengths.whole_epochs(course.done)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the order in which optimizer and schedule are moved
         try:
@@ -161,8 +136,8 @@ def _curves(run: Run, course: Course) -> tuple[list[list[float]], str]:
                 for curve, group in zip(curves, groups, strict=True):
                     curve.append(float(group["lr"]))
                 _move(run, step)
-                while step >= end:
-                    epoch, end = epoch + 1, next(epoch_ends)
+                if lengths is not None and step == lengths.until(epoch + 1):
+                    epoch += 1
                     _move_at_end(run, epoch)
                 if not step % 1000 and time.perf_counter() - began_s > _BUDGET_S:
                     why = f" of {course.steps:,}, as far as a few seconds allow"
@@ -170,18 +145,6 @@ def _curves(run: Run, course: Course) -> tuple[list[list[float]], str]:
         except Exception as error:  # a scheduler of the user's may need what is not there
             why = f", where it ends by {type(error).__name__}: {error}".partition("\n")[0]
     return curves, why
-
-
-def _ends(course: Course) -> Iterator[float]:
-    """The step at which each epoch ends, of those that are not over."""
-    epoch = 1
-    while course.lengths is not None and course.per_epoch:
-        end = course.lengths.until(epoch)
-        if end > course.done:
-            yield end
-        epoch += 1
-    while True:
-        yield math.inf
 
 
 def _move(run: Run, step: int) -> None:

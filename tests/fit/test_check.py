@@ -135,7 +135,7 @@ def test_a_place_that_cannot_be_written_is_wrong(checked, tmp_path):
 
 def test_a_disk_that_is_too_small_is_suspicious(checked):
     keep = {"class_path": "lumen.ModelCheckpoint", "init_args": {"every_n_train_steps": 1, "keep_last": -1}}
-    found = checked(callbacks=[keep], max_epochs=None, max_steps=10**12)
+    found = checked(callbacks=[keep], max_epochs=None, max_steps=8 * 10**11)
     assert found.suspicious == {"checkpoints.room"}
 
 
@@ -166,6 +166,24 @@ def test_what_is_foretold_comes_true(checked, tmp_path):
     newest = sorted((tmp_path / "runs/mine/checkpoints").iterdir())[-1]
     tensors = sum(path.stat().st_size for path in newest.rglob("*.safetensors"))
     assert facts["checkpoint_bytes"] == pytest.approx(tensors, abs=2000)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"val_check_interval": 0.3, "max_epochs": 3},
+        {"check_val_every_n_epoch": 2, "max_epochs": 5, "max_steps": 43},
+        {"val_check_interval": 0.25, "global_batch_size": 24, "max_epochs": None, "max_steps": 6},
+    ],
+    ids=["fractions", "epochs", "cut short"],
+)
+def test_validations_and_checkpoints_are_as_many_as_foretold(checked, tmp_path, settings):
+    keep = {"class_path": "lumen.ModelCheckpoint", "init_args": {"every_n_epochs": 1, "keep_last": -1}}
+    facts = checked(**settings, callbacks=[keep], enable_progress_bar=False).facts
+    assert main(["fit", "--config", "mine.yaml"]) == 0
+    with (tmp_path / "runs/mine/metrics.csv").open() as file:
+        assert facts["validations"] == sum(bool(row["val_loss"]) for row in csv.DictReader(file))
+    assert facts["checkpoints"][0]["saves"] == len(list((tmp_path / "runs/mine/checkpoints").iterdir()))
 
 
 def test_a_run_that_goes_on_is_looked_at_from_where_it_is_and_not_touched(checked, tmp_path, capsys):
