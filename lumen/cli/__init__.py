@@ -24,6 +24,7 @@ COMMANDS = {
 }
 LOOKS = {
     "check": "Look at a configuration before a long run: data, first steps, schedules, room, time.",
+    "verify": "Prove the promises of Lumen on your own task and data.",
 }
 WITHOUT_CONFIG = {
     "export": "Write the weights of a checkpoint as plain safetensors.",
@@ -118,6 +119,8 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from lumen.cli.diff import run
     elif name == "replay":
         from lumen.cli.replay import run
+    elif name == "verify":
+        from lumen.cli.verify import run
     elif name == "submit":
         from lumen.cli.submit.command import run
     else:

@@ -1,1 +1,1 @@
-"""Where two trainings part: what a step computes is recorded by digests, and two records are compared."""
+"""Where two trainings part, and whether the promises hold on a task: what a step computes is recorded, and compared."""

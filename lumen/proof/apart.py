@@ -1,0 +1,113 @@
+"""Differences between what two variants have computed: how large, and where the first one is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from lumen.proof.outcome import OF_MICRO_BATCHES, OF_STEPS, Event, Outcome
+from lumen.proof.pool import Result
+
+FLOAT64, FLOAT32 = 1e-10, 1e-5
+
+
+@final
+@dataclass(frozen=True)
+class Apart:
+    """How two outcomes differ.
+
+    Attributes:
+        largest: The largest difference of anything, relative to its norm where that is more than 1.
+        at: What differed first, as the reference has it; None: nothing did.
+        other: The same as the other one has it; None: it has no such thing.
+        bits: Whether any bits differ.
+    """
+
+    largest: float = 0.0
+    at: Event | None = None
+    other: Event | None = None
+    bits: bool = False
+
+
+def compare(reference: Outcome, other: Outcome, tolerance: float, what: Sequence[str] = ()) -> Apart:
+    """Compare what both have computed, in the order in which the other one did.
+
+    Args:
+        reference: What is right.
+        other: What is to be shown.
+        tolerance: That counts as no difference; 0: the bits must be equal.
+        what: What events must be about; default: everything but parts of gradients.
+    """
+    wanted = set(what or (*OF_MICRO_BATCHES, *OF_STEPS)) - ({"partial"} if not what else set())
+    known = {event.key: event for event in reference.events if event.what in wanted}
+    largest, bits, at, there = 0.0, False, None, None
+    for event in other.events:
+        if event.what not in wanted or (expected := known.get(event.key)) is None:
+            continue
+        if event.digest == expected.digest:
+            continue
+        bits, size = True, distance(expected, event)
+        largest = max(largest, size)
+        if at is None and (size > tolerance or tolerance == 0):
+            at, there = expected, event
+    if at is None:
+        at = _missing(known, other, wanted)
+        largest = math.inf if at else largest
+    return Apart(largest, at, there, bits=bits)
+
+
+def _missing(known: dict[tuple[int, int, str, str], Event], other: Outcome, wanted: set[str]) -> Event | None:
+    """What the reference has of the other one's steps that the other one lacks."""
+    have = {event.key for event in other.events}
+    steps = {event.step for event in other.events if event.what == "loss" or event.what == "gradient"}
+    micro_batches = wanted & set(OF_MICRO_BATCHES)
+    for event in known.values():
+        if event.what in ("gradient", *micro_batches) and event.step in steps and event.key not in have:
+            return event
+    return None
+
+
+def distance(one: Event, other: Event) -> float:
+    """The difference of two tensors, from their projections, relative to their norm where that is more than 1."""
+    if len(one.numbers) != len(other.numbers):
+        return math.inf
+    if any(not math.isfinite(number) for number in (*one.numbers, *other.numbers)):
+        return 0.0 if repr(one.numbers) == repr(other.numbers) else math.inf
+    apart = max(abs(a - b) for a, b in zip(one.numbers, other.numbers, strict=True))
+    return apart / max(1.0, one.numbers[0], other.numbers[0])
+
+
+def merged(result: Result) -> Outcome:
+    """What all ranks have computed together: rank 0's steps, everybody's micro-batches."""
+    first = result.outcomes[0]
+    others = [event for outcome in result.outcomes[1:] for event in outcome.of(*OF_MICRO_BATCHES)]
+    by_time = sorted([*first.events, *others], key=lambda event: event.when)
+    return replace(
+        first,
+        events=by_time,
+        draws=[draw for outcome in result.outcomes for draw in outcome.draws],
+        counts={micro: counts for outcome in result.outcomes for micro, counts in outcome.counts.items()},
+    )
+
+
+def rows_apart(reference: Outcome, other: Outcome, tolerance: float) -> tuple[float, tuple[int, str] | None]:
+    """The largest difference of logged values that both have, and the step and name of the first."""
+    known = {(step, name): value for step, values in reference.rows for name, value in values.items()}
+    largest, first = 0.0, None
+    for step, values in other.rows:
+        for name, value in values.items():
+            if (step, name) in known:
+                size = values_apart(known[step, name], value)
+                largest = max(largest, size)
+                first = first or ((step, name) if size > tolerance else None)
+    return largest, first
+
+
+def values_apart(one: float, other: float) -> float:
+    """The difference of two numbers, relative to them where they are more than 1."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    apart = abs(one - other) / max(1.0, abs(one), abs(other))
+    return apart if math.isfinite(apart) else math.inf

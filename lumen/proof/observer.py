@@ -1,0 +1,204 @@
+"""The callback that writes down what a process of a variant computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from lumen.callbacks import Callback
+from lumen.data.fingerprint import known_length
+from lumen.distributed.dtensor import is_sharded
+from lumen.loggers import Logger
+from lumen.proof.digests import digest, generators
+from lumen.proof.measures import counts_in, loss_in, measure, tensors_in
+from lumen.proof.outcome import Event, Outcome
+from lumen.proof.watch import lines_of, probe
+from lumen.task.task_module import TaskModule
+from lumen.trainer.trainer import Trainer
+
+_QUICK = ("input", "module")
+
+
+@final
+class Rows(Logger):
+    """Keeps what loggers get."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep values."""
+        self._outcome.rows.append((step, dict(metrics)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """There is nothing that a resumed run needs."""
+        return {}
+
+
+@final
+class Observer(Callback):
+    """Writes down what a training computes; the last of the callbacks, so that it sees what the others did.
+
+    Collective: every rank has one, with the same arguments.
+
+    Args:
+        outcome: What it writes to.
+        save_every: Steps between two checkpoints, of which the state of the optimizers is recorded too.
+        modules: Look at what each module is given and gives; not where forwards are compiled.
+    """
+
+    stops_at_steps = False
+
+    def __init__(self, outcome: Outcome, save_every: int, *, modules: bool = True) -> None:
+        self._outcome, self._save_every, self._modules = outcome, save_every, modules
+        self._micro, self._met = -1, Counter[tuple[int, int, str, str]]()
+        self._generators: dict[str, str] | None = None
+        self._step, self._first, self._number = 0, -1, 0
+        self._before_validation: dict[str, str] = {}
+
+    @property
+    def step(self) -> int:
+        """Steps completed."""
+        return self._step
+
+    def _add(self, what: str, name: str, tensors: list[torch.Tensor], micro: int = -1) -> None:
+        where = self._step, micro, what, name
+        self._met[where] += 1
+        name = name if self._met[where] == 1 else f"{name}#{self._met[where]}"
+        self._outcome.events.append(Event(self._step, micro, what, name, *measure(tensors, quick=what in _QUICK)))
+
+    def look_at(self, task: TaskModule, what: str) -> None:
+        """Record parameters and buffers as they are. Collective."""
+        for name, parameter in task.named_parameters():
+            if not parameter.is_meta:
+                self._add(what, name, [parameter])
+        for name, buffer in task.named_buffers():
+            self._add(what, f"buffer {name}", [buffer])
+
+    def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Record what training begins with, and listen to the modules."""
+        self._step = trainer.global_step
+        if self._step:
+            self._look_at_state(trainer, task)
+        else:
+            self.look_at(task, "start")
+        loader = trainer.train_dataloader
+        self._outcome.workers = getattr(loader, "num_workers", 0)
+        self._outcome.probes["lengths"] = [known_length(getattr(loader, "dataset", None))]
+        self._outcome.classes = {name: type(module).__name__ for name, module in task.named_modules()}
+        for name, thing in (*task.named_modules(), *_parts(trainer, task)):
+            if (lines := lines_of(thing)) is not None:
+                self._outcome.lines[name or "task"] = lines
+        for name, module in task.named_modules() if self._modules else ():
+            module.register_forward_hook(partial(self._saw, name))
+
+    def _saw(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        if self._micro >= 0 and not torch.compiler.is_compiling():
+            with torch.no_grad():
+                self._add("input", name, [tensor for _, tensor in tensors_in(given)], self._micro)
+                self._add("module", name, [tensor for _, tensor in tensors_in(output)], self._micro)
+
+    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
+        """Record the batch."""
+        self._step, self._micro = trainer.global_step, batch_idx
+        self._number = self._number + 1 if self._first == self._step else 0
+        self._first = self._step
+        requests = trainer.run.loaders.requests
+        if requests is not None and self._number < len(requests):
+            indices = " ".join(map(str, requests[self._number].indices))
+            self._add("order", "", [tensor for _, tensor in tensors_in(indices)], batch_idx)
+        self._add("batch", "", [tensor for _, tensor in tensors_in(batch)], batch_idx)
+        if not self._step:
+            self._outcome.counts[batch_idx] = counts_in(batch)
+        self._generators = generators()
+
+    def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
+        """Record what the gradients are so far, in the first step."""
+        if self._generators is not None and self._generators != generators():
+            self._outcome.draws.append((self._step, self._micro))
+        self._generators = None
+        if not self._step and not any(is_sharded(parameter) for parameter in task.parameters()):
+            for name, parameter in task.named_parameters():
+                if parameter.grad is not None:
+                    self._add("partial", name, [parameter.grad], self._micro)
+
+    def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+        """Record the gradients."""
+        for name, parameter in task.named_parameters():
+            if parameter.grad is not None:
+                self._add("gradient", name, [parameter.grad])
+
+    def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Record the loss."""
+        if (loss := loss_in(outputs)) is not None:
+            self._add("loss", "", [loss], batch_idx)
+            self._outcome.dtypes = sorted({*self._outcome.dtypes, str(loss.dtype).removeprefix("torch.")})
+        self._micro = -1
+
+    def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Note what there is before it, and that what modules compute now is no training."""
+        self._micro = -1
+        self._before_validation = _digests(task)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Note modules that are still in training mode."""
+        found = [name for name, module in task.named_modules() if module.training]
+        self._outcome.training += [name for name in found if name not in self._outcome.training]
+
+    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Note what it has left changed."""
+        after = _digests(task)
+        changed = [name for name, code in self._before_validation.items() if after.get(name) != code]
+        self._outcome.moved += [name for name in changed if name not in self._outcome.moved]
+
+    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Record what the step has made."""
+        self._step = trainer.global_step
+        self._look_at_state(trainer, task)
+
+    def _look_at_state(self, trainer: Trainer, task: TaskModule) -> None:
+        for name, parameter in task.named_parameters():
+            self._add("parameter", name, [parameter])
+        for name, buffer in task.named_buffers():
+            self._add("buffer", name, [buffer])
+        if self._step % self._save_every == 0:
+            self._look_at_optimizers(trainer, task)
+
+    def _look_at_optimizers(self, trainer: Trainer, task: TaskModule) -> None:
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in task.named_parameters()}
+        for optimizer in trainer.optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        self._add("optimizer", f"{key} of {names.get(parameter, 'a parameter of nobody')}", [value])
+
+    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Record the state of the optimizers, and what the data set is."""
+        if self._step % self._save_every:
+            self._look_at_optimizers(trainer, task)
+        if trainer.world_size == 1:
+            lengths = self._outcome.probes.get("lengths", [])
+            found = probe(trainer.train_dataloader)
+            self._outcome.probes = {"lengths": [*lengths, *found.pop("length", [])], **found}
+
+
+def _digests(task: TaskModule) -> dict[str, str]:
+    """What parameters and buffers are; of those that are cut up this process's part."""
+    named = {**dict(task.named_parameters()), **dict(task.named_buffers())}
+    return {name: digest([tensor.detach().clone()]) for name, tensor in named.items()}
+
+
+def _parts(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, Any]]:
+    """The user's objects that have a part in it beside modules."""
+    loader = trainer.train_dataloader
+    yield "data", trainer.datamodule
+    yield "dataset", getattr(loader, "dataset", None)
+    yield "sampler", getattr(loader, "sampler", None)
+    yield "batch sampler", getattr(loader, "batch_sampler", None)

@@ -1,0 +1,53 @@
+"""What `lumen verify` finds on two processes: that they train as one does, or why they do not, and where."""
+
+from functools import partial
+
+import pytest
+
+from lumen.proof.apart import FLOAT64, values_apart
+from lumen.proof.causes import cause_of_values
+from lumen.proof.pool import Result
+from lumen.proof.variants import NAME, Variant
+from tests.helpers import proving
+from tests.helpers.proving import Clean, Make, Within, observed, why
+
+
+def on_two(group, folder, make, strategy="ddp", **changes):
+    """What two processes have computed."""
+    variant = Variant("two", 2, strategy, **changes)
+    results = group(2).run(observed, folder, variant, make)
+    return Result(variant, folder / "two", [each.outcomes[0] for each in results], results[0].failure)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_compute_what_one_does(tmp_path, group, strategy):
+    make = Make(partial(Clean, dropout=0.3))
+    assert why(observed(tmp_path, Variant("one"), make), on_two(group, tmp_path, make, strategy), FLOAT64) is None
+
+
+def test_batch_norm_on_each_process_is_no_fault_and_named(tmp_path, group):
+    make = Make(partial(Within, "Norm"))
+    cause = why(observed(tmp_path, Variant("one"), make), on_two(group, tmp_path, make), FLOAT64)
+    assert cause.kind == "BatchNorm sees other statistics on each process"
+    assert (cause.place, cause.verdict) == ("net.2.norm", "not promised")
+
+
+def test_a_callback_that_acts_on_rank_0_alone_is_named(tmp_path, group):
+    make = Make(Clean, callbacks=[proving.OnRankZero])
+    two = on_two(group, tmp_path, make)
+    cause = why(observed(tmp_path, Variant("one"), make), two, FLOAT64)
+    assert cause.kind == "a hook acts on one rank alone"
+    assert cause.place.startswith("OnRankZero.on_step_end (")
+    assert "net.0.weight" in cause.text
+    assert "written on rank 0 alone" in cause.text
+
+
+def test_a_metric_that_is_averaged_by_hand_is_named_with_its_line(tmp_path, group):
+    make = Make(proving.ByHand)
+    checkpoint = observed(tmp_path, Variant("one"), make).folder / NAME / "checkpoints/step-00000004"
+    first = observed(tmp_path, Variant("first", evaluates=True, resume=str(checkpoint)), make).outcome
+    two = on_two(group, tmp_path, make, evaluates=True, resume=str(checkpoint)).outcome
+    assert values_apart(first.values["val_loss"], two.values["val_loss"]) > 1e-6
+    cause = cause_of_values(["val_loss"], first, two)
+    assert cause.kind == "a metric is averaged by hand"
+    assert cause.place.startswith("val_loss, logged in on_validation_epoch_end (")

@@ -1,0 +1,155 @@
+"""What `lumen verify` finds on one process: that two runs are equal, or why they are not, and where."""
+
+from functools import partial
+
+import pytest
+
+from lumen.proof.apart import FLOAT64, compare, merged
+from lumen.proof.suspects import suspects
+from lumen.proof.variants import NAME, Variant
+from lumen.proof.watch import lines_of
+from tests.helpers import proving
+from tests.helpers.proving import Clean, Make, OtherData, Within, observed, why
+
+STATES = ("start", "gradient", "parameter", "buffer", "optimizer")
+
+
+def line(name, text):
+    """Where a text stands in a class of the helpers: file:line."""
+    file, first, last = lines_of(getattr(proving, name))
+    with open(file) as source:
+        numbered = list(enumerate(source, 1))
+    return next(f"{file}:{number}" for number, each in numbered if first <= number <= last and text in each)
+
+
+def twice(folder, make):
+    """The cause by which a run and its repetition differ."""
+    return why(*(observed(folder, Variant(name, exact=True), make) for name in ("base", "again")))
+
+
+def resumed(folder, make):
+    """The cause by which a run differs from one that went on from its checkpoint, in another process or here."""
+    base = observed(folder, Variant("base", exact=True), make)
+    checkpoint = base.folder / NAME / "checkpoints/step-00000002"
+    return why(base, observed(folder, Variant("resumed", exact=True, resume=str(checkpoint)), make))
+
+
+def joined(folder, make):
+    """The cause by which steps of two micro-batches differ from those of one that is twice as large."""
+    return why(*(observed(folder, Variant(f"joins-{joins}", joins=joins), make) for joins in (False, True)),
+               FLOAT64, STATES)  # fmt: skip
+
+
+# ---------------------------------------------------------------------- nothing is found where nothing is
+
+
+@pytest.mark.parametrize("compared", [twice, resumed])
+def test_a_task_with_dropout_and_a_schedule_is_equal_to_itself(tmp_path, compared):
+    assert compared(tmp_path, Make(partial(Clean, dropout=0.3))) is None
+
+
+def test_a_mean_over_samples_is_the_same_in_micro_batches_of_any_size(tmp_path):
+    assert joined(tmp_path, Make(Clean)) is None
+
+
+def test_dropout_is_keyed_by_micro_batch_so_that_other_sizes_are_not_compared(tmp_path):
+    cause = joined(tmp_path, Make(partial(Clean, dropout=0.3)))
+    assert (cause.kind, cause.verdict) == ("not comparable", "not shown")
+
+
+def test_a_difference_is_found_where_it_begins(tmp_path):
+    base = observed(tmp_path, Variant("base", exact=True), Make(Clean))
+    other = observed(tmp_path, Variant("other", exact=True), Make(partial(Clean, lr=2e-2)))
+    found = compare(merged(base), merged(other), 0.0)
+    assert (found.at.step, found.at.what, found.at.name) == (1, "parameter", "net.0.weight")
+    assert 1e-3 < found.largest < 1
+
+
+# ---------------------------------------------------------------------- faults of modules
+
+
+def test_entropy_of_the_system_in_a_module_is_named_with_its_line(tmp_path):
+    cause = twice(tmp_path, Make(partial(Within, "Entropy")))
+    assert cause.kind == "randomness outside the keys"
+    assert "net.2 (Entropy)" in cause.place
+    assert line("Entropy", "os.urandom") in cause.place
+
+
+def test_a_generator_of_a_modules_own_is_named_where_a_run_is_resumed(tmp_path):
+    make = Make(partial(Within, "OwnGenerator"))
+    cause = resumed(tmp_path, make)
+    assert cause.kind == "randomness outside the keys"
+    assert line("OwnGenerator", "torch.Generator()") in cause.place
+
+
+def test_a_count_that_no_checkpoint_has_is_named_where_a_run_is_resumed(tmp_path):
+    cause = resumed(tmp_path, Make(partial(Within, "Counts")))
+    assert cause.kind == "state is kept in a module"
+    assert "net.2 (Counts)" in cause.place
+
+
+def test_what_is_drawn_while_building_is_named_with_the_parameter(tmp_path):
+    cause = twice(tmp_path, Make(proving.BuiltApart))
+    assert cause.kind == "what is built is drawn outside the keys"
+    assert cause.place == f"net.0.weight, {line('BuiltApart', 'os.urandom')}"
+
+
+def test_a_loss_over_tokens_without_their_number_is_named_with_what_counts(tmp_path):
+    cause = joined(tmp_path, Make(proving.Tokens, proving.Marked))
+    assert cause.kind == "the loss is divided by the micro-batch's own count"
+    assert cause.verdict == "failed"
+    assert "batch[2] != 0: 2 in the first micro-batch, 3 in the second" in cause.text
+    assert lines_of(proving.Tokens)[0] in cause.place
+
+
+def test_batch_norm_in_micro_batches_of_another_size_is_no_fault_and_named(tmp_path):
+    cause = joined(tmp_path, Make(partial(Within, "Norm")))
+    assert (cause.place, cause.verdict) == ("net.2.norm", "not promised")
+
+
+def test_a_loss_that_compares_samples_is_no_fault_and_named(tmp_path):
+    cause = joined(tmp_path, Make(proving.Contrasts))
+    assert (cause.kind, cause.verdict) == ("the loss couples samples", "not promised")
+
+
+def test_a_hook_that_moves_batch_norm_in_a_validation_is_named(tmp_path):
+    result = observed(tmp_path, Variant("base", exact=True), Make(proving.MovesNorm))
+    cause = proving.cause_of_moving(result.outcome)
+    assert cause.place == "net.2"
+    assert "net.2.running_mean" in cause.text
+    assert "training mode" in cause.text
+
+
+# ---------------------------------------------------------------------- faults of data
+
+
+def test_a_sample_that_depends_on_the_clock_is_named_with_its_line(tmp_path):
+    cause = twice(tmp_path, Make(Clean, partial(OtherData, "Clock")))
+    assert (cause.kind, cause.place) == ("randomness outside the keys", line("Clock", "time.time()"))
+
+
+def test_a_sample_that_depends_on_the_one_before_is_named_where_a_run_is_resumed(tmp_path):
+    cause = resumed(tmp_path, Make(Clean, partial(OtherData, "Remembers")))
+    assert (cause.kind, cause.place) == ("state is kept in a data set", line("Remembers", "class Remembers"))
+
+
+def test_a_data_set_that_changes_while_it_runs_is_named(tmp_path):
+    cause = resumed(tmp_path, Make(Clean, partial(OtherData, "Growing")))
+    assert (cause.kind, cause.place) == ("a data set changes while it runs", line("Growing", "class Growing"))
+
+
+def test_a_sampler_with_a_generator_of_each_pass_is_named_with_its_line(tmp_path):
+    cause = twice(tmp_path, Make(Clean, partial(OtherData, sampler="OwnOrder")))
+    assert (cause.kind, cause.place) == ("a sampler draws outside the keys", line("OwnOrder", "default_rng()"))
+
+
+# ---------------------------------------------------------------------- what they are found by
+
+
+def test_lines_that_draw_what_no_key_decides_are_found_and_seeded_ones_are_not(tmp_path):
+    source = tmp_path / "mine.py"
+    source.write_text("import numpy as np\na = np.random.default_rng(3)\nb = np.random.default_rng()\nc = {*'ab'}\n"
+                      "for each in {'a', 'b'}:\n    pass\nfor each in sorted({'a', 'b'}):\n    pass\n")  # fmt: skip
+    assert [each.line for each in suspects((str(source), 1, 8))] == [3, 5]
+    assert suspects((str(source), 4, 4)) == []
+    assert suspects(None) == []

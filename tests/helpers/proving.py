@@ -1,0 +1,324 @@
+"""Tasks that keep every promise of Lumen's, and some that break one each, for `lumen verify`."""
+
+import os
+import time
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+
+import lumen
+from lumen.proof.apart import compare, merged, rows_apart
+from lumen.proof.causes import cause_of, cause_of_failure, cause_of_moving  # noqa: F401
+from lumen.proof.outcome import Outcome
+from lumen.proof.pool import Result
+from lumen.proof.variants import Size
+from lumen.proof.worker import Built, observe, told
+from tests.helpers.tasks import FEATURES, regression_data
+
+
+class Data(lumen.DataModule):
+    """Batches of a regression; the validation has an uneven number of batches of unequal sizes."""
+
+    def __init__(self, batch_size: int = 4, samples: int = 40):
+        super().__init__()
+        self.batch_size = batch_size
+        self.train, self.val = TensorDataset(*regression_data(samples)), TensorDataset(*regression_data(10, seed=1))
+
+    def train_dataloader(self):
+        return DataLoader(self.train, self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.val, self.batch_size)
+
+
+class Clean(lumen.TaskModule):
+    """A small network with dropout and a schedule."""
+
+    def __init__(self, dropout: float = 0.0, lr: float = 1e-2):
+        super().__init__()
+        self.lr = lr
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
+
+    def training_step(self, batch):
+        loss = self.error(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch):
+        self.log("val_loss", self.error(batch))
+
+    def error(self, batch):
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.net(inputs), targets)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+# ---------------------------------------------------------------------- tasks that break a promise each
+
+
+class Norm(nn.Module):
+    """BatchNorm, whose running statistics come from the batches of a process."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+class OwnGenerator(nn.Module):
+    """Noise from a generator that no key seeds."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        return x + 0.1 * torch.randn(x.shape, generator=self.generator).to(x)
+
+
+class Entropy(nn.Module):
+    """Noise from the system."""
+
+    def forward(self, x):
+        return x * (1 + int.from_bytes(os.urandom(2), "little") / 65536)
+
+
+class Counts(nn.Module):
+    """Does more from call to call, and keeps no count that is saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + self.calls / 100)
+
+
+class Unordered(nn.Module):
+    """Adds numbers in the order of a set of texts, which is another one in each interpreter."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = {f"part {number}": 1.7 * number for number in range(60)}
+
+    def forward(self, x):
+        total = torch.zeros((), dtype=x.dtype)
+        for name in set(self.factors):
+            total = total + torch.tensor(self.factors[name], dtype=x.dtype).sin() * 1e3
+        return x * total / 1e3
+
+
+class Within(Clean):
+    """The network with a module in its middle.
+
+    Args:
+        module: Name of a class of this file.
+    """
+
+    def __init__(self, module: str):
+        super().__init__()
+        self.net[2] = globals()[module]()
+
+
+class Tokens(Clean):
+    """A mean over what a mask marks in the micro-batch, returned without its number."""
+
+    def training_step(self, batch):
+        inputs, targets, mask = batch
+        return ((self.net(inputs) - targets).square().squeeze(1) * mask).sum() / mask.sum().clamp(min=1)
+
+    def validation_step(self, batch):
+        """There is nothing to see."""
+
+
+class Contrasts(Clean):
+    """A loss that compares the samples of a micro-batch with each other."""
+
+    def training_step(self, batch):
+        outputs = self.net(batch[0])
+        return (outputs - outputs.mean()).square().mean() - batch[1].mean() * outputs.std()
+
+
+class ByHand(Clean):
+    """A metric that is averaged by hand over the batches that a process has seen."""
+
+    def on_validation_epoch_start(self):
+        self.errors = []
+
+    def validation_step(self, batch):
+        self.errors.append(self.error(batch))
+
+    def on_validation_epoch_end(self):
+        self.log("val_loss", torch.stack(self.errors).mean())
+
+
+class MovesNorm(Clean):
+    """BatchNorm that a hook puts into training mode for the validation."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[2] = nn.BatchNorm1d(8)
+
+    def on_validation_start(self):
+        self.net.train()
+
+
+class BuiltApart(Clean):
+    """Parameters that each process draws for itself."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            self.net[0].weight.add_(int.from_bytes(os.urandom(2), "little") / 65536)
+
+
+class Replaced(Clean):
+    """Parameters that a hook replaces after the optimizer was made."""
+
+    def on_train_start(self):
+        self.net[0] = nn.Linear(FEATURES, 8)
+
+
+class OnRankZero(lumen.Callback):
+    """Decays the weights, on one rank alone."""
+
+    def on_step_end(self, trainer, task):
+        if trainer.is_global_zero and trainer.world_size > 1:
+            with torch.no_grad():
+                task.net[0].weight.mul_(0.9)
+
+
+class Growing(Dataset):
+    """Becomes longer while it is read."""
+
+    def __init__(self):
+        self.inputs, self.targets = regression_data(40)
+        self.extra = 0
+
+    def __len__(self):
+        return 40 - self.extra
+
+    def __getitem__(self, index):
+        self.extra = min(self.extra + 1, 12)
+        return self.inputs[index] * (1 + self.extra), self.targets[index]
+
+
+class Remembers(Dataset):
+    """A sample that depends on the one that was read before."""
+
+    def __init__(self):
+        self.inputs, self.targets = regression_data(40)
+        self.last = torch.zeros(FEATURES)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        mixed, self.last = self.inputs[index] + 0.1 * self.last, self.inputs[index]
+        return mixed, self.targets[index]
+
+
+class Clock(Dataset):
+    """A sample that depends on the time."""
+
+    def __init__(self):
+        self.inputs, self.targets = regression_data(40)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return self.inputs[index] + time.time() % 1, self.targets[index]
+
+
+class OwnOrder(Sampler):
+    """An order from a generator that it makes for each pass."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __iter__(self):
+        return iter(np.random.default_rng().permutation(len(self.data)).tolist())
+
+
+class Marked(Data):
+    """Regression of which a mask says what counts."""
+
+    def __init__(self):
+        super().__init__()
+        inputs, targets = regression_data(40)
+        self.train = TensorDataset(inputs, targets, (inputs[:, 0] > 0).long())
+
+
+class OtherData(Data):
+    """The same with another data set, or another sampler.
+
+    Args:
+        dataset: Name of a class of this file.
+        sampler: Name of a class of this file.
+    """
+
+    def __init__(self, dataset: str | None = None, sampler: str | None = None):
+        super().__init__()
+        if dataset is not None:
+            self.train = globals()[dataset]()
+        self.sampler = sampler
+
+    def train_dataloader(self):
+        if self.sampler is None:
+            return super().train_dataloader()
+        return DataLoader(self.train, self.batch_size, sampler=globals()[self.sampler](self.train))
+
+
+# ---------------------------------------------------------------------- variants, in this process
+
+
+class Make:
+    """Builds a task and its data anew, as `lumen verify` does of a config."""
+
+    def __init__(self, task, data=Data, callbacks=()):
+        self.task, self.data, self.callbacks = task, data, callbacks
+
+    def __call__(self, change, seed):
+        lumen.seed_everything(seed, verbose=False)
+        task, data = self.task(), self.data()
+        given = {"callbacks": [each() for each in self.callbacks]}
+        return Built(task, data, lumen.Trainer(seed=seed, **change(given)), None)
+
+
+def observed(folder, variant, make, precision="fp64"):
+    """What a variant has computed on this process, and the others of its group."""
+    place = folder / variant.name
+    place.mkdir(exist_ok=True)
+    outcome = Outcome()
+    failure = None
+    try:
+        observe(make, variant, SIZE, precision, place, outcome)
+    except lumen.LumenError as error:
+        failure = told(error)
+    return Result(variant, place, [outcome], failure)
+
+
+def why(reference, other, tolerance=0.0, about=()):
+    """The cause of the first difference between two results; None: there is none."""
+    if other.failure:
+        return cause_of_failure(other, reference)
+    ours, theirs = merged(reference), merged(other)
+    found, (_, logged) = compare(ours, theirs, tolerance, about), rows_apart(ours, theirs, tolerance)
+    if found.at is None and logged is None:
+        return None
+    return cause_of(reference, other, found, logged, exact=tolerance == 0)
+
+
+SIZE = Size(seed=1, accelerator="cpu")

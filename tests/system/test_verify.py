@@ -1,0 +1,104 @@
+"""`lumen verify` proves the promises on a user's own task and data, and says what breaks one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from lumen.cli import main
+from tests.helpers import ROOT
+
+HERE = "tests.helpers.proving"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def verify(*words, task="Clean", data="Data", **options):
+    """Exit code, output and errors of the command, for one of the tasks of the helpers."""
+    config = {
+        "seed_everything": 1, "model": {"class_path": f"{HERE}.{task}", "init_args": options},
+        "data": {"class_path": f"{HERE}.{data}"}, "trainer": {"max_epochs": 3},
+    }  # fmt: skip
+    with open("mine.yaml", "w") as file:
+        yaml.safe_dump(config, file)
+    command = [sys.executable, "-m", "lumen", "verify", "--config", "mine.yaml", *words]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "140"})
+    assert "Traceback" not in ran.stderr, ran.stderr
+    return ran
+
+
+def rows(ran):
+    return {row["what"]: row for row in json.loads(ran.stdout)["rows"]}
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(900)
+def test_all_is_proven_of_a_clean_task_and_the_certificate_says_when_a_number_changes():
+    ran = verify(dropout=0.3)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert " proven" in ran.stdout
+    assert "failed" not in ran.stdout
+    assert sorted(os.listdir()) == ["certificate.json", "mine.yaml"]
+    with open("certificate.json") as file:
+        certificate = json.load(file)
+    assert {row["promise"] for row in certificate["rows"]} == {"P1", "P2", "P3", "P4"}
+    assert [row["what"] for row in certificate["rows"] if row["verdict"] != "proven"] == [
+        "micro-batches joined in pairs"
+    ]
+    assert all(row["largest"] == 0 for row in certificate["rows"] if row["demands"] == "bits")
+
+    again = verify("--against", "certificate.json", "--only", "validation", dropout=0.3)
+    assert "numbers of the run" not in again.stdout
+    changed = verify("--against", "certificate.json", "--only", "validation", dropout=0.3, lr=2e-2)
+    assert changed.returncode == 1
+    assert "the numbers of the run base have changed, first in step 1: the parameter of net.0.weight" in changed.stdout
+
+
+@pytest.mark.time_limit(300)
+def test_a_task_with_a_state_of_its_own_fails_where_it_is_killed_and_the_module_is_named():
+    ran = verify("--only", "kills", "--json", task="Within", module="Counts")
+    assert ran.returncode == 1
+    found = rows(ran)
+    assert {*found} == {"killed in training", "killed in validation", "killed in a save"}
+    for row in found.values():
+        assert (row["verdict"], row["cause"]["kind"]) == ("failed", "state is kept in a module")
+        assert "net.2 (Counts)" in row["cause"]["place"]
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+def test_the_order_of_a_set_is_found_by_an_interpreter_of_its_own():
+    (row,) = rows(verify("--only", "again", "--json", task="Within", module="Unordered")).values()
+    assert (row["verdict"], row["cause"]["kind"]) == ("failed", "an operation is not deterministic")
+    assert "a set, whose order" in row["cause"]["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+def test_parameters_that_a_hook_replaces_are_told_before_anything_is_compared():
+    (row,) = rows(verify("--json", task="Replaced")).values()
+    assert (row["what"], row["verdict"]) == ("the task trains", "failed")
+    assert "the optimizer holds 2 parameters that are not the task's" in row["cause"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "2"], "--steps: must be at least 4"),
+        (["--only", "everything"], "--only: expected some of"),
+        (["--against", "nothing.json"], "--against nothing.json: cannot be read"),
+        (["--trainer.max_stepz", "3"], "max_stepz"),
+    ],
+)
+def test_wrong_words_are_told_before_anything_runs(capsys, words, said):
+    assert main(["verify", "--model", f"{HERE}.Clean", "--data", f"{HERE}.Data", "--trainer.max_steps=5", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert os.listdir() == []
