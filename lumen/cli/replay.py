@@ -121,8 +121,8 @@ class _Step(Callback):
             saved = Checkpoint.open(run.checkpoints[self.number]).tensors("model")
             for key, value in self._kept("parameter"):
                 if key.place in saved and not torch.equal(saved[key.place], value):
-                    largest = float((saved[key.place].double() - value.double()).abs().max())
-                    found.append(f"{key.place} after the step: the checkpoint's differs by {largest:.3g} at most")
+                    largest = (saved[key.place].double() - value.double()).abs().max() / value.double().abs().max()
+                    found.append(f"{key.place} after the step: not the checkpoint's {_in_words(float(largest), bound)}")
         return found
 
     def compared(self, run: RecordedRun) -> list[str]:
@@ -204,7 +204,10 @@ def _judged(recorded: str, now: str, bound: float) -> str:
         mine, other = float(recorded), float(now)
     except ValueError:
         return ""
-    relative = abs(mine - other) / max(abs(mine), abs(other), 1e-300)
+    return _in_words(abs(mine - other) / max(abs(mine), abs(other), 1e-300), bound)
+
+
+def _in_words(relative: float, bound: float) -> str:
     return f"({relative:.2g} of it: {'rounding' if relative <= bound else 'more than rounding'})"
 
 

@@ -218,3 +218,16 @@ def test_python_opens_in_the_step_with_its_gradients(told, monkeypatch):
     assert "shape torch.Size([8, 6])" in out
     logged = [row for row in Path(run, "metrics.csv").read_text().splitlines() if row.startswith("3,")]
     assert out.partition("loss ")[2].split()[0] in logged[0]
+
+
+def test_checkpoints_elsewhere_are_begun_from_and_left_alone(told):
+    saving = {"class_path": "ModelCheckpoint", "init_args": SAVING["init_args"] | {"dirpath": "kept"}}
+    config = CONFIG | {"trainer": CONFIG["trainer"] | {"callbacks": {"saving": saving}}}
+    Path("line.yaml").write_text(yaml.safe_dump(config))
+    run = fit()
+    untouched = contents("kept")
+    code, out = told("replay", run, "--step=6")
+    assert code == 0
+    assert "from kept/step-00000004\n" in out
+    assert "the checkpoint's parameters" in out
+    assert contents("kept") == untouched

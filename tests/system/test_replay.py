@@ -1,0 +1,31 @@
+"""A step that several processes have made is made again by one."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from lumen.cli import main
+
+CONFIG = {
+    "seed_everything": 1,
+    "model": {"class_path": "tests.helpers.tasks.Regression", "init_args": {"dropout": 0.2}},
+    "data": {"class_path": "tests.helpers.tracing.Points"},
+    "trainer": {
+        "max_steps": 3, "log_every_n_steps": 1, "val_check_interval": 3, "num_sanity_val_steps": 0, "devices": 2,
+        "accelerator": "cpu", "accumulate_grad_batches": 2, "enable_progress_bar": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("for_programs")
+def test_what_two_processes_have_trained_one_makes_again_from_the_same_micro_batches(tmp_path, capsys):
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(CONFIG))
+    subprocess.run([sys.executable, "-m", "lumen", "fit", "--config", "line.yaml"], check=True, capture_output=True)
+    main(["replay", "runs/line", "--step=2"])
+    out = capsys.readouterr().out
+    assert "2 processes have trained it, here it is one" in out
+    assert out.count("its part of the loss") == 3  # of the epoch's 7
+    assert "more than rounding" not in out
+    assert "it is as it was recorded, bit for bit: loss" in out or "of it: rounding)" in out
