@@ -22,8 +22,8 @@ _log = logging.getLogger("lumen")
 class Report(Callback):
     """Writes `report.html` into the run's directory whenever `fit` ends, by an error too; see `lumen report`.
 
-    It takes a second or two at the end, on the first process alone, and nothing in a step. What goes wrong with it is
-    told as a warning and fails no run.
+    It takes a second or two at the end (four after a million rows), on the first process alone, and nothing in a step.
+    What goes wrong with it is told as a warning and fails no run.
 
     Raises:
         ConfigError: Bokeh is not installed.
