@@ -37,7 +37,11 @@ def _hint_at_decay(report: Report, trial: Trial, run: Run) -> None:
     decayed = {
         id(p) for group in run.optim.optimizer.param_groups if group.get("weight_decay") for p in group["params"]
     }
-    flat = [name for name, each in trial.task.named_parameters() if id(each) in decayed and each.dim() < 2]
+    flat = [
+        name
+        for name, each in trial.task.named_parameters()
+        if id(each) in decayed and each.requires_grad and each.dim() < 2
+    ]
     if flat:
         report.add(
             _MODEL, "note", "weight_decay", f"weight decay is on {len(flat)} norms and biases, such as {flat[0]}",
