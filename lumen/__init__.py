@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lumen.callbacks.model_summary import summarize
     from lumen.checkpoint import Weights
     from lumen.cli.command_line import CLI
+    from lumen.cli.runs.records import runs
     from lumen.data.combined import CombinedLoader
     from lumen.data.nested import move_data_to_device
     from lumen.distributed.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_only, rank_zero_warn
@@ -114,6 +115,7 @@ _HOME = {
     "rank_zero_info": "lumen.distributed.rank_zero",
     "rank_zero_only": "lumen.distributed.rank_zero",
     "rank_zero_warn": "lumen.distributed.rank_zero",
+    "runs": "lumen.cli.runs.records",
     "seed_everything": "lumen.random",
     "summarize": "lumen.callbacks.model_summary",
 }
@@ -175,6 +177,7 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "runs",
     "seed_everything",
     "summarize",
 ]

@@ -114,7 +114,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
     elif name == "report":
         from lumen.cli.report import run
     elif name == "runs":
-        from lumen.cli.runs import run
+        from lumen.cli.runs.command import run
     elif name == "diff":
         from lumen.cli.diff import run
     elif name == "replay":

@@ -309,7 +309,7 @@ class CLI:
         seed = record["seed_everything"] = draw() if processes.are_missing else processes.on_rank_zero(draw)
         seed_for_building(seed)
         self.instantiate_classes()
-        self.trainer.seed = seed
+        self.trainer.seed, self.trainer._given = seed, None  # the whole config is kept, or nothing
         for name in self._links:
             with suppress(yaml.YAMLError):  # what is no plain data is taken from the data again
                 yaml.safe_dump(value := getattr(self.datamodule, name))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lumen.checkpoint.listing import ShownRun
 from lumen.cli.parser import Words, size
-from lumen.cli.runs import find_runs, look
+from lumen.cli.runs.find import find_runs, look
 from lumen.console import stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path, optional

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lumen.console import logger
 from lumen.errors import ConfigError
+from lumen.trainer.script_record import plain
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -39,6 +40,7 @@ def defaults_from_environment(constructor: Callable[Concatenate[S, P], None]) ->
                 raise ConfigError(f"the environment variable {variable}: Trainer has no argument {name}. Unset it.")
             kwargs[name] = _value(variable, text)
             logger.info("Trainer: %s=%s is that of the environment variable %s", name, text, variable)
+        vars(self)["_given"] = plain(kwargs)
         constructor(self, *args, **kwargs)
 
     return constructing

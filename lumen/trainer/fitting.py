@@ -13,6 +13,7 @@ from lumen.run.run import Run
 from lumen.trainer.logs import record
 from lumen.trainer.prepare import prepare, prepare_training
 from lumen.trainer.restarted import note_steps
+from lumen.trainer.script_record import record_script
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
@@ -41,6 +42,7 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
             return False
     trainer._started = True
     note_steps(run)
+    record_script(trainer, run)
     owners = {"model": run.task, "data": run.loaders.datamodule}
     hyperparameters = {name: owner.logged_hparams for name, owner in owners.items() if owner is not None}
     for logger in run.records.loggers:

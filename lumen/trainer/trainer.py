@@ -127,6 +127,7 @@ class Trainer(RunView):
     """
 
     INSTEAD, NEUTRAL, NONE_IS_DEFAULT = INSTEAD, NEUTRAL, True
+    _given: dict[str, Any] | None  # arguments as plain data
 
     @defaults_from_environment
     @checked
@@ -204,8 +205,7 @@ class Trainer(RunView):
         self.matmul_precision, self.benchmark = matmul_precision, benchmark
         self.compilation = Compilation(compile)
         self.fast_dev_run, self.max_restarts = int(fast_dev_run), 0 if fast_dev_run else max_restarts
-        self.default_root_dir = local_path(default_root_dir)
-        self.name = name
+        self.name, self.default_root_dir = name, local_path(default_root_dir)
         self.origin = self._origin = Origin(resume, resume_parts, init_from)
         self.seed = None if seed is None else checked_seed("seed", seed)
         self.deterministic, self.detect_anomaly, self.sync_batchnorm = deterministic, detect_anomaly, sync_batchnorm

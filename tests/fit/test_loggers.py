@@ -190,7 +190,7 @@ def test_hyperparameters_of_task_and_data_are_recorded_under_the_names_of_the_co
 def test_what_a_logger_cannot_hold_it_ignores(tmp_path):
     directory = fit(tmp_path, Drawn(), max_steps=2, logger=lumen.CSVLogger()).run_directory
     files = {path.name for path in directory.iterdir() if path.is_file()} - {".lock"}
-    assert files == {"metrics.csv", "system.csv", "environment.json", "run.log", "goodput.jsonl"}
+    assert files == {"metrics.csv", "system.csv", "environment.json", "run.log", "goodput.jsonl", "script.yaml"}
     assert table(directory / "metrics.csv").keys() == {"loss"}
 
 

@@ -10,7 +10,7 @@ import torchmetrics
 from torch.utils.data import DataLoader, Dataset
 
 import lumen
-from lumen.cli.runs import run as list_runs
+from lumen.cli.runs.command import run as list_runs
 from lumen.errors import ConfigError
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
 from tests.helpers.user_logging import Says, fit_saying, said

@@ -84,6 +84,7 @@ PUBLIC = [
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "runs",
     "seed_everything",
     "summarize",
 ]
@@ -415,7 +416,7 @@ def test_what_only_a_path_of_this_machine_has_is_asked_for_where_locks_logs_and_
     assert {module for module in SOURCES if "lumen.checkpoint.places.as_local" in names_imported_by(module)} == {
         "lumen.callbacks.checkpoint_names",
         "lumen.checkpoint.weights_source",
-        "lumen.cli.runs",
+        "lumen.cli.runs.find",
     }
 
 

@@ -1,0 +1,201 @@
+"""`lumen runs` and `lumen.runs` of a sweep: settings that differ, conditions, orders, two runs side by side."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+import lumen
+from lumen.cli import main
+from lumen.errors import ConfigError
+from tests.helpers.cli import write
+from tests.helpers.tasks import Regression, bare_trainer, loader
+from tests.helpers.workplace import CONFIG
+
+RATES = {"slow": 1e-4, "fast": 1e-2, "wild": 10.0}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Three runs that the command line began, and one of a script, in `runs`; none of the tests changes them."""
+    root = tmp_path_factory.mktemp("sweep")
+    config = write(root / "line.yaml", CONFIG)
+    for name, lr in RATES.items():
+        words = ["--model.lr", str(lr), "--trainer.name", name, "--trainer.default_root_dir", str(root / "runs")]
+        words += ["--model.noise.scale", str(lr), "--trainer.max_epochs", "2" if name == "wild" else "1"]
+        words += ["--trainer.enable_checkpointing", str(name != "wild")]  # its metrics.csv tells all the same
+        assert main(["fit", "--config", config, *words]) == 0
+    bare_trainer(root, max_epochs=1, logger=True).fit(Regression(lr=0.5), loader(), loader())
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _there(sweep, monkeypatch):
+    monkeypatch.chdir(sweep)
+
+
+def rows(printed):
+    """The cells of a table, by the name of the run."""
+    head, *lines = (line.split() for line in printed.splitlines())
+    assert head[0] == "RUN"
+    return {line[0]: dict(zip(head, line, strict=True)) for line in lines}
+
+
+def names(*words, **settings):
+    return [each["name"] for each in lumen.runs("runs", *words, **settings)]
+
+
+# ---------------------------------------------------------------------- in Python
+
+
+def test_runs_are_plain_records_of_settings_and_last_metrics():
+    found = {each["name"]: each for each in lumen.runs()}
+    assert {*found} == {*RATES, "run"}
+    assert json.loads(json.dumps(list(found.values()))) == list(found.values())
+    for name, lr in RATES.items():
+        run = found[name]
+        assert (run["status"], run["settings"]["model.lr"]) == ("finished", lr)
+        assert run["settings"]["model"] == "tests.helpers.cli_tasks.Line"
+        assert (run["step"], run["epoch"]) == ((6, 1) if name == "wild" else (3, 1))
+    assert found["fast"]["metrics"].items() >= found["fast"]["checkpoints"][-1]["metrics"].items()
+    assert found["wild"]["checkpoints"] == []
+    assert found["wild"]["metrics"].keys() == found["fast"]["metrics"].keys()
+    assert found["run"]["settings"]["model.lr"] == 0.5
+
+
+def test_last_metrics_are_those_of_the_end_of_the_table(sweep):
+    (found,) = lumen.runs("runs/wild")
+    header, *lines = (sweep / "runs/wild/metrics.csv").read_text().splitlines()
+    for name, value in found["metrics"].items():
+        column = header.split(",").index(name)
+        assert str(value) == [cells[column] for cells in (line.split(",") for line in lines) if cells[column]][-1]
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("lr < 1e-3", ["slow"]),
+        ("model.lr<=1e-4", ["slow"]),
+        ("lr >= 0.01", ["fast", "run", "wild"]),
+        (["lr > 1e-3", "lr < 1"], ["fast", "run"]),
+        ("name = fast", ["fast"]),
+        ("name != fast", ["run", "slow", "wild"]),
+        ("model == tests.helpers.cli_tasks.Line", ["fast", "slow", "wild"]),
+        ("samples == 12", ["fast", "slow", "wild"]),
+        ("status = failed", []),
+        ("max_steps == null", ["fast", "run", "slow", "wild"]),
+        ("enable_checkpointing = false", ["run", "wild"]),
+        ("max_epochs > 1", ["wild"]),
+        ("step > 3", ["run", "wild"]),
+        ("val_loss > 1e3", ["wild"]),
+        ("lr = 1", []),
+        ("scale != 7", ["fast", "slow", "wild"]),  # what a run has not is not unequal either
+    ],
+)
+def test_runs_are_chosen_by_conditions(where, expected):
+    assert names(where) == expected
+
+
+def test_runs_are_sorted_by_a_setting_or_a_metric_either_way():
+    assert names(sort="lr") == ["slow", "fast", "run", "wild"]
+    assert names(sort="-lr") == ["wild", "run", "fast", "slow"]
+    losses = [each["metrics"]["val_loss"] for each in lumen.runs(sort="val_loss")]
+    assert losses == sorted(losses)
+    assert names(sort="samples")[-1] == "run"  # which has none
+    assert names(sort="-samples")[-1] == "run"
+
+
+@pytest.mark.parametrize(
+    ("condition", "said"),
+    [
+        ("lrr < 1", "no run has a setting or a metric lrr. Did you mean lr"),
+        ("lr", "'lr' is no condition. Write NAME < VALUE"),
+        ("lr < fast", "only numbers are in an order, found 'fast'. Use == or !=."),
+        ("0.0 < __import__('os').getpid()", "only numbers are in an order"),
+    ],
+)
+def test_what_is_no_condition_is_an_error_that_says_so(condition, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        lumen.runs(where=condition)
+
+
+def test_a_short_name_that_several_settings_have_is_to_be_written_in_full(sweep, tmp_path):
+    shutil.copytree(sweep / "runs", tmp_path / "runs")
+    config = tmp_path / "runs/slow/config.yaml"
+    before = config.read_text()
+    config.write_text(
+        before.replace("optimizer: null", "optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.3}}")
+    )
+    with pytest.raises(ConfigError, match=r"several settings are called lr: model.lr, optimizer.lr\. Write the name"):
+        lumen.runs(tmp_path / "runs", where="lr < 1")
+    assert [each["name"] for each in lumen.runs(tmp_path / "runs", where="optimizer.lr < 1")] == ["slow"]
+
+
+@pytest.mark.parametrize("damage", ["a: [", "text", "model: {class_path: A, init_args: null}"])
+def test_a_config_that_cannot_be_read_hides_no_run(sweep, tmp_path, damage):
+    shutil.copytree(sweep / "runs", tmp_path / "runs")
+    (tmp_path / "runs/slow/config.yaml").write_text(damage)
+    (tmp_path / "runs/slow/metrics.csv").write_bytes(b"step,epoch\n\xff,x\n")
+    (run,) = lumen.runs(tmp_path / "runs/slow")
+    assert run["settings"] == ({"model": "A"} if "model" in damage else {})
+    assert run["metrics"]["val_loss"] == run["checkpoints"][-1]["metrics"]["val_loss"]
+
+
+# ---------------------------------------------------------------------- on the command line
+
+
+def test_a_table_has_the_settings_that_differ_and_no_others(shown):
+    found = rows(shown("--where", "model = tests.helpers.cli_tasks.Line", "--sort=-lr"))
+    assert list(found) == ["wild", "fast", "slow"]
+    for name, lr in RATES.items():
+        assert float(found[name]["MODEL.LR" if "MODEL.LR" in found[name] else "LR"]) == lr
+    assert {*found["wild"]} >= {
+        "RUN",
+        "STATUS",
+        "LR",
+        "SCALE",
+        "MAX_EPOCHS",
+        "ENABLE_CHECKPOINTING",
+        "STEP",
+        "VAL_LOSS",
+    }
+    assert not {*found["wild"]} & {"SAMPLES", "NAME", "PRECISION", "DEFAULT_ROOT_DIR"}
+
+
+def test_what_is_asked_for_by_name_is_a_column_although_it_is_the_same_everywhere(shown):
+    assert {row["SAMPLES"] for row in rows(shown("--where", "samples = 12")).values()} == {"12"}
+
+
+def test_json_is_chosen_and_sorted_too(shown):
+    assert json.loads(shown("--json", "--where", "lr < 1", "--sort", "lr")) == lumen.runs(where="lr < 1", sort="lr")
+
+
+def test_two_runs_are_compared_by_what_differs_and_what_they_have_come_to(shown):
+    lines = {line.split()[0]: line.split()[1:] for line in shown("--compare", "slow", "runs/wild").splitlines()}
+    assert lines["NAME"] == ["runs/slow", "runs/wild"]
+    assert lines["model.lr"] == ["0.0001", "10"]
+    assert lines["step"] == ["3", "6"]
+    assert float(lines["val_loss"][0]) < float(lines["val_loss"][1])
+    assert "data.samples" not in lines
+    found = json.loads(shown("--json", "--compare", "slow", "wild"))
+    assert found["settings"]["model.lr"] == [1e-4, 10.0]
+    assert found["metrics"].keys() == {"loss", "val_loss"}
+
+
+def test_two_runs_with_the_same_settings_are_said_to_have_them(shown):
+    assert "their settings are the same" in shown("--compare", "slow", "slow")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--compare", "slow", "slwo"], "there is no run slwo. There are fast, run, slow, wild."),
+        (["--compare", "slow"], "expected 2 arguments"),
+        (["--compare", "slow", "fast", "--sort", "lr"], "--compare takes two runs by their names. Leave out"),
+        (["--sort", "vall_loss"], "no run has a setting or a metric vall_loss. Did you mean val_loss"),
+    ],
+)
+def test_a_wrong_command_line_is_an_error(words, said, capsys):
+    assert main(["runs", *words]) == 2
+    assert said in capsys.readouterr().err
