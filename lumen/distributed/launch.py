@@ -166,7 +166,7 @@ def _account(failures: Mapping[int, ProcessFailure], requests: list[int], folder
             text += "\nAnother rank had ended before, as if all were done: look for an exit on one rank only."
         if report["kind"] != ConfigError.__name__:
             text = f"rank {rank} failed; the output of the ranks above 0 is in {folder}\n{text}"
-        return HUNG if report["kind"] == ProcessStuck.__name__ else code, text
+        return HUNG if report["kind"] == ProcessStuck.__name__ else max(code, 1), text  # others may have ended it since
     if requests:
         return exit_code(requests[0]), None
     if code in LEFT or -code in SIGNALS:

@@ -40,7 +40,9 @@ class Task(Regression):
 
     def trouble(self):
         rank = self.trainer.global_rank
-        if MODE == "error" and rank == 1:
+        if MODE in ("error", "ended") and rank == 1:
+            if MODE == "ended":  # as the agent ends those that have failed after another one
+                atexit.register(os.kill, os.getpid(), signal.SIGTERM)
             raise KeyError("what the user did")
         if MODE == "hang" and rank == 1:
             this_is_where_it_hangs()
@@ -256,6 +258,13 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_traceback_last(time, capsy
     assert main(["runs", "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
     assert (shown["status"], shown["error"]) == ("failed", "KeyError: 'what the user did' (step 1)")
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_and_is_ended_by_a_signal_before_it_has_left_has_an_exit_code_that_shells_know():
+    code, output = run("train.py", "ended", "9", "2")
+    assert code == 1, output
+    assert "KeyError: 'what the user did'" in output.splitlines()
 
 
 @pytest.mark.slow

@@ -1,0 +1,170 @@
+"""A run of a good quarter of an hour, and the same one disturbed all the time: nothing grows, nothing differs."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lumen.checkpoint import Checkpoint, find_checkpoints
+from tests.helpers.jobs import processes_in
+
+MINUTES, SEED = float(os.environ.get("LUMEN_SOAK_MINUTES", "30")), os.environ.get("LUMEN_TORTURE_SEED", "0")
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import lumen
+
+steps, minutes = int(sys.argv[1]), float(sys.argv[2])
+
+class Task(lumen.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 1))
+
+    def training_step(self, batch):
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch):
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+class Shuffled(lumen.DataModule):
+    def setup(self, stage):
+        self.data = TensorDataset(torch.randn(2000, 6), torch.randn(2000, 1))
+
+    def train_dataloader(self):
+        return DataLoader(self.data, 8, shuffle=True, num_workers=1, persistent_workers=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.data, 100)
+
+limit = {"max_steps": steps} if steps else {"max_steps": 10**9, "max_time": {"minutes": minutes}}
+lumen.Trainer(
+    **limit, devices=2, strategy="ddp", accelerator="cpu", name="run", resume="auto", seed=5, max_restarts=10**6,
+    callbacks=[lumen.ModelCheckpoint(every_n_train_steps=100, keep_last=2)], log_every_n_steps=10, logger="tensorboard",
+    enable_progress_bar=False, enable_model_summary=False,
+).fit(Task(), Shuffled())
+"""
+
+
+def start(steps, minutes=0.0):
+    with open("output", "ab") as output:
+        words = [sys.executable, "job.py", str(steps), str(minutes)]
+        return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def held(process):
+    """What a process holds: memory in MB, threads, open files."""
+    return process.memory_info().rss / 2**20, process.num_threads(), process.num_fds()
+
+
+def ranks_of(job):
+    """The processes that train: children of the launcher that know their rank."""
+    found = []
+    for each in psutil.Process(job.pid).children():
+        with suppress(psutil.NoSuchProcess):
+            found += [each] if "RANK" in each.environ() else []
+    return found
+
+
+def result():
+    end = Checkpoint.open(find_checkpoints(Path("runs/run/checkpoints"))[-1])
+    parts = [(part, name) for part in ("model", "optimizer") for name in sorted(end.names(part))]
+    values = {each: end.tensor(*each).tolist() for each in parts}
+    return end.info["step"], values, Path("runs/run/metrics.csv").read_bytes()
+
+
+def end_of(job, limit_s):
+    code = job.wait(limit_s)
+    time.sleep(1)
+    left = {pid for pid in processes_in(".") if pid != os.getpid()}
+    assert not left, (left, Path("output").read_text()[-3000:])
+    return code
+
+
+@pytest.mark.torture
+@pytest.mark.time_limit(20_000)
+def test_nothing_grows_and_a_run_that_is_disturbed_for_as_long_differs_in_nothing(for_programs):
+    Path("job.py").write_text(SCRIPT)
+    grown = undisturbed(0.4 * MINUTES)
+    expected = result()
+    Path("runs").rename("undisturbed")
+    Path("output").unlink()
+    done = disturbed(expected[0], MINUTES)
+    assert result() == expected
+    said = ", ".join(f"{count} x {name}" for name, count in sorted(done.items()))
+    print(f"\n{expected[0]} steps in {0.4 * MINUTES:.0f} minutes, {grown:+.1f} MB in the last half; {said}: same bits")
+
+
+def undisturbed(minutes):
+    """Train for some minutes, in which what the processes hold does not grow. Returns by how many MB it did."""
+    job, seen = start(0, minutes), {}
+    while job.poll() is None:
+        for process in [psutil.Process(job.pid), *ranks_of(job)]:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                seen.setdefault(process.pid, []).append(held(process))
+        time.sleep(minutes * 60 / 200)
+    assert end_of(job, 60) == 0, Path("output").read_text()[-3000:]
+    grown = []
+    for rows in seen.values():
+        rows = rows[len(rows) // 3 : -3]  # without start and end
+        early, late = rows[: len(rows) // 4], rows[-(len(rows) // 4) :]
+        memory, threads, files = ([max(row[k] for row in part) for part in (early, late)] for k in range(3))
+        assert threads[1] <= threads[0] and files[1] <= files[0], (threads, files)  # noqa: PT018
+        grown.append(memory[1] - memory[0])
+    assert max(grown) < 8, seen
+    return max(grown)
+
+
+def disturbed(steps, minutes):
+    """Train the same steps; meanwhile ranks are killed, asked to stop, or stand still. Returns what was done."""
+    draw, done = random.Random(SEED), Counter()
+    pause_s = minutes * 60 / 60
+    job, until = start(steps), time.monotonic() + 10 * minutes * 60
+    while job.poll() != 0:
+        assert time.monotonic() < until, Path("output").read_text()[-3000:]
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(draw.uniform(pause_s, 2 * pause_s))
+        if job.poll() is not None:
+            assert job.returncode == 0, Path("output").read_text()[-3000:]
+            continue
+        ranks = ranks_of(job)
+        kind = draw.choice(["kill -9 of a rank", "kill -9 of a data worker", "SIGTERM", "SIGSTOP for 3 s"])
+        if not ranks:
+            continue
+        rank = draw.choice(ranks)
+        with suppress(psutil.NoSuchProcess):
+            if kind == "SIGTERM":
+                job.send_signal(signal.SIGTERM)
+                assert end_of(job, 120) in (0, 143), Path("output").read_text()[-3000:]
+                job = start(steps) if job.returncode else job
+            elif kind == "SIGSTOP for 3 s":
+                rank.suspend()
+                time.sleep(3)
+                rank.resume()
+            else:
+                targets = [rank] if kind.endswith("rank") else rank.children()
+                if not targets:
+                    continue
+                draw.choice(targets).kill()
+            done[kind] += 1
+    end_of(job, 60)
+    restarts = len(re.findall(r"restart \d+ of", Path("output").read_text()))
+    done["restarts of the launcher"] = restarts
+    assert restarts >= min(3, done["kill -9 of a rank"])
+    return done
