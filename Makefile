@@ -25,13 +25,13 @@ test: $(READY) lint ## The same, all fits in one process, and promises on severa
 	$(PARALLEL) tests/unit tests/fit -m "not slow and not torture"
 	$(BIN)/python -m pytest tests/promises -m everyday
 
-test-all: $(READY) lint ## Everything but torture: groups of processes, programs, kills and the promises, one at a time.
+test-all: $(READY) lint ## Everything but torture: groups of processes, programs, kills and the promises too.
 	$(PARALLEL) tests/unit tests/fit -m "not torture"
-	$(BIN)/python -m pytest tests/distributed tests/system tests/promises -m "not torture"
+	$(PARALLEL) tests/distributed tests/system tests/promises -m "not torture"
 	$(MAKE) vision
 
 vision: $(READY) $(VISION)/.ready ## The examples of timm and torchvision, which stand beside the environment: see tests/vision.
-	PYTHONPATH=$(VISION) $(BIN)/python -m pytest tests/vision -m "not torture"
+	PYTHONPATH=$(VISION) $(PARALLEL) tests/vision -m "not torture"
 
 compat: $(COMPAT)/.ready ## The tests with another torch, 6 GB in an environment of its own: make compat TORCH=2.11.0
 	$(COMPAT)/bin/python -m pytest -m "not slow and not torture"
@@ -40,8 +40,8 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY)) ## What only CUDA devi
 	$(GPU_PYTHON) -m pytest -m cuda -rs
 	$(GPU_PYTHON) -m benchmarks gpt2-cuda gpt2-gaps --rounds 1 --readme
 
-torture: $(READY) ## Kills at random moments, for as long as you like: make torture KILLS=1000
-	LUMEN_TORTURE_KILLS=$(or $(KILLS),200) $(BIN)/python -m pytest -m torture -s
+torture: $(READY) ## Kills at random moments and a soak, for as long as you like: make torture KILLS=1000 MINUTES=60
+	LUMEN_TORTURE_KILLS=$(or $(KILLS),200) LUMEN_SOAK_MINUTES=$(or $(MINUTES),30) $(BIN)/python -m pytest -m torture -s
 
 bench: $(VENV)-bench/.ready ## What the loop costs, beside the loop by hand and other libraries.
 	$(VENV)-bench/bin/python -m benchmarks --readme

@@ -61,7 +61,7 @@ def batches(*, pin_memory):
     [
         ({}, {}),
         ({"logs": True}, {}),
-        ({"logs": True}, {"log_every_n_steps": 1, "logger": lumen.CSVLogger()}),
+        ({"logs": True}, {"log_every_n_steps": 1, "logger": "csv"}),
         ({"weighs": True}, {}),
         ({}, {"gradient_clip_val": 0.1}),
         ({}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
@@ -69,7 +70,7 @@ def start(steps, minutes=0.0):
 
 
 def held(process):
-    """What a process holds: memory in MB, threads, open files."""
+    """What a process holds now: memory in MB, threads, open files."""
     return process.memory_info().rss / 2**20, process.num_threads(), process.num_fds()
 
 
@@ -105,7 +106,7 @@ def test_nothing_grows_and_a_run_that_is_disturbed_for_as_long_differs_in_nothin
     expected = result()
     Path("runs").rename("undisturbed")
     Path("output").unlink()
-    done = disturbed(expected[0], MINUTES)
+    done = disturbed(expected[0])
     assert result() == expected
     said = ", ".join(f"{count} x {name}" for name, count in sorted(done.items()))
     print(f"\n{expected[0]} steps in {0.4 * MINUTES:.0f} minutes, {grown:+.1f} MB in the last half; {said}: same bits")
@@ -124,47 +125,42 @@ def undisturbed(minutes):
     for rows in seen.values():
         rows = rows[len(rows) // 3 : -3]  # without start and end
         early, late = rows[: len(rows) // 4], rows[-(len(rows) // 4) :]
-        memory, threads, files = ([max(row[k] for row in part) for part in (early, late)] for k in range(3))
+        memory, threads, files = ([median(row[k] for row in part) for part in (early, late)] for k in range(3))
         assert threads[1] <= threads[0] and files[1] <= files[0], (threads, files)  # noqa: PT018
         grown.append(memory[1] - memory[0])
     assert max(grown) < 8, seen
     return max(grown)
 
 
-def disturbed(steps, minutes):
-    """Train the same steps; meanwhile ranks are killed, asked to stop, or stand still. Returns what was done."""
-    draw, done = random.Random(SEED), Counter()
-    pause_s = minutes * 60 / 60
-    job, until = start(steps), time.monotonic() + 10 * minutes * 60
-    while job.poll() != 0:
-        assert time.monotonic() < until, Path("output").read_text()[-3000:]
-        with suppress(subprocess.TimeoutExpired):
-            job.wait(draw.uniform(pause_s, 2 * pause_s))
-        if job.poll() is not None:
-            assert job.returncode == 0, Path("output").read_text()[-3000:]
-            continue
+def disturbed(steps):
+    """Train the same steps; 40 times ranks are killed, asked to stop, or stand still. Returns what was done."""
+    draw, done, next_step = random.Random(SEED), Counter(), steps // 40
+    job = start(steps)
+    while job.poll() is None:
+        time.sleep(draw.uniform(0.1, 2))
         ranks = ranks_of(job)
-        kind = draw.choice(["kill -9 of a rank", "kill -9 of a data worker", "SIGTERM", "SIGSTOP for 3 s"])
-        if not ranks:
+        if newest_step() < next_step or not ranks:
             continue
+        next_step = newest_step() + steps // 40
+        kind = draw.choice(["kill -9 of a rank", "kill -9 of a data worker", "SIGTERM", "SIGSTOP for 3 s"])
         rank = draw.choice(ranks)
         with suppress(psutil.NoSuchProcess):
             if kind == "SIGTERM":
                 job.send_signal(signal.SIGTERM)
                 assert end_of(job, 120) in (0, 143), Path("output").read_text()[-3000:]
-                job = start(steps) if job.returncode else job
+                job = start(steps)
             elif kind == "SIGSTOP for 3 s":
                 rank.suspend()
                 time.sleep(3)
                 rank.resume()
             else:
-                targets = [rank] if kind.endswith("rank") else rank.children()
-                if not targets:
-                    continue
-                draw.choice(targets).kill()
+                draw.choice([rank] if kind.endswith("rank") else rank.children() or [rank]).kill()
             done[kind] += 1
-    end_of(job, 60)
+    assert end_of(job, 60) == 0, Path("output").read_text()[-3000:]
     restarts = len(re.findall(r"restart \d+ of", Path("output").read_text()))
-    done["restarts of the launcher"] = restarts
-    assert restarts >= min(3, done["kill -9 of a rank"])
+    assert restarts >= done["kill -9 of a rank"] // 2  # one that has trained to its end is not started again
     return done
+
+
+def newest_step():
+    return max((int(each.name[5:]) for each in Path("runs/run/checkpoints").glob("step-????????")), default=0)
