@@ -27,7 +27,7 @@ test: $(READY) lint ## The same, all fits in one process, and promises on severa
 
 test-all: $(READY) lint ## Everything but torture: groups of processes, programs, kills and the promises too.
 	$(PARALLEL) tests/unit tests/fit -m "not torture"
-	$(PARALLEL) tests/distributed tests/system tests/promises -m "not torture"
+	$(PARALLEL) tests/promises tests/system tests/distributed -m "not torture"
 	$(MAKE) vision
 
 vision: $(READY) $(VISION)/.ready ## The examples of timm and torchvision, which stand beside the environment: see tests/vision.
