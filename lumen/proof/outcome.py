@@ -66,6 +66,7 @@ class Outcome:
         probes: What samples are, and what the sampler says, read twice with the same keys; lengths of the data set.
         values: What `validate` returned, joined.
         workers: Of the training loader.
+        by_hand: The task moves its optimizers itself, so that each batch is a step.
         dtypes: Of the losses.
         seconds: It took.
     """
@@ -83,6 +84,7 @@ class Outcome:
     probes: dict[str, list[Any]] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
     workers: int = 0
+    by_hand: bool = False
     dtypes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 

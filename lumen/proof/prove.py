@@ -150,8 +150,9 @@ class Prover:
             elif "float32" in one.result().outcome.dtypes:
                 self._notes.append("the loss is float32 even where all else is float64, so rounding shows at 1e-5.")
                 self._tolerance = FLOAT32
+            first = [self._by_hand()] if base.result().outcome.by_hand else []
             jobs = [threads.submit(job) for job in self._jobs(base.result(), one.result(), threads)]
-            return [row for job in jobs for row in job.result()]
+            return [*first, *(row for job in jobs for row in job.result())]
 
     def _jobs(self, base: Result, one: Result, threads: ThreadPoolExecutor) -> Iterator[Callable[[], list[Row]]]:
         """What is to be shown, in the order of the promises; each may wait for runs that began before."""
@@ -185,6 +186,18 @@ class Prover:
     def _accumulated(self, one: Result) -> Row:
         other = self._run(Variant("joined", joins=True))
         return self._judge("P1", "micro-batches joined in pairs", one, other, _OF_STATES)
+
+    def _by_hand(self) -> Row:
+        """A task that optimizes by hand has no micro-batches, and a step on two processes has two batches."""
+        self._only -= {"accumulate", "processes", "checkpoints"}
+        cause = Cause(
+            "not comparable",
+            "",
+            "The task optimizes by hand: each batch is a step, so that two processes make steps of twice the size, "
+            "unless global_batch_size cuts batches up.",
+            "not shown",
+        )
+        return self._told(Row("P1", "two processes", "", None, "not shown", 0.0, cause))
 
     def _on_two(self, one: Result, run: Future[Result], name: str) -> list[Row]:
         return [self._judge("P1", f"two processes, {name.upper()}", one, run.result())]

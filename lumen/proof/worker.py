@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, final
@@ -167,6 +168,10 @@ def observe(make: Maker, variant: Variant, size: Size, precision: str | None, pl
 
     built = make(change, size.seed)
     task, data, trainer = built.task, built.data, built.trainer
+    outcome.by_hand = not task.automatic_optimization
+    if outcome.by_hand:
+        limits = {**trainer.plan.limits, "train": size.epoch_steps}
+        trainer.plan = replace(trainer.plan, accumulate={0: 1}, limits=limits)
     if not variant.evaluates:
         observer.look_at(task, "built")
     Watch(task, outcome, lambda: observer.step).begin(trainer.callbacks)

@@ -48,6 +48,12 @@ def test_a_task_with_dropout_and_a_schedule_is_equal_to_itself(tmp_path, compare
     assert compared(tmp_path, Make(partial(Clean, dropout=0.3))) is None
 
 
+def test_a_task_that_optimizes_by_hand_is_tried_without_accumulation(tmp_path):
+    result = observed(tmp_path, Variant("base", exact=True), Make(proving.ByOwnHand))
+    assert (result.failure, result.outcome.by_hand) == (None, True)
+    assert max(event.step for event in result.outcome.of("parameter")) == proving.SIZE.steps
+
+
 def test_a_mean_over_samples_is_the_same_in_micro_batches_of_any_size(tmp_path):
     assert joined(tmp_path, Make(Clean)) is None
 

@@ -58,6 +58,18 @@ class Clean(lumen.TaskModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
+class ByOwnHand(Clean):
+    """The same, which moves its optimizer itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.error(batch))
+        optimizer.step()
+
+
 # ---------------------------------------------------------------------- tasks that break a promise each
 
 
