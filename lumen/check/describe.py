@@ -20,12 +20,12 @@ class Part:
     Attributes:
         path: Where it is: `[0]`, `image`, `[0].image`.
         kind: The dtype of a tensor, else the class.
-        shape: Of a tensor.
-        size_bytes: Of a tensor.
+        shape: The tensor's shape; None: it is no tensor.
+        size_bytes: The memory that the tensor takes, in bytes.
         least: The smallest element that is finite; None: there is none, or it is no tensor of numbers.
         most: The largest one.
         mean: Of the elements that are finite; None but for floating-point numbers.
-        std: Likewise.
+        std: Their standard deviation; None likewise.
         nan: How many elements are NaN.
         infinite: How many are infinite.
     """

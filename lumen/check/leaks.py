@@ -26,7 +26,7 @@ def look_for_leaks(report: Report, run: Run, most: int) -> None:
 
     Args:
         report: Where it is said.
-        run: Its loaders are open.
+        run: An opened run, whose loaders are open.
         most: Samples of each to read at most.
     """
     if not run.loaders.evaluation:

@@ -19,7 +19,7 @@ class Course(NamedTuple):
     Attributes:
         steps: All of them; None: nobody knows before its end.
         per_epoch: Of the first epoch; None: likewise.
-        lengths: Of all epochs.
+        lengths: The steps of each epoch.
         done: Steps that were made before it goes on.
     """
 
@@ -92,8 +92,8 @@ def strip(moments: Sequence[int], course: Course, width: int) -> str:
 
     Args:
         moments: Steps, in their order.
-        course: Its length is known.
-        width: In characters.
+        course: The run, whose length is known.
+        width: Characters of the line.
     """
     ahead = (course.steps or 0) - course.done
     bounds = [course.done + ahead * place // width for place in range(width + 1)]

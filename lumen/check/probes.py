@@ -63,7 +63,7 @@ class FirstInput(NamedTuple):
     Attributes:
         name: Of the layer, with its class.
         mean: Over all elements.
-        std: Likewise.
+        std: Standard deviation over all elements.
         least: The smallest element.
         most: The largest one.
     """

@@ -18,8 +18,8 @@ class Finding:
         mark: "ok"; "note": worth knowing, or it could not be looked at; "suspicious": hardly meant; "wrong": a run
             would fail.
         name: What it is about, for programs: `labels.range`.
-        text: What was found.
-        advice: What to do.
+        text: A sentence on what was found.
+        advice: A sentence on what to do.
         rows: A table below it, of cells, or lines of one cell each.
     """
 
@@ -36,7 +36,7 @@ class Report:
     """All findings of a check.
 
     Attributes:
-        title: What was checked.
+        title: Names what was checked.
         sections: Findings by subject, in their order.
         facts: Numbers and names by what they are called, plain data for programs.
     """

@@ -51,7 +51,7 @@ class Trial:
 
     Args:
         trainer: Of one process, not in a run; it is changed, and is of no use afterwards.
-        task: What is trained.
+        task: The user's task, which is trained.
         data: A data module, a loader or several.
         processes: How many the run is to have, which are looked at as one.
 
@@ -97,7 +97,7 @@ class Trial:
         """Build what training needs, and make the first steps.
 
         Args:
-            run: Just opened.
+            run: A run that was just opened.
             configure: Used instead of the task's `configure_optimizers`.
         """
         self.witness.end_probes()

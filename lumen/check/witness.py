@@ -53,9 +53,9 @@ class Witness(Callback):
     Attributes:
         batch: The first training batch, as a step gets it.
         validation: Of each loader the first batch, by its number.
-        losses: Of the micro-batches.
+        losses: The loss of each micro-batch.
         seen: What was seen inside of the first forwards.
-        seen_in_validation: Likewise.
+        seen_in_validation: What was seen inside of the first validation forwards.
         compute_s: How long each micro-batch takes that was only timed, without waiting for it.
         waited_s: How long each step waited for its data.
         step_s: How long the updates took.

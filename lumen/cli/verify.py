@@ -54,7 +54,7 @@ class _Made(CLI):
     Args:
         words: The command line.
         change: Given the arguments that were chosen for the trainer; returns those that it gets.
-        seed: Of building.
+        seed: Set before anything is built.
     """
 
     _is_for_elsewhere = True

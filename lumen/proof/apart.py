@@ -35,7 +35,7 @@ def compare(reference: Outcome, other: Outcome, tolerance: float, what: Sequence
     """Compare what both have computed, in the order in which the other one did.
 
     Args:
-        reference: What is right.
+        reference: The record that is taken as right.
         other: What is to be shown.
         tolerance: That counts as no difference; 0: the bits must be equal.
         what: What events must be about; default: everything but parts of gradients.

@@ -23,10 +23,10 @@ class Cause:
     """Why something is not proven.
 
     Attributes:
-        kind: In a few words.
+        kind: A name for causes of this kind.
         place: A module, a parameter, a line.
         text: What was found, and what to do.
-        verdict: What follows.
+        verdict: What follows for the promise.
     """
 
     kind: str
@@ -42,7 +42,7 @@ def cause_of_failure(result: Result, reference: Result | None = None) -> Cause:
     """Why a variant did not come to its end: what was computed till then tells more than the error.
 
     Args:
-        result: The variant.
+        result: What became of the variant.
         reference: The run that it is compared with.
     """
     failure = result.failure or {}
@@ -128,9 +128,9 @@ def cause_of(reference: Result, other: Result, found: Apart, logged: tuple[int, 
     """Why two trainings differ.
 
     Args:
-        reference: What is right.
+        reference: The record that is taken as right.
         other: The one that differs.
-        found: What differed first.
+        found: The events that differed first.
         logged: Step and name of the first logged value that differs.
         exact: It is about bits: run again, resumed, with other workers.
     """

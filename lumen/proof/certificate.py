@@ -30,7 +30,7 @@ def certificate(proof: Proof, command: str) -> dict[str, Any]:
     """A proof as JSON can have it.
 
     Args:
-        proof: What was shown.
+        proof: All that was shown.
         command: The command line that it is of.
     """
     return {
@@ -90,7 +90,7 @@ def read(path: Path) -> dict[str, Any]:
     """A certificate.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The file is no certificate, or cannot be read.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -47,7 +47,7 @@ class Observer(Callback):
     Collective: every rank has one, with the same arguments.
 
     Args:
-        outcome: What it writes to.
+        outcome: The record that it adds to.
         save_every: Steps between two checkpoints, of which the state of the optimizers is recorded too.
         modules: Look at what each module is given and gives; not where forwards are compiled.
     """

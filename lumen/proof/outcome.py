@@ -20,7 +20,7 @@ class Event(NamedTuple):
         micro: Number of the micro-batch in its epoch, as one process would count; -1: it is of no single one.
         what: One of `OF_MICRO_BATCHES` and `OF_STEPS`.
         name: Of a module, a parameter, a buffer; how often it came before in this micro-batch, after a `#`.
-        digest: Of its bits.
+        digest: A hash of all its bits.
         numbers: Its norm, and projections of it onto fixed vectors, in float64.
     """
 
@@ -52,7 +52,7 @@ class Outcome:
     """All that one process of a variant tells.
 
     Attributes:
-        events: In order.
+        events: Everything computed, in order.
         rows: What loggers got: step, and values by name. Of rank 0.
         draws: Steps and micro-batches in which a training step moved the global generators.
         counts: Of each micro-batch of the first step, what could be a number of units in it: by place in the batch.
@@ -64,11 +64,11 @@ class Outcome:
         training: Modules that were in training mode in a validation.
         logged: Where each value of an evaluation was logged: the function, its file and line.
         probes: What samples are, and what the sampler says, read twice with the same keys; lengths of the data set.
-        values: What `validate` returned, joined.
-        workers: Of the training loader.
+        values: The dictionaries that `validate` returned, joined.
+        workers: How many the training loader has.
         by_hand: The task moves its optimizers itself, so that each batch is a step.
-        dtypes: Of the losses.
-        seconds: It took.
+        dtypes: Every dtype that a loss had.
+        seconds: How long it took.
     """
 
     events: list[Event] = field(default_factory=list)

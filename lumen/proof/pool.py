@@ -29,8 +29,8 @@ class Result:
     """What became of a variant.
 
     Attributes:
-        variant: Which one.
-        folder: What it wrote.
+        variant: The one that was run.
+        folder: Where it has written its run.
         outcomes: Of each rank that came to its end, in rank order.
         failure: What the first rank failed by: kind, message, place, text; None: nothing.
         seconds: From its start to its end.
@@ -55,7 +55,7 @@ class Pool:
     """Runs variants, as many at a time as this machine has cores for.
 
     Args:
-        make: Builds everything.
+        make: Builds task, data and trainer.
         size: How much each variant does.
         folder: A directory for all of them.
         slots: Processes at a time.
@@ -75,7 +75,7 @@ class Pool:
         """Run a variant; a thread may do so while others run others.
 
         Args:
-            variant: Which one.
+            variant: The one that was run.
             precision: Of variants that are not exact.
             again: It goes on in the folder of the run that was killed.
         """

@@ -38,7 +38,7 @@ class Row:
 
     Attributes:
         promise: P1 to P4.
-        what: What was compared.
+        what: Names what was compared.
         demands: "bits", or the largest difference that is no more than rounding.
         largest: The largest difference; None: there was nothing to compare.
         verdict: Whether the promise is kept.
@@ -66,7 +66,7 @@ class Proof:
         precision: Of comparisons in which rounding may differ.
         size: How much each variant did.
         notes: What the reader must know beside.
-        seconds: Of all.
+        seconds: How long everything took.
     """
 
     rows: list[Row]
@@ -97,11 +97,11 @@ class Prover:
         make: Builds everything; it is called in other processes, so it must be a function of a module.
         size: How much each variant does.
         compiles: Compare eager with compiled too.
-        only: Of `COMPARISONS`; default: all.
+        only: Names in `COMPARISONS`; default: all of them.
         tell: Called with each row when it is there.
 
     Attributes:
-        tell: The same.
+        tell: Called with each row, as given.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class Suspect(NamedTuple):
     Attributes:
         file: Where it is.
         line: Number of the line.
-        what: What it calls.
+        what: The function that it calls.
     """
 
     file: str

@@ -42,12 +42,12 @@ class Size:
     """How much each variant does.
 
     Attributes:
-        steps: Optimizer steps.
+        steps: How many optimizer steps are made.
         accumulate: Micro-batches of a step on one process; even.
-        epoch_steps: Steps of an epoch.
+        epoch_steps: How many of them an epoch has.
         val_batches: Batches of a validation; an uneven number, so that two processes have unequal shares.
         save_every: Steps between two checkpoints, and between two validations.
-        seed: Of all.
+        seed: The seed of every variant.
         limit_s: Seconds after which a variant hangs.
         threads: Of torch, in each process.
         accelerator: Where they run.
@@ -80,7 +80,7 @@ class Variant:
         kill: When the process kills itself.
         resume: What it goes on from: auto, or a checkpoint.
         evaluates: It evaluates, at the checkpoint of `resume`.
-        compiles: With torch.compile.
+        compiles: The task is compiled by torch.compile.
         fresh: By an interpreter of its own, which hashes strings another way.
     """
 

@@ -56,8 +56,8 @@ class Watch:
     """Notes which of the user's hooks write parameters or buffers, and from where values are logged.
 
     Args:
-        task: Whose parameters they are.
-        outcome: What it writes to.
+        task: The task that owns the parameters.
+        outcome: The record that it adds to.
         step: Gives the number of the step in progress.
     """
 

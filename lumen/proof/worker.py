@@ -40,9 +40,9 @@ class Built(NamedTuple):
     """What a user's settings make.
 
     Attributes:
-        task: To train.
+        task: The task that is trained.
         data: Where its batches come from; None: from the task.
-        trainer: The trainer.
+        trainer: Trains it, as the settings have it.
         configure_optimizers: In place of the task's; None: the task's.
     """
 
@@ -66,7 +66,7 @@ class Killer(Callback):
     """Kills its process, as `kill -9` does, in the middle of something.
 
     Args:
-        moment: Of what.
+        moment: What it is in the middle of: training, validation or save.
         step: After that many completed steps; of a save, of the checkpoint of the next one.
         folder: Where checkpoints are written.
     """
@@ -147,12 +147,12 @@ def observe(make: Maker, variant: Variant, size: Size, precision: str | None, pl
     """Run a variant in this process, and write down what it computes. Collective: every rank must call this.
 
     Args:
-        make: Builds everything.
-        variant: Which one.
+        make: Builds task, data and trainer.
+        variant: The one to run.
         size: How much it does.
         precision: Of variants that are not exact; None: the user's.
         place: An existing directory for its run.
-        outcome: What it writes to.
+        outcome: The record that it adds to.
     """
     observer = Observer(outcome, size.save_every, modules=not variant.compiles)
 
