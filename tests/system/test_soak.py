@@ -54,9 +54,10 @@ class Shuffled(lumen.DataModule):
     def val_dataloader(self):
         return DataLoader(self.data, 100)
 
+lumen.seed_everything(5)
 limit = {"max_steps": steps} if steps else {"max_steps": 10**9, "max_time": {"minutes": minutes}}
 lumen.Trainer(
-    **limit, devices=2, strategy="ddp", accelerator="cpu", name="run", resume="auto", seed=5, max_restarts=10**6,
+    **limit, devices=2, strategy="ddp", accelerator="cpu", name="run", resume="auto", max_restarts=10**6,
     callbacks=[lumen.ModelCheckpoint(every_n_train_steps=100, keep_last=2)], log_every_n_steps=10, logger="tensorboard",
     enable_progress_bar=False, enable_model_summary=False,
 ).fit(Task(), Shuffled())
