@@ -128,9 +128,10 @@ class Observer(Callback):
                     self._add("partial", name, [parameter.grad], self._micro)
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
-        """Record the gradients."""
+        """Record the gradients; of a task that optimizes by hand this optimizer's, as others may be left over."""
+        moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in task.named_parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and (task.automatic_optimization or parameter in moved):
                 self._add("gradient", name, [parameter.grad])
 
     def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:

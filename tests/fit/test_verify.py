@@ -54,6 +54,10 @@ def test_a_task_that_optimizes_by_hand_is_tried_without_accumulation(tmp_path):
     assert max(event.step for event in result.outcome.of("parameter")) == proving.SIZE.steps
 
 
+def test_gradients_that_a_step_leaves_over_and_nobody_uses_are_no_difference_after_a_resume(tmp_path):
+    assert resumed(tmp_path, Make(proving.InTurns)) is None
+
+
 def test_a_mean_over_samples_is_the_same_in_micro_batches_of_any_size(tmp_path):
     assert joined(tmp_path, Make(Clean)) is None
 
