@@ -84,7 +84,8 @@ def _dispatch(args: list[str], *, own: bool) -> int:
     known = [*COMMANDS, *LOOKS, *WITHOUT_CONFIG]
     if command not in known:
         close = difflib.get_close_matches(command, known, n=1)
-        raise ConfigError(f"lumen has no command {command}. Did you mean {(close or [' or '.join(known)])[0]}?")
+        advice = f"Did you mean {close[0]}?" if close else "lumen --help lists them."
+        raise ConfigError(f"lumen has no command {command}. {advice}")
     with only_young_collected():
         run = _command(command)
     if own:

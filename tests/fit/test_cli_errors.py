@@ -147,11 +147,7 @@ def test_the_last_one_to_set_a_wrong_value_is_named(refused):
         (["fit", "--config", "line.yaml", "--model.widths", "1", "2"], "'2' stands alone"),
         (["fit"], "no model is configured. Give --config FILE, or --model module.Class."),
         (["fti"], "lumen has no command fti. Did you mean fit?"),
-        (
-            ["dance"],
-            "lumen has no command dance. Did you mean fit or validate or test or predict or export or convert or migrate "
-            "or runs or submit?",
-        ),
+        (["dance"], "lumen has no command dance. lumen --help lists them."),
         (
             ["fit", "--trainer.callbacks.help"],
             "expected one argument. For the options of a class write --model.help module.Class.",
