@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 import yaml
-from jsonargparse import ArgumentError, Namespace, set_loader
+from jsonargparse import Namespace, set_loader
 
 from lumen.callbacks import Callback
 from lumen.cli import COMMANDS, tell, without_launchers
 from lumen.cli.building import as_list, build, is_plain, take
 from lumen.cli.config_checks import Check, without_defaults
 from lumen.cli.config_layers import Settings, Tree
+from lumen.cli.help import show_help
 from lumen.cli.interpolation import escaped, resolve
 from lumen.cli.optimization import configure_optimizers
 from lumen.cli.options import Offer, OptionParser
@@ -185,7 +186,7 @@ class CLI:
             given=asked.given,
         )
         if asked.help:
-            self._show_help(settings, asked.help)
+            show_help(self.parser, settings, asked.help)
             raise Shown
         if asked.files and not settings.tree["trainer"].get("name"):
             settings.tree["trainer"]["name"] = Path(asked.files[0]).stem
@@ -241,19 +242,6 @@ class CLI:
     def _program(self) -> str:
         """What the command line begins with."""
         return os.path.basename(sys.argv[0])
-
-    def _show_help(self, settings: Settings, asked: list[tuple[str, str]]) -> None:
-        """Show the options; for `--model.help` those of the class that is named there, or else in the settings."""
-        words = []
-        for key, text in asked:
-            if key.removesuffix(".help") in self.parser.fixed:
-                key = "help"
-            name = settings.class_of(key.removesuffix(".help")) if text == "true" else text
-            words += [f"--{key}", *([name] if name and key != "help" else [])]
-        try:
-            self.parser.parse_args(words)
-        except ArgumentError as error:
-            raise ConfigError(f"{error}. For the options of a class write --model.help module.Class.") from error
 
     # ------------------------------------------------------------------ running
 

@@ -35,7 +35,7 @@ def metrics(path):
     ("words", "shown"),
     [
         (
-            ["fit", "--help"],
+            ["fit", "--help", "all"],
             [
                 "--trainer.max_epochs",
                 "Epochs to train.",
@@ -44,7 +44,9 @@ def metrics(path):
                 "LUMEN_FIT__TRAINER__MAX_STEPS",
             ],
         ),
+        (["fit", "--help"], ["--trainer.max_epochs", "--help all", "--model.help", "EarlyStopping", "tensorboard"]),
         (["validate", "--help"], ["--ckpt_path", "--output"]),
+        (["fit", "--trainer.help"], ["--trainer.max_epochs", "Epochs to train.", "--trainer.matmul_precision"]),
         (
             ["fit", "--model.help", "tests.helpers.cli_tasks.Line"],
             ["--model.lr", "Learning rate.", "(required, type: int)"],
@@ -130,7 +132,7 @@ def test_print_config_leaves_out_what_it_is_told_to(capsys, command, flags):
 
 def test_the_help_names_every_flag_of_print_config_and_no_other_is_taken(capsys):
     with pytest.raises(SystemExit, match="0"):
-        main(["fit", "--help"])
+        main(["fit", "--help", "all"])
     text = " ".join(capsys.readouterr().out.split())
     (described,) = re.findall(r"--print_config\S* (.*?) --seed_everything", text)
     assert re.findall("=(\\w+)", described) == ["flags", "skip_default", "skip_unset"]
@@ -143,7 +145,7 @@ def test_the_help_names_every_flag_of_print_config_and_no_other_is_taken(capsys)
 
 def test_the_help_promises_no_config_file_but_those_of_config(capsys):
     with pytest.raises(SystemExit, match="0"):
-        main(["fit", "--help"])
+        main(["fit", "--help", "all"])
     text = capsys.readouterr().out
     assert re.findall(r"  --(\S+) .*\bCONFIG\b", text) == ["config"]
     assert "configuration file" not in text
@@ -151,6 +153,26 @@ def test_the_help_promises_no_config_file_but_those_of_config(capsys):
     assert main(["fit", "--config", "line.yaml", "--trainer", "{max_steps: 7}", "--print_config"]) == 0
     trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
     assert (trainer["max_steps"], trainer["max_epochs"]) == (7, 2)
+
+
+def test_the_help_is_one_screen_whose_options_there_are(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--help", "all"])
+    everything = capsys.readouterr().out
+    for command in ("fit", "validate", "predict"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= 50
+        assert max(map(len, lines)) <= 80
+        options = {each for line in lines for each in re.findall(r"^  --([\w.]+)", line)}
+        assert len(options) > 15
+        theirs = {"ckpt_path", "average", "output", "help", "trainer.help"}
+        assert [each for each in options - theirs if f"  --{each}" not in everything] == []
+        assert ("ckpt_path" in options, "trainer.max_steps" in options) == (command != "fit", command == "fit")
+    assert main(["fit", "--help", "some"]) == 2
+    assert "--help some: expected nothing or all." in capsys.readouterr().err
 
 
 def test_help_beside_a_config_that_cannot_be_read_says_why(capsys):
@@ -171,7 +193,7 @@ def test_help_beside_a_config_that_cannot_be_read_says_why(capsys):
 
 def test_every_option_to_which_the_help_adds_a_plus_takes_one(capsys):
     with pytest.raises(SystemExit, match="0"):
-        main(["fit", "--help"])
+        main(["fit", "--help", "all"])
     options = re.findall(r", --(\S+)\+ ", capsys.readouterr().out)
     added = {
         "trainer.callbacks": "ModelSummary",
