@@ -10,7 +10,6 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 
 from lumen.run.run import Run
 from lumen.task.hyperparameters import HasHyperparameters
@@ -63,6 +62,8 @@ def record_script(trainer: Trainer, run: Run) -> None:
         "trainer": {name: value for name, value in settings.items() if name not in _LEFT_OUT},
     }
     path: Path = trainer.run_directory / SCRIPT_FILE
+    import yaml  # not before a run: a script imports little beside torch
+
     path.write_text(_HEAD + yaml.safe_dump(found, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
