@@ -10,7 +10,7 @@ from lumen.proof.apart import Apart, compare, merged
 from lumen.proof.batches import cause_of_parts
 from lumen.proof.outcome import Event, Outcome
 from lumen.proof.pool import Result
-from lumen.proof.suspects import Suspect, suspects
+from lumen.proof.suspects import SETS, Suspect, suspects
 
 OUTSIDE = "randomness outside the keys"
 _KEYED = "Draw from the global generators of torch, numpy or random, which Lumen keys."
@@ -296,8 +296,7 @@ def _forward(at: Event, ours: Outcome, other: Result, *, exact: bool) -> Cause:
             f"{first} It differs from run to run: threads that race, memory that is read before it is written, the "
             "order of a set, an algorithm of a device. Set deterministic: true to find an operation of torch.",
         )
-    sets = [each for each in found if "set" in each.what.split()]
-    if sets:
+    if any(each.what == SETS for each in found):
         return Cause("an operation is not deterministic", place, f"{first}{_said(found)} Sort it.")
     if found:
         return Cause(OUTSIDE, place, f"{first}{_said(found)} {_KEYED}")

@@ -17,7 +17,7 @@ _WITHOUT_SEED = {
     "default_rng", "np.random.default_rng", "numpy.random.default_rng", "random.Random", "Random",
     "np.random.RandomState", "numpy.random.RandomState", "np.random.seed", "random.seed", "np.random.SeedSequence",
 }  # fmt: skip
-_SETS = "a set, whose order is another one in each interpreter"
+SETS = "a set, whose order is another one in each interpreter"
 
 
 @final
@@ -64,7 +64,7 @@ def _in(tree: ast.AST, file: str) -> Iterator[Suspect]:
             if name in _ALWAYS or name.startswith("secrets.") or (name in _WITHOUT_SEED and is_bare):
                 yield Suspect(file, node.lineno, f"{name}()")
         elif isinstance(node, ast.For | ast.comprehension) and _is_set(node.iter):
-            yield Suspect(file, node.iter.lineno, _SETS)
+            yield Suspect(file, node.iter.lineno, SETS)
 
 
 def _is_set(node: ast.expr) -> bool:

@@ -83,7 +83,7 @@ def place(page, part):
 def test_a_report_fits_its_window_in_light_and_dark(opened, tmp_path, width, scheme):
     page = opened(recorded(tmp_path / "a", **curves()), recorded(tmp_path / "b"), color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    until(page, f"document.documentElement.scrollWidth <= {width}")
     until(page, f'document.querySelector("{LOSS} > div > *").clientWidth <= {width}')
     background, text = page.evaluate(
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
