@@ -39,11 +39,11 @@ def rows(ran):
     return {row["what"]: row for row in json.loads(ran.stdout)["rows"]}
 
 
-@pytest.mark.slow
+@pytest.mark.torture  # beside other work it failed once of fifteen times; what it says then is to be seen
 @pytest.mark.time_limit(900)
 def test_all_is_proven_of_a_clean_task_and_the_certificate_says_when_a_number_changes():
     ran = verify(dropout=0.3)
-    assert (ran.returncode, ran.stderr) == (0, "")
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout
     assert " proven" in ran.stdout
     assert "failed" not in ran.stdout
     assert sorted(os.listdir()) == ["certificate.json", "mine.yaml"]
