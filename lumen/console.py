@@ -116,3 +116,13 @@ class ConsoleHandler(logging.Handler):
         from lumen.console import console
 
         console.print(text, style=style, markup=False, highlight=False)
+
+
+def size(count: int) -> str:
+    """Bytes as people write them: `13.4 MB`."""
+    value = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"

@@ -1,7 +1,7 @@
 """Callbacks: code that runs beside any task, such as saving checkpoints and showing progress."""
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.defaults import choose_callbacks, joined, listed, savers_of
+from lumen.callbacks.defaults import BYSTANDERS, choose_callbacks, joined, listed, savers_of
 from lumen.callbacks.device_stats import DeviceStatsMonitor
 from lumen.callbacks.early_stopping import EarlyStopping
 from lumen.callbacks.ema import EMA
@@ -23,6 +23,7 @@ from lumen.callbacks.throughput_monitor import ThroughputMonitor
 from lumen.callbacks.timer import Timer
 
 __all__ = [
+    "BYSTANDERS",
     "EMA",
     "SWA",
     "BackboneFinetuning",

@@ -8,9 +8,23 @@ from typing import Any
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import deciding_first
+from lumen.callbacks.device_stats import DeviceStatsMonitor
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
+from lumen.callbacks.model_summary import ModelSummary
+from lumen.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from lumen.callbacks.prediction_writer import BasePredictionWriter
+from lumen.callbacks.progress_bar import ProgressBar
+from lumen.callbacks.ray_report import RayTrainReportCallback
+from lumen.callbacks.report import Report
+from lumen.callbacks.throughput_monitor import ThroughputMonitor
 from lumen.errors import ConfigError
 from lumen.errors.arguments import in_words
+
+#: Callbacks that show, save and tell: without them the same is computed.
+BYSTANDERS = (
+    BasePredictionWriter, DeviceStatsMonitor, ModelCheckpoint, ModelSummary, OnExceptionCheckpoint, ProgressBar,
+    RayTrainReportCallback, Report, ThroughputMonitor,
+)  # fmt: skip
 
 
 def savers_of(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]:

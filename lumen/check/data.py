@@ -7,10 +7,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from lumen.check.describe import Part, counted, rows_of, size
+from lumen.check.describe import Part, counted, rows_of
 from lumen.check.report import Report
 from lumen.check.trial import Trial
 from lumen.check.witness import LOOKED_INTO
+from lumen.console import size
 from lumen.data.combined import CombinedLoader
 from lumen.data.fingerprint import known_length
 from lumen.run.run import Run

@@ -8,6 +8,8 @@ from typing import Any, final
 
 import torch
 
+from lumen.console import size
+
 _MOST_PARTS = 16
 _PLAIN = (str, bytes, int, float, type(None))
 
@@ -48,7 +50,8 @@ class Part:
         holds = "" if self.least is None or self.most is None else f"{_short(self.least)} .. {_short(self.most)}"
         spread = "" if self.mean is None or self.std is None else f"mean {_short(self.mean)} std {_short(self.std)}"
         odd = [f"{count} {what}" for count, what in ((self.nan, "NaN"), (self.infinite, "infinite")) if count]
-        return [self.path, self.kind, shape, holds, ", ".join([*filter(None, [spread]), *odd]), size(self.size_bytes)]
+        memory = size(self.size_bytes) if self.size_bytes else ""
+        return [self.path, self.kind, shape, holds, ", ".join([*filter(None, [spread]), *odd]), memory]
 
 
 def parts_of(batch: Any) -> list[Part]:
@@ -110,16 +113,6 @@ def _part(path: str, leaf: Any) -> Part:
         return Part(path, kind, shape, size_bytes, nan=nan, infinite=infinite)
     least, most, mean, std = map(float, (finite.min(), finite.max(), finite.mean(), finite.std(correction=0)))
     return Part(path, kind, shape, size_bytes, least, most, mean, std, nan, infinite)
-
-
-def size(count: int) -> str:
-    """Bytes as people write them: `13.4 MB`; nothing for 0."""
-    value = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}" if count else ""
-        value /= 1000
-    return f"{value:.3g} TB"
 
 
 def duration(seconds: float) -> str:

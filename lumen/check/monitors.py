@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import CodeType
 from typing import Any
 
 from lumen.check.report import Report
 from lumen.check.trial import Trial
 from lumen.run.run import Run
+from lumen.task.given import texts_in
 
 
 def look_at_monitors(report: Report, trial: Trial, run: Run) -> None:
@@ -38,14 +37,4 @@ def _texts_of(owners: list[Any]) -> set[str]:
     own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("lumen", "torch", "builtins", "abc")]
     methods = (getattr(value, "__func__", value) for kind in own for value in vars(kind).values())
     codes = (getattr(method, "__code__", None) for method in methods)
-    return {text for code in codes if code is not None for text in _texts(code)}
-
-
-def _texts(code: CodeType) -> Iterator[str]:
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from _texts(constant)
-        elif isinstance(constant, (tuple, frozenset)):
-            yield from (each for each in constant if isinstance(each, str))
+    return {text for code in codes if code is not None for text in texts_in(code)}

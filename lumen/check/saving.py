@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader
 
 from lumen.callbacks import ModelCheckpoint
 from lumen.check.data import is_map_style, loaders_in
-from lumen.check.describe import counted, duration, every, size
+from lumen.check.describe import counted, duration, every
 from lumen.check.moments import Course, saving_steps, validation_steps
 from lumen.check.report import Report
 from lumen.check.trial import Trial
 from lumen.checkpoint.collect import capture
+from lumen.console import size
 from lumen.data.nested import tensors
 from lumen.run.run import Run
 

@@ -9,20 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, final
 
-from lumen.callbacks import (
-    BasePredictionWriter,
-    Callback,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    ModelCheckpoint,
-    ModelSummary,
-    OnExceptionCheckpoint,
-    ProgressBar,
-    RayTrainReportCallback,
-    ThroughputMonitor,
-    Timer,
-    savers_of,
-)
+from lumen.callbacks import BYSTANDERS, Callback, EarlyStopping, ModelCheckpoint, Timer, savers_of
 from lumen.check.witness import Enough, Witness
 from lumen.checkpoint import check_savable
 from lumen.console import logger
@@ -39,10 +26,7 @@ from lumen.trainer.open_run import opened
 from lumen.trainer.trainer import Trainer
 from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder
 
-_LEFT_OUT = (
-    BasePredictionWriter, BatchSizeFinder, DeviceStatsMonitor, LearningRateFinder, ModelCheckpoint, ModelSummary,
-    OnExceptionCheckpoint, ProgressBar, RayTrainReportCallback, ThroughputMonitor, Timer,
-)  # fmt: skip
+_LEFT_OUT = (*BYSTANDERS, BatchSizeFinder, LearningRateFinder, Timer)
 
 
 @final

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 from lumen import __version__
 from lumen.console import stderr, stdout
@@ -102,30 +103,10 @@ def without_launchers(words: list[str]) -> list[str]:
 
 def _command(name: str) -> Callable[[list[str]], int]:
     """Import what runs a command, which takes seconds, for torch: not before it is needed."""
-    if name == "check":
-        from lumen.cli.check import run
-    elif name == "export":
-        from lumen.cli.export import run
-    elif name == "convert":
-        from lumen.cli.convert import run
-    elif name == "init":
-        from lumen.cli.init.command import run
-    elif name == "migrate":
-        from lumen.cli.migrate.command import run
-    elif name == "report":
-        from lumen.cli.report import run
-    elif name == "runs":
-        from lumen.cli.runs.command import run
-    elif name == "diff":
-        from lumen.cli.diff import run
-    elif name == "replay":
-        from lumen.cli.replay import run
-    elif name == "verify":
-        from lumen.cli.verify import run
-    elif name == "submit":
-        from lumen.cli.submit.command import run
-    else:
+    if name in COMMANDS:
         from lumen.cli import command_line
 
         return partial(command_line.run, name)
+    place = f"{name}.command" if name in ("init", "migrate", "runs", "submit") else name
+    run: Callable[[list[str]], int] = import_module(f"lumen.cli.{place}").run
     return run

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from lumen.checkpoint.unpickle import Converted, Request, convert
-from lumen.cli.parser import Words, size
+from lumen.cli.parser import Words
 from lumen.cli.yaml_text import dump_yaml
-from lumen.console import stderr, stdout
+from lumen.console import size, stderr, stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
 

@@ -14,6 +14,7 @@ from typing import Any, final
 from lumen.cli.parser import Words
 from lumen.cli.rerun import Rerun, coded
 from lumen.console import stderr, stdout
+from lumen.data.nested import flat
 from lumen.errors import ConfigError
 from lumen.proof.difference import Difference, Fit, compare
 from lumen.proof.recorded import (
@@ -22,7 +23,6 @@ from lumen.proof.recorded import (
     differing,
     environments,
     first_metric,
-    flat,
     metrics_of,
     parting,
 )
@@ -106,9 +106,7 @@ def _run(given: Namespace) -> int:
 
 def _compare(a: Rerun, b: Rerun, steps: int | None, *, trains: bool) -> Findings:
     found = Findings()
-    mine, other = (
-        {key: value for key, value in flat(each.config).items() if key not in _OF_NO_WEIGHT} for each in (a, b)
-    )
+    mine, other = ({key: value for key, value in flat(each.config) if key not in _OF_NO_WEIGHT} for each in (a, b))
     found.configuration = differing(mine, other) if mine and other else None
     begin, last = 0, steps or _STEPS_OF_CONFIGS
     has_records = a.run is not None and b.run is not None and bool(a.run.metrics.keys() & b.run.metrics.keys())

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from lumen.checkpoint.export import Exported, export
-from lumen.cli.parser import Words, size
-from lumen.console import stdout
+from lumen.cli.parser import Words
+from lumen.console import size, stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
 from lumen.trainer.logs import LogSettings, console_log

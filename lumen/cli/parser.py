@@ -49,13 +49,3 @@ class Words(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise instead of ending the process."""
         raise ConfigError(f"{message}. Usage: {self.usage}")
-
-
-def size(count: int) -> str:
-    """Bytes as people write them: `13.4 MB`."""
-    value = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from lumen.callbacks import Callback
+from lumen.check.describe import parts_of
 from lumen.checkpoint.reader import Checkpoint
 from lumen.cli.parser import Words
 from lumen.cli.rerun import Rerun, coded
 from lumen.console import stderr, stdout
-from lumen.data.nested import tensors
 from lumen.errors import ConfigError
 from lumen.proof.recorded import RecordedRun, metrics_of
 from lumen.proof.recorder import Recorder
@@ -93,7 +93,7 @@ class _Step(Callback):
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """Describe the micro-batch."""
         if trainer.global_step + 1 == self.number:
-            self.batches.append([*_described(batch)])
+            self.batches.append(["  ".join(filter(None, each.cells)) for each in parts_of(batch)])
 
     def close(self, trainer: Trainer, path: Path) -> None:
         """Read what was logged.
@@ -214,23 +214,3 @@ def _in_words(relative: float, bound: float) -> str:
 def _wrapped(head: str, words: list[str]) -> Iterator[str]:
     shown = words if len(words) <= _FEW else [*words[:_FEW], f"... {len(words)} in all"]
     yield f"    {head}{' '.join(shown)}"
-
-
-def _described(batch: Any, name: str = "") -> Iterator[str]:
-    """What a batch is made of, a line for each part."""
-    if isinstance(batch, torch.Tensor):
-        kind = f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
-        values = ""
-        if batch.numel() and not batch.is_complex() and batch.layout is torch.strided:
-            numbers = batch.double()
-            values = f", {float(numbers.min()):.4g} to {float(numbers.max()):.4g}, mean {float(numbers.mean()):.4g}"
-        yield f"{name}{kind}{values}"
-    elif isinstance(batch, dict):
-        for key, value in batch.items():
-            yield from _described(value, f"{name}{key}: ")
-    elif isinstance(batch, (list, tuple)) and any(True for _ in tensors(batch)):
-        for number, value in enumerate(batch):
-            yield from _described(value, f"{name}[{number}] ")
-    else:
-        text = repr(batch)
-        yield f"{name}{text if len(text) <= 60 else text[:56] + ' ...'}"

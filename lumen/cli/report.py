@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from lumen.checkpoint.listing import ShownRun
-from lumen.cli.parser import Words, size
+from lumen.cli.parser import Words
 from lumen.cli.runs.find import find_runs, look
-from lumen.console import stdout
+from lumen.console import size, stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path, optional
 from lumen.report.record import is_recorded

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
 from typing import Any, final
 
 import torch
 import yaml
 
-from lumen.callbacks import Callback
+from lumen.callbacks import BYSTANDERS, Callback
 from lumen.cli import tell
 from lumen.cli.command_line import CLI, Checked
 from lumen.cli.yaml_text import load_yaml
@@ -22,8 +21,7 @@ from lumen.errors import ConfigError, LumenError
 from lumen.proof.recorded import RecordedRun
 from lumen.trainer.trainer import Trainer
 
-#: Callbacks that write where the config tells them to, and change nothing of a training.
-_WRITERS = ("ModelCheckpoint", "OnExceptionCheckpoint", "PredictionWriter", "RayTrainReportCallback", "ProgressBar")
+_LEFT_OUT = {"PredictionWriter", *(kind.__name__ for kind in BYSTANDERS)}
 _AGAIN: dict[str, Any] = {
     "name": "again", "resume_parts": None, "logger": True, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False, "profiler": None, "max_restarts": 0, "grace_s": None, "min_steps": 0,
@@ -115,7 +113,8 @@ class Rerun:
         """
         if (reason := self.why_not) is not None:
             raise ConfigError(f"{reason}, so it cannot be trained again here.")
-        with _temporary() as root, self._threads():
+        with TemporaryDirectory(prefix="lumen-", ignore_cleanup_errors=True) as name, self._threads():
+            root = Path(name)
             settings = self._settings(root, checkpoint)
             try:
                 made = CLI(args=settings, run=False, save_config_callback=None)
@@ -143,7 +142,7 @@ class Rerun:
     def _settings(self, root: Path, checkpoint: PurePath | None) -> dict[str, Any]:
         trainer = dict(self.config.get("trainer") or {})
         processes = 1 if self.run is None else int(self.run.environment.get("processes", 1))
-        trainer["callbacks"] = _without_writers(trainer.get("callbacks"))
+        trainer["callbacks"] = _without_bystanders(trainer.get("callbacks"))
         trainer |= _AGAIN | {"default_root_dir": str(root), "resume": None if checkpoint is None else str(checkpoint)}
         if checkpoint is not None:
             trainer["init_from"] = None
@@ -182,8 +181,8 @@ def _listed(callbacks: Any) -> list[Any]:
     return callbacks if isinstance(callbacks, list) else [callbacks]
 
 
-def _without_writers(callbacks: Any) -> list[Any]:
-    return [each for each in _listed(callbacks) if each is not None and _class_of(each) not in _WRITERS]
+def _without_bystanders(callbacks: Any) -> list[Any]:
+    return [each for each in _listed(callbacks) if each is not None and _class_of(each) not in _LEFT_OUT]
 
 
 def _folders(config: dict[str, Any]) -> list[str]:
@@ -191,12 +190,3 @@ def _folders(config: dict[str, Any]) -> list[str]:
     given = [each for each in _listed((config.get("trainer") or {}).get("callbacks")) if isinstance(each, dict)]
     folders = ((each.get("init_args") or {}).get("dirpath") for each in given if _class_of(each) == "ModelCheckpoint")
     return [str(each) for each in folders if each is not None]
-
-
-@contextmanager
-def _temporary() -> Iterator[Path]:
-    root = Path(tempfile.mkdtemp(prefix="lumen-"))
-    try:
-        yield root
-    finally:
-        shutil.rmtree(root, ignore_errors=True)

@@ -197,3 +197,15 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
 def count_samples(batch: Any) -> int:
     """Size of dimension 0 of the first tensor that has one; 1 where there is none."""
     return next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim() > 0), 1)
+
+
+def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of plain data, each with its path: `trainer.max_steps`. A list without mappings is one."""
+    if isinstance(tree, Mapping) and tree:
+        for name, value in tree.items():
+            yield from flat(value, f"{path}.{name}" if path else str(name))
+    elif isinstance(tree, list) and any(isinstance(each, Mapping) for each in tree):
+        for number, value in enumerate(tree):
+            yield from flat(value, f"{path}[{number}]")
+    elif path:
+        yield path, tree

@@ -138,13 +138,19 @@ class Pool:
         deadline_s = time.monotonic() + self._size.limit_s
         is_short = False
         while any(process.is_alive() for process in processes):
-            ended = [process for process in processes if not process.is_alive()]
-            if ended and not is_short:  # the others wait for this one
+            if not is_short and any(self._has_failed(process, folder, rank) for rank, process in enumerate(processes)):
                 deadline_s, is_short = min(deadline_s, time.monotonic() + _PATIENCE_S), True
             if time.monotonic() > deadline_s:
                 return self._end(processes, folder, hung=not is_short)
             time.sleep(_LOOK_EVERY_S)
         return None
+
+    def _has_failed(self, process: BaseProcess, folder: Path, rank: int) -> bool:
+        """Whether a process has left the others alone, which may wait for it; one that is done has not."""
+        if process.is_alive():
+            return False
+        answer = _read(folder, rank)
+        return answer is None or bool(answer["failure"])
 
     def _end(self, processes: Sequence[BaseProcess], folder: Path, *, hung: bool) -> dict[str, str] | None:
         for process in processes:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, final
 
 import torch
@@ -117,8 +116,8 @@ class Prover:
     def prove(self) -> Proof:
         """Run all of them, in a directory that is gone afterwards."""
         began_s = time.monotonic()
-        with _directory() as folder:
-            pool = Pool(self._make, self._size, folder, os.cpu_count() or 1, libraries())
+        with TemporaryDirectory(prefix="lumen-verify-", ignore_cleanup_errors=True) as folder:
+            pool = Pool(self._make, self._size, Path(folder), os.cpu_count() or 1, libraries())
             try:
                 self._pool = pool
                 rows = self._rows()
@@ -335,12 +334,3 @@ def _last_save(size: Size) -> int:
 
 def _checkpoint(result: Result, size: Size) -> Path:
     return result.folder / NAME / "checkpoints" / f"step-{_last_save(size):08d}"
-
-
-@contextmanager
-def _directory() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="lumen-verify-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, final
 from lumen.checkpoint.listing import list_checkpoints
 from lumen.checkpoint.manifest import read_head
 from lumen.checkpoint.places import as_place, is_dir
+from lumen.data.nested import flat
 from lumen.errors import ConfigError
 
 _OF_NO_WEIGHT = ("command", "working_directory", "host", "slurm")  # says where a run was made, not what with
@@ -126,17 +127,6 @@ def _files(checkpoint: PurePath) -> dict[str, str]:
     return {name: sha for name, (_, sha) in files.items() if name.startswith(("model/", "optimizer/"))}
 
 
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Plain data by path: `trainer.max_steps`. Lists of plain data stay as they are."""
-    if isinstance(tree, Mapping) and tree:
-        items = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in tree.items()]
-    elif isinstance(tree, list) and any(isinstance(each, Mapping) for each in tree):
-        items = [(f"{prefix}[{number}]", value) for number, value in enumerate(tree)]
-    else:
-        return {prefix: tree} if prefix else {}
-    return {path: value for key, item in items for path, value in flat(item, key).items()}
-
-
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What two mappings hold under one name that is not equal; None where one has no such name."""
     return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
@@ -145,6 +135,6 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any
 def environments(a: RecordedRun, b: RecordedRun) -> dict[str, tuple[Any, Any]]:
     """What the machines, versions and processes of two runs differ in."""
     mine, other = (
-        flat({key: value for key, value in each.environment.items() if key not in _OF_NO_WEIGHT}) for each in (a, b)
+        {k: v for k, v in flat(each.environment) if k.partition(".")[0] not in _OF_NO_WEIGHT} for each in (a, b)
     )
     return differing(mine, other) if mine and other else {}

@@ -9,27 +9,14 @@ from typing import Any, Literal, final
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lumen.callbacks import (
-    Callback,
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-    ModelSummary,
-    OnExceptionCheckpoint,
-    ProgressBar,
-    RayTrainReportCallback,
-    ThroughputMonitor,
-    Timer,
-)
+from lumen.callbacks import BYSTANDERS, Callback, GradientAccumulationScheduler, ModelCheckpoint, Timer
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 from lumen.trainer.tuner.finders import BatchSizeFinder, LearningRateFinder
 
 NAME = "run"
 #: What has no part in what is computed, or would end or change the run that proves it.
-_LEFT_OUT = (
-    BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint, ModelSummary,
-    OnExceptionCheckpoint, ProgressBar, RayTrainReportCallback, ThroughputMonitor, Timer,
-)  # fmt: skip
+_LEFT_OUT = (*BYSTANDERS, BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, Timer)
 Moment = Literal["training", "validation", "save"]
 Name = Literal["single", "ddp", "fsdp"]
 MOMENTS: tuple[Moment, ...] = ("training", "validation", "save")

@@ -23,7 +23,7 @@ from lumen import __version__
 from lumen.errors import RunDirectoryError
 from lumen.report.curves import Curves, draw
 from lumen.report.record import Record, names_of, read_record
-from lumen.report.settings import differences, flat
+from lumen.report.settings import differences, settings_in
 from lumen.report.table import Series
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _nan(series: Series) -> Any:
 
 def _changes(record: Record, most_rows: int) -> dict[str, list[str]]:
     """What resumes have changed in a run's config."""
-    return dict(islice(differences([flat(text) for text in record.configs.values()]).items(), most_rows))
+    return dict(islice(differences([settings_in(text) for text in record.configs.values()]).items(), most_rows))
 
 
 def _environments(records: Sequence[Record]) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from lumen.report.media import Media, read_media
-from lumen.report.settings import flat
+from lumen.report.settings import settings_in
 from lumen.report.table import Table, read_table
 from lumen.run.goodput import FILE, TimeSpent, goodput, starts
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CONTROLS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[^\n\t\x20-\x7e\x85\xa0-\U0010ffff]")
 _LONGEST_CONFIG = 200_000
-KNOWN = ("metrics.csv", "system.csv", "config.yaml", "run.log", "environment.json", FILE)
+KNOWN = ("metrics.csv", "system.csv", "config.yaml", "script.yaml", "run.log", "environment.json", FILE)
 
 
 @final
@@ -36,7 +36,7 @@ class Record:
         system: Speed and memory while the run trained.
         spent: Where its time went; None: that is not told.
         restarts: The step of each start but the first.
-        configs: Texts of its configs by file name, the oldest first; the newest is `config.yaml`.
+        configs: Texts of its configs by file name, the oldest first; or of what a script has set.
         environment: Versions, host and devices that the run had.
         log: The end of its log.
         log_left_out: Bytes of the log before that.
@@ -57,8 +57,8 @@ class Record:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The newest config by paths."""
-        return flat(self.configs.get("config.yaml", ""))
+        """The newest config by paths, or what a script has set."""
+        return settings_in(next(reversed(self.configs.values()), ""))
 
 
 def own_file(directory: Path, name: str | Path) -> Path | None:
@@ -128,6 +128,8 @@ def _tail(file: Path | None, most: int) -> tuple[str, int]:
 def _configs(directory: Path) -> dict[str, str]:
     earlier = [path.name for path in directory.glob("config-*.yaml") if path.stem.partition("-")[2].isdecimal()]
     names = [*sorted(earlier, key=lambda name: int(Path(name).stem.partition("-")[2])), "config.yaml"]
+    if own_file(directory, "config.yaml") is None:
+        names = ["script.yaml"]
     files = {name: own_file(directory, name) for name in names}
     texts = {name: _tail(file, _LONGEST_CONFIG)[0] for name, file in files.items() if file is not None}
     return {name: text for name, text in texts.items() if text}

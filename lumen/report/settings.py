@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
 import yaml
+
+from lumen.data.nested import flat
 
 MOST = 2000  # settings of a run
 _ABSENT = "–"
@@ -17,24 +18,14 @@ _BRIEF.maxstring = _BRIEF.maxother = 300
 _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxdict = 20
 
 
-def flat(text: str) -> dict[str, str]:
+def settings_in(text: str) -> dict[str, str]:
     """The settings of a config by their paths, `model.init_args.lr`; empty if it cannot be read."""
     try:
         read = yaml.safe_load(text)
-        return dict(islice(_leaves(read, ""), MOST)) if isinstance(read, dict) else {}
+        found = islice(flat(read), MOST) if isinstance(read, dict) else ()
+        return {path: value[:300] if isinstance(value, str) else _BRIEF.repr(value) for path, value in found}
     except (yaml.YAMLError, RecursionError, ValueError):
         return {}
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for name, item in value.items():
-            yield from _leaves(item, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{number}]")
-    else:
-        yield path, value[:300] if isinstance(value, str) else _BRIEF.repr(value)
 
 
 def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:

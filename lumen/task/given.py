@@ -62,14 +62,15 @@ def mentioned_in(task: TaskModule, stage: str, text: str) -> list[str]:
     """The methods of a task for a stage, "test" or "predict", whose code has a text, such as a name to log."""
     names = [f"{stage}_step", *(name for name in dir(TaskModule) if name.startswith(f"on_{stage}_"))]
     codes = {name: getattr(getattr(type(task), name, None), "__code__", None) for name in names}
-    return [name for name, code in codes.items() if code is not None and text in _texts(code)]
+    return [name for name, code in codes.items() if code is not None and text in texts_in(code)]
 
 
-def _texts(code: CodeType) -> Iterator[str]:
+def texts_in(code: CodeType) -> Iterator[str]:
+    """The strings that are written in code, and in the functions within it."""
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, CodeType):
-            yield from _texts(constant)
-        elif isinstance(constant, tuple):  # the keys of a dictionary
+            yield from texts_in(constant)
+        elif isinstance(constant, (tuple, frozenset)):  # the keys of a dictionary, what `in` looks through
             yield from (each for each in constant if isinstance(each, str))

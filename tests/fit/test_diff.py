@@ -183,7 +183,7 @@ def test_a_step_is_made_again_from_the_checkpoint_before_it_bit_for_bit(told, st
     assert "it is as it was recorded, bit for bit: loss, grad_norm" in out
     assert ("val_loss" in out) == (step % 4 == 0)
     assert ("the checkpoint's parameters" in out) == (step % 2 == 0)
-    assert "(8, 6) float32" in out or "(2, 6) float32" in out
+    assert "[0]  float32  8x6" in out or "[0]  float32  2x6" in out
     assert contents("runs") == untouched
 
 

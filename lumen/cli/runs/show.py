@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lumen.checkpoint.listing import ShownRun
-from lumen.cli.parser import size
 from lumen.cli.runs.records import time_of, time_spent
-from lumen.console import stdout
+from lumen.console import size, stdout
 
 STYLES = {"running": "bold green", "finished": "green", "stopped": "yellow", "failed": "bold red", "unknown": "dim"}
 
