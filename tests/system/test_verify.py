@@ -9,7 +9,10 @@ import pytest
 import yaml
 
 from lumen.cli import main
+from lumen.proof import pool
+from lumen.proof.variants import Variant
 from tests.helpers import ROOT
+from tests.helpers.proving import SIZE, LateOnRankZero, Make
 
 HERE = "tests.helpers.proving"
 
@@ -39,7 +42,7 @@ def rows(ran):
     return {row["what"]: row for row in json.loads(ran.stdout)["rows"]}
 
 
-@pytest.mark.torture  # beside other work it failed once of fifteen times; what it says then is to be seen
+@pytest.mark.slow
 @pytest.mark.time_limit(900)
 def test_all_is_proven_of_a_clean_task_and_the_certificate_says_when_a_number_changes():
     ran = verify(dropout=0.3)
@@ -60,6 +63,16 @@ def test_all_is_proven_of_a_clean_task_and_the_certificate_says_when_a_number_ch
     changed = verify("--against", "certificate.json", "--only", "validation", dropout=0.3, lr=2e-2)
     assert changed.returncode == 1
     assert "the numbers of the run base have changed, first in step 1: the parameter of net.0.weight" in changed.stdout
+
+
+def test_a_process_that_is_done_leaves_the_others_their_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "_PATIENCE_S", 0.2)
+    runs = pool.Pool(Make(LateOnRankZero), SIZE, tmp_path, 2, pool.libraries())
+    try:
+        result = runs.run(Variant("two", 2, "ddp"), "fp64")
+    finally:
+        runs.close()
+    assert (result.failure, len(result.outcomes)) == (None, 2)
 
 
 @pytest.mark.time_limit(300)
