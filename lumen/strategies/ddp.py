@@ -218,7 +218,6 @@ class DDP(Strategy):
         if self._by_hand:
             self._average()
             return
-        self._has_begun = False
         self._refuse_unsummed()
         if self._ddp is None or self._options["static_graph"]:
             return

@@ -387,12 +387,18 @@ def test_a_rank_with_nothing_to_do_takes_part(group, tmp_path, world, samples):
     assert_equal(on_ranks(group, world, train_few, tmp_path, samples), alone)
 
 
+def test_so_does_one_that_has_nothing_in_the_very_first_step_of_a_run_that_accumulates_later(group, tmp_path):
+    alone = fit(tmp_path, Regression(dtype=torch.float64), few(1), accumulate_grad_batches={0: 2, 1: 4})[1]
+    assert_equal(on_ranks(group, 2, train_few, tmp_path, 1, {0: 1, 1: 2}), alone)
+
+
 def few(samples):
     return loader(samples, 2, dtype=torch.float64)
 
 
-def train_few(folder, samples):
-    return fit(folder, Regression(dtype=torch.float64), few(samples), strategy="ddp")[1]
+def train_few(folder, samples, accumulate_grad_batches=1):
+    options = {"strategy": "ddp", "accumulate_grad_batches": accumulate_grad_batches}
+    return fit(folder, Regression(dtype=torch.float64), few(samples), **options)[1]
 
 
 class Clamping(Regression):

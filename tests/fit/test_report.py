@@ -79,6 +79,14 @@ def test_runs_of_one_name_are_told_apart_and_a_directory_stands_for_its_runs(tmp
     assert "Report of 2 runs june/a may/a" in page.text
 
 
+def test_what_scripts_have_set_is_compared_too(tmp_path, report):
+    rates = {"one": 0.1, "two": 0.2}
+    texts = {name: f"model: {{lr: {rate}}}\n" for name, rate in rates.items()}
+    runs = [recorded(tmp_path / name, config_yaml=None, script_yaml=text) for name, text in texts.items()]
+    text = report(*runs).text
+    assert "Settings that differ Setting one two model.lr 0.1 0.2 script.yaml of one" in text
+
+
 def test_what_a_resume_has_changed_is_shown(tmp_path, report):
     run = recorded(tmp_path / "a")
     (run / "config-1.yaml").write_text(CONFIG.replace("width: 8", "width: 4"))
