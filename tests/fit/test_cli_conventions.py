@@ -133,7 +133,8 @@ def test_help_for_a_class_is_that_of_the_class_that_is_named_or_configured(helpe
     assert "--optimizer.weight_decay" in shown
     assert "--optimizer.params" not in shown
     assert "--trainer.callbacks.patience" in helped("--trainer.callbacks.help", "EarlyStopping")
-    assert "--trainer.profiler.help" in helped("-h")
+    assert "--trainer.profiler.help" in helped("--trainer.help")
+    assert "--help all" in helped("-h")
 
 
 def test_help_for_a_class_inside_another_class(helped):
