@@ -70,7 +70,7 @@ class Games(IterableDataset):
     def play(self) -> dict[str, Tensor]:
         """One step of each game; where one is over, another begins."""
         states = self.states
-        right = torch.rand(len(states)) < self.policy(states)
+        right = torch.rand(len(states)) < self.policy(states).to(states.device)  # the games are on the CPU
         after, fallen = push(states, right)
         self.ages = self.ages + 1
         over = fallen | (self.ages == LONGEST)

@@ -46,7 +46,7 @@ class ActorCritic(lumen.TaskModule):
 
     def forward(self, states: Tensor) -> Tensor:
         """The probability of pushing to the right, of shape ``(games,)``, in states of shape ``(games, 4)``."""
-        return self.actor(states).sigmoid()
+        return self.actor(states.to(self.device)).sigmoid()
 
     def train_dataloader(self) -> DataLoader:
         """Games, played by this very policy."""
@@ -85,7 +85,7 @@ class ActorCritic(lumen.TaskModule):
     def validation_step(self, batch: list[Tensor]) -> None:
         """Play each game to its end by what the policy finds likelier, and log how many steps that takes."""
         (states,) = batch
-        lasted, alive = torch.zeros(len(states)), torch.ones(len(states), dtype=torch.bool)
+        lasted, alive = states.new_zeros(len(states)), torch.ones_like(states[:, 0], dtype=torch.bool)
         for _ in range(LONGEST):
             states, fallen = push(states, self(states) > 0.5)
             lasted += alive

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader, get_worker_info
 
 from lumen.data.seeded_dataset import early_end
-from lumen.internals.garbage import collect_in_worker
+from lumen.internals.garbage import collect_in_worker, workers_are_begun
 from lumen.internals.stop_signals import is_obeyed
 
 _GRACE_S = 30
@@ -67,7 +67,8 @@ def prepared(loader: Any) -> Iterator[None]:
         loader.worker_init_fn = partial(init_worker, loader.dataset, loader.worker_init_fn)
     loader.collate_fn = partial(_collate, loader.dataset, loader.collate_fn)
     try:
-        yield
+        with workers_are_begun():
+            yield
     finally:
         loader.worker_init_fn, loader.collate_fn = before
 

@@ -17,6 +17,7 @@ from lumen.data.orders import Order, StepRequests
 from lumen.data.rank_checks import check_same, digest
 from lumen.data.seeded_dataset import BatchRequest, SeededDataset
 from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSlice, in_blocks
+from lumen.internals.garbage import workers_are_begun
 from lumen.internals.loaders import end_persistent_workers, end_workers, pinning
 from lumen.random import Domain, make_key
 
@@ -116,7 +117,8 @@ class MapStyleAdapter(LoaderAdapter):
             own = 1 + (self._rank_slice.rank << 32)  # seeds of workers, for generators that nobody else seeds
             self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), own))
             self._renew_workers(self._loader)
-            self._iterator = iter(self._loader)
+            with workers_are_begun():
+                self._iterator = iter(self._loader)
         self._batches.looks = self._batches.keys_collate
         load = self._load()
         if self._makes_batches:

@@ -52,10 +52,11 @@ def uncompile(module: nn.Module) -> None:
 
 
 def limited_versions(most: int) -> AbstractContextManager[Any]:
-    """The context in which more than `most` compiled versions of one function are an error."""
-    limits: AbstractContextManager[Any] = torch._dynamo.config.patch(
-        recompile_limit=most, fail_on_recompile_limit_hit=True
-    )
+    """The context in which more than `most` compiled versions of one function are an error, and none is out of date."""
+    settings: dict[str, Any] = {"recompile_limit": most, "fail_on_recompile_limit_hit": True}
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # pytorch #177158: a parameter that was unfrozen had no gradient, ever
+        settings["skip_tensor_guards_with_matching_dict_tags"] = False
+    limits: AbstractContextManager[Any] = torch._dynamo.config.patch(**settings)
     return limits
 
 

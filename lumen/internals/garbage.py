@@ -13,6 +13,8 @@ _STAGES = {"fit": "fit", "validate": "validation", "test": "test", "predict": "p
 _off_for_runs: list[object] = []  # those of this process for which it is off
 _young_only: list[tuple[int, int, int]] = []  # thresholds as each context of any thread found them
 _changing = Lock()
+_frozen_by_python = gc.get_freeze_count()  # Python 3.12 begins with some
+_collected_before_fork = True
 
 
 @contextmanager
@@ -62,9 +64,27 @@ def collected_every(steps: int, run: HasSteps) -> Iterator[None]:
         collection.end()
 
 
+@contextmanager
+def workers_are_begun() -> Iterator[None]:
+    """The context in which a loader forks its workers, which begin without a collection until `collect_in_worker`.
+
+    What is garbage in this process is not theirs to free: a CUDA event, freed in a process that was forked, aborts it.
+    """
+    global _collected_before_fork
+    was_on = gc.isenabled()
+    _collected_before_fork = was_on or bool(_off_for_runs)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def collect_in_worker() -> None:
-    """Let a loader's worker collect garbage as usual: it has no steps."""
-    if _off_for_runs:
+    """Let a loader's worker collect its own garbage as usual: it has no steps. What it was forked with stays."""
+    gc.freeze()
+    if _collected_before_fork:
         gc.enable()
 
 
@@ -93,7 +113,7 @@ class GarbageCollection:
         _off_for_runs.append(self)
         gc.disable()
         gc.collect()
-        self._froze = not gc.get_freeze_count()  # else somebody else has, and would miss it
+        self._froze = gc.get_freeze_count() <= _frozen_by_python  # else somebody else has, and would miss it
         if self._froze:
             gc.freeze()
 

@@ -145,10 +145,11 @@ class Compilation(AbstractContextManager["Compilation"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._during.__exit__(kind, error, trace)
+        if self._compiled:
+            torch.compiler.reset()  # versions are counted for a piece of code: the next run's task has the same
         while self._compiled:
             uncompile(self._compiled.pop())
         if self._on:
-            torch.compiler.reset()  # versions are counted for a piece of code: the next run's task has the same
             _explain(error)
 
 

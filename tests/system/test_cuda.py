@@ -1,6 +1,7 @@
 """What only a CUDA device can show; in which order it is asked for things is in `test_cuda_order.py`."""
 
 import csv
+import gc
 import os
 import socket
 import subprocess
@@ -14,14 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.errors import ConfigError, NonFiniteLoss
 from tests.helpers import ROOT
-from tests.helpers.tasks import bare_trainer, quiet_trainer, weights
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 
 pytestmark = pytest.mark.cuda
 
 
 class Classifier(lumen.TaskModule):
-    """Forbids the host to wait for the device from step 5 to step 105."""
-
     def __init__(self, *, logs=False, weighs=False):
         super().__init__()
         self.logs, self.weighs = logs, weighs
@@ -37,6 +36,13 @@ class Classifier(lumen.TaskModule):
             self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
         return (loss, float(len(inputs))) if self.weighs else loss
 
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class Unsynced(Classifier):
+    """Forbids the host to wait for the device from step 5 to step 105."""
+
     def on_before_zero_grad(self, optimizer):
         if self.global_step in (5, 105):
             torch.cuda.set_sync_debug_mode("error" if self.global_step == 5 else "default")
@@ -44,8 +50,25 @@ class Classifier(lumen.TaskModule):
     def on_exception(self, exception):
         torch.cuda.set_sync_debug_mode("default")
 
+
+class InTurns(Unsynced):
+    """The same, with two optimizers that it moves itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch):
+        if self.global_step in (5, 105):
+            torch.cuda.set_sync_debug_mode("error" if self.global_step == 5 else "default")
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch))
+            self.clip_gradients(optimizer, gradient_clip_val=0.1)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), 1e-2)
+        return [torch.optim.SGD(self.net[number].parameters(), 1e-2) for number in (0, 2)]
 
 
 def batches(*, pin_memory):
@@ -67,14 +90,25 @@ def batches(*, pin_memory):
         ({}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
         ({}, {"accumulate_grad_batches": 2}),
         ({"logs": True, "weighs": True}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        ({}, {"callbacks": lambda: [lumen.EMA(0.9), lumen.ThroughputMonitor(), lumen.LearningRateMonitor()]}),
+        ({"logs": True}, {"enable_progress_bar": True}),
     ],
     ids=str,
 )
 def test_no_step_waits_for_what_it_has_queued(tmp_path, precision, task, options):
     options = {"max_steps": 110, "precision": precision, "log_every_n_steps": 1000} | options
-    trainer = quiet_trainer(tmp_path, accelerator="cuda", **options)
-    trainer.fit(Classifier(**task), batches(pin_memory=True))  # no epoch ends, where it may wait
+    trainer = quiet_trainer(tmp_path, accelerator="cuda", **options | {"callbacks": options.get("callbacks", list)()})
+    trainer.fit(Unsynced(**task), batches(pin_memory=True))  # no epoch ends, where it may wait
     assert trainer.global_step == 110
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_task_that_moves_its_optimizers_itself_waits_for_nothing_either(tmp_path, precision):
+    trainer = bare_trainer(tmp_path, accelerator="cuda", precision=precision, max_steps=110)
+    trainer.fit(task := InTurns(), batches(pin_memory=True))
+    assert trainer.global_step == 110
+    assert len(task.losses) == 220
 
 
 def test_batches_copied_on_a_stream_of_their_own_are_the_same(tmp_path):
@@ -131,6 +165,7 @@ def test_graphs_train_validate_and_predict_what_the_plain_modules_do(tmp_path):
         torch.testing.assert_close(torch.as_tensor(compiled), torch.as_tensor(plain), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_graphs_and_several_micro_batches_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="gradients of a micro-batch"):
         bare_trainer(tmp_path, accelerator="cuda", compile=GRAPHS, accumulate_grad_batches=2, max_steps=1).fit(
@@ -216,12 +251,12 @@ def test_batches_that_the_host_has_sent_ahead_do_not_pile_up(tmp_path):
     assert torch.cuda.max_memory_allocated() < 6 * 4 * size
 
 
-@pytest.mark.cuda(devices=2)
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_what_the_allocator_holds_is_on_record_and_nothing_waits_for_it(tmp_path):
     trainer = quiet_trainer(
         tmp_path, accelerator="cuda", max_steps=120, log_every_n_steps=30, callbacks=[lumen.DeviceStatsMonitor()]
     )
-    trainer.fit(Classifier(), batches(pin_memory=True))
+    trainer.fit(Unsynced(), batches(pin_memory=True))
     with (trainer.run_directory / "system.csv").open(newline="") as file:
         found = [row for row in csv.DictReader(file) if row["cuda_allocated_mb"]]
     assert [row["step"] for row in found] == ["30", "60", "90", "120"]
@@ -230,6 +265,7 @@ def test_what_the_allocator_holds_is_on_record_and_nothing_waits_for_it(tmp_path
         assert float(row["cuda_allocated_mb"]) <= float(row["cuda_reserved_mb"])
 
 
+@pytest.mark.cuda(devices=2)
 def test_a_loss_on_another_device_is_checked_there(tmp_path):
     class Elsewhere(Breaks):
         def training_step(self, batch):
@@ -237,6 +273,102 @@ def test_a_loss_on_another_device_is_checked_there(tmp_path):
 
     with pytest.raises(NonFiniteLoss, match="the loss of step 7 "):
         bare_trainer(tmp_path, accelerator="cuda", max_steps=50).fit(Elsewhere(), batches(pin_memory=True))
+
+
+# ---------------------------------------------------------------------- memory that is used up, other devices, workers
+
+
+class Wide(lumen.TaskModule):
+    """Takes 256 KB of each sample, in float64."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(16, 1 << 15), torch.nn.Tanh(), torch.nn.Linear(1 << 15, 1)
+        ).double()
+        self.sizes = []
+
+    def training_step(self, batch):
+        self.sizes.append(len(batch[0]))
+        return self.net(batch[0].double()).square().mean()
+
+    def predict_step(self, batch):
+        return self.net(batch[0].double())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+@pytest.fixture
+def little_memory():
+    """As much as 600 samples of `Wide` take."""
+    torch.cuda.empty_cache()
+    whole = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((600 * 2 * (1 << 18) + torch.cuda.memory_reserved()) / whole)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_batch_that_the_device_has_no_memory_for_is_halved_to_the_same_update(tmp_path, little_memory):
+    inputs = torch.randn(2048, 16, generator=torch.Generator().manual_seed(0))
+    data, ends = TensorDataset(inputs), []
+    for size, options in ((256, {"accumulate_grad_batches": 8}), (2048, {"halve_on_oom": True})):
+        task = Wide()
+        trainer = bare_trainer(tmp_path, accelerator="cuda", precision="fp64", max_epochs=2, **options)
+        trainer.fit(task, DataLoader(data, size))
+        ends.append(weights(task).cpu())
+        predicted = trainer.predict(task, DataLoader(data, size))
+    assert task.sizes[:2] == [2048, 1024]
+    assert {*task.sizes[3:]} <= {256, 512}
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-14)
+    assert torch.cat(predicted).shape == (2048, 1)
+
+
+def test_the_largest_batch_that_the_device_has_memory_for_is_found(tmp_path, little_memory):
+    data = DataLoader(TensorDataset(torch.randn(4096, 16)), 64)
+    trainer = bare_trainer(tmp_path, accelerator="cuda", precision="fp64", max_steps=1)
+    size = lumen.Tuner(trainer).scale_batch_size(Wide(), data)
+    assert 128 <= size <= 600
+
+
+@pytest.mark.parametrize("first", ["cpu", "cuda"])
+def test_a_run_goes_on_on_another_device(tmp_path, first):
+    second = "cuda" if first == "cpu" else "cpu"
+    ends = []
+    for name, parts in (("whole", [(first, 20)]), ("parts", [(first, 7), (second, 20)])):
+        for device, steps in parts:
+            torch.manual_seed(0)
+            task = Classifier(logs=True).double()
+            options = {"precision": "fp64", "max_steps": steps, "resume": "auto"}
+            quiet_trainer(tmp_path / name, accelerator=device, **options).fit(task, batches(pin_memory=False))
+        ends.append(weights(task).cpu())
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
+
+
+class Collects(torch.utils.data.Dataset):
+    """Looks for garbage in the process that reads it, which aborts it if it finds CUDA events of another one."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        gc.collect()
+        return torch.randn(16), torch.tensor(index % 4)
+
+
+def test_workers_that_are_forked_after_a_run_do_not_free_what_it_has_left(tmp_path):
+    gc.disable()
+    try:
+        for _ in range(3):
+            task = Classifier(logs=True)
+            task.itself = [task]  # in a circle, with the run
+            trainer = quiet_trainer(tmp_path, accelerator="cuda", max_epochs=2)
+            trainer.fit(task, DataLoader(Collects(), 8, num_workers=2, pin_memory=True))
+            assert trainer.global_step == 16
+            del task, trainer
+    finally:
+        gc.enable()
 
 
 # ---------------------------------------------------------------------- several processes
@@ -265,6 +397,25 @@ trainer = lumen.Trainer(
 predictions = trainer.predict(Late(), DataLoader(TensorDataset(inputs), 2, pin_memory=True))
 assert {each.device.type for each in predictions} == {"cpu"}
 assert torch.equal(torch.cat(predictions), inputs)
+print("the same")
+"""
+TRAIN = """
+import sys, torch, torch.distributed as dist, lumen
+from tests.helpers.tasks import Regression, loader, weights
+
+def trained(strategy):
+    task = Regression(dtype=torch.float64)
+    trainer = lumen.Trainer(
+        accelerator="cuda", strategy=strategy, precision="fp64", max_epochs=3, global_batch_size=8, seed=3,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(task, loader(50, 4, dtype=torch.float64), val_dataloaders=loader(23, 4, dtype=torch.float64))
+    return weights(task).cpu(), trainer.callback_metrics["val_loss"]
+
+dist.init_process_group("gloo")
+one, other = trained("ddp"), torch.load(sys.argv[1], weights_only=True)
+torch.testing.assert_close(one[0], other[0], rtol=1e-12, atol=1e-14)
+assert abs(one[1] - other[1]) < 1e-12
 print("the same")
 """
 FAIL = """
@@ -312,7 +463,7 @@ print("of all samples")
 """
 
 
-def two(code, folder, limit_s, *, own_device):
+def two(code, folder, limit_s, *arguments, own_device):
     """Run code in two processes; return their exit codes, outputs, and how long both took in seconds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -325,7 +476,7 @@ def two(code, folder, limit_s, *, own_device):
         place |= {"GROUP_RANK": "0" if own_device else str(rank)}
         started.append(
             subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, "-c", code, *arguments],
                 cwd=folder,
                 env={**os.environ, **world, **place},
                 text=True,
@@ -343,6 +494,17 @@ def two(code, folder, limit_s, *, own_device):
 
 def test_predictions_of_two_processes_are_those_of_their_samples(tmp_path):
     codes, outputs, _ = two(PREDICT, tmp_path, 80, own_device=False)
+    assert codes == [0, 0], outputs
+    assert all("the same" in output for output in outputs)
+
+
+def test_two_processes_train_what_one_does(tmp_path):
+    task = Regression(dtype=torch.float64)
+    trainer = bare_trainer(tmp_path, accelerator="cuda", precision="fp64", max_epochs=3, global_batch_size=8)
+    data = [loader(samples, 4, dtype=torch.float64) for samples in (50, 23)]
+    trainer.fit(task, data[0], val_dataloaders=data[1])
+    torch.save((weights(task).cpu(), float(trainer.callback_metrics["val_loss"])), tmp_path / "alone.pt")
+    codes, outputs, _ = two(TRAIN, tmp_path, 80, str(tmp_path / "alone.pt"), own_device=False)
     assert codes == [0, 0], outputs
     assert all("the same" in output for output in outputs)
 
