@@ -50,6 +50,7 @@ class Case:
         precision: `fp32`, `bf16` or `fp16`, the last with a gradient scaler.
         ranks: Processes of DDP.
         workers: Of the loader.
+        lr: The optimizer's learning rate.
         fused: Who uses `AdamW(fused="yes")`; "not by hand": all but the loop by hand that is divided by.
         device: `cpu` or `cuda`.
         compiled: By torch.compile.
@@ -85,6 +86,7 @@ class Case:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     ranks: int = 1
     workers: int = 0
+    lr: float = 1e-3
     fused: Literal["no", "yes", "not by hand"] = "no"
     device: str = "cpu"
     compiled: bool = False
@@ -109,7 +111,8 @@ class Case:
     def definition(self) -> dict[str, Any]:
         """All that figures depend on, as plain data: what `results.json` keeps with them."""
         fields = asdict(self) | {"also": list(self.also)}
-        left_out = ("about", "systems", "goal", "rounds", *(() if self.optimizers else ("optimizers",)))
+        left_out = ["about", "systems", "goal", "rounds"]
+        left_out += [name for name, usual in (("optimizers", 0), ("lr", 1e-3)) if fields[name] == usual]
         return {name: fields[name] for name in fields if name not in left_out}
 
     def small(self) -> Case:
@@ -165,9 +168,9 @@ _CASES = [
          measure="blocked_s", also=("lost_s",), rounds=2),
     Case("gpt2-cuda", "nanoGPT's 124 M GPT, bf16, compiled, 12 x 1024 tokens a step", model="gpt2", precision="bf16",
          systems=("hand", "again", "lumen", "lightning"), device="cuda", compiled=True, measure="wall_s",
-         batch_size=12, epoch=20, epochs=4, turns=1, fused="yes", tolerance=1e-3, goal=1.01),
+         batch_size=12, epoch=20, epochs=4, turns=1, lr=1e-4, fused="yes", tolerance=1e-3, goal=1.01),
     Case("gpt2-gaps", "gpt2-cuda: how long the device runs no kernel, by a trace", model="gpt2", precision="bf16",
          systems=("hand", "again", "lumen", "lightning"), device="cuda", compiled=True, measure="gap_s",
-         batch_size=12, epoch=20, epochs=1, turns=1, fused="yes", tolerance=1e-3),
+         batch_size=12, epoch=20, epochs=1, turns=1, lr=1e-4, fused="yes", tolerance=1e-3),
 ]  # fmt: skip
 CASES = {case.name: case for case in _CASES}

@@ -107,7 +107,7 @@ class Problem:
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """What the user has chosen."""
-        optimizer = torch.optim.AdamW(parameters, lr=1e-3, **({"fused": True} if self._fused else {}))
+        optimizer = torch.optim.AdamW(parameters, lr=self.case.lr, **({"fused": True} if self._fused else {}))
         if self.case.save_every:
             optimizer.register_step_post_hook(lambda *_: self._ends.append(time.perf_counter()))
         return optimizer

@@ -103,7 +103,7 @@ def machine_lines(results: dict[str, Any]) -> list[str]:
     machines: dict[str, list[str]] = {}
     for name, found in shown.items():
         machines.setdefault(json.dumps(found["machine"], sort_keys=True), []).append(name)
-    lines = []
+    lines, most = [], max(machines.values(), key=len, default=[])
     for names in machines.values():
         here = [shown[name] for name in names]
         machine, dates = here[0]["machine"], sorted({found["date"] for found in here})
@@ -112,7 +112,8 @@ def machine_lines(results: dict[str, Any]) -> list[str]:
             " to ".join(dates[:1] + dates[1:][-1:]), machine["accelerator"], machine["cpu"],
             f"{machine['cores']} cores", f"Python {machine['python']}", f"torch {machine['torch']}", *peers,
         ]  # fmt: skip
-        lines.append(", ".join(filter(None, parts)) + (f": {', '.join(names)}" if len(machines) > 1 else ""))
+        which = "" if len(machines) == 1 else ": all others" if names is most else f": {', '.join(names)}"
+        lines.append(", ".join(filter(None, parts)) + which)
     return lines
 
 

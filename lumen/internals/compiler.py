@@ -54,7 +54,7 @@ def uncompile(module: nn.Module) -> None:
 def limited_versions(most: int) -> AbstractContextManager[Any]:
     """The context in which more than `most` compiled versions of one function are an error, and none is out of date."""
     settings: dict[str, Any] = {"recompile_limit": most, "fail_on_recompile_limit_hit": True}
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # pytorch #177158: a parameter that was unfrozen had no gradient, ever
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # else what is unfrozen gets no gradient (#177158)
         settings["skip_tensor_guards_with_matching_dict_tags"] = False
     limits: AbstractContextManager[Any] = torch._dynamo.config.patch(**settings)
     return limits

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import final
@@ -19,6 +20,9 @@ from typing import final
 from lumen.proof.outcome import Outcome
 from lumen.proof.variants import Size, Variant
 from lumen.proof.worker import Maker, work
+
+MORE = "LUMEN_PRELOAD"
+"""Environment variable: a file with what is imported beforehand; a command line has no room for thousands of names."""
 
 _LOOK_EVERY_S, _PATIENCE_S = 0.02, 5.0
 
@@ -66,8 +70,13 @@ class Pool:
         self._make, self._size, self._folder, self._slots = make, size, folder, max(slots, 2)
         self._free, self._changed = self._slots, threading.Condition()
         self._forks = multiprocessing.get_context("forkserver")
-        self._forks.set_forkserver_preload(["lumen.proof.preload", *preload])
+        self._forks.set_forkserver_preload(["lumen.proof.preload"])
         self._spawns = multiprocessing.get_context("spawn")
+        more = folder / "preload.txt"
+        more.write_text("\n".join(preload), encoding="utf-8")
+        os.environ[MORE] = str(more)
+        ensure_running()
+        del os.environ[MORE]
         self._starting = threading.Lock()
         self._alive: list[BaseProcess] = []
 

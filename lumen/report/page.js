@@ -172,7 +172,7 @@
       const line = chart.lines.find(isShown);
       if (!line) return;
       const { x } = line.line.data_source.data;
-      const at = position === null ? (by > 0 ? -1 : x.length) : nearest(x, position);
+      const at = wanted === null ? (by > 0 ? -1 : x.length) : nearest(x, wanted); // two keys may come in one frame
       let next = at + by;
       while (x[next] === x[at] && next > 0 && next < x.length - 1) next += by;
       point(x[Math.min(Math.max(next, 0), x.length - 1)]);

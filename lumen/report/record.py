@@ -56,6 +56,12 @@ class Record:
     media: Media
 
     @property
+    def epochs(self) -> int | None:
+        """How many are completed; rows of the last one are there before it is."""
+        known = [each for each in (self.metrics.last_epoch, self.shown.newest_info.get("epoch")) if each is not None]
+        return max(known, default=None)
+
+    @property
     def settings(self) -> dict[str, str]:
         """The newest config by paths, or what a script has set."""
         return settings_in(next(reversed(self.configs.values()), ""))

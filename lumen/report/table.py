@@ -45,7 +45,7 @@ class Table:
         series: By name, in the file's order; names without a value are left out.
         epochs: The step of the first row of each epoch but the first, by the number of epochs completed.
         last_step: The highest step, or None.
-        last_epoch: Epochs completed at the end, or None.
+        last_epoch: Number of the newest epoch, or None: as many were completed before it.
     """
 
     series: dict[str, Series] = field(default_factory=dict)

@@ -48,6 +48,7 @@ def test_the_numbers_of_a_real_training_are_those_of_its_record(tmp_path, report
     losses = [float(row["val_loss"]) for row in rows if row["val_loss"]]
     assert f"{losses[-1]:.6g} {min(losses):.6g}" in page.text
     assert f"step-{rows[-1]['step'].zfill(8)}" in page.text
+    assert f"run finished {rows[-1]['step']} 2 " in page.text  # steps, and epochs that are completed
     assert f"torch {torch.__version__}" in page.text
     drawn = [tuple(each) for each in page.drawn()["y"]]
     assert tuple(losses) in drawn

@@ -251,7 +251,7 @@ def test_each_machine_is_named_with_its_cases():
     device = found["cases"]["tiny"] | {"definition": CASES["clip"].definition}
     found["cases"]["clip"] = device | {"machine": MACHINE | {"accelerator": "GPU of thought"}}
     first, second, *_ = markdown(found).splitlines()
-    assert first == "2026-01-01, Abacus, 2 cores, Python 3.11, torch 2.13: tiny."
+    assert first == "2026-01-01, Abacus, 2 cores, Python 3.11, torch 2.13: all others."
     assert second == "2026-01-01, GPU of thought, Abacus, 2 cores, Python 3.11, torch 2.13: clip."
 
 

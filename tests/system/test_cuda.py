@@ -93,7 +93,7 @@ def batches(*, pin_memory):
         ({}, {"callbacks": lambda: [lumen.EMA(0.9), lumen.ThroughputMonitor(), lumen.LearningRateMonitor()]}),
         ({"logs": True}, {"enable_progress_bar": True}),
     ],
-    ids=str,
+    ids=["plain", "logs", "logs to a file", "weighs", "norm", "value", "accumulates", "all", "average", "bar"],
 )
 def test_no_step_waits_for_what_it_has_queued(tmp_path, precision, task, options):
     options = {"max_steps": 110, "precision": precision, "log_every_n_steps": 1000} | options
@@ -158,9 +158,10 @@ def test_graphs_train_validate_and_predict_what_the_plain_modules_do(tmp_path):
         options = {"accelerator": "cuda", "compile": setting, "matmul_precision": "highest"}
         trainer = bare_trainer(tmp_path, max_steps=24, val_check_interval=8, limit_val_batches=20, **options)
         trainer.fit(task, batches(pin_memory=True), batches(pin_memory=True))
+        value = trainer.callback_metrics["val"]
         predictions = trainer.predict(task, batches(pin_memory=True))
         assert {each.device.type for each in predictions} == {"cpu"}
-        found.append((weights(task).cpu(), trainer.callback_metrics["val"], torch.cat(predictions)))
+        found.append((weights(task).cpu(), value, torch.cat(predictions)))
     for plain, compiled in zip(*found, strict=True):
         torch.testing.assert_close(torch.as_tensor(compiled), torch.as_tensor(plain), rtol=1e-3, atol=1e-4)
 
@@ -275,6 +276,40 @@ def test_a_loss_on_another_device_is_checked_there(tmp_path):
         bare_trainer(tmp_path, accelerator="cuda", max_steps=50).fit(Elsewhere(), batches(pin_memory=True))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_run_has_the_bits_of_the_loop_written_by_hand(tmp_path, precision, fused, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+    data, ends = batches(pin_memory=True), []
+    for by_hand in (True, False):
+        torch.manual_seed(0)
+        task = Classifier()
+        task = task.double() if precision == "fp64" else task
+        task.configure_optimizers = lambda task=task: torch.optim.AdamW(task.parameters(), 1e-2, fused=fused)
+        if by_hand:
+            torch.use_deterministic_algorithms(True)
+            task.cuda()
+            optimizer, scaler = task.configure_optimizers(), torch.amp.GradScaler(enabled=precision == "fp16")
+            for batch in data:
+                inputs, targets = (part.cuda(non_blocking=True) for part in batch)
+                with torch.autocast("cuda", dtype, enabled=dtype is not None):
+                    loss = task.training_step((inputs.to(next(task.parameters()).dtype), targets))
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(task.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+            torch.use_deterministic_algorithms(False)
+        else:
+            options = {"precision": precision, "gradient_clip_val": 0.5, "deterministic": True, "max_epochs": 1}
+            bare_trainer(tmp_path, accelerator="cuda", **options).fit(task, data)
+        ends.append((weights(task).cpu(), torch.stack(task.losses).cpu()))
+    assert torch.equal(ends[0][1], ends[1][1])
+    assert torch.equal(ends[0][0], ends[1][0])
+
+
 # ---------------------------------------------------------------------- memory that is used up, other devices, workers
 
 
@@ -326,10 +361,14 @@ def test_a_batch_that_the_device_has_no_memory_for_is_halved_to_the_same_update(
 
 
 def test_the_largest_batch_that_the_device_has_memory_for_is_found(tmp_path, little_memory):
-    data = DataLoader(TensorDataset(torch.randn(4096, 16)), 64)
+    class Sized(Wide):
+        batch_size = 2
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.randn(4096, 16)), self.batch_size)
+
     trainer = bare_trainer(tmp_path, accelerator="cuda", precision="fp64", max_steps=1)
-    size = lumen.Tuner(trainer).scale_batch_size(Wide(), data)
-    assert 128 <= size <= 600
+    assert 128 <= lumen.Tuner(trainer).scale_batch_size(Sized()) <= 600
 
 
 @pytest.mark.parametrize("first", ["cpu", "cuda"])

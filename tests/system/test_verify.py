@@ -75,6 +75,27 @@ def test_a_process_that_is_done_leaves_the_others_their_time(tmp_path, monkeypat
     assert (result.failure, len(result.outcomes)) == (None, 2)
 
 
+MANY = """
+from pathlib import Path
+from lumen.proof.pool import Pool
+from lumen.proof.variants import Variant
+from tests.helpers.proving import SIZE, LateOnRankZero, Make
+
+names = [f"a_module_with_a_name_that_is_not_short_{number}" for number in range(5000)]
+runs = Pool(Make(LateOnRankZero), SIZE, Path("runs"), 2, ["mine_is_broken", *names])
+result = runs.run(Variant("one", 1, "single"), "fp64")
+runs.close()
+print(result.failure, len(result.outcomes))
+"""
+
+
+def test_more_modules_than_a_command_line_holds_may_be_imported_and_one_that_fails_is_left_out(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "mine_is_broken.py").write_text("raise KeyError('mine')")
+    done = subprocess.run([sys.executable, "-c", MANY], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["None", "1"], done.stderr
+
+
 @pytest.mark.time_limit(300)
 def test_a_task_with_a_state_of_its_own_fails_where_it_is_killed_and_the_module_is_named():
     ran = verify("--only", "kills", "--json", task="Within", module="Counts")
