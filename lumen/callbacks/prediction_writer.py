@@ -14,6 +14,7 @@ from lumen.callbacks.parquet import ParquetFile
 from lumen.data.nested import move
 from lumen.errors import ConfigError, DataError
 from lumen.errors.arguments import checked, local_path, optional
+from lumen.internals.whole_files import replaced
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
@@ -179,9 +180,8 @@ class PredictionWriter(BasePredictionWriter):
         tensors = {key: tensor.contiguous().clone() for key, tensor in named.items()}
         if indices is not None:
             tensors["index"] = torch.tensor(indices)
-        beside = self.directory / f".{name}.tmp"
-        save_file(tensors, beside)
-        beside.rename(self.directory / name)
+        with replaced(self.directory / name) as beside:
+            save_file(tensors, beside)
 
 
 def _named(prediction: Any) -> dict[str, torch.Tensor]:

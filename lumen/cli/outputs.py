@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import reprlib
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice
@@ -21,6 +20,7 @@ from lumen.cli.interpolation import escaped
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError, DataError
+from lumen.internals.whole_files import replaced
 from lumen.run.loaders import Loaders
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
@@ -138,13 +138,11 @@ def write_results(results: list[Any], path: Path) -> None:
 
 def _write(path: Path, content: str | dict[str, torch.Tensor]) -> None:
     """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # of a killed process
-    if isinstance(content, str):
-        temporary.write_text(content, encoding="utf-8")
-    else:
-        write_safetensors(temporary, content)
-    os.replace(temporary, path)
+    with replaced(path) as beside:
+        if isinstance(content, str):
+            beside.write_text(content, encoding="utf-8")
+        else:
+            write_safetensors(beside, content)
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, ClassVar
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
+from lumen.internals.whole_files import replaced
 from lumen.loggers.base import Logger, Nothing
 
 UPLOADING = (
@@ -227,6 +227,5 @@ def _rows_of(path: Path, above: str) -> Iterator[tuple[int, dict[str, float]]]:
 
 
 def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f"{path.name}.tmp")
-    beside.write_text(text)
-    os.replace(beside, path)
+    with replaced(path) as beside:
+        beside.write_text(text)

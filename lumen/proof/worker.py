@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lumen.callbacks import Callback
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError
+from lumen.internals.whole_files import replaced
 from lumen.proof.observer import Observer, Rows
 from lumen.proof.outcome import Outcome
 from lumen.proof.variants import Moment, Size, Variant
@@ -119,9 +120,8 @@ def work(make: Maker, variant: Variant, size: Size, precision: str | None, folde
         failure = told(error)
     outcome.seconds = time.monotonic() - began_s
     answer = {"outcome": outcome.to_json(), "failure": failure}
-    path = place / f"rank-{rank}.json"
-    path.with_suffix(".tmp").write_text(json.dumps(answer), encoding="utf-8")
-    path.with_suffix(".tmp").replace(path)
+    with replaced(place / f"rank-{rank}.json") as beside:
+        beside.write_text(json.dumps(answer), encoding="utf-8")
     sys.stdout.flush()
     with suppress(Exception):
         Processes.found().close()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from importlib.resources import files
 from itertools import islice
@@ -21,6 +19,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from lumen import __version__
 from lumen.errors import RunDirectoryError
+from lumen.internals.whole_files import replaced
 from lumen.report.curves import Curves, draw
 from lumen.report.record import Record, names_of, read_record
 from lumen.report.settings import differences, settings_in
@@ -56,13 +55,10 @@ def write_report(runs: Sequence[ShownRun], output: Path) -> None:
         RunDirectoryError: The file cannot be written.
     """
     text = render(runs)
-    beside = output.with_name(f".{output.name}.tmp")
     try:
-        beside.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(beside, output)
+        with replaced(output) as beside:
+            beside.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
         raise RunDirectoryError(
             f"{output} cannot be written: {error.strerror or error}. Choose another file with --output."
         ) from error
