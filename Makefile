@@ -10,7 +10,7 @@ VISION = $(VENV)-vision
 # Whole files side by side. A test over its time limit ends its worker: without another one it is named once.
 PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
-.PHONY: demo check test test-all compat gpu torture bench vision lint format clean
+.PHONY: demo check test test-all compat gpu torture bench vision docs lint format clean
 
 demo: $(READY) ## Train a small GPT on real text, then let it write.
 	$(BIN)/lumen fit --config models/gpt.yaml
@@ -46,6 +46,10 @@ torture: $(READY) ## Kills at random moments and a soak, for as long as you like
 bench: $(VENV)-bench/.ready ## What the loop costs, beside the loop by hand and other libraries.
 	$(VENV)-bench/bin/python -m benchmarks --readme
 
+docs: $(READY) ## The documentation as a site, to be opened at site/index.html; nothing is fetched.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "Open $(CURDIR)/site/index.html"
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -77,4 +81,4 @@ $(COMPAT)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-bench $(VENV)-compat-* build *.egg-info
+	rm -rf $(VENV) $(VENV)-bench $(VENV)-compat-* build site *.egg-info

@@ -1,0 +1,119 @@
+"""What `make docs` adds to the pages of docs/: other files as pages, the reference, and links that work there too."""
+
+import json
+import os
+import posixpath
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import lumen
+from lumen import cli, optim
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "docs/notebook.ipynb": "notebook.md",
+}
+REFERENCE = {  # a page, and the modules whose public names stand on it; the page of tools has all others
+    "trainer": ("Trainer and task", ("lumen.trainer.", "lumen.task.")),
+    "callbacks": ("Callbacks", ("lumen.callbacks",)),
+    "loggers": ("Loggers and profilers", ("lumen.loggers", "lumen.profilers")),
+    "devices": ("Devices and precision", ("lumen.strategies", "lumen.precision")),
+    "tools": ("Tools", ("lumen.",)),
+}
+PICTURES = (".png", ".svg")
+FIRST = ("Trainer", "TaskModule", "DataModule", "Callback", "Logger", "Strategy", "Precision", "CLI")
+LINK = re.compile(r"\]\(([^)#\s]+)((?:#[^)]*)?)\)")
+FENCED = re.compile(r"(^ *```.*?^ *```$)", re.S | re.M)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Take the pages of other folders in, and send links that leave docs/ to pages that show the source."""
+    origins = {f"docs/{file.src_uri}": file for file in files.documentation_pages()}
+    for origin, uri in ELSEWHERE.items():
+        origins[origin] = File.generated(config, uri, content=_text(ROOT / origin))
+        files.append(origins[origin])
+    places = {origin: file.src_uri for origin, file in origins.items()}
+    linked: set[str] = set()
+    for origin, file in origins.items():
+        file.content_string = _with_links(file.content_string, origin, places, linked)
+    shown = {_place(path): _source(path) for path in linked}
+    for uri, content in {**shown, **dict(_reference())}.items():
+        files.append(File.generated(config, uri, content=content))
+    return files
+
+
+def _text(path: Path) -> str:
+    """A file as Markdown: of a notebook its cells."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"]]
+    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells)
+
+
+def _with_links(text: str, origin: str, places: dict[str, str], linked: set[str]) -> str:
+    """A page whose links to pages, files and folders of the repository are right in the site."""
+
+    def there(link: re.Match[str]) -> str:
+        target, anchor = link.groups()
+        if "://" in target:
+            return link[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), target))
+        if (ROOT / path).is_dir():
+            return f"](#folder:{path})"
+        if path not in places:
+            linked.add(path)
+        uri = places.get(path, _place(path))
+        return f"]({posixpath.relpath(uri, posixpath.dirname(places[origin]) or '.')}{anchor})"
+
+    parts = FENCED.split(text)
+    parts[::2] = [re.sub(r"\[([^\]]*)\]\(#folder:[^)]*\)", r"\1", LINK.sub(there, part)) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _place(path: str) -> str:
+    """Where the site has a file: a picture as it is, any other as a page."""
+    return f"source/{path}" if path.endswith(PICTURES) else f"source/{path}.md"
+
+
+def _source(path: str) -> str | bytes:
+    """The page that shows a file; search leaves it out."""
+    if path.endswith(PICTURES):
+        return (ROOT / path).read_bytes()
+    language = {".py": "python", ".yaml": "yaml"}.get(Path(path).suffix, "")
+    text = (ROOT / path).read_text()
+    return f"---\nsearch: {{exclude: true}}\nhide: [toc, navigation]\n---\n# {path}\n\n````{language}\n{text}````\n"
+
+
+def _reference() -> Iterator[tuple[str, str]]:
+    """The pages of the reference: what `lumen` exports, `lumen.optim`, and what each command says of itself."""
+    left = sorted(lumen.__all__, key=lambda name: (name not in FIRST, FIRST.index(name) if name in FIRST else 0, name))
+    for page, (title, homes) in REFERENCE.items():
+        names = [name for name in left if lumen._HOME[name].startswith(homes)]
+        left = [name for name in left if name not in names]
+        yield f"reference/{page}.md", _described(title, [f"lumen.{name}" for name in names])
+    yield "reference/optim.md", _described("lumen.optim", [f"lumen.optim.{name}" for name in optim.__all__])
+    helps = [_help(command) for command in ("", *cli.COMMANDS, *cli.LOOKS, *cli.WITHOUT_CONFIG)]
+    yield "reference/commands.md", "\n\n".join(["# The command line", *helps])
+
+
+def _described(title: str, names: list[str]) -> str:
+    return "\n\n".join([f"# {title}", *(f"::: {name}" for name in names)])
+
+
+def _help(command: str) -> str:
+    """What a command prints of itself, at 90 columns."""
+    words = [sys.executable, "-m", "lumen", *command.split(), "--help"]
+    said = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, "COLUMNS": "90"}, check=True, capture_output=True, text=True
+    ).stdout
+    return f"## `lumen{' ' * bool(command)}{command}`\n\n```text\n{said.rstrip()}\n```"

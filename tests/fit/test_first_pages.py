@@ -1,0 +1,82 @@
+"""The programs of the pages that somebody new reads first."""
+
+import dataclasses
+import filecmp
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import Trainer, TrainingArguments
+
+import lumen
+from lumen.cli import main
+from tests.helpers import ROOT
+from tests.helpers.pages import snippets
+
+SAID = {
+    "callbacks": ["True True True"],
+    "coming-from-the-plain-loop": ["True"],
+    "coming-from-transformers": ["['eval_accuracy', 'eval_loss', 'loss']"],
+    "evaluation": ["True"],
+    "resume": ["True", "20"],
+    "strategies": ["True", "True"],
+}
+
+
+@pytest.mark.parametrize("page", SAID)
+def test_the_programs_of_a_page_print_what_it_says(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    found = {"__name__": "page"}
+    for number, program in enumerate(snippets(f"docs/{page}.md")):
+        exec(compile(program, f"docs/{page}.md, program {number}", "exec"), found)
+    assert [line for line in capsys.readouterr().out.splitlines() if line in SAID[page]] == SAID[page]
+    if page == "resume":
+        assert filecmp.cmp("runs/whole/metrics.csv", "runs/parts/metrics.csv", shallow=False)
+
+
+def test_the_script_of_the_quick_start_trains_ends_and_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (script,) = snippets("docs/quick-start.md")
+    for epochs, steps in ((5, 200), (5, 200), (10, 400)):
+        found = {"__name__": "page"}
+        exec(script.replace("max_epochs=5", f"max_epochs={epochs}"), found)
+        assert sorted(path.name for path in Path("runs/circle/checkpoints").iterdir())[-1] == f"step-{steps:08}"
+        assert "accuracy" in capsys.readouterr().out
+        assert found["trainer"].callback_metrics["accuracy"] > 0.95
+
+
+def test_the_commands_of_the_quick_start_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/quick-start.md").read_text()
+    modules = {*sys.modules}
+    for line in re.search(r"```\n(lumen init.*?)```", page, re.S)[1].splitlines():
+        program, *words = line.split()
+        if program == "cd":
+            monkeypatch.chdir(words[0])
+            monkeypatch.syspath_prepend(Path.cwd())
+        else:
+            assert main(words) == 0, line
+    assert "mine-2" in capsys.readouterr().out
+    for name in {*sys.modules} - modules:
+        if name.split(".")[0] == "mine":
+            del sys.modules[name]
+
+
+def test_the_arguments_of_both_trainers_are_those_that_there_are():
+    page = (ROOT / "docs/coming-from-transformers.md").read_text()
+    arguments, methods = page.split("## Methods")
+    theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
+    left = [re.findall(r"`(\w+)`", row.split(" | ")[0]) for row in re.findall(r"^\| `\w.*", arguments, re.M)][1:]
+    named = {name for row in left for name in row}
+    assert len(named) > 30
+    assert named <= theirs
+    ours = {*inspect.signature(lumen.Trainer).parameters, *inspect.signature(lumen.ModelCheckpoint).parameters}
+    used = {*re.findall(r"\b(\w+)=", " ".join(re.findall(r"^\|.*", arguments, re.M)))} - {"warmup", "ckpt_path", "wrap"}
+    assert used <= ours
+    rows = re.findall(r"^\| `\w.*", methods, re.M)
+    called = {name for row in rows for name in re.findall(r"`(\w+)(?:\(\))?`", row.split(" | ")[0])}
+    known = {*dir(Trainer), *inspect.signature(Trainer).parameters, "TrainerCallback", "Trainer"}
+    assert called - known == {"num_items_in_batch"}
+    assert "num_items_in_batch" in inspect.signature(Trainer.compute_loss).parameters
