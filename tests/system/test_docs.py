@@ -16,12 +16,19 @@ from tests.helpers import OF_TORCHVISION, ROOT
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+COMMANDS = (ROOT / "docs/commands.md").read_text()
+
+
+def blocks(language, page):
+    return re.findall(rf"```{language}\n(.*?)```", page, re.S)
+
+
+def commands_of(page):
+    return [line.split("#")[0].split() for line in page.splitlines() if line.startswith("lumen ")]
 
 
 def test_the_readme_task_runs_and_goes_on_when_run_again(tmp_path):
-    (script,) = blocks("python")
+    (script,) = blocks("python", README)
     (tmp_path / "train.py").write_text(script)
     for said in ("finished: ", "nothing to do"):
         done = subprocess.run(
@@ -34,7 +41,8 @@ def test_the_readme_task_runs_and_goes_on_when_run_again(tmp_path):
 
 def test_the_readme_commands_run(tmp_path, monkeypatch, capsys):
     """In their order, with few steps and small data."""
-    commands = [line.split("#")[0].split() for line in README.splitlines() if line.startswith("lumen ")]
+    commands = commands_of(README)
+    assert commands == commands_of(COMMANDS)
     assert [command[1] for command in commands] == ["fit", "fit", "fit", "validate", "predict", "runs", "export"]
     small = {
         "fit": ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=2"],
@@ -121,7 +129,7 @@ def take_two_steps(config, tmp_path):
 
 
 def on_top_of_the_digits(config, folder):
-    """Train two steps of an example with a config of the README's over it; returns the run's own config."""
+    """Train two steps of an example with a config of the page on commands over it; returns the run's own config."""
     (folder / "more.yaml").write_text(config)
     words = ["--config", "models/digits.yaml", "--config", str(folder / "more.yaml")]
     small = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", f"--trainer.default_root_dir={folder}"]
@@ -129,9 +137,9 @@ def on_top_of_the_digits(config, folder):
     return (folder / "digits/config.yaml").read_text()
 
 
-def test_the_readme_configs_train_on_top_of_an_example(tmp_path, monkeypatch):
+def test_the_configs_of_the_page_on_commands_train_on_top_of_an_example(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    one, several = blocks("yaml")
+    one, several = blocks("yaml", COMMANDS)
     saved = on_top_of_the_digits(one, tmp_path)
     assert "class_path: torch.optim.AdamW" in saved
     assert "interval: step" in saved

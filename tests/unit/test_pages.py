@@ -168,3 +168,39 @@ def test_contributing_fits_on_a_screen_and_names_targets_that_there_are():
 def test_the_readme_leads_to_each_page():
     linked = {*re.findall(r"\]\(([^)#]+)\)", (HOME / "README.md").read_text())}
     assert linked >= {*NAMES}
+
+
+# ---------------------------------------------------------------------- the promises, and where all pages are
+
+README = (HOME / "README.md").read_text()
+PICTURE = HOME / "benchmarks/results/cost.svg"
+PROMISES = (HOME / "docs/promises.md").read_text()
+
+
+def test_what_the_readme_promises_in_a_line_is_told_on_the_page_of_promises():
+    rows_of_readme = re.findall(r"^\| \*\*(.+?)\*\* \| .+ \| (.+) \|$", README, re.M)
+    assert [name for name, _ in rows_of_readme] == re.findall(r"^## (.+)$", PROMISES, re.M)
+    said = {*re.findall(r"[\d.,]*\d(?:e-\d+)?", PROMISES)}
+    for name, figure in rows_of_readme:
+        assert {*re.findall(r"[\d.,]*\d(?:e-\d+)?", figure)} <= said, name
+
+
+def test_the_picture_shows_the_figures_of_the_page_of_promises():
+    bars = re.findall(r'width="([\d.]+)" height="12" rx="2" fill="#\w+"/><text [^>]*>([\d.]+)<', PICTURE.read_text())
+    (told,) = re.findall(r"Median\s+CPU time against that loop(.*?);", PROMISES, re.S)
+    figures = re.findall(r"\d\.\d\d", told)
+    assert [figure for _, figure in bars] == [*figures[:8], *figures[10:12]]
+    assert len({round(float(width) / float(figure)) for width, figure in bars}) == 1
+
+
+def test_the_readme_is_read_in_two_minutes_and_leads_to_every_page():
+    assert len(README.splitlines()) <= 120
+    assert "](docs/pages.md)" in README
+    linked = {*re.findall(r"\]\(([\w-]+\.\w+)(?:#[\w-]+)?\)", (HOME / "docs/pages.md").read_text())}
+    pages = {path.name for path in (HOME / "docs").glob("*.md")} | {"notebook.ipynb"}
+    assert pages - linked == {"pages.md"}
+
+
+def test_the_page_of_examples_has_every_config():
+    linked = re.findall(r"\]\(\.\./models/(\w+)\.yaml\)", (HOME / "docs/examples.md").read_text())
+    assert sorted(linked) == sorted(path.stem for path in (HOME / "models").glob("*.yaml"))
