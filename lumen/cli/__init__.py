@@ -17,6 +17,7 @@ from lumen.distributed import worker
 from lumen.errors import HUNG, ConfigError, LumenError, ProcessStuck
 from lumen.internals.garbage import only_young_collected
 
+VERBOSE = "LUMEN_DEBUG"  # what `--verbose` sets, for the processes of the run too
 COMMANDS = {
     "fit": "Train.",
     "validate": "Evaluate on the validation data.",
@@ -45,7 +46,8 @@ def main(args: list[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 2 for a wrong command line or configuration; 70 where a process hangs; 1 for any other error
-        of Lumen; 130 for Ctrl-C. Errors of the user's own code are raised, with their traceback.
+        of Lumen; 130 for Ctrl-C. An error of the user's own code is 1 too, and shown without the frames of libraries;
+        it is raised where words are given, and where a debugger waits for it.
     """
     try:
         return _dispatch(sys.argv[1:], own=True) if args is None else _dispatch(args, own=False)
@@ -53,13 +55,20 @@ def main(args: list[str] | None = None) -> int:
         return 130
     except LumenError as error:
         return tell(error)
+    except Exception as error:
+        if args is not None or sys.gettrace() is not None or sys.flags.interactive:
+            raise
+        from lumen.cli.users_error import show
+
+        show(error)
+        return 1
     finally:
         stdout.flush()  # here, where a closed pipe is no error, and not when Python exits
 
 
 def tell(error: LumenError) -> int:
     """Print an error, or leave that to who has started this process; returns the exit code."""
-    if os.environ.get("LUMEN_DEBUG") == "1":
+    if os.environ.get(VERBOSE) == "1":
         traceback.print_exc()
     text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
     if not worker.report(error, text):
@@ -68,7 +77,7 @@ def tell(error: LumenError) -> int:
 
 
 def _dispatch(args: list[str], *, own: bool) -> int:
-    args = without_launchers(args)
+    args = _heard(without_launchers(args))
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         ours, others = (
@@ -76,7 +85,8 @@ def _dispatch(args: list[str], *, own: bool) -> int:
             for each in (COMMANDS | LOOKS, WITHOUT_CONFIG)
         )
         head = "lumen COMMAND --config FILE [--KEY VALUE ...]"
-        print(head, *ours, "without a config:", *others, "lumen COMMAND --help says more.", sep="\n", file=stdout)
+        more = "lumen COMMAND --help says more; with --verbose errors show every frame."
+        print(head, *ours, "without a config:", *others, more, sep="\n", file=stdout)
         return 0
     command, *words = args
     if command == "--version":
@@ -93,6 +103,14 @@ def _dispatch(args: list[str], *, own: bool) -> int:
         gc.freeze()  # what there is now stays until the end: no need to look through it again and again
 
     return run(words)
+
+
+def _heard(words: list[str]) -> list[str]:
+    """A command line without `--verbose`, which is for this process and for those that it starts."""
+    own = words.index("--") if "--" in words else len(words)  # what follows is another command line
+    if "--verbose" in words[:own]:
+        os.environ[VERBOSE] = "1"
+    return [word for word in words[:own] if word != "--verbose"] + words[own:]
 
 
 def without_launchers(words: list[str]) -> list[str]:

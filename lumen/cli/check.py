@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
@@ -15,6 +14,7 @@ from lumen.check.show import as_json, show
 from lumen.cli import tell
 from lumen.cli.command_line import CLI
 from lumen.cli.optimization import configure_optimizers
+from lumen.cli.users_error import show as show_error
 from lumen.cli.words import Shown
 from lumen.console import stdout
 from lumen.errors import ConfigError, LumenError
@@ -76,7 +76,7 @@ def _failed(report: Report, error: BaseException, *, as_text: bool) -> int:
     if isinstance(error, LumenError):
         tell(error)
     else:
-        traceback.print_exception(error)
+        show_error(error)
     return 2
 
 

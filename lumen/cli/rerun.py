@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -15,6 +14,7 @@ import yaml
 from lumen.callbacks import BYSTANDERS, Callback
 from lumen.cli import tell
 from lumen.cli.command_line import CLI, Checked
+from lumen.cli.users_error import show
 from lumen.cli.yaml_text import load_yaml
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, LumenError
@@ -36,8 +36,8 @@ def coded(command: Callable[[], int]) -> int:
         return command()
     except LumenError as error:
         tell(error)
-    except Exception:  # of the user's code
-        traceback.print_exc()
+    except Exception as error:  # of the user's code
+        show(error)
     return 2
 
 

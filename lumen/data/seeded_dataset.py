@@ -155,13 +155,17 @@ class SeededDataset(Dataset[Any]):
             if self.draws:
                 seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, request.start))
             samples = self.fetch_many(indices)
-        elif self.draws:
-            samples = []
-            for place, index in enumerate(indices, request.start):
-                seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, place if request.by_place else index))
-                samples.append(self.dataset[index])
         else:
-            samples = [self.dataset[index] for index in indices]
+            samples, index = [], None
+            try:
+                for place, index in enumerate(indices, request.start):
+                    if self.draws:
+                        key = place if request.by_place else index
+                        seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, key))
+                    samples.append(self.dataset[index])
+            except Exception as error:
+                error.add_note(f"It was raised for sample {index} of {type(self.dataset).__name__}.")
+                raise
         if self.keys_collate:
             seed_all(make_key(self.seed, Domain.COLLATE, request.epoch, request.start))
         return samples  # type: ignore[no-any-return]

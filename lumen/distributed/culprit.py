@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+from types import CodeType
 from typing import final
 
 import torch
@@ -18,6 +19,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 _LUMEN, _TORCH = str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES, _LOADER = _TORCH + f"distributed{os.sep}", _TORCH + os.path.join("utils", "data", "")
 _AUTOGRAD = _TORCH + f"autograd{os.sep}"
+_INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 _DEBUGGER = re.compile(r"[/\\](bdb|pdb|IPython[/\\].*|_?pydevd\w*([/\\].*)?|debugpy[/\\].*)\.py$")
 
 
@@ -48,7 +50,12 @@ class Frame:
 @cache
 def _libraries() -> tuple[str, ...]:
     """Folders of what is installed; to ask takes Python an import."""
-    return tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    return tuple({sysconfig.get_path(name) + os.sep for name in _INSTALLED})
+
+
+def is_prompt(code: CodeType) -> bool:
+    """Whether a frame of this code is that of a debugger which waits for a command."""
+    return code.co_name == "interaction" and _DEBUGGER.search(code.co_filename) is not None
 
 
 def frames_of(stacks: str) -> list[Frame]:

@@ -23,6 +23,7 @@ from lumen.metrics.stages import StatesApart
 from lumen.metrics.step_values import for_loggers
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.random import EVALUATIONS, make_key, preserved_generators, seed_generators
+from lumen.run.place import note_place
 from lumen.run.run import Run
 from lumen.strategies import sync_buffers
 from lumen.task.hooks import overrides
@@ -123,6 +124,9 @@ def set_apart(run: Run, stage: str) -> Iterator[SetApart]:
         adapter.measure()
     try:
         yield apart
+    except Exception as error:
+        note_place(run, error)
+        raise
     finally:
         run.ending.vote.change_pace()
         apart.metrics.reset_metrics()
@@ -183,7 +187,7 @@ def evaluate_loader(
             if micro.is_dummy and micro.batch is None:
                 continue
             metrics.window += 1
-            run.log.batch_samples = micro.samples
+            run.log.batch_samples, run.log.batch_index = micro.samples, micro.index
             seed_generators(make_key(run.seed, domain, 2, dataloader_idx, micro.index))
             batch = run.calls.receive(micro.batch, dataloader_idx)
             if micro.is_dummy:  # in a forward that all ranks make together
@@ -205,6 +209,7 @@ def evaluate_loader(
                 outputs.append((micro.index, run.calls.to_host(output)))
             if row := metrics.step_values(for_loggers):
                 apart.rows.append(((dataloader_idx, micro.index), row))
+        run.log.batch_index = None
         run.ending.vote.poll()
         if run.ending.vote.stop_signal is not None:
             break

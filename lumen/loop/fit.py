@@ -96,7 +96,7 @@ def train_epoch(run: Run) -> None:
             else:
                 updated = make_step(run, window)
         except EpochSkipped:
-            run.log.in_train_step, skipped = False, True
+            run.log.in_train_step, run.log.batch_index, skipped = False, None, True
             break
         except RuntimeError as error:
             explain(run, error)

@@ -25,7 +25,7 @@ def manual_step(run: Run, window: AccumulationWindow) -> bool:
     (micro,) = weigh(run, window)
     index = window.first_index // (1 if window.whole else run.processes.world_size)  # the same on all processes
     run.step.seed(micro)
-    run.log.batch_samples = micro.samples
+    run.log.batch_samples, run.log.batch_index = micro.samples, index
     batch = run.calls.receive(micro.batch, micro.loader)
     if hooks.on_train_batch_start:
         leave_epoch(run, window, not micro.is_dummy and _asks_to_leave(run, batch, index))
@@ -49,7 +49,7 @@ def manual_step(run: Run, window: AccumulationWindow) -> bool:
         output = detached(output)
         for hook in hooks.on_train_batch_end:
             hook(output, batch, index)
-    run.log.in_train_step = False
+    run.log.in_train_step, run.log.batch_index = False, None
     return updated
 
 

@@ -41,7 +41,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
     parts = StepInParts(run, window) if run.plan.halve_on_oom and closure is None else None
     for micro in micro_batches:
         run.step.seed(micro)
-        run.log.batch_samples = micro.samples
+        run.log.batch_samples, run.log.batch_index = micro.samples, micro.index
         batch = run.calls.receive(micro.batch, micro.loader) if micro.batch is not None else None
         for hook in hooks.on_train_batch_start if not micro.is_dummy else ():
             if hook(batch, micro.index) == -1:
@@ -63,7 +63,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
             output = detached(output)
             for hook in hooks.on_train_batch_end:
                 hook(output, batch, micro.index)
-    run.log.in_train_step = False
+    run.log.in_train_step, run.log.batch_index = False, None
     return updated
 
 

@@ -25,6 +25,7 @@ class LogContext:
         train: The values of the training epoch in progress.
         stage: Where values go that are logged now: `train`, or those of an evaluation; None: nowhere.
         batch_samples: Samples of the micro-batch in progress: what a mean is weighed with.
+        batch_index: The `batch_idx` of the micro-batch in progress; None: there is none, but data may be awaited.
         loader_suffix: Added to the names that are logged for one of several evaluation loaders.
         in_train_step: A training step is in progress.
         in_evaluation_pass: An evaluation reads its loaders.
@@ -39,6 +40,7 @@ class LogContext:
         self.train = StageMetrics()
         self.stage: StageMetrics | None = None
         self.batch_samples = 1
+        self.batch_index: int | None = None
         self.loader_suffix = ""
         self.in_train_step = False
         self.in_evaluation_pass = False

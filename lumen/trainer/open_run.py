@@ -36,6 +36,7 @@ from lumen.precision import make_precision
 from lumen.profilers import profiled
 from lumen.run.anomalies import OperationFinder
 from lumen.run.goodput import Goodput
+from lumen.run.place import note_place
 from lumen.run.run import Run
 from lumen.strategies.factory import unused_devices
 from lumen.task.data_module import DataModule
@@ -43,6 +44,7 @@ from lumen.task.given import check_task
 from lumen.task.hooks import check_hooks, fitted, misspelt_hooks
 from lumen.task.task_module import TaskModule
 from lumen.trainer import process_settings
+from lumen.trainer.debugging import debuggable
 from lumen.trainer.grace import limited
 from lumen.trainer.join_callbacks import join_callbacks
 from lumen.trainer.logs import apart_from_others, console_log, log_file, record
@@ -134,6 +136,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         if directory is not None and first:
             run.records.goodput = goodput
             closing.callback(lambda: goodput.close(run.progress.step))
+        closing.enter_context(debuggable(processes))
         watch = closing.enter_context(watched(run))
         log, records, ending = run.log, run.records, run.ending
         asks = run.hooks.may_stop_at_steps and processes.world_size > 1
@@ -166,6 +169,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         except StopRequested:
             _leave(trainer, run, directory)
         except BaseException as error:
+            note_place(run, error)
             if run.processes.world_size == 1:
                 with suppress(Exception):  # a device that has failed gives no values
                     run.records.write_row()

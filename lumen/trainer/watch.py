@@ -21,7 +21,7 @@ import torch
 
 from lumen.checkpoint import Saves
 from lumen.console import in_notebook, stderr
-from lumen.distributed.culprit import Place, name_culprits
+from lumen.distributed.culprit import Place, is_prompt, name_culprits
 from lumen.distributed.stack_dump import OWN_SIGNAL, look_at, own_stacks
 from lumen.distributed.worker import report
 from lumen.errors import HUNG, ProcessStuck
@@ -100,7 +100,10 @@ class _Watch:
                 continue
             # not what the clock says: the time in which this process was itself stopped is not counted
             idle_s += min(time.monotonic() - before_s, 2 * period_s)
-            is_in_step, limit_s = self._limit()
+            is_in_step, limit_s, is_asked = self._limit()
+            if is_asked:
+                idle_s, warned = 0.0, False
+                continue
             limit_s *= patience
             if idle_s > limit_s and (places := self._claim(beats)):
                 headline = f"no step and no batch was done for {idle_s:.3g} s: {name_culprits(places)}"
@@ -117,26 +120,27 @@ class _Watch:
                     + self._own_place().told()
                 )
 
-    def _limit(self) -> tuple[bool, float]:
-        """Whether the run is in a step, and how long it may stand where it is, in seconds."""
+    def _limit(self) -> tuple[bool, float, bool]:
+        """Whether the run is in a step, how long it may stand where it is, in seconds, and if a debugger asks there."""
         processes = self._processes
         frame: FrameType | None = sys._current_frames().get(self._thread)
-        in_step = waits = saves = False
+        in_step = waits = saves = asked = False
         while frame is not None:
             in_step |= frame.f_code in _STEPS
             waits |= frame.f_code.co_filename.startswith(_COLLECTIVES)
             saves |= frame.f_code.co_filename == _SAVES
+            asked |= is_prompt(frame.f_code)
             frame = frame.f_back
         waits &= not saves  # a disk may be slow
         if not self._has_begun:
-            return in_step, processes.startup_timeout_s
+            return in_step, processes.startup_timeout_s, asked
         floor_s = max(processes.startup_timeout_s, processes.timeout_s)
         if self._is_fit and (in_step or waits):
             floor_s = processes.timeout_s
         limit_s = max(floor_s, _TIMES * self._longest_s[in_step])
         if self._is_fit and (in_step or waits):
             processes.wait_for(limit_s)
-        return in_step, limit_s
+        return in_step, limit_s, asked
 
     @property
     def _has_begun(self) -> bool:

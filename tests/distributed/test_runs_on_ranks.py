@@ -174,16 +174,15 @@ def warn_on_every_rank(tmp_path):
 
 def test_each_rank_that_fails_leaves_its_traceback_and_says_where_all_are(group, tmp_path):
     shown = group(2).run(fail_on_every_rank, tmp_path)
-    directory = tmp_path / "runs" / "run"
+    directory, where = tmp_path / "runs" / "run", "This was in step 2 (epoch 0, batch_idx {}, rank {})."
     for rank, log in enumerate(sorted((directory / "logs").iterdir())):
-        assert shown[rank].endswith(
-            f"KeyError: 'of rank {rank}'\nThe tracebacks of all ranks are in {directory}/logs.\n"
-        )
+        end = f"KeyError: 'of rank {rank}'\n{where.format(2 + rank, rank)}\n"
+        assert shown[rank].endswith(f"{end}The tracebacks of all ranks are in {directory}/logs.\n")
         text = log.read_text()
         assert text.count("Traceback (most recent call last):") == 1
-        assert text.endswith(f"KeyError: 'of rank {rank}'\n")
+        assert text.endswith(end)
         assert "in training_step" in text
-    assert (directory / "run.log").read_text().endswith("KeyError: 'of rank 0'\n")
+    assert (directory / "run.log").read_text().endswith(f"KeyError: 'of rank 0'\n{where.format(2, 0)}\n")
 
 
 class FailsOnEach(Regression):

@@ -82,6 +82,13 @@ class Seeded(Line):
         super().__init__(width)
         open("drawn-" + os.environ["RANK"], "w").write(str(torch.rand(1)))
 """
+TORN = """
+from tests.helpers.cli_tasks import Line
+
+class Torn(Line):
+    def on_train_start(self):
+        1 / (1 - self.trainer.global_rank)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -236,6 +243,25 @@ def test_several_devices_are_refused_under_pytest(tmp_path):
 # ---------------------------------------------------------------------- a rank that fails
 
 
+def test_the_command_shows_the_users_lines_of_the_rank_that_failed():
+    Path("torn.py").write_text(TORN)
+    words = ["fit", "--config", "line.yaml", "--trainer.devices", "2", "--model", "torn.Torn"]
+    code, output = run("-m", "lumen", *words)
+    assert code == 1, output
+    at = f'  File "{Path("torn.py").absolute()}", line 6, in on_train_start\n'
+    told = output[output.index("Traceback (most recent call last):\n") :].splitlines(keepends=True)
+    assert told[1] == at, output
+    assert [line for line in told if line.startswith("  File ")] == [at], output
+    hidden, *end = told[-4:]
+    assert re.fullmatch(r"  \.\.\. \d+ frames of lumen; --verbose shows all\n", hidden), output
+    assert end == [
+        "ZeroDivisionError: division by zero\n",
+        "This was in fit, before its first step (rank 1).\n",
+        "The tracebacks of all ranks are in runs/line/logs.\n",
+    ]
+    assert "lumen/trainer/trainer.py" in run("-m", "lumen", *words, "--verbose")[1]
+
+
 @pytest.mark.parametrize(
     "time", [pytest.param(n, marks=pytest.mark.slow if n < 4 else pytest.mark.torture) for n in range(20)]
 )
@@ -243,13 +269,15 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_traceback_last(time, capsy
     code, output = run("train.py", "error", "9", "2")
     lines = output.splitlines()
     assert code == 1, output
-    assert lines[-2:] == ["KeyError: 'what the user did'", "The tracebacks of all ranks are in runs/run/logs."], output
+    where = "This was in step 2 (epoch 0, batch_idx 3, rank 1)."
+    all_are = "The tracebacks of all ranks are in runs/run/logs."
+    assert lines[-3:] == ["KeyError: 'what the user did'", where, all_are], output
     assert output.count("Traceback") == 1, output
     (folder,) = left_in_tmp()
     assert f"rank 1 failed; the output of the ranks above 0 is in {folder}" in lines
     assert not Path("after").exists()
     (log,) = Path("runs/run/logs").glob("*-rank1.log")
-    assert log.read_text().endswith("KeyError: 'what the user did'\n")
+    assert log.read_text().endswith(f"KeyError: 'what the user did'\n{where}\n")
     assert "Traceback (most recent call last):" in log.read_text()
     (first,) = Path("runs/run/logs").glob("*-rank0.log")
     assert "failed: ProcessLost: rank 0 lost another process of the run" in first.read_text()

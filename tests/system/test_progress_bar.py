@@ -11,6 +11,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import ROOT
 from tests.helpers.progress_bar import without_escapes
 from tests.helpers.terminal import HIDE, SHOW
@@ -88,18 +90,26 @@ def screen_of(written: str) -> list[str]:
     return [line.rstrip() for line in "\n".join(lines).rstrip().split("\n")]
 
 
-def debug_in_a_terminal(script: str, commands: list[str]) -> tuple[list[list[str]], str, int]:
+def debug_in_a_terminal(
+    script: str | list[str], commands: list[str], *, thinks_s: float = 0.0, cwd: Path = ROOT
+) -> tuple[list[list[str]], str, int]:
     """Run Python in a terminal, and give a debugger a command at each of its prompts.
+
+    Args:
+        script: The program, or words of Python's command line.
+        commands: What somebody writes.
+        thinks_s: How long somebody thinks before each of them.
+        cwd: Where it runs.
 
     Returns:
         What the terminal showed at each prompt, all that was written, and the exit code.
     """
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
+        [sys.executable, *(["-c", textwrap.dedent(script)] if isinstance(script, str) else script)],
         stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
+        cwd=cwd,
     )  # fmt: skip
     os.close(theirs)
     written, shown = "", []
@@ -107,6 +117,8 @@ def debug_in_a_terminal(script: str, commands: list[str]) -> tuple[list[list[str
         while select.select([ours], [], [], 60)[0] and (part := os.read(ours, 65536)):
             written += part.decode()
             if commands and without_escapes(written).endswith("(Pdb) "):
+                if select.select([ours], [], [], thinks_s)[0]:  # something is written over the prompt
+                    continue
                 shown.append(screen_of(written))
                 os.write(ours, (commands.pop(0) + "\n").encode())
     except OSError:  # Linux: the other end is closed
@@ -142,3 +154,40 @@ def test_a_debugger_gets_the_terminal_without_the_bar_and_leaves_it_to_the_bar(t
     assert "as it was: pdb TextIOWrapper" in end
     assert written.rfind(SHOW) > written.rfind(HIDE)
     assert "step 5/12" in without_escapes(written)  # it was back between the two
+
+
+DEBUGGED = """
+from tests.helpers.cli_tasks import Line
+
+class Debugged(Line):
+    def training_step(self, batch):
+        if self.global_step == 2:
+            breakpoint()
+        return super().training_step(batch)
+"""
+CONFIG = """
+model: debugged.Debugged
+data: tests.helpers.cli_tasks.Points
+trainer: {max_steps: 4, accelerator: cpu, enable_model_summary: false, log_level: WARNING}
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_while_somebody_thinks_nothing_ends_the_run_and_nothing_is_written(tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "debugged.py").write_text(DEBUGGED)
+    (tmp_path / "line.yaml").write_text(CONFIG)
+    kind = "lumen.SingleDevice" if ranks == 1 else "lumen.DDP"
+    limits = [f"--trainer.strategy.{name}" for name in ("timeout_s=1", "startup_timeout_s=20")]
+    words = ["fit", "--config", "line.yaml", f"--trainer.devices={ranks}", f"--trainer.strategy={kind}", *limits]
+    shown, written, code = debug_in_a_terminal(["-m", "lumen", *words], ["p 6 * 7", "c"], thinks_s=2.5, cwd=tmp_path)
+    assert code == 0, written
+    first, second = shown
+    said = [line for line in first if line.startswith("warning: ")]
+    others = "the other ranks wait for it, at most for timeout_s (1 s) of the strategy"
+    assert said == ([] if ranks == 1 else [f"warning: rank 0 is in a debugger: {others}"]), first
+    assert second[-2:] == ["42", "(Pdb)"]
+    assert second[: len(first) - 1] == first[:-1]
+    assert sum(line.startswith("step 4/4") for line in screen_of(written)) == 1
+    if ranks == 2:
+        (log,) = (tmp_path / "runs" / "line" / "logs").glob("*-rank1.log")
+        assert log.read_text().count("rank 1 goes on where a debugger would ask: rank 0 has the terminal") == 1

@@ -97,7 +97,10 @@ def test_the_same_error_at_the_same_step_is_the_tasks_and_its_traceback_comes_la
     assert len(re.findall(r"restart \d of 9: rank 1 failed: KeyError", output)) == 1
     assert "an error of the task, not of a machine: failed: KeyError" in output
     assert "twice, each time at step 3\n" in output
-    assert re.search(r"KeyError: 'what the user did in process \d+'\nThe tracebacks of all ranks are in .*\n$", output)
+    assert re.search(
+        r"KeyError: 'what the user did in process \d+'\nThis was in step .*\nThe tracebacks of all ranks are in .*\n$",
+        output,
+    )
 
 
 @pytest.mark.slow
