@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 
 import torch
@@ -12,6 +13,7 @@ from lumen.errors import ConfigError
 from lumen.strategies.single import SingleDevice
 from lumen.strategies.strategy import Strategy
 
+_MOST_ON_CPU = 64  # more of them than cores is slow, many more stop the machine
 _NAMES = {"auto": "ddp", "ddp": "ddp", "fsdp": "fsdp"}
 
 
@@ -141,6 +143,11 @@ def _count(devices: int | str | None, accelerator: str) -> int | None:
         raise ConfigError(f"devices: expected a number of devices or auto, found {devices!r}.")
     if devices is not None and visible is not None and int(text) > visible:
         raise ConfigError(f"devices: {devices} asked for, but {visible} are visible here.")
+    cores = os.cpu_count() or 1
+    if devices is not None and visible is None and int(text) > (most := max(_MOST_ON_CPU, 4 * cores)):
+        raise ConfigError(
+            f"devices: {devices} asked for on the CPU, where each is a process; {cores} cores take at most {most}."
+        )
     return None if devices is None else int(text)
 
 

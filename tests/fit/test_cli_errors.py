@@ -356,6 +356,27 @@ def test_an_error_of_lumen_is_one_paragraph_and_its_kind_the_exit_code(refused, 
     assert "no valid checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--trainer.devices=9999", "--trainer.accelerator=cpu"], "trainer.devices (the command line): 9999 asked for on the CPU, where each is a process; "),
+        (["--trainer.max_steps=-5"], "trainer.max_steps (the command line): must be at least 0 (or -1 for no limit), found -5."),
+        (["--trainer.max_steps=1e3"], "trainer.max_steps (the command line): expected int, found '1e3'."),
+        (["--trainer.max_steps"], "trainer.max_steps (the command line): expected int, found 'true'."),
+        (["--max_steps=3"], "max_steps (the command line): lumen has no option max_steps. Did you mean trainer.max_steps?"),
+        (["--trainer.precision=fp17"], "trainer.precision (the command line): no precision is named 'fp17'; use one of fp32, 32, "),
+        (["--trainer.accelerator=cup"], "trainer.accelerator (the command line): 'cup' is not available here; there are: auto, "),
+        (["--config", "."], "cannot read the config file .: Is a directory."),
+        (["-v"], "'-v' stands alone. Settings are written --key value, config files --config FILE."),
+        (["--config"], "--config: no file is named. Write --config FILE."),
+    ],
+)  # fmt: skip
+def test_what_people_mistype_is_one_line_that_says_what_was_found(refused, words, message):
+    said = fit(refused, *words)
+    assert said.startswith(message)
+    assert said.count("\n") == 1
+
+
 def test_a_users_own_exception_keeps_its_traceback():
     with pytest.raises(KeyError, match="nothing") as caught:
         main(["fit", "--config", "line.yaml", "--model", "tests.helpers.cli_tasks.Broken"])
