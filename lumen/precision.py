@@ -357,7 +357,7 @@ def _check(holds: bool, name: str, found: float, expected: str) -> None:
         raise ConfigError(f"precision: {name} must be {expected}, found {found:g}.")
 
 
-_BY_NAME: dict[str, Callable[[], Precision]] = {
+PRECISIONS: dict[str, Callable[[], Precision]] = {
     **dict.fromkeys(("fp32", "32", "32-true"), Float32),
     **dict.fromkeys(("bf16", "bf16-mixed"), BFloat16),
     **dict.fromkeys(("fp16", "16", "16-mixed"), Float16),
@@ -385,15 +385,15 @@ def make_precision(precision: str | int | Precision | type[Precision]) -> Precis
             f"precision: {precision} trains float16 parameters without a loss scale, where small gradients and updates "
             "become 0. Use fp16 (autocast with a scaler), or bf16-true for parameters of 16 bits."
         )
-    if str(precision) not in _BY_NAME:
+    if str(precision) not in PRECISIONS:
         raise ConfigError(
-            f"precision: no precision is named {precision!r}; use one of {', '.join(_BY_NAME)}, or "
+            f"precision: no precision is named {precision!r}; use one of {', '.join(PRECISIONS)}, or "
             "give a Precision, in a config as {class_path: ..., init_args: ...}."
         )
-    return _BY_NAME[str(precision)]()
+    return PRECISIONS[str(precision)]()
 
 
 def convert_as_saved(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Cast a model as the precision did whose state was saved; one of the user's own is not known here."""
-    if (name := state.get("name")) in _BY_NAME:
+    if (name := state.get("name")) in PRECISIONS:
         make_precision(name).convert(model)

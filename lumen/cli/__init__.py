@@ -37,6 +37,7 @@ WITHOUT_CONFIG = {
     "runs": "List runs and their checkpoints.",
     "diff": "Compare two runs or configs: where their trainings part, down to the operator.",
     "replay": "Make one step of a run again and compare it with what the run recorded.",
+    "completion": "Print a script that makes bash, zsh or fish complete the words of lumen.",
     "submit": "Write a job of SLURM, Ray, Kubernetes or SkyPilot that runs a command, and submit it.",
 }
 
@@ -49,6 +50,10 @@ def main(args: list[str] | None = None) -> int:
         of Lumen; 130 for Ctrl-C. An error of the user's own code is 1 too, and shown without the frames of libraries;
         it is raised where words are given, and where a debugger waits for it.
     """
+    if args is None and "_ARGCOMPLETE" in os.environ:  # a shell asks, at each TAB
+        from lumen.cli.completion.answer import answer
+
+        answer()
     try:
         return _dispatch(sys.argv[1:], own=True) if args is None else _dispatch(args, own=False)
     except KeyboardInterrupt:
@@ -125,6 +130,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from lumen.cli import command_line
 
         return partial(command_line.run, name)
-    place = f"{name}.command" if name in ("init", "migrate", "runs", "submit") else name
-    run: Callable[[list[str]], int] = import_module(f"lumen.cli.{place}").run
+    run: Callable[[list[str]], int] = import_module(f"lumen.cli.{place_of(name)}").run
     return run
+
+
+def place_of(name: str) -> str:
+    """The module of a command that is none of the four loops, below `lumen.cli`."""
+    return f"{name}.command" if name in ("completion", "init", "migrate", "runs", "submit") else name

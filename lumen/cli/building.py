@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import reprlib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lumen.errors import ConfigError
+from lumen.errors.arguments import local_path
 
 _log = logging.getLogger("lumen")
 
@@ -24,6 +28,28 @@ def build(parser: ArgumentParser, config: Namespace) -> Namespace:
         while error.__cause__ and "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename:
             error = error.__cause__
         raise error from None
+
+
+@contextmanager
+def explained_paths(files: Iterable[str]) -> Iterator[None]:
+    """The context in which an error says where a file is that somebody's code has not found, if config files tell.
+
+    Args:
+        files: The config files: what is missing here may be in the directory of one, or around it.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        here, name = Path.cwd(), error.filename
+        name = name if not isinstance(name, str | os.PathLike) else Path(here, os.fsdecode(name))
+        around = [place for file in files for place in Path(os.path.abspath(local_path(file))).parents]
+        if isinstance(name, Path) and name.is_relative_to(here):
+            name = name.relative_to(here)
+            if place := next((each for each in around if (each / name).exists()), None):
+                error.add_note(
+                    f"{name} was looked for in {here}, where lumen was started. It is in {place}: start there."
+                )
+        raise
 
 
 def take(name: str, data: Any) -> Any:

@@ -20,7 +20,7 @@ from lumen.console import stdout
 from lumen.errors import ConfigError, LumenError
 from lumen.trainer.logs import LogSettings, console_log
 
-_HELP = """\
+HELP = """\
 usage: lumen check --config FILE [--KEY VALUE ...] [--json] [--strict] [--samples N]
 
 Looks at a configuration before a long run: the first batches, forward and backward of a few micro-batches, the learning
@@ -39,7 +39,7 @@ _SAMPLES = 1000
 def run(words: list[str]) -> int:
     """Look at a training; returns the exit code."""
     if {"-h", "--help"} & {*words}:
-        print(_HELP, file=stdout)
+        print(HELP, file=stdout)
         return 0
     asked, words = _own_words(words)
     report = Report()

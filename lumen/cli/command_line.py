@@ -16,7 +16,7 @@ from jsonargparse import Namespace, set_loader
 
 from lumen.callbacks import Callback
 from lumen.cli import COMMANDS, tell, without_launchers
-from lumen.cli.building import as_list, build, is_plain, take
+from lumen.cli.building import as_list, build, explained_paths, is_plain, take
 from lumen.cli.config_checks import Check, without_defaults
 from lumen.cli.config_layers import Settings, Tree
 from lumen.cli.help import show_help
@@ -127,7 +127,8 @@ class CLI:
         self.subcommand: str | None = None
         with _told() if args is None else nullcontext():
             self._read(without_launchers(sys.argv[1:]) if args is None else args, run=run)
-            self._build_and_run()
+            with explained_paths(self._asked.files):
+                self._build_and_run()
 
     # ------------------------------------------------------------------ what a script may define
 
@@ -198,7 +199,7 @@ class CLI:
         if self.subcommand is not None:
             self.config.subcommand = self.subcommand
         if asked.left_out is not None:
-            record = self._recorded(skip_unset="unset" in asked.left_out)
+            record = self._recorded(skip_unset="unset" in asked.left_out, of_call=True)
             if "default" in asked.left_out:
                 record = without_defaults(record, self.parser)
             print(dump_yaml(escaped(record)), end="", file=stdout)
@@ -249,12 +250,13 @@ class CLI:
         """The settings of the command."""
         return config if self.subcommand is None else config[self.subcommand]
 
-    def _recorded(self, *, skip_unset: bool = False) -> dict[str, Any]:
-        """The settings of a run as plain data: what `fit --config` repeats it from."""
-        record = yaml.safe_load(self.parser.dump(self._own(self.config), skip_unset=skip_unset))
+    def _recorded(self, *, skip_unset: bool = False, of_call: bool = False) -> dict[str, Any]:
+        """The settings of a run as plain data: what `fit --config` repeats it from; with `of_call` also the command."""
+        record: dict[str, Any] = yaml.safe_load(self.parser.dump(self._own(self.config), skip_unset=skip_unset))
         if (several := record.get("lr_scheduler")) and "class_path" not in several:
             record["lr_scheduler"] = list(several.values())
-        return {key: value for key, value in record.items() if key not in ("config", "output", "ckpt_path", "average")}
+        once = {key: record.pop(key, None) for key in ("config", "output", "ckpt_path", "average")}
+        return record | {key: value for key, value in once.items() if of_call and key != "config" and value is not None}
 
     def _build_and_run(self) -> None:
         command, config = self.subcommand, self._own(self.config)

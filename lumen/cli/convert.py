@@ -18,8 +18,8 @@ _MORE = (
 )
 
 
-def run(words: list[str]) -> int:
-    """Convert, say what was written, and return 0."""
+def options() -> Words:
+    """The options of the command."""
     parser = Words("convert", "FILE OUTPUT [--KEY VALUE ...]", _MORE)
     parser.add_argument("source", metavar="FILE", help="A .ckpt of Lightning's, or a .pt, .pth or .bin.")
     parser.add_argument("output", metavar="OUTPUT", help="A .safetensors file. It must not exist.")
@@ -28,7 +28,12 @@ def run(words: list[str]) -> int:
     parser.add_argument(
         "--rename", metavar="PATTERN=TEXT", action="append", default=[], help="As re.sub has it; may be repeated."
     )
-    given = parser.read(words)
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Convert, say what was written, and return 0."""
+    given = options().read(words)
     output = local_path(given.output)
     request = Request(given.key, given.module, dict(map(_pair, given.rename)))
     found = convert(local_path(given.source), output, request)

@@ -76,8 +76,8 @@ class Findings:
         return all(each in (None, {}) for each in found)
 
 
-def run(words: list[str]) -> int:
-    """Compare, print what was found, and return 0, 1 or 2."""
+def options() -> Words:
+    """The options of the command."""
     parser = Words("diff", "A B [--steps N] [--records] [--json]", _MORE)
     parser.add_argument("a", metavar="A", help="The directory of a run, or a config file.")
     parser.add_argument("b", metavar="B", help="Another one.")
@@ -90,7 +90,12 @@ def run(words: list[str]) -> int:
     )
     parser.add_argument("--records", action="store_true", help="Compare what is recorded, and train nothing.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
-    given = parser.read(words)
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Compare, print what was found, and return 0, 1 or 2."""
+    given = options().read(words)
     if given.steps is not None and given.steps < 1:
         raise ConfigError(f"--steps: expected a number from 1, found {given.steps}.")
     return coded(partial(_run, given))

@@ -26,8 +26,8 @@ FORMATS = ("torch-export", "onnx", "huggingface")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def run(words: list[str]) -> int:
-    """Export, say what was written, and return 0."""
+def options() -> Words:
+    """The options of the command."""
     parser = Words("export", "CHECKPOINT_OR_RUN --output FILE_OR_DIR [--KEY VALUE ...]", _MORE)
     parser.add_argument(
         "source",
@@ -68,7 +68,12 @@ def run(words: list[str]) -> int:
         help="torch-export: a program, FILE.pt2, for torch.export.load. onnx: FILE.onnx. huggingface: a directory that "
         "from_pretrained reads. These build the model by the run's config and check what they have written.",
     )
-    given = parser.read(words)
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Export, say what was written, and return 0."""
+    given = options().read(words)
     output = local_path(given.output)
     *others, source = given.source
     if others and given.average:

@@ -42,15 +42,20 @@ _ROUNDING = {"fp64": 1e-10, "fp32": 1e-5}  # relative; in other precisions 1e-2
 _FEW = 8
 
 
-def run(words: list[str]) -> int:
-    """Make the step again, print what it is and whether it is as recorded, and return 0 or 1."""
+def options() -> Words:
+    """The options of the command."""
     parser = Words("replay", "RUN --step N [--python]", _MORE)
     parser.add_argument("run", metavar="RUN", help="The directory of a run.")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="Number of the step, from 1.")
     parser.add_argument(
         "--python", action="store_true", help="Open Python inside the step, with task, batch, loss and trainer."
     )
-    given = parser.read(words)
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Make the step again, print what it is and whether it is as recorded, and return 0 or 1."""
+    given = options().read(words)
     if given.step < 1:
         raise ConfigError(f"--step: steps are counted from 1, found {given.step}.")
     return coded(partial(_run, given))

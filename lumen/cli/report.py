@@ -18,6 +18,14 @@ _MORE = (
 )
 
 
+def options() -> Words:
+    """The options of the command."""
+    parser = Words("report", "RUN [RUN ...] [--output FILE]", _MORE)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="A run's directory, or one that has runs below it.")
+    parser.add_argument("--output", default="report.html", metavar="FILE", help="Default: report.html.")
+    return parser
+
+
 def run(words: list[str]) -> int:
     """Write a report and return 0.
 
@@ -25,10 +33,7 @@ def run(words: list[str]) -> int:
         ConfigError: There is no such run, the file is none of HTML, or bokeh is not installed.
         RunDirectoryError: The file cannot be written.
     """
-    parser = Words("report", "RUN [RUN ...] [--output FILE]", _MORE)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="A run's directory, or one that has runs below it.")
-    parser.add_argument("--output", default="report.html", metavar="FILE", help="Default: report.html.")
-    given = parser.read(words)
+    given = options().read(words)
     output = local_path(given.output)
     if output.suffix not in (".html", ".htm"):
         raise ConfigError(f"--output {output}: a report is an .html file.")

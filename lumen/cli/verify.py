@@ -85,8 +85,8 @@ def make(words: list[str], change: Callable[[dict[str, Any]], dict[str, Any]], s
     return _Made(words, change, seed).made
 
 
-def run(words: list[str]) -> int:
-    """Prove the promises; returns the exit code."""
+def options() -> _Words:
+    """The options of the command."""
     parser = _Words(usage=_USAGE, description=f"{LOOKS['verify']} {_MORE}", allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="Optimizer steps of a variant. Default: 5.")
     parser.add_argument("--only", metavar="NAMES", help=f"Compare these alone: {', '.join(COMPARISONS)}.")
@@ -96,7 +96,12 @@ def run(words: list[str]) -> int:
     parser.add_argument("--against", metavar="FILE", help="Say what has changed since this certificate; exit code 1 if "
                         "numbers or verdicts have.")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="Print the certificate in place of the table.")
-    given, rest = parser.parse_known_args(words)
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Prove the promises; returns the exit code."""
+    given, rest = options().parse_known_args(words)
     if given.steps < _LEAST_STEPS:
         raise ConfigError(f"--steps: must be at least {_LEAST_STEPS}, so that there is a checkpoint and a step after "
                           f"it, found {given.steps}.")  # fmt: skip

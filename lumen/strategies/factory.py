@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
@@ -15,6 +16,13 @@ from lumen.strategies.strategy import Strategy
 
 _MOST_ON_CPU = 64  # more of them than cores is slow, many more stop the machine
 _NAMES = {"auto": "ddp", "ddp": "ddp", "fsdp": "fsdp"}
+_AVAILABLE: dict[str, Callable[[], bool]] = {
+    "cuda": lambda: torch.cuda.is_available(),
+    "mps": lambda: torch.backends.mps.is_available(),
+    "cpu": lambda: True,
+}
+STRATEGIES = ("single", *_NAMES)
+ACCELERATORS = ("auto", "gpu", *_AVAILABLE)
 
 
 def make_strategy(
@@ -54,7 +62,7 @@ def processes_of(
     Raises:
         ConfigError: The running processes are not those asked for, or the strategy runs only one.
     """
-    if isinstance(strategy, str) and strategy not in ("single", *_NAMES):
+    if isinstance(strategy, str) and strategy not in STRATEGIES:
         raise ConfigError(f"strategy: {_not_known(strategy)}")
     processes = _running_or_asked_for(devices, num_nodes, accelerator)
     own = None if isinstance(strategy, str) else strategy
@@ -101,7 +109,7 @@ def device_of(accelerator: str, processes: Processes | None = None) -> torch.dev
     Raises:
         ConfigError: This machine has no such device.
     """
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {name: is_there() for name, is_there in _AVAILABLE.items()}
     name = "cuda" if accelerator == "gpu" else accelerator
     if name == "auto":
         name = next(kind for kind, found in available.items() if found)

@@ -1,6 +1,7 @@
 # ruff: noqa: E501 - a message stands on one line with what causes it
 """What the command line says when something is wrong: where it was written, what was found, what to do."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,31 @@ def test_a_module_that_is_not_found_is_said_with_where_it_was_looked_for(refused
     assert f"Did you mean cli_tasks or tasks? It was looked for in {Path(cli_tasks.__file__).parent}." in said
     monkeypatch.chdir(tmp_path / "project")
     assert main(["fit", "--config", "configs/mine.yaml", "--print_config"]) == 0
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_file_beside_the_config_that_is_not_here_is_said_to_be_there(monkeypatch, tmp_path, absolute):
+    for folder in ("project/configs", "project/data", "elsewhere"):
+        Path(folder).mkdir(parents=True)
+    Path("project/data/iris.csv").touch()
+    name = "Path('data/iris.csv').absolute()" if absolute else "'data/iris.csv'"
+    Path("data_of_c12.py").write_text(
+        "from pathlib import Path\nfrom tests.helpers.cli_tasks import Points\n"
+        f"class Table(Points):\n    def setup(self, stage):\n        open({name})\n"
+    )
+    config = CONFIG.replace("tests.helpers.cli_tasks.Points", "data_of_c12.Table")
+    Path("project/configs/mine.yaml").write_text(config)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "data_of_c12", raising=False)
+    monkeypatch.chdir("elsewhere")
+    with pytest.raises(FileNotFoundError) as caught:
+        main(["fit", "--config", "../project/configs/mine.yaml"])
+    said = f"data/iris.csv was looked for in {tmp_path}/elsewhere, where lumen was started."
+    assert caught.value.__notes__[-1] == f"{said} It is in {tmp_path}/project: start there."
+    (tmp_path / "project/data/iris.csv").unlink()
+    with pytest.raises(FileNotFoundError) as caught:
+        main(["fit", "--config", "../project/configs/mine.yaml"])
+    assert said not in " ".join(getattr(caught.value, "__notes__", []))
 
 
 def test_an_import_error_inside_a_users_module_is_the_users_own():

@@ -22,13 +22,18 @@ _NAME_THERE = "starter"  # of each template's package, config and test
 _CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", "runs"}  # of a template that was itself tried
 
 
-def run(words: list[str]) -> int:
-    """Make a directory with a project in it and return 0."""
+def options() -> Words:
+    """The options of the command."""
     templates = sorted(path.name for path in _TEMPLATES.iterdir())
     parser = Words("init", f"NAME [--template {'|'.join(templates)}]", _MORE)
     parser.add_argument("directory", metavar="NAME", help="Directory to make; its last part names the package in it.")
     parser.add_argument("--template", choices=templates, default="gpt", help="What to begin with. Default: gpt.")
-    given = parser.read(words)
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Make a directory with a project in it and return 0."""
+    given = options().read(words)
     project = Path(given.directory).expanduser()
     name = package_name(project.resolve().name)
     _check_free(project)

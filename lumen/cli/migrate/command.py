@@ -56,13 +56,18 @@ class Migrated(NamedTuple):
     problem: str | None = None
 
 
-def run(words: list[str]) -> int:
-    """Show or make the edits; returns the exit code."""
+def options() -> Words:
+    """The options of the command."""
     parser = Words("migrate", "PATH [--write]", _MORE)
     parser.add_argument("path", metavar="PATH", help="A project's directory, or one file.")
     parser.add_argument("--write", action="store_true", help="Make the edits. Git must be able to take them back.")
     parser.add_argument("--force", action="store_true", help="Make them where git could not take them back, too.")
-    given = parser.read(words)
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Show or make the edits; returns the exit code."""
+    given = options().read(words)
     path = Path(os.path.expanduser(given.path))
     found = migrate(path)
     edited = [each for each in found if each.after != each.before]

@@ -22,8 +22,7 @@ _MORE = (
 
 def run(words: list[str]) -> int:
     """List runs and return 0, or 1 if a checkpoint that was to be verified is damaged."""
-    parser = _parser()
-    given = parser.read(words)
+    given = options().read(words)
     if given.compare and (given.where or given.sort or given.table):
         raise ConfigError("--compare takes two runs by their names. Leave out --where, --sort and --table.")
     found = runs_in(given.directory, verify=given.verify)
@@ -52,7 +51,8 @@ def _is_table(given: Namespace) -> bool:
     return bool(given.table or given.where or given.sort)
 
 
-def _parser() -> Words:
+def options() -> Words:
+    """The options of the command."""
     parser = Words("runs", "[DIR] [--where CONDITION] [--sort NAME] [--compare RUN RUN] [--json]", _MORE)
     parser.add_argument(
         "directory",

@@ -67,12 +67,8 @@ ENGINES = {
 }  # fmt: skip
 
 
-def run(words: list[str]) -> int:
-    """Write a job, and submit it; returns the exit code."""
-    if "--" in words:
-        own, inner = words[: words.index("--")], words[words.index("--") + 1 :]
-    else:
-        own, inner = words, []
+def options() -> Words:
+    """The options of the command."""
     parser = Words("submit", "--on slurm|ray|k8s|sky [--nodes N] ... -- fit --config FILE ...", _MORE)
     parser.add_argument("--on", required=True, choices=ENGINES, help="The engine of the cluster.")
     parser.add_argument("--nodes", type=int, default=1, help="Number of nodes. Default: 1.")
@@ -89,7 +85,16 @@ def run(words: list[str]) -> int:
     parser.add_argument("--name", help="Name of the job. Default: the config's.")
     parser.add_argument("--file", help="File to write. Default: the job's name, with .sbatch, .ray.py, .k8s.yaml, ...")
     parser.add_argument("--dry-run", action="store_true", help="Print the file; write and submit nothing.")
-    given = parser.read(own)
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Write a job, and submit it; returns the exit code."""
+    if "--" in words:
+        own, inner = words[: words.index("--")], words[words.index("--") + 1 :]
+    else:
+        own, inner = words, []
+    given = options().read(own)
     engine = ENGINES[given.on]
     for option in ("nodes", "gpus_per_node", "tasks_per_node", "max_restarts"):
         least, value = int(option in ("nodes", "tasks_per_node")), getattr(given, option)

@@ -1,0 +1,81 @@
+"""What `--print_config=skip_default` prints does the same again."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lumen.cli import main
+from tests.helpers.cli import saved, write
+from tests.helpers.workplace import CONFIG
+
+__all__ = ["CONFIG"]  # what the workplace writes
+pytestmark = pytest.mark.usefixtures("workplace")
+
+WORDS = [
+    "--model", "tests.helpers.cli_tasks.Slope", "--model.lr=0.3", "--data.samples=8", "--optimizer=SGD",
+    "--optimizer.momentum=0.9", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=2", "--lr_schedule.interval=step",
+    "--lr_schedule.warmup_steps=2", "--trainer.callbacks.stop=EarlyStopping",
+    "--trainer.callbacks.stop.monitor=val_loss", "--trainer.max_epochs=3", "--trainer.precision=fp64",
+    "--trainer.logger=[csv]", "--trainer.accelerator=cpu",
+]  # fmt: skip
+
+
+def printed(capsys, command, *words):
+    capsys.readouterr()
+    assert main([command, *words, "--print_config=skip_default"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_fit_is_repeated_by_what_differs_from_the_defaults(capsys):
+    short = printed(capsys, "fit", "--config", "line.yaml", *WORDS)
+    assert main(["fit", "--config", "line.yaml", *WORDS]) == 0
+    assert main(["fit", "--config", write("short.yaml", short)]) == 0
+    first, again = saved("runs/line"), saved("runs/line-2")
+    assert (first["trainer"].pop("name"), again["trainer"].pop("name")) == ("line", "line-2")
+    assert first == again
+    assert Path("runs/line/metrics.csv").read_bytes() == Path("runs/line-2/metrics.csv").read_bytes()
+    assert printed(capsys, "fit", "--config", "short.yaml") == short
+
+
+def test_it_has_what_differs_and_nothing_else(capsys):
+    text = printed(capsys, "fit", "--config", "line.yaml", *WORDS, "--model.steepness=1.0")
+    assert yaml.safe_load(text) == {
+        "seed_everything": 7,
+        "data": {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 8}},
+        "model": {"class_path": "tests.helpers.cli_tasks.Slope", "init_args": {"lr": 0.3}},
+        "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.9}},
+        "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 2}},
+        "lr_schedule": {"interval": "step", "warmup_steps": 2},
+        "trainer": {
+            "max_epochs": 3,
+            "accelerator": "cpu",
+            "precision": "fp64",
+            "log_every_n_steps": 1,
+            "callbacks": {
+                "spy": {"class_path": "tests.helpers.cli_tasks.Spy"},
+                "stop": {"class_path": "lumen.EarlyStopping", "init_args": {"monitor": "val_loss"}},
+            },
+            "logger": ["csv"],
+            "name": "line",
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        },
+    }
+
+
+def test_an_evaluation_is_repeated_with_its_checkpoint_its_average_and_its_output(capsys):
+    assert main(["fit", "--config", "line.yaml", *WORDS]) == 0
+    for command, output in (("validate", "out.json"), ("test", "out.json"), ("predict", "out.jsonl")):
+        words = [*WORDS, "--ckpt_path=runs/line", f"--output={output}"]
+        assert main([command, "--config", "line.yaml", *words]) == 0
+        of_newest = Path(output).read_text()
+        short = printed(capsys, command, "--config", "line.yaml", *words, "--average=last:2")
+        kept = {"ckpt_path": "runs/line", "average": "last:2", "output": output}
+        assert kept.items() <= yaml.safe_load(short).items()
+        results = []
+        for again in (["--config", "line.yaml", *words, "--average=last:2"], ["--config", write("short.yaml", short)]):
+            assert main([command, *again]) == 0
+            results.append(Path(output).read_text())
+            Path(output).unlink()
+        assert results[0] == results[1] != of_newest
