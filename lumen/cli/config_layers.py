@@ -7,6 +7,7 @@ note of who set what.
 
 from __future__ import annotations
 
+import difflib
 import os
 import reprlib
 from collections import deque
@@ -292,10 +293,18 @@ def read_config(file: str) -> Tree:
     try:
         text = local_path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {file}: {error.strerror or error}.") from error
+        raise ConfigError(f"cannot read the config file {file}: {error.strerror or error}.{_near(file)}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read the config file {file}: {error}. Save it as UTF-8.") from error
     tree = read_yaml(text, f"the config file {file}")
     if not isinstance(tree, dict | None):
         raise ConfigError(f"the config file {file}: expected `key: value` lines, found {reprlib.repr(tree)}.")
     return tree or {}
+
+
+def _near(file: str) -> str:
+    """Which config file may be meant by the name of one that is not there."""
+    path = local_path(file)
+    others = [each.name for each in path.parent.glob("*.y*ml")] if not path.exists() else []
+    close = difflib.get_close_matches(path.name, others, n=1)
+    return f" Did you mean {path.with_name(close[0])}?" if close else ""
