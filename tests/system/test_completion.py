@@ -44,8 +44,8 @@ def test_a_shell_completes_what_lumen_takes_without_torch(shell, project):
         "lumen", "fit", "--config", "configs/mine.yaml", "--trainer.precision", "bf16-true",
         "--trainer.accelerator=cpu", "--model.learning_rate", "1",
     ]  # fmt: skip
-    report = "cd . && lumen repo\t ru\tli\t --outp\t x.html"
-    joined = "cd . && lumen report runs/line --output x.html"
+    report = "cd . && lumen repo\t ru\tli\t --outp\t x.html --verb\t"
+    joined = "cd . && lumen report runs/line --output x.html --verbose"
     assert completed(shell, report, project, script).split() == joined.split()
 
 

@@ -67,6 +67,7 @@ def _parser(words: list[str], current: str) -> tuple[argparse.ArgumentParser, bo
         parser = commands.add_parser(name, help=summary, add_help=False, allow_abbrev=False)
         if words[:1] != [name]:
             continue
+        parser.add_argument("--verbose", action="store_true", help="Show every frame of an error.")
         entries = known["commands"][name]
         if name in ("validate", "test", "predict", "check", "verify"):
             entries = [*known["commands"]["fit"], *entries]
