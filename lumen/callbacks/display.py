@@ -39,6 +39,7 @@ class Line:
         tail: Time that has passed and that is left.
         values: Logged values by name.
         costs: Speed and memory, formatted.
+        best: Name of the value that is the best so far; said where a line stays.
     """
 
     head: str
@@ -46,9 +47,10 @@ class Line:
     tail: str = ""
     values: dict[str, float] = field(default_factory=dict)
     costs: list[str] = field(default_factory=list)
+    best: str | None = None
 
     def __str__(self) -> str:
-        return _SEPARATOR.join(filter(None, [self.head, *self._values(), *self.costs, self.tail]))
+        return _SEPARATOR.join(filter(None, [self.head, *self._values(self.best), *self.costs, self.tail]))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.progress_bar import ProgressBar as Bar
@@ -79,8 +81,9 @@ class Line:
         percent = "" if self.fraction is None else f" {min(int(100 * self.fraction), 100)} %"
         return percent + (_SEPARATOR + self.tail if self.tail else "")
 
-    def _values(self) -> list[str]:
-        return [f"{name} {number(value, 4)}" for name, value in self.values.items()]
+    def _values(self, best: str | None = None) -> list[str]:
+        marks = {best: " (best so far)"}
+        return [f"{name} {number(value, 4)}{marks.get(name, '')}" for name, value in self.values.items()]
 
 
 @final
@@ -117,6 +120,10 @@ class Display(ABC):
         """Update a live picture or print a line: time is up, or something has happened."""
 
     @abstractmethod
+    def keep(self, line: Line) -> None:
+        """Let a line stay above a live picture; where lines are printed, `show` does."""
+
+    @abstractmethod
     def close(self) -> None:
         """Leave what is shown as it is, and end."""
 
@@ -129,6 +136,9 @@ class NoDisplay(Display):
         """Do nothing."""
 
     def show(self, board: Board) -> None:
+        """Do nothing."""
+
+    def keep(self, line: Line) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -152,7 +162,10 @@ class Plain(Display):
     def show(self, board: Board) -> None:
         """Print the line of what is going on now."""
         line = board.evaluation or board.training
-        terminal.console.print(str(line), markup=False, highlight=False, soft_wrap=True)
+        _print(line)
+
+    def keep(self, line: Line) -> None:
+        """Do nothing: `show` prints it."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -202,6 +215,10 @@ class Live(Display):
     def show(self, board: Board) -> None:
         """Draw."""
         self.draw(board)
+
+    def keep(self, line: Line) -> None:
+        """Print a line, above the picture."""
+        _print(line)
 
     def _give_way(self) -> None:
         """Take the picture away before a debugger of this process asks for its first command."""
@@ -259,6 +276,9 @@ class Notebook(Display):
         """Draw."""
         self.draw(board)
 
+    def keep(self, line: Line) -> None:
+        """Do nothing: a cell has its one picture."""
+
     def close(self) -> None:
         """Do nothing: the last picture stays."""
 
@@ -273,6 +293,10 @@ def choose_display(interval_s: float, plain_interval_s: float) -> Display:
     if terminal.in_notebook:
         return Notebook(interval_s)
     return Live(interval_s) if Live.is_possible() else Plain(plain_interval_s)
+
+
+def _print(line: Line | None) -> None:
+    terminal.console.print(str(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _fitted(text: str, width: int) -> Text:

@@ -8,8 +8,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from lumen.callbacks.base import Callback
+from lumen.callbacks.best import BestSoFar, monitored
 from lumen.callbacks.display import Board, Display, Line, NoDisplay, choose_display, duration, number, size, speed
 from lumen.callbacks.throughput import Throughput, memory_mb
+from lumen.callbacks.time_left import TimeLeft
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
 from lumen.metrics.host_copy import HostCopy
@@ -31,6 +33,9 @@ class ProgressBar(Callback):
     `data` is the share of time spent waiting for the loader; memory is on CUDA the peak of what tensors took, elsewhere
     what the process holds in RAM. Between two looks a step costs one reading of the clock, and a CUDA device is never
     waited for.
+
+    Each validation leaves a line above a bar in a terminal, in which the value that a `ModelCheckpoint` or else an
+    `EarlyStopping` monitors is marked where it is the best so far.
 
     Args:
         refresh_per_second: Looks per second in a terminal, > 0; fewer where drawing would take more than 1 % of the
@@ -70,7 +75,9 @@ class ProgressBar(Callback):
         self._total_steps: int | None = None
         self._bar_is_epoch = False
         self._began_at_s = 0.0
-        self._rated_from, self._is_rated = (0.0, 0), False
+        self._time_left = TimeLeft()
+        self._best = BestSoFar(None)
+        self._best_step: int | None = None  # whose validation, the newest one, gave the best value so far
         self._look: tuple[Line, HostCopy[str]] | None = None
         self._step_values: dict[str, float] = {}
         self._epoch_names: dict[str, None] = {}  # a set that keeps its order
@@ -89,7 +96,8 @@ class ProgressBar(Callback):
         self._count_steps(trainer, 0, 0)
         self._training = True
         self._began_at_s = perf_counter()
-        self._rated_from = self._began_at_s, trainer.global_step
+        self._time_left = TimeLeft(trainer.global_step)
+        self._best = BestSoFar(monitored(trainer))
         self._throughput.start(trainer)
         self._take_look(trainer)
         self._take_in_look()
@@ -152,7 +160,8 @@ class ProgressBar(Callback):
         self._due_at_s = perf_counter() + self._display.interval_s
 
     def _position(self, trainer: Trainer) -> Line:
-        progress, rates, left_s = trainer.progress, self._throughput.measure(trainer), self._seconds_left(trainer)
+        progress, rates = trainer.progress, self._throughput.measure(trainer)
+        left_s = self._time_left.estimate(trainer, self._total_steps)
         newest, costs = trainer.epoch_metrics, [size(memory_mb(trainer.strategy.device))]
         if rates.steps_per_s:
             samples = f"{number(rates.samples_per_s, 3)} samples/s"
@@ -165,6 +174,7 @@ class ProgressBar(Callback):
             tail="" if left_s is None else f"{duration(math.ceil(left_s))} left",
             values={name: newest[name] for name in self._epoch_names if name in newest},
             costs=costs,
+            best=self._best.name if self._best_step == progress.step else None,
         )
 
     def _fraction(self, trainer: Trainer) -> float | None:
@@ -176,19 +186,6 @@ class ProgressBar(Callback):
         if self._total_steps is not None:
             return progress.step / max(self._total_steps, 1)
         return None if plan.max_time_s is None else progress.elapsed_s / plan.max_time_s
-
-    def _seconds_left(self, trainer: Trainer) -> float | None:
-        """Seconds left by the mean speed so far, evaluations included; None if the length is not known."""
-        now, step = perf_counter(), trainer.global_step
-        began_at_s, began_step = self._rated_from
-        if step > began_step and not self._is_rated:  # the first step compiled, started workers: rate from its end
-            self._rated_from, self._is_rated = (now, step), True
-        estimates = []
-        if self._total_steps is not None and step > began_step:
-            estimates.append((self._total_steps - step) * (now - began_at_s) / (step - began_step))
-        if trainer.plan.max_time_s is not None:
-            estimates.append(trainer.plan.max_time_s - trainer.progress.elapsed_s)
-        return max(min(estimates), 0.0) if estimates else None
 
     # ------------------------------------------------------------------ evaluations
 
@@ -235,6 +232,7 @@ class ProgressBar(Callback):
         self._end_evaluation(trainer)
 
     def _start_evaluation(self, trainer: Trainer, name: str) -> None:
+        self._time_left.pause()
         if self._training:
             self._take_look(trainer)
             self._take_in_look()
@@ -254,6 +252,7 @@ class ProgressBar(Callback):
 
     def _end_evaluation(self, trainer: Trainer) -> None:
         self._throughput.resume()
+        self._time_left.resume()
         if trainer.sanity_checking:
             self._board.evaluation = None
             self._display.draw(self._board)
@@ -262,8 +261,11 @@ class ProgressBar(Callback):
         if self._training:
             self._epoch_names |= dict.fromkeys(names)
             self._board.evaluation = None
+            values = self._values_of_validation(trainer, names)
             self._take_look(trainer)
             self._take_in_look(wait=True)
+            assert self._board.training is not None
+            self._display.keep(Line(self._board.training.head, values=values, best=self._board.training.best))
             self._display.draw(self._board)
             if (now := perf_counter()) >= self._validation_due_at_s:
                 self._due_at_s, self._validation_due_at_s = 0.0, now + self._display.interval_s
@@ -274,6 +276,15 @@ class ProgressBar(Callback):
             self._show()
             self._close()
 
+    def _values_of_validation(self, trainer: Trainer, names: list[str]) -> dict[str, float]:
+        """Those of the names, and the monitor's if it has one; notes whether that is the best so far."""
+        newest, monitor = trainer.epoch_metrics, self._best.name
+        if monitor is not None and monitor in trainer.fresh_metrics and monitor not in names:
+            names = [*names, monitor]
+        values = {name: newest[name] for name in names}
+        self._best_step = trainer.global_step if self._best.is_here(values) else None
+        return values
+
     # ------------------------------------------------------------------ the end
 
     def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
@@ -281,6 +292,7 @@ class ProgressBar(Callback):
         if self._training and trainer.stop_requested and not trainer.in_training_step:
             if self._board.evaluation is not None:
                 self._throughput.resume()
+                self._time_left.resume()
                 self._board.evaluation = None
             self._take_look(trainer)
             self._take_in_look()

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from lumen.console import logger as _log
 from lumen.loop.fit import sanity_check
-from lumen.run.goodput import goodput
 from lumen.run.run import Run
 from lumen.trainer.logs import record
+from lumen.trainer.open_run import checkpoints_of
 from lumen.trainer.prepare import prepare, prepare_training
 from lumen.trainer.restarted import note_steps
 from lumen.trainer.script_record import record_script
+from lumen.trainer.telling import tell_end, tell_setup
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
-
-_WORTH_TELLING_S = 60.0
 
 
 def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[], Any] | None) -> bool:
@@ -47,6 +45,7 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
     hyperparameters = {name: owner.logged_hparams for name, owner in owners.items() if owner is not None}
     for logger in run.records.loggers:
         logger.log_hyperparams(hyperparameters)
+    tell_setup(run)
     for hook in run.hooks.on_fit_start:
         hook()
     if checkpoint is None and run.loaders.evaluation and run.plan.sanity_batches:
@@ -63,11 +62,5 @@ def end_training(run: Run) -> None:
         run.optim.manual.say_idle()
     if skipped := run.precision.skipped_updates:
         _log.info("%s: %d updates were skipped: their gradients overflowed", run.precision.name, skipped)
-    why, progress = run.ending.limit_reached, run.progress
-    record("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_begun)
-    run.records.goodput.write(progress.step)
-    if run.records.goodput.is_on:
-        with suppress(FileNotFoundError):  # it could not be written
-            spent = goodput(run.trainer.run_directory)
-            if spent.wall_s >= _WORTH_TELLING_S:
-                _log.info("%s", spent)
+    home = run.trainer.run_directory
+    tell_end(run, [] if home is None else checkpoints_of(run.trainer, home))

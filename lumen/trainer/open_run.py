@@ -47,11 +47,12 @@ from lumen.trainer import process_settings
 from lumen.trainer.debugging import debuggable
 from lumen.trainer.grace import limited
 from lumen.trainer.join_callbacks import join_callbacks
-from lumen.trainer.logs import apart_from_others, console_log, log_file, record
+from lumen.trainer.logs import apart_from_others, console_log, log_file
 from lumen.trainer.restarted import tell_restart
 from lumen.trainer.roll_back import rolling_back
 from lumen.trainer.run_directory import RunDirectory
-from lumen.trainer.stop_request import interruption, stop_signals, tell_stop
+from lumen.trainer.stop_request import interruption, stop_signals
+from lumen.trainer.telling import tell_failure, tell_place, tell_stop
 from lumen.trainer.turns import turn
 from lumen.trainer.watch import watched
 
@@ -274,7 +275,7 @@ def _open_logs(trainer: Trainer, directory: Path, closing: ExitStack) -> None:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         closing.enter_context(log_file(directory / "logs" / f"{began}-rank{processes.rank}.log", trainer.log_settings))
         processes.barrier()  # all are open before anything can fail and give the directory back
-    record("the run is in %s", directory)
+    tell_place(directory)
     closing.enter_context(_failure_recorded(trainer, directory))
     closing.enter_context(processes.explained())  # what is recorded is what is raised
 
@@ -287,11 +288,8 @@ def _failure_recorded(trainer: Trainer, directory: Path) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if _is_by_signal(error):
             raise
-        step = trainer.run.progress.step if trainer._started else 0
-        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
-        record("failed: %s (step %d)", first_line, step, error=error)
-        if trainer.world_size > 1 and _stays(trainer):
-            error.add_note(f"The tracebacks of all ranks are in {directory / 'logs'}.")
+        step, folders = trainer.run.progress.step if trainer._started else 0, checkpoints_of(trainer, directory)
+        tell_failure(error, step, directory, folders, stays=_stays(trainer), ranks=trainer.world_size)
         raise
 
 

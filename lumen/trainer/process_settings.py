@@ -22,13 +22,28 @@ from lumen.strategies import Strategy
 
 def resume_command(run_directory: Path) -> str:
     """The command, or in a notebook the line, that goes on from where a run stopped."""
-    trainer = f'Trainer(..., name={json.dumps(run_directory.name, ensure_ascii=False)}, resume="auto")'
+    trainer = _resuming_trainer(run_directory)
     if in_notebook:
         return f"{trainer}.fit(...)"
     if (run_directory / "config.yaml").exists():
-        return f"lumen fit --config {shlex.quote(str(run_directory / 'config.yaml'))} --trainer.resume auto"
+        return _resuming_fit(run_directory)
     script = " ".join(shlex.quote(word) for word in [Path(sys.executable).name, *sys.orig_argv[1:]])
     return f"{script}   # with {trainer}"
+
+
+def longer_command(run_directory: Path, limit: str, value: int | str) -> str:
+    """The command, or of a script the line, that trains on from where a run has reached a limit, to a later one."""
+    if not in_notebook and (run_directory / "config.yaml").exists():
+        return f"{_resuming_fit(run_directory)} --trainer.{limit} {value}"
+    return f"{_resuming_trainer(run_directory, f', {limit}={json.dumps(value)}')}.fit(...)"
+
+
+def _resuming_fit(run_directory: Path) -> str:
+    return f"lumen fit --config {shlex.quote(str(run_directory / 'config.yaml'))} --trainer.resume auto"
+
+
+def _resuming_trainer(run_directory: Path, more: str = "") -> str:
+    return f'Trainer(..., name={json.dumps(run_directory.name, ensure_ascii=False)}, resume="auto"{more})'
 
 
 @contextmanager

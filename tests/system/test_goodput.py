@@ -12,7 +12,7 @@ import pytest
 import lumen
 from lumen.cli import main
 from lumen.run import goodput as measuring
-from lumen.trainer import fitting
+from lumen.trainer import telling
 from tests.helpers import ROOT
 from tests.helpers.tasks import Regression, loader
 
@@ -84,7 +84,7 @@ def test_steps_that_were_computed_again_are_not_productive(tmp_path):
 def test_the_end_of_a_run_tells_it_if_that_took_a_minute(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(measuring._of_process, "is_told", True)  # the time since these tests began is no start
     for minute_s, told in ((60.0, False), (0.0, True)):
-        monkeypatch.setattr(fitting, "_WORTH_TELLING_S", minute_s)
+        monkeypatch.setattr(telling, "_WORTH_TELLING_S", minute_s)
         trainer = lumen.Trainer(max_steps=3, default_root_dir=tmp_path, enable_progress_bar=False)
         trainer.fit(Regression(), loader())
         assert ("\ngoodput " in capsys.readouterr().err) is told
@@ -102,7 +102,7 @@ def test_the_list_of_runs_tells_it(tmp_path, monkeypatch, capsys):
 
 
 def test_a_record_that_cannot_be_written_or_is_of_something_else_ends_no_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(fitting, "_WORTH_TELLING_S", 0.0)
+    monkeypatch.setattr(telling, "_WORTH_TELLING_S", 0.0)
     place = tmp_path / "run" / measuring.FILE
 
     class Taken(lumen.Callback):

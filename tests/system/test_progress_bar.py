@@ -90,6 +90,34 @@ def screen_of(written: str) -> list[str]:
     return [line.rstrip() for line in "\n".join(lines).rstrip().split("\n")]
 
 
+def test_what_stays_in_a_terminal_is_the_beginning_each_validation_and_the_end(tmp_path: Path) -> None:
+    _, screen, code = run_in_a_terminal(f"""
+        from tests.fit import test_progress_bar as t
+        saves = t.lumen.ModelCheckpoint(monitor="val_number")
+        run = t.trainer(t.Path({str(tmp_path)!r}), max_epochs=3, name="run", enable_checkpointing=True)
+        run.callbacks.insert(0, saves)
+        run.fit(t.Task(pause_s=0.01), t.loader(5), val_dataloaders=t.loader(2))
+    """)
+    assert code == 0, screen
+    shown = [line.replace(f"{tmp_path}/", "") for line in screen_of(screen)]
+    assert [re.sub(r", \d+ threads?", "", line) for line in shown[:2]] == [
+        "the run is in run",
+        "CPU · fp32 · global batch 4",
+    ]
+    assert shown[2:5] == [
+        "step 5/15 · epoch 1/3 · val_number 1005 (best so far)",
+        "step 10/15 · epoch 2/3 · val_number 1010",
+        "step 15/15 · epoch 3/3 · val_number 1015",
+    ]
+    assert shown[5].startswith("step 15/15 · epoch 3/3 · took 0:00:0")
+    assert shown[-4:] == [
+        "finished: max_epochs=3 reached at step 15, epoch 3",
+        "best: val_number 1005 in run/checkpoints/step-00000005",
+        'longer: Trainer(..., name="run", resume="auto", max_epochs=6).fit(...)',
+        "weights: lumen export run/checkpoints/step-00000005 --output run.safetensors",
+    ]
+
+
 def debug_in_a_terminal(
     script: str | list[str], commands: list[str], *, thinks_s: float = 0.0, cwd: Path = ROOT
 ) -> tuple[list[list[str]], str, int]:

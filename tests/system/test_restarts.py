@@ -98,7 +98,8 @@ def test_the_same_error_at_the_same_step_is_the_tasks_and_its_traceback_comes_la
     assert "an error of the task, not of a machine: failed: KeyError" in output
     assert "twice, each time at step 3\n" in output
     assert re.search(
-        r"KeyError: 'what the user did in process \d+'\nThis was in step .*\nThe tracebacks of all ranks are in .*\n$",
+        r"KeyError: 'what the user did in process \d+'\nThis was in step .*\nThe tracebacks of all ranks are in .*\n"
+        r"Its newest checkpoint is runs/run/checkpoints/step-00000002. Go on with:\n  python job.py error 2 9 .*\n$",
         output,
     )
 

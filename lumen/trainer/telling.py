@@ -1,0 +1,185 @@
+"""What a run says of itself: where it is, with what it trains, how it has ended, and what can be done then.
+
+Its bar and its validations are told by `lumen/callbacks/progress_bar.py`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path, PurePath
+
+import torch
+
+from lumen.callbacks.best import monitored
+from lumen.callbacks.display import number
+from lumen.checkpoint.folder import newest_committed, read_info
+from lumen.console import in_notebook
+from lumen.console import logger as _log
+from lumen.errors import LumenError
+from lumen.internals.stop_signals import REQUEUE
+from lumen.run.goodput import goodput
+from lumen.run.run import Run
+from lumen.strategies import Strategy
+from lumen.trainer.logs import record
+from lumen.trainer.process_settings import longer_command, resume_command
+
+_WORTH_TELLING_S = 60.0
+
+
+def tell_place(directory: Path) -> None:
+    """Say where the run is."""
+    record("the run is in %s", directory)
+
+
+def tell_setup(run: Run) -> None:
+    """Say in one line on what a run trains, how, and how much in each step; only what is known."""
+    if run.trainer.is_global_zero:
+        strategy = run.strategy
+        how = [strategy.__class__.__name__] * strategy.spans_processes
+        pieces = [_devices(strategy), *how, run.precision.name, *_step_size(run)]
+        _log.info("%s", " · ".join(pieces))
+
+
+def _devices(strategy: Strategy) -> str:
+    """What the processes of a run compute on, in words."""
+    processes, device = strategy.processes, strategy.device
+    world, nodes = processes.world_size, processes.nodes
+    own = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    if world == 1:
+        threads = torch.get_num_threads()
+        return f"{own}, {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else own
+    if device.type == "cuda" and nodes == 1 and torch.cuda.device_count() >= world:
+        names = Counter(map(torch.cuda.get_device_name, range(world)))
+        return ", ".join(f"{count} x {name}" for name, count in names.items())
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    return f"{world} processes{where}{' on' if device.type == 'cpu' else ', rank 0 on'} {own}"
+
+
+def _step_size(run: Run) -> Iterator[str]:
+    """How many samples a step has, if that is the same in all of them."""
+    adapter, processes = run.loaders.train, run.processes.world_size
+    size = None if adapter is None else adapter.cut().get("batch_size")
+    if adapter is None or size is None or len(run.plan.accumulate) > 1:
+        return
+    accumulate, rest = divmod(adapter.per_step, processes)
+    factors = [f"accumulate {accumulate}"] * (accumulate > 1) + [f"{processes} processes"] * (processes > 1)
+    factors = [f"{adapter.per_step} micro-batches"] if rest else factors
+    yield f"global batch {size * adapter.per_step}" + (f" = {' x '.join([str(size), *factors])}" if factors else "")
+
+
+def tell_end(run: Run, folders: Iterable[PurePath]) -> None:
+    """Say why a run is over, what was best, and what can be done with it.
+
+    Args:
+        run: A run of `fit` whose last hook has been called.
+        folders: Where its checkpoints lie, first those of the callback that says which is best.
+    """
+    why, progress = run.ending.limit_reached, run.progress
+    record("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_begun)
+    run.records.goodput.write(progress.step)
+    directory = run.trainer.run_directory
+    if directory is None or not run.trainer.is_global_zero:
+        return
+    if run.records.goodput.is_on:
+        with suppress(FileNotFoundError):  # it could not be written
+            spent = goodput(directory)
+            if spent.wall_s >= _WORTH_TELLING_S:
+                _log.info("%s", spent)
+    for line in _what_now(run, directory, _newest(folders)):
+        _log.info("%s", line)
+
+
+def _what_now(run: Run, directory: Path, newest: PurePath | None) -> Iterator[str]:
+    saver, found = run.trainer.checkpoint_callback, monitored(run.trainer)
+    best = f"{found.name} {number(found.best, 4)}" if found is not None and found.best is not None else ""
+    saved = None if newest is None else str(newest)
+    if best and saver is not None and saver.monitor is not None:
+        saved = saver.best_model_path
+        yield f"best: {best} in {saved}"
+    elif best or saved is not None:
+        yield "; ".join([f"best: {best}"] * bool(best) + [f"newest checkpoint: {saved}"] * (saved is not None))
+    if newest is not None and (limit := _longer(run)) is not None:
+        yield f"longer: {longer_command(directory, *limit)}"
+    shell = "!" if in_notebook else ""
+    if run.trainer.loggers:
+        yield f"curves: {shell}lumen report {shlex.quote(str(directory))}"
+    if saved is not None:
+        words = ["lumen", "export", saved, "--output", f"{directory.name}.safetensors"]
+        yield f"weights: {shell}{shlex.join(words)}"
+
+
+def _longer(run: Run) -> tuple[str, int | str] | None:
+    """The limit that has ended a run, with twice its value; None: it was none."""
+    plan, progress = run.plan, run.progress
+    if plan.max_steps is not None and progress.step >= plan.max_steps > 0:
+        return "max_steps", 2 * plan.max_steps
+    if plan.max_epochs is not None and progress.epoch >= plan.max_epochs > 0:
+        return "max_epochs", 2 * plan.max_epochs
+    if plan.max_time_s is not None and progress.elapsed_s >= plan.max_time_s > 0:
+        twice = timedelta(seconds=2 * round(plan.max_time_s))
+        hours, rest = divmod(twice.seconds, 3600)
+        return "max_time", f"{twice.days:02}:{hours:02}:{rest // 60:02}:{rest % 60:02}"
+    return None
+
+
+def tell_stop(
+    run: Run, number: int | None, directory: Path | None, folders: Iterable[PurePath], overrun_s: float | None = None
+) -> None:
+    """Say by what a run was stopped, where, what of it is saved, and how to go on.
+
+    Args:
+        run: The run, at its last boundary unless it has overrun.
+        number: The signal that it obeys.
+        directory: Of the run, if it has one.
+        folders: Where its checkpoints lie.
+        overrun_s: What its time was, if that is up and it is left where it stands.
+    """
+    at = f"stopped at step {run.progress.step} by {signal.Signals(number or signal.SIGINT).name}"
+    if overrun_s is not None:
+        at += f", not done within grace_s={overrun_s:g}"
+    newest = _newest(folders)
+    if newest is None or directory is None:
+        record("%s; no checkpoint was saved", at)
+        return
+    again = f"; exit code {REQUEUE}: to be put back into the queue" if number == signal.SIGUSR1 else ""
+    record("%s; newest checkpoint: %s%s. Go on with:\n  %s", at, newest.name, again, resume_command(directory))
+
+
+def tell_failure(
+    error: BaseException, step: int, directory: Path, folders: Iterable[PurePath], *, stays: bool, ranks: int
+) -> None:
+    """Write what a run fails by into its logs; the error says where these are, and how to go on.
+
+    Args:
+        error: What it fails by, which gets notes: they are shown below its traceback.
+        step: Where.
+        directory: Of the run.
+        folders: Where its checkpoints lie.
+        stays: The directory is kept.
+        ranks: Processes of the run.
+    """
+    first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+    record("failed: %s (step %d)", first_line, step, error=error)
+    if not stays:
+        return
+    if ranks > 1:
+        error.add_note(f"The tracebacks of all ranks are in {directory / 'logs'}.")
+    else:
+        error.add_note(f"The log of the run is {directory / 'run.log'}.")
+    if (newest := _newest(folders)) is not None:
+        error.add_note(f"Its newest checkpoint is {newest}. Go on with:\n  {resume_command(directory)}")
+
+
+def _newest(folders: Iterable[PurePath]) -> PurePath | None:
+    """The newest checkpoint of a run."""
+    with suppress(LumenError, OSError):  # a store that does not answer shall not hide why the run ends
+        saved = [path for path in map(newest_committed, folders) if path is not None]
+        if len(saved) > 1:
+            saved.sort(key=lambda path: read_info(path)["micro_batches"])
+        return saved[-1] if saved else None
+    return None

@@ -1,0 +1,140 @@
+"""What a run says of its beginning and of its end: only what is so, and commands that work."""
+
+import re
+import shlex
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import lumen
+from lumen.cli import main
+from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
+from tests.helpers.workplace import LINE
+
+CONFIG = LINE.replace("max_steps: 2", "max_epochs: 1")
+
+
+class Judged(Regression):
+    """Whose validations have given values, one after the other."""
+
+    def __init__(self, *values):
+        super().__init__()
+        self.values = values
+
+    def validation_step(self, batch):
+        self.log("score", self.values[self.current_epoch])
+
+
+def lines_of(capsys, tmp_path):
+    """What the terminal has got, without the directory of the test."""
+    return capsys.readouterr().err.replace(f"{tmp_path}/", "").splitlines()
+
+
+def test_the_beginning_names_the_device_the_precision_and_the_size_of_a_step(tmp_path, capsys):
+    threads = torch.get_num_threads()
+    for options, said in (
+        ({}, "fp32 · global batch 8"),
+        ({"precision": "bf16", "accumulate_grad_batches": 3}, "bf16 · global batch 24 = 8 x accumulate 3"),
+        ({"global_batch_size": 16}, "fp32 · global batch 16 = 8 x accumulate 2"),
+        ({"accumulate_grad_batches": {0: 1, 1: 2}}, "fp32"),
+    ):
+        quiet_trainer(tmp_path, max_steps=1, log_level="INFO", **options).fit(Regression(), loader())
+        assert lines_of(capsys, tmp_path)[1] == f"CPU, {threads} thread{'s' * (threads > 1)} · {said}"
+
+
+def test_a_step_whose_size_nobody_knows_is_not_told(tmp_path, capsys):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.ones(4, FEATURES), torch.ones(4, 1))] * 3)
+
+    quiet_trainer(tmp_path, max_steps=1, log_level="INFO").fit(Regression(), DataLoader(Stream(), batch_size=None))
+    assert "global batch" not in capsys.readouterr().err
+
+
+def test_the_end_names_the_best_checkpoint_and_commands_that_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saver = lumen.ModelCheckpoint(monitor="score", mode="max")
+    quiet_trainer(tmp_path, max_epochs=3, log_level="INFO", callbacks=saver).fit(
+        Judged(0.25, 0.75, 0.5), loader(), val_dataloaders=loader()
+    )
+    said = lines_of(capsys, tmp_path)
+    told = said[said.index("finished: max_epochs=3 reached at step 21, epoch 3") + 1 :]
+    assert told == [
+        "best: score 0.7500 in runs/run/checkpoints/step-00000014",
+        'longer: Trainer(..., name="run", resume="auto", max_epochs=6).fit(...)',
+        "curves: lumen report runs/run",
+        "weights: lumen export runs/run/checkpoints/step-00000014 --output run.safetensors",
+    ]
+    for line in told[2:]:
+        assert main(shlex.split(line)[2:]) == 0, line
+    assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".html", ".safetensors"}
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_command_that_trains_longer_does(capsys):
+    assert main(["fit", "--config", "line.yaml"]) == 0
+    (longer,) = re.findall("^longer: lumen (.*)$", capsys.readouterr().err, re.MULTILINE)
+    assert main(shlex.split(longer)) == 0
+    assert "\nfinished: max_epochs=2 reached" in capsys.readouterr().err
+
+
+def test_a_time_limit_is_doubled_as_it_is_written(tmp_path, capsys):
+    trainer = quiet_trainer(tmp_path, max_time="00:00:00:01", log_level="INFO")
+    trainer.fit(Regression(), loader())
+    assert 'resume="auto", max_time="00:00:00:02").fit(...)' in capsys.readouterr().err
+
+
+def test_nothing_is_named_that_does_not_exist(tmp_path, capsys):
+    stops = lumen.EarlyStopping("score", patience=1)
+    for options, told in (
+        ({"logger": False, "enable_checkpointing": False}, []),
+        ({"enable_checkpointing": False}, ["curves"]),
+        ({"enable_checkpointing": False, "callbacks": stops}, ["best", "curves"]),
+        ({"logger": False}, ["newest checkpoint", "longer", "weights"]),
+        ({"callbacks": stops, "max_epochs": 3}, ["best", "curves", "weights"]),  # it was no limit that ended it
+    ):
+        task = Judged(1.0, 2.0, 3.0)
+        quiet_trainer(tmp_path, **{"log_level": "INFO", "max_epochs": 1} | options).fit(task, loader(), loader())
+        _, *said = capsys.readouterr().err.partition("finished: ")[2].splitlines()
+        assert [line.partition(":")[0] for line in said] == told, options
+        if "best" in told:
+            assert said[0].startswith("best: score 1.000")
+
+
+def test_a_quiet_run_says_nothing(tmp_path, capsys):
+    quiet_trainer(tmp_path, max_steps=1).fit(Regression(), loader())
+    assert capsys.readouterr() == ("", "")
+
+
+class Fails(lumen.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise KeyError("a mistake")
+
+
+@pytest.mark.parametrize(("step", "saved"), [(3, None), (10, "step-00000007")])
+def test_a_run_that_fails_says_where_its_log_is_and_how_to_go_on(tmp_path, step, saved):
+    with pytest.raises(KeyError) as caught:
+        quiet_trainer(tmp_path, max_epochs=2, callbacks=Fails(step)).fit(Regression(), loader())
+    run = tmp_path / "runs" / "run"
+    _, log, *others = caught.value.__notes__
+    assert log == f"The log of the run is {run / 'run.log'}."
+    assert "KeyError: 'a mistake'" in (run / "run.log").read_text()
+    assert [each.partition(". Go on with:\n  ")[0] for each in others] == (
+        [f"Its newest checkpoint is {run / 'checkpoints' / saved}"] if saved else []
+    )
+    assert all('Trainer(..., name="run", resume="auto")' in each for each in others)
+
+
+def test_a_run_that_fails_before_it_begins_leaves_no_log_to_name(tmp_path):
+    class Unready(Regression):
+        def configure_optimizers(self):
+            raise KeyError("a mistake")
+
+    with pytest.raises(KeyError) as caught:
+        quiet_trainer(tmp_path, max_epochs=2).fit(Unready(), loader())
+    assert "run.log" not in "".join(getattr(caught.value, "__notes__", []))
