@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.cases import CASES, PEERS, SYSTEMS, Case
 from benchmarks.commands import run_commands
-from benchmarks.plot import draw
+from benchmarks.plot import draw, sketch
 from benchmarks.report import print_case, write_readme
 from benchmarks.rounds import installed, run_round
 
@@ -52,6 +52,7 @@ def main() -> None:
             file.write_text(json.dumps(results) + "\n")
     if find_spec("matplotlib"):
         draw(results, arguments.output / "overhead.png")
+    sketch(results, arguments.output / "cost.svg")
     if arguments.readme and results["cases"]:
         write_readme(results, HOME / "README.md")
 

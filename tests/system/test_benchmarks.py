@@ -22,6 +22,7 @@ from benchmarks.growth import END as GROWTH_END
 from benchmarks.growth import exponent, unpack
 from benchmarks.growth import measure as measure_growth
 from benchmarks.growth import write_readme as write_growth
+from benchmarks.plot import sketch
 from benchmarks.problem import Problem
 from benchmarks.ratios import Row, refusal, rows_of
 from benchmarks.report import BEGIN, END, markdown, print_case, speed, write_readme
@@ -353,3 +354,9 @@ def test_another_commits_lumen_is_measured_beside_this_one(tmp_path):
     found = measure_growth(replace(GROWING["chunks"], rounds=1), libraries, most=20)
     assert found.keys() == {"Lumen", "Lumen HEAD"}
     assert all(list(values) == [20] for values in found.values())
+
+
+def test_the_picture_of_the_readme_is_that_of_the_results(tmp_path):
+    folder = ROOT / "benchmarks/results"
+    sketch(json.loads((folder / "results.json").read_text()), tmp_path / "cost.svg")
+    assert (tmp_path / "cost.svg").read_text() == (folder / "cost.svg").read_text()
