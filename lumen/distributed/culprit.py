@@ -78,6 +78,12 @@ class Worker:
         """The innermost frame of the user in it; None: it has none, as where it waits for work."""
         return next((frame for frame in frames_of(self.stacks) if frame.is_users), None)
 
+    @property
+    def is_unborn(self) -> bool:
+        """It stands in the fork that has made it, before any Python of its own."""
+        frames = frames_of(self.stacks)
+        return bool(frames) and frames[0].function == "_launch" and Path(frames[0].file).name == "popen_fork.py"
+
 
 @final
 @dataclass(frozen=True)
@@ -161,6 +167,11 @@ class Place:
             if worker.state == "stopped":
                 return f"waits for its data worker {worker.pid}, which is stopped (SIGSTOP)"
         for worker in self.workers:
+            if worker.is_unborn:
+                return (
+                    f"waits for its data worker {worker.pid}, which hung when it was forked: a lock that a thread held "
+                    "then is held there for ever. Python 3.12 frees it; persistent_workers=True forks once in a run"
+                )
             if worker.own_frame is not None:
                 return f"waits for its data worker {worker.pid}, which is in user code: {worker.own_frame}"
         pids = ", ".join(str(worker.pid) for worker in self.workers)

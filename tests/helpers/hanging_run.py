@@ -1,5 +1,6 @@
 """A run of which the last process gets no further: `python -m tests.helpers.hanging_run '{"mode": "loop", ...}'`."""
 
+import ctypes
 import json
 import os
 import signal
@@ -33,6 +34,8 @@ def main(mode, devices, launched=False, max_restarts=0):
         enable_model_summary=False, max_restarts=max_restarts,
         callbacks=[lumen.ModelCheckpoint(every_n_train_steps=2)] * (max_restarts > 0),
     )  # fmt: skip
+    if mode == "forked worker" and rank == devices - 1:
+        hangs_in_each_fork()
     workers = 1 if "worker" in mode else 0
     trainer.fit(Task(mode, rank == devices - 1), DataLoader(Samples(mode), 2, num_workers=workers))
     print(f"done: {trainer.global_step} steps")
@@ -40,6 +43,14 @@ def main(mode, devices, launched=False, max_restarts=0):
 
 def sleeps_before_it_comes():
     time.sleep(1000)
+
+
+def hangs_in_each_fork():
+    """As where a child inherits a lock that a thread has held: before it comes to any Python."""
+    libc = ctypes.CDLL(None)
+    os.dup2(os.pipe()[0], 0)  # from which nothing ever comes
+    register = libc["__register_atfork"]  # pthread_atfork itself is in no shared library
+    register(None, None, ctypes.cast(libc.getchar, ctypes.c_void_p), None)
 
 
 class Samples(Dataset):
