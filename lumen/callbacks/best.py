@@ -16,7 +16,7 @@ class Monitored(NamedTuple):
     """A logged name that says how good a run is.
 
     Attributes:
-        name: The monitor.
+        name: Under which it is logged.
         mode: "min": smaller is better; "max": larger is better.
         best: Its best value so far; None: it had none.
     """
@@ -30,7 +30,7 @@ def monitored(trainer: Trainer) -> Monitored | None:
     """What the `ModelCheckpoint` of a run that decides monitors, else its first `EarlyStopping`; None if nobody does.
 
     Args:
-        trainer: In `fit`.
+        trainer: One that is in `fit`, with all its callbacks.
     """
     saver = trainer.checkpoint_callback
     if saver is not None and saver.monitor is not None:

@@ -41,8 +41,8 @@ class TimeLeft:
         """Seconds left; None if the length is not known.
 
         Args:
-            trainer: Of the run.
-            total_steps: Of the run, those that are done included; None: unknown.
+            trainer: The one that counts the steps and knows the validations that are planned.
+            total_steps: How many the run makes, those that are done included; None: unknown.
         """
         now, step = perf_counter() if self._paused_at_s is None else self._paused_at_s, trainer.global_step
         began_at_s, began_step = self._began
@@ -63,10 +63,10 @@ def _validations(trainer: Trainer, steps_s: float, step: int, total_steps: int) 
     """How many validations are due after this step.
 
     Args:
-        trainer: Of the run.
+        trainer: The one that knows the validations that are planned.
         steps_s: Seconds that the steps take yet.
         step: Steps that are done.
-        total_steps: Of the run.
+        total_steps: How many the run makes.
     """
     plan, per_epoch = trainer.plan, trainer.steps_per_epoch
     if plan.val_every_s is not None:

@@ -13,7 +13,7 @@ def note_place(run: Run, error: BaseException) -> None:
 
     Args:
         run: It may be in an evaluation within `fit`, which is told too.
-        error: What ends the run.
+        error: The exception that ends the run.
     """
     is_users = isinstance(error, Exception) and not isinstance(error, LumenError)
     if is_users and not any(note.startswith(_BEGIN) for note in getattr(error, "__notes__", ())):

@@ -157,8 +157,8 @@ def tell_failure(
 
     Args:
         error: What it fails by, which gets notes: they are shown below its traceback.
-        step: Where.
-        directory: Of the run.
+        step: The one that it fails in, as many are done.
+        directory: The one that the run writes to.
         folders: Where its checkpoints lie.
         stays: The directory is kept.
         ranks: Processes of the run.

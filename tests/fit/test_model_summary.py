@@ -107,7 +107,7 @@ def test_the_table_is_printed_and_the_totals_are_said_once(
     assert ("\x1b" in printed) == terminal
     lines = [line.split() for line in printed.splitlines()]
     if not terminal:
-        assert lines[1:7] == [
+        assert lines[2:8] == [
             ["name", "type", "parameters", "trainable"],
             ["position", "Parameter", "12", "100", "%"],
             ["embedding", "Embedding", "40", "100", "%"],

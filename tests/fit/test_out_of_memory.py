@@ -241,12 +241,13 @@ def test_a_batch_whose_samples_are_not_known_is_an_error(tmp_path, collate, foun
 def test_without_the_flag_the_error_says_what_helps(tmp_path):
     with pytest.raises(torch.OutOfMemoryError, match="100 GiB") as caught:
         bare_trainer(tmp_path, precision="fp64").validate(Cramped(4), data(16))
-    (note,) = caught.value.__notes__
-    assert note.startswith("Trainer(halve_on_oom=True) evaluates a batch that does not fit in halves; a smaller batch_")
+    assert caught.value.__notes__[0].startswith(
+        "Trainer(halve_on_oom=True) evaluates a batch that does not fit in halves; a smaller batch_"
+    )
 
 
 def test_a_sample_that_does_not_fit_ends_the_evaluation(tmp_path, caplog):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, log_level="WARNING").validate(Cramped(0), data(16))
-    assert caught.value.__notes__ == ["A batch of one sample does not fit, so it cannot be halved any further."]
+    assert caught.value.__notes__[0] == "A batch of one sample does not fit, so it cannot be halved any further."
     assert caplog.text.count("it is evaluated in halves") == 1

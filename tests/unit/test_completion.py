@@ -24,6 +24,7 @@ def test_the_words_that_are_kept_are_those_of_the_parsers():
     assert found == KEPT, "write them anew: python -m lumen.cli.completion.generate"
 
 
+@pytest.mark.filterwarnings(r"ignore:\s*Hit failing import")  # of a class that another test has left behind
 @pytest.mark.parametrize("command", ["fit", "predict"])
 def test_the_options_that_are_completed_are_those_of_the_help(command, capsys):
     with pytest.raises(SystemExit, match="0"):

@@ -15,7 +15,7 @@ class _Entry(NamedTuple):
     """What a directory has.
 
     Attributes:
-        path: As it is opened.
+        path: Folder and name, as the system opens it.
         is_directory: Also where a link leads to one.
     """
 
