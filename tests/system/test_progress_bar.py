@@ -215,7 +215,7 @@ def test_while_somebody_thinks_nothing_ends_the_run_and_nothing_is_written(tmp_p
     assert said == ([] if ranks == 1 else [f"warning: rank 0 is in a debugger: {others}"]), first
     assert second[-2:] == ["42", "(Pdb)"]
     assert second[: len(first) - 1] == first[:-1]
-    assert sum(line.startswith("step 4/4") for line in screen_of(written)) == 1
+    assert sum(line.startswith("step 4/4") and "took" in line for line in screen_of(written)) == 1
     if ranks == 2:
         (log,) = (tmp_path / "runs" / "line" / "logs").glob("*-rank1.log")
         assert log.read_text().count("rank 1 goes on where a debugger would ask: rank 0 has the terminal") == 1

@@ -84,7 +84,7 @@ def test_the_log_of_a_failed_run_has_the_whole_traceback_and_the_list_of_runs_it
     assert log.count(" ERROR failed: KeyError: 'nothing' (step 0)\n") == 1
     assert f'File "{ROOT / "tests/helpers/cli_tasks.py"}", line ' in log
     assert '    return {}["nothing"]\n' in log
-    assert log.endswith("KeyError: 'nothing'\n")
+    assert log.endswith("KeyError: 'nothing'\nThis was in step 1 (epoch 0, batch_idx 0).\n")
     assert shown().splitlines()[-1].split(maxsplit=7)[1:] == ["failed", *"-----", "KeyError: 'nothing' (step 0)"]
     text = re.sub(r"\x1b\[[0-9;]*m", "", terminal(80))
     assert "runs/line  failed" in text
