@@ -82,7 +82,7 @@ class Worker:
     def is_unborn(self) -> bool:
         """It stands in the fork that has made it, before any Python of its own."""
         frames = frames_of(self.stacks)
-        return bool(frames) and frames[0].function == "_launch" and Path(frames[0].file).name == "popen_fork.py"
+        return bool(frames) and Path(frames[0].file).name == "popen_fork.py"
 
 
 @final
