@@ -156,14 +156,17 @@ class SeededDataset(Dataset[Any]):
                 seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, request.start))
             samples = self.fetch_many(indices)
         else:
-            samples, index = [], None
+            samples, rest = [], iter(indices)
             try:
-                for place, index in enumerate(indices, request.start):
-                    if self.draws:
+                if self.draws:
+                    for place, index in enumerate(rest, request.start):
                         key = place if request.by_place else index
                         seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, key))
-                    samples.append(self.dataset[index])
+                        samples.append(self.dataset[index])
+                else:
+                    samples = [self.dataset[index] for index in rest]
             except Exception as error:
+                index = indices[len(indices) - operator.length_hint(rest) - 1]
                 error.add_note(f"It was raised for sample {index} of {type(self.dataset).__name__}.")
                 raise
         if self.keys_collate:

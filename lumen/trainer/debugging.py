@@ -6,11 +6,13 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pdb import Pdb
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lumen.distributed.processes import Processes
 from lumen.distributed.worker import is_worker
+
+if TYPE_CHECKING:
+    from pdb import Pdb
 
 _log = logging.getLogger("lumen")
 
@@ -22,6 +24,11 @@ def debuggable(processes: Processes) -> Iterator[None]:
     Of the workers of Lumen's launcher only rank 0 shows what it writes: the others would take its input away and say
     nothing, so they go on. Without a terminal, and with another debugger in PYTHONBREAKPOINT, nothing is changed.
     """
+    if processes.world_size == 1:
+        yield
+        return
+    from pdb import Pdb
+
     interact, told = Pdb.interaction, False
     has_terminal = processes.is_global_zero or not is_worker()
 
@@ -39,8 +46,7 @@ def debuggable(processes: Processes) -> Iterator[None]:
         told = True
         return debugger.set_continue() if goes_on else interact(debugger, *args)
 
-    if processes.world_size > 1:
-        Pdb.interaction = interaction  # type: ignore[method-assign, assignment]
+    Pdb.interaction = interaction  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
