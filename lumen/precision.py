@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lumen.errors import ConfigError, NonFiniteLoss
-from lumen.errors.arguments import checked
+from lumen.errors.arguments import checked, did_you_mean
 from lumen.internals.optimizers import bare_step
 
 _log = logging.getLogger("lumen")
@@ -387,8 +387,8 @@ def make_precision(precision: str | int | Precision | type[Precision]) -> Precis
         )
     if str(precision) not in PRECISIONS:
         raise ConfigError(
-            f"precision: no precision is named {precision!r}; use one of {', '.join(PRECISIONS)}, or "
-            "give a Precision, in a config as {class_path: ..., init_args: ...}."
+            f"precision: no precision is named {precision!r}; use one of {', '.join(PRECISIONS)}, or give a Precision, "
+            f"in a config as {{class_path: ..., init_args: ...}}.{did_you_mean(str(precision), PRECISIONS)}"
         )
     return PRECISIONS[str(precision)]()
 

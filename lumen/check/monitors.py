@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lumen.check.report import Report
 from lumen.check.trial import Trial
 from lumen.run.run import Run
-from lumen.task.given import texts_in
+from lumen.task.given import texts_of
 
 
 def look_at_monitors(report: Report, trial: Trial, run: Run) -> None:
@@ -20,7 +18,7 @@ def look_at_monitors(report: Report, trial: Trial, run: Run) -> None:
         if name in known:
             report.add("schedule", "ok", "monitor", f"{who} waits for {name}, which is logged")
             continue
-        mentioned = _texts_of([trial.task, *trial.trainer.callbacks]) if mentioned is None else mentioned
+        mentioned = texts_of([trial.task, *trial.trainer.callbacks]) if mentioned is None else mentioned
         if name in mentioned:
             report.add("schedule", "note", "monitor", f"{who} waits for {name}, which the first batches did not log")
             continue
@@ -29,12 +27,3 @@ def look_at_monitors(report: Report, trial: Trial, run: Run) -> None:
             f"{who} waits for {name}, which nobody logs; logged is {', '.join(sorted(names)) or 'nothing'}",
             "Write one of these names, or log it.",
         )  # fmt: skip
-
-
-def _texts_of(owners: list[Any]) -> set[str]:
-    """The strings in the code of objects' classes, but for Lumen's and torch's."""
-    kinds = {kind for owner in owners for kind in type(owner).__mro__}
-    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("lumen", "torch", "builtins", "abc")]
-    methods = (getattr(value, "__func__", value) for kind in own for value in vars(kind).values())
-    codes = (getattr(method, "__code__", None) for method in methods)
-    return {text for code in codes if code is not None for text in texts_in(code)}

@@ -20,21 +20,21 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import get_import_path  # type: ignore[attr-defined]
 
 import lumen.trainer.tuner  # noqa: F401 (its callbacks have short names too)
-from lumen.callbacks import Callback
 from lumen.cli.config_layers import Added, Keys, Settings, is_class, plain
-from lumen.cli.find_class import classes_by_name, did_you_mean, find_class, of_lightning
+from lumen.cli.find_class import classes_by_name, find_class, of_lightning
+from lumen.cli.meant import callback_hint, option_hint
 from lumen.cli.optimization import Schedule
 from lumen.cli.options import OPTIONS, SUPPLIED, OptionParser, Options, short_key
-from lumen.cli.type_hints import bases_in, classes_in, hints_in, in_words
+from lumen.cli.type_hints import bases_in, classes_in, hints_in, in_words, may_be_true
 from lumen.errors import ConfigError
-from lumen.errors.arguments import says_nothing
-from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, RENAMED
+from lumen.errors.arguments import did_you_mean, says_nothing
 from lumen.strategies.factory import processes_of
 from lumen.trainer.trainer import Trainer
 
 _OF_TRAINER = inspect.signature(Trainer).parameters.keys()
 _INSTEAD = {
     ("trainer", "seed"): "Use seed_everything.",
+    ("seed",): "Use seed_everything.",
     ("ckpt_path",): "For fit use trainer.resume.",
     ("config",): "Config files are named by --config FILE alone.",
     ("lr_scheduler", "init_args", "monitor"): "Use lr_schedule.monitor.",
@@ -87,21 +87,20 @@ class Check:
         self._elsewhere = elsewhere
         self.links: list[str] = []
         self._settings, self._asked, self._problems = settings, list[Asked](), dict[Keys, str]()
-        self._top, tree, defaults = top, settings.tree, top.get_defaults()
+        self._top, tree = top, settings.tree
         known = top.heads()
         for ours, name in settings.unread.items():
             self._problems[name,] = f"the environment variable {name} is not read. Write {ours}, or unset it."
         for key in _LIGHTNINGS_OWN - known:
             if tree.get(key, 0) is None:
                 del tree[key]
-        for key in tree:
-            if key not in known:
-                self._refuse((key,), top.prog, ["config", *sorted(known), *defaults.keys()])
         self._ask((), Options, {key: tree[key] for key in tree if key in known & OPTIONS})
         for key, kind in top.classes.items():
             self._ask((key,), kind, tree[key])
         for key, base in top.bases.items():
-            if is_class(tree.get(key)) or (tree.get(key) and isinstance(tree[key], str)):
+            if settings.is_bare((key,)):
+                self._say_that_it_is_bare((key,), "a class")
+            elif is_class(tree.get(key)) or (tree.get(key) and isinstance(tree[key], str)):
                 self._enter((key,), tree[key], base)
             elif key == "lr_scheduler" and isinstance(tree.get(key), list):
                 for number, entry in enumerate(tree[key]):
@@ -114,6 +113,9 @@ class Check:
             self._problems["optimizer",] = "lr_scheduler: it needs the optimizer that it schedules. Set optimizer too."
         if not tree.get("model") and "model" not in top.fixed:
             self._problems["model",] = "no model is configured. Give --config FILE, or --model module.Class."
+        for key in tree:
+            if key not in known:  # now that it is known what the sections have
+                self._refuse_head(key, ["config", *sorted(known)])
 
     def parse(self) -> Namespace:
         """Every setting as its type has it.
@@ -158,6 +160,9 @@ class Check:
                 text = f"{self._settings.where((*path, name))}: it is taken from {linked[name]}. Leave it out."
                 self._problems[*path, name] = text
                 continue
+            if self._settings.is_bare((*path, name)) and not may_be_true(parameters[name].annotation):
+                self._say_that_it_is_bare((*path, name), in_words(parameters[name].annotation))
+                continue
             if isinstance(value, Added) and isinstance(default := parser.get_defaults().get(name), list | tuple):
                 value[:0] = default
             self._look_into(value, (*path, name), parameters[name].annotation)
@@ -187,6 +192,9 @@ class Check:
 
     def _enter(self, path: Keys, node: Mapping[str, Any] | str, hint: Any) -> None:
         """Find a class, and look at what it is given."""
+        if self._settings.is_bare(path):
+            self._say_that_it_is_bare(path, "a class")
+            return
         place = path if isinstance(node, str) else (*path, "class_path")
         node = {"class_path": node} if isinstance(node, str) else node
         settings, name = self._settings, str(node.get("class_path") or "")
@@ -198,7 +206,7 @@ class Check:
         try:
             kind = find_class(name, bases_in(hint), settings.where(place), settings.files)
         except ConfigError as error:
-            self._problems[path] = f"{error}{_callback_hint(path, name)}"
+            self._problems[path] = f"{error}{callback_hint(path, name)}"
             return
         if inspect.isclass(kind) and name == kind.__name__ and isinstance(node, dict):
             node["class_path"] = get_import_path(kind)  # jsonargparse would find one of Lightning's too
@@ -274,12 +282,26 @@ class Check:
             if (given := place.get(keys[-1])) is not None and not _takes(parser, {"value": given}):
                 self._problems[keys] = f"{self._settings.where(keys)}: expected {in_words(hint)}, found {given!r}."
 
+    def _say_that_it_is_bare(self, path: Keys, expected: str) -> None:
+        """Note that an option stands on the command line without the value that it needs."""
+        option = f"--{short_key('.'.join(path))}"
+        text = f"no value is given, expected {expected}. Write {option} VALUE."
+        self._problems[path] = f"{self._settings.where(path)}: {text}"
+
     def _refuse(self, path: Keys, owner: str, known: Iterable[str], instead: Mapping[str, str] | None = None) -> None:
         """Note that there is no such option."""
         name = str(path[-1])  # YAML has keys that are no text
         hint = _INSTEAD.get(path) or (instead or {}).get(name)  # the latter for arguments of Lightning's
         text = f"{owner} has no option {name}.{f' {hint}' if hint else did_you_mean(name, known)}"
         self._problems[path] = f"{self._settings.where(path)}: {text}"
+
+    def _refuse_head(self, key: str, known: list[str]) -> None:
+        """Note that no section and no option is called so."""
+        where, hint = self._settings.where((key,)), _INSTEAD.get((key,))
+        paths = ((*each.path, name) for each in self._asked if each.path for name in each.parameters)
+        options = [short_key(".".join(path)) for path in paths if not any(map(str.isdigit, path))]
+        near = f" {hint}" if hint else option_hint(str(key), known, options, typed=self._settings.is_typed((key,)))
+        self._problems[key,] = f"{where}: {self._top.prog} has no option {key}.{near}"
 
 
 def _needs_a_value(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
@@ -324,23 +346,6 @@ def _names_a_class(text: str, hint: Any) -> bool:
     if not bases or str in parts or text in parts or not text.replace(".", "").isidentifier():
         return False
     return "." in text or text in classes_by_name(bases)
-
-
-def _callback_hint(path: Keys, value: str) -> str:
-    """What else may have been meant by `--trainer.callbacks.patience 3`."""
-    name = path[-1]
-    if (
-        path[:-1] != ("trainer", "callbacks")
-        or name.isdigit()
-        or "." in value
-        or did_you_mean(value, {*classes_by_name([Callback]), *RENAMED, *INSTEAD_OF_CLASSES}, cutoff=0.75)
-    ):
-        return ""
-    option = f"{name}={value}"
-    return (
-        f" For an option of a callback write which one, --trainer.callbacks.NAME.{option}, or add the callback first: "
-        f"--trainer.callbacks+=CLASS --trainer.callbacks.{option}."
-    )
 
 
 def without_defaults(record: Mapping[str, Any], top: OptionParser) -> dict[str, Any]:

@@ -44,6 +44,11 @@ class Added(list[Any]):
 
 
 @final
+class Bare(str):
+    """The value of a key that stands on the command line without one: a switch is on."""
+
+
+@final
 class Settings:
     """The merged layers: `tree`, in which every class is `{class_path: ..., init_args: ...}` however it was written.
 
@@ -86,7 +91,8 @@ class Settings:
         self._layers += [(file, merge({}, read_config(file))) for file in files]
         self._layers.append(("the arguments", merge({}, given or {})))
         # One layer for all words: whether `--optimizer SGD` stands before or after `--optimizer.lr 1` is the same.
-        typed: Tree = reduce(merge, _typed(words), {})
+        typed: Tree = reduce(merge, _typed((key, str(text)) for key, text in words), {})
+        self._bare = {tuple(key.split(".")) for key, text in dict(words).items() if isinstance(text, Bare)}
         self._layers.append(("the command line", typed))
         self.tree: Tree = reduce(merge, (tree for _, tree in self._layers), {key: {} for key in groups})
         for key in groups:
@@ -99,6 +105,14 @@ class Settings:
         """A key as the command line has it, and the last layer that set it."""
         key = ".".join(str(name) for name in path if name not in NODE)
         return next((f"{key} ({source})" for source, tree in reversed(self._layers) if _has(tree, path)), key)
+
+    def is_typed(self, path: Keys) -> bool:
+        """Whether the command line has set a key, above all other layers."""
+        return _has(self._layers[-1][1], path)
+
+    def is_bare(self, path: Keys) -> bool:
+        """Whether a key stands on the command line without a value, so that it means `true`."""
+        return tuple(name for name in path if name not in NODE) in self._bare
 
     def class_of(self, key: str) -> str | None:
         """The class that a key names, if it names one."""
@@ -134,7 +148,7 @@ def parse_words(words: list[str]) -> list[tuple[str, str]]:
         if not equals and key == "config" and (not rest or rest[0].startswith("--")):
             raise ConfigError("--config: no file is named. Write --config FILE.")
         if not equals:
-            text = rest.popleft() if rest and not rest[0].startswith("--") else "true"
+            text = rest.popleft() if rest and not rest[0].startswith("--") else Bare("true")
         if ((key,) in _CLASSES or key in _GROUPS) and text.endswith((".yaml", ".yml")):
             raise ConfigError(f"--{key} {text}: write --config {text}, and in that file `{key}:` above these lines.")
         pairs.append((key, text))

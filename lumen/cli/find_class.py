@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import pkgutil
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, final
 
 from lumen import __all__ as public
 from lumen.errors import ConfigError
-from lumen.errors.arguments import local_path
+from lumen.errors.arguments import did_you_mean, local_path
 from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNINGS, RENAMED
 
 
@@ -124,10 +123,3 @@ def _where_it_may_be(missing: str, files: Sequence[str]) -> str:
     others = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     everywhere = ", ".join([f"{os.getcwd()} (where lumen was started)", *others])
     return f"{hint} It was looked for in {everywhere} and among what is installed. {it_is}, or add that to PYTHONPATH."
-
-
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """A question that names what is nearly called so, as `difflib` finds it; empty if nothing is."""
-    by_lower = {each.lower(): each for each in known}
-    close = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=2, cutoff=cutoff)]
-    return f" Did you mean {' or '.join(close)}?" if close else ""

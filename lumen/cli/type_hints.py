@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from types import NoneType, UnionType
-from typing import Any, Literal, Protocol, Union, get_args, get_origin
+from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin
 
 from torch import Tensor
 
@@ -29,6 +29,13 @@ def classes_in(hint: Any) -> dict[type, None]:
     """The classes in a type."""
     inner = chain.from_iterable((part, get_origin(part)) for part in hints_in(hint))
     return dict.fromkeys(filter(inspect.isclass, inner))
+
+
+def may_be_true(hint: Any) -> bool:
+    """Whether a value of a type may be `true`; so it may if the type is not known here."""
+    parts = list(hints_in(hint))
+    unknown = isinstance(hint, str) or any(isinstance(each, TypeVar) for each in parts)
+    return unknown or any(each in (bool, object, Any, inspect.Parameter.empty) for each in parts)
 
 
 def in_words(hint: Any) -> str:

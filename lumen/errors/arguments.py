@@ -142,6 +142,20 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) if inspect.isclass(hint) and origin is None else True
 
 
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, form: Callable[[str], str] = str) -> str:
+    """A question that names what is nearly called so, as `difflib` finds it; empty if nothing is.
+
+    Args:
+        name: The mistyped one.
+        known: The names that there are.
+        cutoff: How much alike they have to be, up to 1.
+        form: How one of them is written.
+    """
+    by_lower = {each.lower(): each for each in known}
+    close = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=2, cutoff=cutoff)]
+    return f" Did you mean {' or '.join(map(form, close))}?" if close else ""
+
+
 def in_words(thing: Any) -> str:
     """What something is: the name of its type, and of a class that it is one."""
     return f"the class {thing.__name__}" if inspect.isclass(thing) else type(thing).__name__

@@ -92,7 +92,13 @@ class LoggedValues:
     @property
     def all_have_logged(self) -> bool:
         """Everything that logs has had its turn since this part of the run began: what has no value now never has."""
-        return self.has_ended_epoch and (self.has_validated or not self._loaders.evaluation)
+        return not self.yet_to_log
+
+    @property
+    def yet_to_log(self) -> list[str]:
+        """What logs and has not had its turn since this part of the run began: its first epoch, a validation."""
+        validates = self._loaders.evaluation and not self.has_validated
+        return ["epoch"] * (not self.has_ended_epoch) + ["validation"] * bool(validates)
 
     def require(self, who: str, monitor: str) -> None:
         """Refuse a monitor that has no value although everything that logs has had its turn since the run went on.

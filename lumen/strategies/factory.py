@@ -11,6 +11,7 @@ import torch
 from lumen.distributed.cluster_environment import tasks_without_srun
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
+from lumen.errors.arguments import did_you_mean
 from lumen.strategies.single import SingleDevice
 from lumen.strategies.strategy import Strategy
 
@@ -21,6 +22,7 @@ _AVAILABLE: dict[str, Callable[[], bool]] = {
     "mps": lambda: torch.backends.mps.is_available(),
     "cpu": lambda: True,
 }
+_NO_SUPPORT = ("tpu", "hpu", "ipu")  # near to others in their letters alone
 STRATEGIES = ("single", *_NAMES)
 ACCELERATORS = ("auto", "gpu", *_AVAILABLE)
 
@@ -115,7 +117,8 @@ def device_of(accelerator: str, processes: Processes | None = None) -> torch.dev
         name = next(kind for kind, found in available.items() if found)
     if not available.get(name, False):
         found = ", ".join(kind for kind, there in available.items() if there)
-        raise ConfigError(f"accelerator: {accelerator!r} is not available here; there are: auto, {found}.")
+        near = "" if accelerator in _NO_SUPPORT or name in available else did_you_mean(accelerator, ACCELERATORS)
+        raise ConfigError(f"accelerator: {accelerator!r} is not available here; there are: auto, {found}.{near}")
     if processes is None or name != "cuda":
         return torch.device(name)
     visible = torch.cuda.device_count()  # one, where SLURM shows each process its own
@@ -175,4 +178,5 @@ def _not_known(name: str) -> str:
         hint = "write ddp, which runs the program anew in each process"
     if name.startswith("deepspeed"):
         hint = "write fsdp, which keeps parameters, gradients and optimizer in shards too"
-    return f"{name!r} is unknown; {hint}."
+    near = did_you_mean(name, STRATEGIES)
+    return f"{name!r} is unknown; {hint}.{near}"

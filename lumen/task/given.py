@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -74,3 +74,12 @@ def texts_in(code: CodeType) -> Iterator[str]:
             yield from texts_in(constant)
         elif isinstance(constant, (tuple, frozenset)):  # the keys of a dictionary, what `in` looks through
             yield from (each for each in constant if isinstance(each, str))
+
+
+def texts_of(owners: Iterable[Any]) -> set[str]:
+    """The strings in the code of objects' classes, but for Lumen's and torch's."""
+    kinds = {kind for owner in owners for kind in type(owner).__mro__}
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("lumen", "torch", "builtins", "abc")]
+    methods = (getattr(value, "__func__", value) for kind in own for value in vars(kind).values())
+    codes = (getattr(method, "__code__", None) for method in methods)
+    return {text for code in codes if code is not None for text in texts_in(code)}

@@ -15,20 +15,24 @@ from pathlib import Path, PurePath
 
 import torch
 
+from lumen.callbacks import EarlyStopping, ModelCheckpoint
 from lumen.callbacks.best import monitored
 from lumen.callbacks.display import number
 from lumen.checkpoint.folder import newest_committed, read_info
 from lumen.console import in_notebook
 from lumen.console import logger as _log
 from lumen.errors import LumenError
+from lumen.errors.arguments import did_you_mean
 from lumen.internals.stop_signals import REQUEUE
 from lumen.run.goodput import goodput
 from lumen.run.run import Run
 from lumen.strategies import Strategy
+from lumen.task.given import texts_of
 from lumen.trainer.logs import record
 from lumen.trainer.process_settings import longer_command, resume_command
 
 _WORTH_TELLING_S = 60.0
+_NEARLY_THE_SAME = 0.85  # val_los and val_loss are; _loss, as in f"{stage}_loss", is not
 
 
 def tell_place(directory: Path) -> None:
@@ -81,6 +85,7 @@ def tell_end(run: Run, folders: Iterable[PurePath]) -> None:
     """
     why, progress = run.ending.limit_reached, run.progress
     record("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_begun)
+    _tell_idle_monitors(run)
     run.records.goodput.write(progress.step)
     directory = run.trainer.run_directory
     if directory is None or not run.trainer.is_global_zero:
@@ -92,6 +97,23 @@ def tell_end(run: Run, folders: Iterable[PurePath]) -> None:
                 _log.info("%s", spent)
     for line in _what_now(run, directory, _newest(folders)):
         _log.info("%s", line)
+
+
+def _tell_idle_monitors(run: Run) -> None:
+    """Say which monitors never had a value because the run was too short; in a longer one that is an error."""
+    waiting: dict[str, list[str]] = {}
+    for each in run.trainer.callbacks:
+        if isinstance(each, EarlyStopping | ModelCheckpoint) and each.monitor not in (None, *run.values.newest):
+            waiting.setdefault(str(each.monitor), []).append(type(each).__name__)
+    if not waiting or not (missing := run.values.yet_to_log):
+        return
+    named = texts_of([run.task, *run.trainer.callbacks])
+    for name, who in waiting.items():
+        near = did_you_mean(name, named, cutoff=_NEARLY_THE_SAME)
+        near = "" if name in named else near or f" No text in the code of {type(run.task).__name__} reads so."
+        waited = " and ".join(dict.fromkeys(who))
+        _log.info("%s had no value: the run ended before its first %s. %s had nothing to go by.%s", name,
+                  " and ".join(missing), waited, near)  # fmt: skip
 
 
 def _what_now(run: Run, directory: Path, newest: PurePath | None) -> Iterator[str]:

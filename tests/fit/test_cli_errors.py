@@ -122,7 +122,7 @@ def test_an_unknown_key_is_named_with_its_file_and_the_nearest_one(refused, conf
 
 def test_an_unknown_key_of_the_command_line_or_the_environment_is_named_so(refused, monkeypatch):
     assert "model.lrr (the command line): Line has no option lrr. Did you mean lr?" in fit(refused, "--model.lrr", "3")
-    assert "Did you mean config?" in fit(refused, "--confg", "x")
+    assert "Did you mean --config?" in fit(refused, "--confg", "x")
     monkeypatch.setenv("LUMEN_FIT__TRAINER__MAX_STEP", "3")
     assert "trainer.max_step (the environment variable LUMEN_FIT__TRAINER__MAX_STEP): Trainer has no" in fit(refused)
 
@@ -388,8 +388,19 @@ def test_an_error_of_lumen_is_one_paragraph_and_its_kind_the_exit_code(refused, 
         (["--trainer.devices=9999", "--trainer.accelerator=cpu"], "trainer.devices (the command line): 9999 asked for on the CPU, where each is a process; "),
         (["--trainer.max_steps=-5"], "trainer.max_steps (the command line): must be at least 0 (or -1 for no limit), found -5."),
         (["--trainer.max_steps=1e3"], "trainer.max_steps (the command line): expected int, found '1e3'."),
-        (["--trainer.max_steps"], "trainer.max_steps (the command line): expected int, found 'true'."),
-        (["--max_steps=3"], "max_steps (the command line): lumen has no option max_steps. Did you mean trainer.max_steps?"),
+        (["--trainer.max_steps"], "trainer.max_steps (the command line): no value is given, expected int. Write --trainer.max_steps VALUE."),
+        (["--trainer.name"], "trainer.name (the command line): no value is given, expected str. Write --trainer.name VALUE."),
+        (["--trainer.callbacks.early"], "trainer.callbacks.early (the command line): no value is given, expected a class. Write"),
+        (["--optimizer"], "optimizer (the command line): no value is given, expected a class. Write --optimizer VALUE."),
+        (["--max_steps=3"], "max_steps (the command line): lumen has no option max_steps. Did you mean --trainer.max_steps?"),
+        (["--lr=0.1"], "lr (the command line): lumen has no option lr. Did you mean --model.lr?"),
+        (["--lr=0.1", "--optimizer=SGD"], "lr (the command line): lumen has no option lr. Did you mean --model.lr or --optimizer.lr?"),
+        (["--learning_rate=0.1"], "learning_rate (the command line): lumen has no option learning_rate. Did you mean --model.lr?"),
+        (["--bach_size=4"], "bach_size (the command line): lumen has no option bach_size. Did you mean --data.batch_size?"),
+        (["--epochs=3"], "epochs (the command line): lumen has no option epochs. Did you mean --trainer.max_epochs?"),
+        (["--gpus=2"], "gpus (the command line): lumen has no option gpus. Use --trainer.accelerator and --trainer.devices."),
+        (["--max_nb_epochs=3"], "max_nb_epochs (the command line): lumen has no option max_nb_epochs. Use --trainer.max_epochs."),
+        (["--seed=3"], "seed (the command line): lumen has no option seed. Use seed_everything."),
         (["--trainer.precision=fp17"], "trainer.precision (the command line): no precision is named 'fp17'; use one of fp32, 32, "),
         (["--trainer.accelerator=cup"], "trainer.accelerator (the command line): 'cup' is not available here; there are: auto, "),
         (["--config=lines.yaml"], "cannot read the config file lines.yaml: No such file or directory. Did you mean line.yaml?"),
@@ -421,6 +432,36 @@ def test_what_people_mistype_is_one_line_that_says_what_was_found(refused, words
     said = fit(refused, *words)
     assert said.startswith(message)
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "mistyped", "meant"),
+    [
+        ("precision", "bf61", "bf16"),
+        ("precision", "fp17", "fp16"),
+        ("strategy", "fdsp", "fsdp"),
+        ("strategy", "dpp", "ddp"),
+        ("accelerator", "gpuu", "gpu"),
+        ("accelerator", "cup", "cpu"),
+    ],
+)
+def test_a_mistyped_name_of_a_precision_a_strategy_or_an_accelerator_is_asked_for(refused, option, mistyped, meant):
+    assert fit(refused, f"--trainer.{option}={mistyped}").endswith(f". Did you mean {meant}?\n")
+
+
+def test_an_accelerator_that_is_only_spelt_like_another_is_not_taken_for_it(refused):
+    assert "Did you mean" not in fit(refused, "--trainer.accelerator=tpu")
+
+
+def test_an_option_without_its_section_is_written_as_its_file_has_it(refused):
+    said = fit(refused, config="lr: 0.1\ngpus: 2")
+    assert "lr (second.yaml): lumen has no option lr. Did you mean model.lr?" in said
+    assert "gpus (second.yaml): lumen has no option gpus. Use trainer.accelerator and trainer.devices." in said
+
+
+def test_a_switch_without_a_value_is_on(capsys):
+    assert main(["fit", "--config", "line.yaml", "--trainer.deterministic", "--print_config=skip_default"]) == 0
+    assert "deterministic: true" in capsys.readouterr().out
 
 
 def test_a_users_own_exception_keeps_its_traceback():

@@ -71,6 +71,27 @@ def test_the_end_names_the_best_checkpoint_and_commands_that_work(tmp_path, caps
     assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".html", ".safetensors"}
 
 
+@pytest.mark.parametrize(
+    ("monitor", "then"),
+    [("score", ""), ("scor", " Did you mean score?"), ("x", " No text in the code of Judged reads so.")],
+)
+def test_a_monitor_of_a_run_that_ends_before_anything_logs_it_is_told(tmp_path, capsys, monitor, then):
+    callbacks = [lumen.EarlyStopping(monitor), lumen.ModelCheckpoint(monitor=monitor)]
+    fit = quiet_trainer(tmp_path, max_steps=2, val_check_interval=3, log_level="INFO", callbacks=callbacks).fit
+    fit(Judged(0.25), loader(), val_dataloaders=loader())
+    had_nothing = "EarlyStopping and ModelCheckpoint had nothing to go by."
+    told = f"{monitor} had no value: the run ended before its first validation. {had_nothing}{then}"
+    assert lines_of(capsys, tmp_path).count(told) == 1
+
+
+def test_a_monitor_that_has_had_a_value_is_not_told(tmp_path, capsys):
+    saver = lumen.ModelCheckpoint(monitor="score")
+    quiet_trainer(tmp_path, max_steps=4, val_check_interval=3, log_level="INFO", callbacks=saver).fit(
+        Judged(0.25), loader(), val_dataloaders=loader()
+    )
+    assert "had no value" not in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("workplace")
 def test_the_command_that_trains_longer_does(capsys):
     assert main(["fit", "--config", "line.yaml"]) == 0

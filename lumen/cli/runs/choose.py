@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, final
 
 import yaml
 
-from lumen.cli.find_class import did_you_mean
 from lumen.cli.yaml_text import load_yaml
 from lumen.errors import ConfigError
+from lumen.errors.arguments import did_you_mean
 
 Record = dict[str, Any]
 _COMPARISON = re.compile(r"^\s*(?P<name>.+?)\s*(?P<sign><=|>=|==|!=|=|<|>)\s*(?P<value>.*?)\s*$")
