@@ -17,7 +17,7 @@ from lumen.data.adapter import LoaderAdapter, Position
 from lumen.data.nested import move
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.loop.around_step import unnoticed
-from lumen.loop.halves import Halves, explained
+from lumen.loop.halves import Halves, HalvesTogether, explained
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.stages import StatesApart
 from lumen.metrics.step_values import for_loggers
@@ -179,7 +179,8 @@ def evaluate_loader(
     outputs: list[Numbered[Any]] = []
     keeps = stage == "predict" and run.values.keeps_predictions
     wanted = bool(ends) or keeps
-    halves = Halves(run, stage, wanted=wanted) if run.plan.halve_on_oom else None
+    kind = HalvesTogether if run.strategy.communicates_in("evaluation") else Halves
+    halves = kind(run, stage, wanted=wanted) if run.plan.halve_on_oom else None
     window: AccumulationWindow | None = None
     limit = run.plan.limit(stage, adapter)
     for window in adapter.windows(0, Position(), limit):
@@ -191,15 +192,17 @@ def evaluate_loader(
             seed_generators(make_key(run.seed, domain, 2, dataloader_idx, micro.index))
             batch = run.calls.receive(micro.batch, dataloader_idx)
             if micro.is_dummy:  # in a forward that all ranks make together
+                make = partial(forward, run, step, micro, dataloader_idx)
                 with unnoticed(run):
-                    forward(run, step, micro, dataloader_idx, batch)
+                    make(batch) if halves is None else halves.evaluate(make, batch, micro, window.sizes)
                 continue
             if stage == "predict":
                 run.values.batch_indices = sample_indices(window)
             for hook in starts:
                 hook(batch, micro.index, dataloader_idx)
             if halves is not None:
-                output = halves.evaluate(partial(forward, run, step, micro, dataloader_idx), batch, micro.samples)
+                make = partial(forward, run, step, micro, dataloader_idx)
+                output = halves.evaluate(make, batch, micro, window.sizes)
             else:  # as `forward` does, without its frame between fit and the step
                 with run.precision.forward():
                     output = call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))

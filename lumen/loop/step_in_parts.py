@@ -25,9 +25,9 @@ _HINT = (
     "Trainer(halve_on_oom=True) makes a micro-batch that does not fit in halves, with the gradient of the whole; a "
     "smaller batch_size with the same global_batch_size does so too."
 )
-_TOGETHER = (
-    "halve_on_oom: {why}, so none can make one again alone. Leave it out, and make batch_size of the training loader "
-    "smaller; global_batch_size keeps what a step is."
+_SYNCED = (
+    "halve_on_oom: SyncBatchNorm communicates in each forward, so no process can make one again alone. Leave it out, "
+    "and make batch_size of the training loader smaller; global_batch_size keeps what a step is."
 )
 
 
@@ -82,15 +82,10 @@ class StepInParts:
                     self._made[-1][-1].restore()
                 return self._in_parts(micro, batch)
             except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
                 largest = min(run.step.fits or largest, largest)
-                if largest < 2:
-                    error.add_note("One sample does not fit, so it cannot be halved any further.")
-                    raise
+                run.step.fits = smaller(error, largest)
             # behind the except clause: what the error held of the attempt is free only now, and the loss with its graph
-            run.step.loss = None
-            again, run.step.fits = True, (largest + 1) // 2
+            run.step.loss, again = None, True
             logged.go_back(before)
             put_back()
             weighting.go_back(counted)
@@ -115,22 +110,37 @@ class StepInParts:
         for begin, end in parts:
             of_part, weight = batch, micro.weight
             if len(parts) > 1:
-                of_part, weight = cut(batch, samples, begin, end), self._weight(micro, begin, end)
+                of_part, weight = cut(batch, samples, begin, end), weight_of_part(run, micro, begin, end)
             run.log.batch_samples = end - begin
             part = micro.part(end - begin, weight)
             output, _ = accumulate(run, part, of_part, run.step.weighting, check=check)
             if self._wanted and output is not None:
                 outputs.append(detached(output))
                 sizes.append(end - begin)
-        return _joined(outputs, sizes) if outputs else None
-
-    def _weight(self, micro: MicroBatch, begin: int, end: int) -> float:
-        if not self._run.step.weighting.by_task:
-            return end - begin
-        return float(self._run.task.batch_weight(cut(micro.batch, micro.samples, begin, end)))
+        return joined_outputs(outputs, sizes) if outputs else None
 
 
-def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def weight_of_part(run: Run, micro: MicroBatch, begin: int, end: int) -> float:
+    """The weight of some samples of a micro-batch, known before their forward."""
+    if not run.step.weighting.by_task:
+        return end - begin
+    return float(run.task.batch_weight(cut(micro.batch, micro.samples, begin, end)))
+
+
+def smaller(error: RuntimeError, samples: int) -> int:
+    """How many samples to try instead of those that an error has come of.
+
+    Raises:
+        RuntimeError: It itself, if it does not say that memory has not sufficed, or a single sample does not fit.
+    """
+    if is_out_of_memory(error) and samples > 1:
+        return (samples + 1) // 2
+    if is_out_of_memory(error):
+        error.add_note("One sample does not fit, so it cannot be halved any further.")
+    raise error
+
+
+def joined_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """What `training_step` returned for parts of a micro-batch, as it would have for all of it."""
     losses, weights = zip(*map(read_output, outputs), strict=True)
     if len(outputs) == 1 or None in weights:
@@ -143,32 +153,44 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     return joined(others, sizes, averages=True) | {"loss": loss, "weight": total}
 
 
-def keep_size(run: Run) -> None:
-    """Make micro-batches in parts that fit on every process from here on. Collective: every rank must call this."""
+def agree_on_size(run: Run) -> set[int]:
+    """Keep to what fits on every process. Collective: every rank must call this.
+
+    Returns:
+        The ranks on which a larger micro-batch has not fitted.
+    """
     told, before = run.processes.gather(run.step.fits), run.progress.fits
-    ranks = [str(rank) for rank, fits in enumerate(told) if fits != before]
-    run.progress.fits = min(filter(None, told))
+    run.step.fits = run.progress.fits = min(filter(None, told))
+    return {rank for rank, fits in enumerate(told) if fits != before}
+
+
+def say_size(run: Run, ranks: set[int]) -> None:
+    """Say that micro-batches are made in parts from here on.
+
+    Args:
+        run: The run that trains.
+        ranks: Where one has not fitted.
+    """
     _log.warning(
         "step %d: a micro-batch did not fit into memory%s. It was made in parts, as all larger ones are from here on: "
         "of %d samples or a few less, whose gradients sum to that of the whole%s. A smaller batch_size with the same "
         "global_batch_size gives the same training",
         run.progress.step + 1,
-        f" on rank {', '.join(ranks)}" if len(told) > 1 else "",
+        f" on rank {', '.join(map(str, sorted(ranks)))}" if run.processes.world_size > 1 else "",
         run.progress.fits,
         "; but BatchNorm sees each part by itself" if _has_batch_norm(run.task) else "",
     )
 
 
 def check_halving(run: Run) -> None:
-    """Refuse `halve_on_oom` where a process cannot make a micro-batch again by itself.
+    """Make ready for `halve_on_oom`, or refuse it.
 
     Raises:
-        ConfigError: Processes communicate in forwards.
+        ConfigError: No micro-batch can be made again.
     """
-    if run.strategy.communicates_in("forward"):
-        raise ConfigError(_TOGETHER.format(why="with this strategy all processes communicate in each forward"))
+    run.strategy.allow_retries()
     if run.processes.world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in run.task.modules()):
-        raise ConfigError(_TOGETHER.format(why="SyncBatchNorm communicates in each forward"))
+        raise ConfigError(_SYNCED)
 
 
 def explain(run: Run, error: RuntimeError) -> None:

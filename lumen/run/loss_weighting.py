@@ -146,6 +146,11 @@ class LossWeighting:
             told = self.total, self._returned is True, self._returned is False, *wishes
             self._sums = self._begin_sum(list(map(float, told)))
 
+    @property
+    def is_agreeing(self) -> bool:
+        """Whether `begin_agreement` was called, and what the others say is not read yet."""
+        return self._sums is not None
+
     def agree(self) -> list[bool]:
         """Wait for the sums over the processes.
 

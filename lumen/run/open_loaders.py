@@ -152,10 +152,7 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
         )
     communicates = run.strategy.communicates_in("evaluation")
     if communicates and run.plan.halve_on_oom:
-        raise ConfigError(
-            "halve_on_oom: with this strategy all processes communicate in each evaluation step, so none can make it "
-            "again alone. Leave it out, and make batch_size of the evaluation loaders smaller."
-        )
+        run.strategy.allow_retries()
     rank_slice = _rank_slice(run, communicates)
     seeds = [make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number) for number in range(len(loaders))]
     adapters = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lumen import DDP, FSDP
-from lumen.errors import ConfigError, TrainingError
+from lumen import DDP
+from lumen.errors import TrainingError
 from tests.helpers.cramped_training import Cramped, Weighed, WeighedBefore
 from tests.helpers.tasks import bare_trainer, loader, weights
 
@@ -74,15 +74,3 @@ def forget(folder):
 
 def test_a_parameter_without_a_gradient_is_still_an_error(group, tmp_path):
     assert group(2).run(forget, tmp_path) == [True, True]
-
-
-def refused(folder):
-    trainer = bare_trainer(folder, strategy=FSDP(), halve_on_oom=True, max_steps=2, precision="fp64")
-    with pytest.raises(ConfigError, match=r"halve_on_oom: with this strategy all .* so none can make one again alone"):
-        trainer.fit(Cramped(), loader(50, 8, dtype=torch.float64))
-    return trainer.global_step
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_where_forwards_communicate_none_is_made_again(group, tmp_path, world):
-    assert group(world).run(refused, tmp_path) == [0] * world

@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from lumen import FSDP
-from lumen.errors import ConfigError
 from tests.helpers.tasks import Regression, bare_trainer, loader
 from tests.helpers.validation import Cramped, full_loss
 
@@ -50,16 +48,6 @@ def predict_cramped(folder, fits):
     return bare_trainer(folder, strategy="auto", halve_on_oom=True).predict(Cramped(fits), loaders)
 
 
-def validate_cut_up(folder):
-    strategy = FSDP(reshard_after_forward=True, unshard_in_evaluation=False)
-    trainer = bare_trainer(folder, strategy=strategy, halve_on_oom=True, max_epochs=1, num_sanity_val_steps=0)
-    with pytest.raises(
-        ConfigError, match="halve_on_oom: with this strategy all processes communicate in each evaluation"
-    ):
-        trainer.fit(Cramped(4), loader(dtype=torch.float64), loader(dtype=torch.float64))
-    return trainer.global_step
-
-
 def test_the_processes_that_halve_their_batches_give_the_values_of_one_that_has_the_memory(group, tmp_path):
     """50 = 3 * 16 + 2: the second process halves one batch, and one fits."""
     full = full_loss(Cramped(50), 50)
@@ -68,7 +56,3 @@ def test_the_processes_that_halve_their_batches_give_the_values_of_one_that_has_
     whole, halved = (group(2).run(predict_cramped, tmp_path, fits)[0] for fits in (16, 4))
     assert [len(each) for each in halved] == [16, 16, 16, 2]
     torch.testing.assert_close(torch.cat(halved), torch.cat(whole), rtol=1e-12, atol=1e-14)
-
-
-def test_no_process_halves_a_batch_where_steps_communicate(group, tmp_path):
-    assert group(2).run(validate_cut_up, tmp_path) == [0, 0]

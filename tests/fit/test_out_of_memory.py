@@ -249,5 +249,5 @@ def test_without_the_flag_the_error_says_what_helps(tmp_path):
 def test_a_sample_that_does_not_fit_ends_the_evaluation(tmp_path, caplog):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, log_level="WARNING").validate(Cramped(0), data(16))
-    assert caught.value.__notes__[0] == "A batch of one sample does not fit, so it cannot be halved any further."
+    assert caught.value.__notes__[0] == "One sample does not fit, so it cannot be halved any further."
     assert caplog.text.count("it is evaluated in halves") == 1

@@ -1,0 +1,193 @@
+"""A micro-batch that does not fit into memory is made in parts by all processes, where forwards communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, final
+
+from lumen.data.nested import detached
+from lumen.data.parts import cut, spans
+from lumen.data.windows import AccumulationWindow, MicroBatch
+from lumen.internals.memory import drop_failed_backward, empty_device_cache
+from lumen.loop.around_step import mark, unnoticed
+from lumen.loop.micro_batch import accumulate
+from lumen.loop.step_in_parts import agree_on_size, joined_outputs, say_size, smaller, weight_of_part
+from lumen.random import GeneratorStates
+from lumen.run.run import Run
+from lumen.task.step_output import read_output
+
+
+@final
+class PartsTogether:
+    """Makes the micro-batches of one step, and again in parts on all processes if the memory of one does not suffice.
+
+    That one cannot stop where it is: the others wait for it in each unit. So it goes through the rest of the
+    micro-batch with as many samples as fit, for nothing. Then all learn of it, put back what the step has changed, and
+    make its micro-batches again, each in as many parts as the largest of the processes' has.
+
+    Args:
+        run: The run that trains.
+        window: The micro-batches of the step.
+    """
+
+    def __init__(self, run: Run, window: AccumulationWindow) -> None:
+        self._run, self._window = run, window
+        self._wanted = bool(run.hooks.on_train_batch_end)
+        self._made: list[tuple[MicroBatch, Any, GeneratorStates]] = []
+        self._cramped: set[int] = set()
+
+    def accumulate(self, micro: MicroBatch, batch: Any) -> Any:
+        """Add the gradient of a micro-batch. Collective: every rank must call this.
+
+        Returns:
+            What `training_step` returned; of parts, put together along dimension 0.
+
+        Raises:
+            RuntimeError: A single sample does not fit; on accelerators a torch.OutOfMemoryError.
+            DataError: It is not known where the samples of the batch are.
+            ConfigError: What the step returned of parts cannot be put together.
+        """
+        run, weighting = self._run, self._run.step.weighting
+        logged = run.log.stage
+        assert logged is not None
+        self._made.append((micro, batch, GeneratorStates()))
+        before, counted, put_back = logged.mark(), weighting.mark(), mark(run)
+        fitted, output = self._attempt(micro, batch)
+        while not fitted:
+            if weighting.is_agreeing:
+                weighting.agree()
+            self._cramped |= agree_on_size(run)
+            run.step.loss = run.step.dummy = None
+            logged.go_back(before)
+            put_back()
+            weighting.go_back(counted)
+            drop(run, rejoins=False)
+            fitted, output = self._attempt_all()
+        if micro.last and self._cramped:
+            say_size(run, self._cramped)
+        run.log.batch_samples = micro.samples
+        return output
+
+    def _attempt_all(self) -> tuple[bool, Any]:
+        """Make the gradients of all micro-batches of the step so far; only the newest is not counted already."""
+        run, weighting = self._run, self._run.step.weighting
+        run.optim.zero_grad(run.progress.epoch, self._window.first_index)
+        for micro, batch, states in self._made[:-1]:
+            counted = weighting.mark()
+            states.restore()
+            with unnoticed(run):
+                fitted, _ = self._attempt(micro, batch, check=False)
+            weighting.go_back(counted)
+            if not fitted:
+                return False, None
+        micro, batch, states = self._made[-1]
+        states.restore()
+        return self._attempt(micro, batch)
+
+    def _attempt(self, micro: MicroBatch, batch: Any, *, check: bool = True) -> tuple[bool, Any]:
+        """Make a micro-batch in parts of the size that all have agreed on.
+
+        Returns:
+            Whether all processes could, and the output.
+        """
+        run, outputs, sizes, fitted = self._run, [], [], True
+        for part, of_part in self._parts(micro, batch):
+            run.log.batch_samples, rejoins = part.samples, fitted
+            if fitted:
+                try:
+                    output, _ = accumulate(run, part, of_part, run.step.weighting, check=check)
+                    if self._wanted and output is not None:
+                        outputs.append(detached(output))
+                        sizes.append(part.samples)
+                except RuntimeError as error:
+                    run.step.fits = smaller(error, part.samples)
+                    fitted = False
+            if not fitted:
+                run.step.loss = run.step.dummy = None
+                for_nothing = partial(self._for_nothing, part, of_part)
+                run.step.fits = keep_pace(run, for_nothing, part.samples, run.step.fits, rejoins=rejoins)
+        (failed,) = run.processes.sum([float(not fitted)])
+        return not failed, joined_outputs(outputs, sizes) if outputs and not failed else None
+
+    def _parts(self, micro: MicroBatch, batch: Any) -> Iterator[tuple[MicroBatch, Any]]:
+        """As many on each process, the last of them the last of the step."""
+        run = self._run
+        pieces = common_cuts(run, micro, self._window.sizes, run.progress.fits)
+        if len(pieces) == 1:
+            yield micro, batch
+            return
+        for number, (begin, end, is_dummy) in enumerate(pieces, 1):
+            part = micro.part(end - begin, 0.0 if is_dummy else weight_of_part(run, micro, begin, end))
+            part.is_dummy, part.last = is_dummy, micro.last and number == len(pieces)
+            yield part, cut(batch, micro.samples, begin, end)
+
+    def _for_nothing(self, part: MicroBatch, batch: Any, samples: int) -> None:
+        run, weighting = self._run, self._run.step.weighting
+        batch = cut(batch, part.samples, 0, samples)
+        with unnoticed(run), run.strategy.gradient_sync(part.last):
+            with run.precision.forward():
+                arguments = run.calls.arguments("training_step", batch, part.index, part.loader)
+                output = run.strategy.call("training_step", *arguments)
+            loss, weight = read_output(output)
+            loss = run.strategy.zero_loss() if loss is None else loss
+            assert loss is not None
+            if weighting.unseeded:
+                weighting.seed(None if part.is_dummy else part.number, weight)
+            if part.last and not weighting.is_agreeing:
+                weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop, True)
+            run.precision.backward(loss * 0.0)
+            if part.last:
+                run.strategy.after_backward()
+
+
+def common_cuts(run: Run, micro: MicroBatch, sizes: Sequence[int], fits: int) -> list[tuple[int, int, bool]]:
+    """Where to cut a micro-batch, into as many parts on each process as the largest of theirs needs.
+
+    Args:
+        run: The run that trains or evaluates.
+        micro: The micro-batch of this process.
+        sizes: Number of samples of each micro-batch of the step, of all processes.
+        fits: Samples of the largest part that is to be tried; 0: all.
+
+    Returns:
+        Of each part its first sample, the one after its last, and whether it is a dummy: there are no more.
+    """
+    world = run.processes.world_size
+    first = micro.number // world * world
+    own, *others = ([*spans(0, size, fits or size)] for size in (micro.samples, *sizes[first : first + world]))
+    count = max(map(len, (own, *others)))
+    return [(*own[place % len(own)], micro.is_dummy or place >= len(own)) for place in range(count)]
+
+
+def keep_pace(run: Run, make: Callable[[int], None], samples: int, fits: int, *, rejoins: bool) -> int:
+    """Go through a part with the others, or through what is left of it, with what fits and for nothing.
+
+    Args:
+        run: The run that trains or evaluates.
+        make: Makes the part, of as many samples as it is given.
+        samples: How many the part has.
+        fits: Samples to try.
+        rejoins: It goes on where an attempt of this process has failed.
+
+    Returns:
+        How many samples fit.
+
+    Raises:
+        RuntimeError: A single one does not.
+    """
+    while True:
+        drop(run, rejoins=rejoins)
+        size = min(samples, fits)
+        try:
+            make(size)
+            return fits
+        except RuntimeError as error:
+            fits, rejoins = smaller(error, size), True
+
+
+def drop(run: Run, *, rejoins: bool) -> None:
+    """Free what a forward or backward that has failed has left behind; see `Strategy.allow_retries`."""
+    drop_failed_backward()
+    run.strategy.allow_retries()(rejoins)
+    empty_device_cache(run.strategy.device)
