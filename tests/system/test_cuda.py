@@ -501,6 +501,33 @@ torch.testing.assert_close(task.norm.running_var.cpu(), 0.9 + 0.1 * inputs.var(0
 print("of all samples")
 """
 
+CRAMPED = """
+import os, torch, lumen
+from torch.utils.data import DataLoader, TensorDataset
+from tests.helpers.sharded import whole
+from tests.system.test_cuda import Wide
+
+def trained(size, **options):
+    task = Wide()
+    trainer = lumen.Trainer(
+        accelerator="cuda", strategy=lumen.FSDP(wrap="Linear"), precision="fp64", max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )
+    trainer.fit(task, DataLoader(TensorDataset(inputs), size))
+    return torch.cat([whole(each).flatten() for each in task.parameters()]), task.sizes
+
+inputs = torch.randn(4096, 16, generator=torch.Generator().manual_seed(0))
+expected, _ = trained(256, accumulate_grad_batches=8)
+if os.environ["RANK"] == "1":
+    torch.cuda.empty_cache()
+    share = 600 * 2 * (1 << 18) + torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction(share / torch.cuda.get_device_properties(0).total_memory)
+found, sizes = trained(2048, halve_on_oom=True)
+assert sizes.count(2048) == 1 and max(sizes[-4:]) <= 512, sizes
+torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+print("the same")
+"""
+
 
 def two(code, folder, limit_s, *arguments, own_device):
     """Run code in two processes; return their exit codes, outputs, and how long both took in seconds."""
@@ -561,3 +588,10 @@ def test_synchronized_batchnorm_has_the_statistics_of_the_samples_of_both_proces
     codes, outputs, _ = two(SYNCHRONIZED, tmp_path, 100, own_device=True)
     assert codes == [0, 0], outputs
     assert all("of all samples" in output for output in outputs)
+
+
+@pytest.mark.cuda(devices=2)
+def test_fsdp_trains_on_where_one_device_has_no_memory_for_a_batch(tmp_path):
+    codes, outputs, _ = two(CRAMPED, tmp_path, 100, own_device=True)
+    assert codes == [0, 0], outputs
+    assert all("the same" in output for output in outputs)
