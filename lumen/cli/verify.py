@@ -127,10 +127,14 @@ def run(words: list[str]) -> int:
     if before is None:
         return proof.code
     changed = changes(before, made)
-    said = [f"since {given.against}, made {before.get('made')}:", *(f"  {each}" for each in changed)]
-    print("\n".join(said if changed else [f"nothing has changed since {given.against}"]),
-          file=stderr if given.json else stdout)  # fmt: skip
-    return max(proof.code, int(bool(changed)))
+    said = [*changed.conditions, *changed.results]
+    if said and not changed.results:
+        said.append("verdicts and numbers are the same, bit for bit.")
+    head = (
+        f"since {given.against}, made {before.get('made')}:" if said else f"nothing has changed since {given.against}"
+    )
+    print(head, *(f"  {each}" for each in said), sep="\n", file=stderr if given.json else stdout)
+    return max(proof.code, int(bool(changed.results)))
 
 
 def _proven(prover: Prover) -> Proof:

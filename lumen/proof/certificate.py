@@ -7,10 +7,11 @@ import json
 import math
 import platform
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -23,7 +24,23 @@ from lumen.proof.prove import Proof
 
 FORMAT = 1
 _WITH_TENSORS = ("base", "one")
-_SAME = ("lumen", "torch", "python", "machine", "command", "seed", "steps", "precision", "threads", "accelerator")
+_SAME = (
+    "lumen", "torch", "python", "machine", "device", "threads", "command", "seed", "steps", "precision", "accelerator",
+)  # fmt: skip
+_OF_PROCESSORS = {"model name": "", "cpu family": "family ", "model": "model ", "CPU implementer": "", "CPU part": ""}
+
+
+@final
+class Changes(NamedTuple):
+    """What has changed from one certificate to another, each in a sentence.
+
+    Attributes:
+        conditions: What the numbers depend on: versions, the device, threads, the command.
+        results: Verdicts, and of each run the first number that is another one.
+    """
+
+    conditions: list[str]
+    results: list[str]
 
 
 def certificate(proof: Proof, command: str) -> dict[str, Any]:
@@ -40,6 +57,7 @@ def certificate(proof: Proof, command: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
+        "device": _device(proof.size.accelerator),
         "command": command,
         "seed": proof.size.seed,
         "steps": proof.size.steps,
@@ -52,6 +70,18 @@ def certificate(proof: Proof, command: str) -> dict[str, Any]:
         "rows": [_plain(asdict(row)) for row in proof.rows],
         "runs": {name: _run(result) for name, result in sorted(proof.results.items()) if result.outcomes},
     }
+
+
+def _device(accelerator: str) -> str:
+    """What has computed: bits are the same on the same, since others add in another order."""
+    if accelerator == "cuda":
+        return torch.cuda.get_device_name()
+    found: dict[str, str] = {}
+    with suppress(OSError):  # no system but Linux has it
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+        found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    parts = [f"{before}{found[key]}" for key, before in _OF_PROCESSORS.items() if key in found]
+    return ", ".join([*(parts or [platform.processor()]), torch.backends.cpu.get_cpu_capability()])
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
@@ -101,16 +131,16 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What has changed from one certificate to another, each in a sentence; first what the numbers depend on."""
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """What has changed from one certificate to another."""
     now = json.loads(json.dumps(now))
-    return [*_settings(before, now), *_verdicts(before, now), *_numbers(before, now)]
+    return Changes([*_conditions(before, now)], [*_verdicts(before, now), *_numbers(before, now)])
 
 
-def _settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     for name in _SAME:
-        if before.get(name) != now.get(name):
-            yield f"{name} was {before.get(name)} and is {now.get(name)}."
+        if name in before and before[name] != now.get(name):
+            yield f"{name} was {before[name]} and is {now.get(name)}."
 
 
 def _verdicts(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 
 from lumen.cli import main
@@ -63,6 +64,43 @@ def test_all_is_proven_of_a_clean_task_and_the_certificate_says_when_a_number_ch
     changed = verify("--against", "certificate.json", "--only", "validation", dropout=0.3, lr=2e-2)
     assert changed.returncode == 1
     assert "the numbers of the run base have changed, first in step 1: the parameter of net.0.weight" in changed.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+def test_other_versions_and_devices_are_told_and_are_no_change_of_what_was_proven():
+    only = ["--only", "validation"]
+    assert verify(*only).returncode == 0
+    with open("certificate.json") as file:
+        certificate = json.load(file)
+    with open("older.json", "w") as file:
+        json.dump({**certificate, "torch": "1.0", "device": "an abacus", "threads": 0}, file)
+    ran = verify("--against", "older.json", *only)
+    assert ran.returncode == 0
+    told = ran.stdout[ran.stdout.index("since older.json, made ") :].splitlines()[1:]
+    assert told == [
+        f"  torch was 1.0 and is {torch.__version__}.",
+        f"  device was an abacus and is {certificate['device']}.",
+        f"  threads was 0 and is {certificate['threads']}.",
+        "  verdicts and numbers are the same, bit for bit.",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(600)
+def test_the_certificate_of_the_demo_is_repeated_on_any_later_day():
+    words = ["--config", "models/gpt.yaml", "--against", "docs/gpt-certificate.json", "--json"]
+    command = [sys.executable, "-m", "lumen", "verify", *words]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    committed, made = json.loads((ROOT / "docs/gpt-certificate.json").read_text()), json.loads(ran.stdout)
+    then, now = ({(row["promise"], row["what"]): row["verdict"] for row in each["rows"]} for each in (committed, made))
+    assert now == then
+    assert {*now.values()} == {"proven"}
+    conditions = ("torch", "python", "machine", "device", "threads", "accelerator")
+    if all(made[name] == committed[name] for name in conditions):  # elsewhere sums are made in another order
+        differ = [name for name in committed["runs"] if made["runs"][name] != committed["runs"][name]]
+        again = "where that is meant: lumen verify --config models/gpt.yaml --certificate docs/gpt-certificate.json"
+        assert (differ, ran.returncode) == ([], 0), f"{ran.stderr}; {again}"
 
 
 def test_a_process_that_is_done_leaves_the_others_their_time(tmp_path, monkeypatch):
