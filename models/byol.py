@@ -61,7 +61,7 @@ class BYOL(lumen.TaskModule):
     def on_validation_epoch_start(self) -> None:
         """Fit a linear probe to the few labelled images (least squares), alike in all processes."""
         images, digits = self.trainer.datamodule.labelled_images()
-        seen = self(images.to(self.device))
+        seen = self(images.to(self.device, self.dtype))
         self.middle, self.spread = seen.mean(dim=0), seen.std(dim=0)
         seen, wanted = self.scaled(seen), F.one_hot(digits.to(self.device), 10).to(seen) - 0.1
         self.probe = torch.linalg.solve(seen.T @ seen + 10 * torch.eye(seen.shape[1]).to(seen), seen.T @ wanted)

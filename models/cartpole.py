@@ -46,7 +46,7 @@ class ActorCritic(lumen.TaskModule):
 
     def forward(self, states: Tensor) -> Tensor:
         """The probability of pushing to the right, of shape ``(games,)``, in states of shape ``(games, 4)``."""
-        return self.actor(states.to(self.device)).sigmoid()
+        return self.actor(states.to(self.device, self.dtype)).sigmoid()
 
     def train_dataloader(self) -> DataLoader:
         """Games, played by this very policy."""

@@ -66,7 +66,8 @@ class VAE(lumen.TaskModule):
 
     def draw(self, count: int) -> Tensor:
         """Images that are drawn from the model, ten in a row, in [0, 1]."""
-        return in_rows(self.decoder(torch.randn(count, self.hparams.numbers, device=self.device)).sigmoid())
+        drawn = torch.randn(count, self.hparams.numbers, device=self.device, dtype=self.dtype)
+        return in_rows(self.decoder(drawn).sigmoid())
 
     def predict_step(self, batch: list[Tensor]) -> Tensor:
         """The numbers of each image."""

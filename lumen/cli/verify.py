@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -172,8 +173,9 @@ def _show(proof: Proof, target: str | None) -> None:
         verdict = Text(row.verdict, style=_STYLES[row.verdict])
         table.add_row(name, row.what, row.demands, largest, verdict, f"{row.seconds:.1f}", end_section=False)
     console.print(table)
-    for cause in _once(proof.rows):
-        console.print(cause)
+    for head, body in _once(proof.rows):
+        console.print(head)
+        console.print(Padding(body, (0, 0, 1, 2), expand=False))
     for note in proof.notes:
         console.print(f"note: {note}")
     told = [f"{sum(row.verdict == verdict for row in proof.rows)} {verdict}" for verdict in _STYLES]
@@ -182,7 +184,7 @@ def _show(proof: Proof, target: str | None) -> None:
     console.print(f"{', '.join(told)} in {proof.seconds:.0f} s{written}", soft_wrap=True)
 
 
-def _once(rows: Sequence[Row]) -> list[Text]:
+def _once(rows: Sequence[Row]) -> list[tuple[Text, Text]]:
     """Why rows are not proven; a cause of several is told once, with all of them."""
     told: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -194,5 +196,5 @@ def _once(rows: Sequence[Row]) -> list[Text]:
         head = f"{of[0].verdict}: {kind}" + (f", {place}" if place else "")
         body = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
         which = "; ".join(f"{_PROMISES[row.promise]}: {row.what}" for row in of)
-        texts.append(Text.assemble("\n", (head, _STYLES[of[0].verdict]), f"\n  seen in: {which}\n  {body}\n"))
+        texts.append((Text(f"\n{head}", style=_STYLES[of[0].verdict]), Text(f"seen in: {which}\n{body}")))
     return texts

@@ -23,8 +23,32 @@ def local_block_of(whole: torch.Size, mesh: Any, placements: Sequence[Any]) -> t
     return tuple(offsets), tuple(shape)
 
 
-def need_to_shard(root: Any) -> None:
-    """Check that this torch has the private names that FSDP's strategy uses.
+def prepare_roots(roots: Sequence[Any], units: Sequence[Any]) -> None:
+    """Let any unit be called first, in a hook or by a data set that plays a policy: torch takes the first for a root.
+
+    Args:
+        roots: Modules to which `fully_shard` has been applied, that are in no other one.
+        units: All to which it has been applied.
+
+    Raises:
+        ConfigError: This version of torch lacks private names that FSDP's strategy uses.
+    """
+    for root in roots:
+        _need_to_shard(root)
+
+    def begin(*call: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        for root in roots:
+            root._get_fsdp_state()._lazy_init()
+
+    inner = [unit for unit in units if unit not in roots]
+    hook = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
+    handles = [unit.register_forward_pre_hook(hook, prepend=True) for unit in inner]
+
+
+def _need_to_shard(root: Any) -> None:
+    """Check that this torch has the private names.
 
     Args:
         root: A module to which `fully_shard` has been applied.
@@ -35,7 +59,7 @@ def need_to_shard(root: Any) -> None:
     need("strategy: fsdp", import_module("torch.distributed.tensor._utils"), "compute_local_shape_and_global_offset")
     need("strategy: fsdp", root, "_get_fsdp_state")
     state = root._get_fsdp_state()
-    need("strategy: fsdp", state, "_state_ctx", "_fsdp_param_group")
+    need("strategy: fsdp", state, "_state_ctx", "_fsdp_param_group", "_lazy_init")
     for group in _groups(state):
         need("strategy: fsdp", group, "fsdp_params")
         if not hasattr(root, "set_reduce_scatter_unused_params"):

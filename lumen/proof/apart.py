@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import NamedTuple, final
+
+import torch
 
 from lumen.proof.outcome import OF_MICRO_BATCHES, OF_STEPS, Event, Outcome
 from lumen.proof.pool import Result
@@ -92,17 +94,46 @@ def merged(result: Result) -> Outcome:
     )
 
 
-def rows_apart(reference: Outcome, other: Outcome, tolerance: float) -> tuple[float, tuple[int, str] | None]:
-    """The largest difference of logged values that both have, and the step and name of the first."""
+@final
+class RowsApart(NamedTuple):
+    """How the logged values that two outcomes have differ.
+
+    Attributes:
+        largest: The largest difference, but for that of `rounded` ones.
+        first: Step and name of the first that differs by more than is allowed; None: none does.
+        rounded: Names of values that differ by the rounding of float32, which is all that they hold.
+    """
+
+    largest: float = 0.0
+    first: tuple[int, str] | None = None
+    rounded: frozenset[str] = frozenset()
+
+
+def rows_apart(reference: Outcome, other: Outcome, tolerance: float) -> RowsApart:
+    """Compare the logged values that both have; see `is_rounding_of_float32`."""
     known = {(step, name): value for step, values in reference.rows for name, value in values.items()}
-    largest, first = 0.0, None
+    largest, first, rounded = 0.0, None, set[str]()
     for step, values in other.rows:
         for name, value in values.items():
-            if (step, name) in known:
-                size = values_apart(known[step, name], value)
-                largest = max(largest, size)
-                first = first or ((step, name) if size > tolerance else None)
-    return largest, first
+            if (step, name) not in known:
+                continue
+            size = values_apart(known[step, name], value)
+            if size > tolerance > 0 and is_rounding_of_float32(known[step, name], value):
+                rounded.add(name)
+                continue
+            largest = max(largest, size)
+            first = first or ((step, name) if size > tolerance else None)
+    return RowsApart(largest, first, frozenset(rounded))
+
+
+def is_rounding_of_float32(one: float, other: float) -> bool:
+    """Whether two numbers were computed in float32, whatever their task's precision, and differ by its rounding alone.
+
+    torchmetrics objects sum in it by default. A number that was computed in float64 has more digits than it holds.
+    """
+    are_counts = float(one).is_integer() and float(other).is_integer()
+    in_float32 = all(torch.tensor(each, dtype=torch.float32).item() == each for each in (one, other))
+    return in_float32 and not are_counts and values_apart(one, other) <= FLOAT32
 
 
 def values_apart(one: float, other: float) -> float:

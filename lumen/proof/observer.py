@@ -88,7 +88,7 @@ class Observer(Callback):
         else:
             self.look_at(task, "start")
         loader = trainer.train_dataloader
-        self._outcome.workers = getattr(loader, "num_workers", 0)
+        self._outcome.workers = _workers_of(loader)
         self._outcome.probes["lengths"] = [known_length(getattr(loader, "dataset", None))]
         self._outcome.classes = {name: type(module).__name__ for name, module in task.named_modules()}
         for name, thing in (*task.named_modules(), *_parts(trainer, task)):
@@ -203,3 +203,10 @@ def _parts(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, Any]]:
     yield "dataset", getattr(loader, "dataset", None)
     yield "sampler", getattr(loader, "sampler", None)
     yield "batch sampler", getattr(loader, "batch_sampler", None)
+
+
+def _workers_of(loader: Any) -> int:
+    """How many workers a training loader has; of several the most."""
+    if isinstance(loader, dict | list | tuple):
+        return max(map(_workers_of, loader.values() if isinstance(loader, dict) else loader), default=0)
+    return int(getattr(loader, "num_workers", 0))

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Literal, final
 
 import torch
 
-from lumen.proof.apart import FLOAT32, FLOAT64, compare, merged, rows_apart, values_apart
+from lumen.proof.apart import FLOAT32, FLOAT64, compare, is_rounding_of_float32, merged, rows_apart, values_apart
 from lumen.proof.causes import Cause, cause_of, cause_of_failure, cause_of_moving, cause_of_values
 from lumen.proof.pool import Pool, Result, libraries
 from lumen.proof.variants import MOMENTS, NAME, STRATEGIES, Moment, Name, Size, Variant
@@ -224,7 +224,14 @@ class Prover:
     def _with_workers(self, base: Result) -> Row:
         workers = 0 if base.outcome.workers else 2
         other = self._run(Variant("workers", exact=True, workers=workers))
-        return self._judge("P2", f"{base.outcome.workers} and {workers} workers", base, other, tolerance=0.0)
+        what = f"{base.outcome.workers} and {workers} workers"
+        if other.failure is None and other.outcome.workers == base.outcome.workers:
+            why = (
+                "No DataLoader reads the training data that may have workers: its data set follows the training, or it "
+            )
+            cause = Cause("nothing to compare", "", f"{why}is another kind of loader.", "not shown")
+            return self._told(Row("P2", what, "bits", None, "not shown", other.seconds, cause))
+        return self._judge("P2", what, base, other, tolerance=0.0)
 
     def _killed(self, base: Result, moment: Moment) -> list[Row]:
         return [self._after_kill(base, moment)]
@@ -264,9 +271,13 @@ class Prover:
                 return Row("P3", what, "", None, "failed", other.seconds, cause_of_failure(result))
         ours, theirs = first.outcome.values, other.outcome.values
         apart = {name: values_apart(value, theirs.get(name, float("nan"))) for name, value in ours.items()}
-        largest = max(apart.values(), default=0.0)
+        large = [name for name, size in apart.items() if name in theirs and size > self._tolerance]
+        rounded = {name for name in large if is_rounding_of_float32(ours[name], theirs[name])}
+        self._note_rounded(rounded)
+        largest = max((size for name, size in apart.items() if name not in rounded), default=0.0)
         counts = {name for name, value in ours.items() if math.isfinite(value) and value == int(value)}
-        wrong = [name for name, size in apart.items() if size > (0.0 if name in counts else self._tolerance)]
+        allowed = dict.fromkeys(counts, 0.0) | dict.fromkeys(rounded, FLOAT32)
+        wrong = [name for name, size in apart.items() if size > allowed.get(name, self._tolerance)]
         cause = cause_of_values(wrong, first.outcome, other.outcome) if wrong else None
         demands = f"{self._tolerance:g}"
         return Row("P3", what, demands, largest, "failed" if wrong else "proven", other.seconds, cause)
@@ -312,14 +323,25 @@ class Prover:
             return row if quiet else self._told(row)
         ours, theirs = merged(reference), merged(other)
         found = compare(ours, theirs, tolerance, about)
-        apart, logged = rows_apart(ours, theirs, tolerance)
-        row = Row(promise, what, demands, max(found.largest, apart), "proven", other.seconds)
-        if found.at is not None or logged is not None:
-            row.cause = cause_of(reference, other, found, logged, exact=tolerance == 0)
+        logged = rows_apart(ours, theirs, tolerance)
+        self._note_rounded(logged.rounded)
+        row = Row(promise, what, demands, max(found.largest, logged.largest), "proven", other.seconds)
+        if found.at is not None or logged.first is not None:
+            row.cause = cause_of(reference, other, found, logged.first, exact=tolerance == 0)
             row.verdict = row.cause.verdict
         return row if quiet else self._told(row)
 
+    def _note_rounded(self, names: Iterable[str]) -> None:
+        """Say which logged values were allowed what float32 rounds."""
+        for name in sorted(names):
+            note = f"{name} is computed in float32 whatever the precision, as torchmetrics does: it may differ by 1e-5."
+            if note not in self._notes:
+                self._notes.append(note)
+
     def _told(self, row: Row) -> Row:
+        if row.cause is not None:  # a certificate goes to others: paths are from here, as its command is
+            place, text = (each.replace(f"{os.getcwd()}{os.sep}", "") for each in (row.cause.place, row.cause.text))
+            row.cause = replace(row.cause, place=place, text=text)
         self.tell(row)
         return row
 

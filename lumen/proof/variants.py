@@ -151,7 +151,8 @@ class Variant:
             return loader
         if self.joins and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
             loader = _joined(loader)
-        if self.workers is not None:
+        follows = any(getattr(part, "follows_training", False) for part in (loader, loader.dataset))
+        if self.workers is not None and not follows:  # workers would have a model that is never trained
             loader.num_workers = self.workers
             loader.prefetch_factor = 2 if self.workers else None
             if not self.workers:

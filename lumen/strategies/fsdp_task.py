@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lumen.data.nested import convert, tensors
 from lumen.errors import ConfigError, TrainingError
-from lumen.internals.fully_shard import Exchanges, forget_iteration, need_to_shard, sum_unused
+from lumen.internals.fully_shard import Exchanges, forget_iteration, prepare_roots, sum_unused
 from lumen.internals.tensors import Hooks, give_hooks, hooks_of, is_view, own_parameters, writes_to
 from lumen.metrics.torchmetrics_states import metrics_of
 from lumen.strategies.fsdp_units import outermost
@@ -102,8 +102,7 @@ class ShardedTask:
             self._watch(unit, own, names)
             if not is_root:
                 unit.register_forward_hook(_not_compiled(self._capture))
-        for root in self._roots:
-            need_to_shard(root)
+        prepare_roots(self._roots, self.units)
         for module, key, values in attributes:
             own_parameters(module)[key].__dict__.update(values)
         self._parameters = list(task.parameters())

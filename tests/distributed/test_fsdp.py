@@ -92,6 +92,28 @@ def units_of(task):
 BLOCKS = ["net.blocks.0", "net.blocks.1", "net.blocks.2"]
 
 
+class CallsAPart(Deep):
+    """Calls a part of its net before any step has called the whole."""
+
+    def on_train_epoch_start(self):
+        self.net.blocks[0](torch.zeros(1, WIDTH, dtype=torch.float64))
+
+    def on_validation_epoch_start(self):
+        self.net.blocks[0](torch.zeros(1, WIDTH, dtype=torch.float64))
+
+
+def fit_and_validate(folder, options):
+    validated = bare_trainer(folder, **options).validate(CallsAPart(), data(), verbose=False)
+    return fit(folder, CallsAPart(), max_epochs=1, **options), validated
+
+
+def test_a_part_may_be_called_before_the_whole(tmp_path, group):
+    expected, values = fit_and_validate(tmp_path, {})
+    (found, validated), _ = group(2).run(fit_and_validate, tmp_path, {"strategy": lumen.FSDP(wrap=["Block"])})
+    assert values == [{"val_loss": pytest.approx(validated[0]["val_loss"], rel=1e-10)}]
+    assert found.keys() == expected.keys()
+
+
 # ---------------------------------------------------------------------- options
 
 

@@ -3,8 +3,11 @@
 from functools import partial
 
 import pytest
+import torch
+import torchmetrics
 
-from lumen.proof.apart import FLOAT64, compare, merged
+from lumen.proof.apart import FLOAT64, compare, merged, rows_apart
+from lumen.proof.outcome import Outcome
 from lumen.proof.suspects import suspects
 from lumen.proof.variants import NAME, Variant
 from lumen.proof.watch import lines_of
@@ -73,6 +76,22 @@ def test_a_difference_is_found_where_it_begins(tmp_path):
     found = compare(merged(base), merged(other), 0.0)
     assert (found.at.step, found.at.what, found.at.name) == (1, "parameter", "net.0.weight")
     assert 1e-3 < found.largest < 1
+
+
+def test_a_value_that_torchmetrics_sums_in_float32_may_differ_by_its_rounding_and_no_other():
+    mae = torchmetrics.MeanAbsoluteError()
+    mae.update(torch.arange(7.0) / 3, torch.zeros(7))
+    value = mae.compute().item()
+    rounded = torch.nextafter(torch.tensor(value), torch.tensor(9.0)).item()
+
+    def apart(one, other, tolerance=FLOAT64):
+        return rows_apart(*(Outcome(rows=[(1, {"mae": each})]) for each in (one, other)), tolerance)
+
+    assert apart(value, rounded) == (0.0, None, {"mae"})
+    for other in (value + 1e-7, rounded * 1.001, float("nan")):  # of float64, too far away, none
+        assert apart(value, other).first == (1, "mae")
+    assert apart(value, rounded, 0.0).first == (1, "mae")
+    assert apart(200000.0, 200001.0).first == (1, "mae")  # counts
 
 
 # ---------------------------------------------------------------------- faults of modules

@@ -15,6 +15,7 @@ from lumen.proof.outcome import Outcome
 from lumen.proof.pool import Result
 from lumen.proof.variants import Size
 from lumen.proof.worker import Built, observe, told
+from tests.helpers.following import Asking
 from tests.helpers.tasks import FEATURES, regression_data
 
 
@@ -178,6 +179,13 @@ class Contrasts(Clean):
     def training_step(self, batch):
         outputs = self.net(batch[0])
         return (outputs - outputs.mean()).square().mean() - batch[1].mean() * outputs.std()
+
+
+class Plays(Asking):
+    """Whose data asks the task itself."""
+
+    def __init__(self):
+        super().__init__(length=20)
 
 
 class ByHand(Clean):
@@ -348,7 +356,7 @@ def why(reference, other, tolerance=0.0, about=()):
     if other.failure:
         return cause_of_failure(other, reference)
     ours, theirs = merged(reference), merged(other)
-    found, (_, logged) = compare(ours, theirs, tolerance, about), rows_apart(ours, theirs, tolerance)
+    found, logged = compare(ours, theirs, tolerance, about), rows_apart(ours, theirs, tolerance).first
     if found.at is None and logged is None:
         return None
     return cause_of(reference, other, found, logged, exact=tolerance == 0)

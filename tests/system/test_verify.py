@@ -103,6 +103,14 @@ def test_the_certificate_of_the_demo_is_repeated_on_any_later_day():
         assert (differ, ran.returncode) == ([], 0), f"{ran.stderr}; {again}"
 
 
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+def test_data_that_follows_the_training_is_tried_with_no_workers_and_told():
+    (row,) = rows(verify("--only", "workers", "--json", "--data", "null", task="Plays")).values()
+    assert (row["verdict"], row["cause"]["kind"]) == ("not shown", "nothing to compare")
+    assert "its data set follows the training" in row["cause"]["text"]
+
+
 def test_a_process_that_is_done_leaves_the_others_their_time(tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "_PATIENCE_S", 0.2)
     runs = pool.Pool(Make(LateOnRankZero), SIZE, tmp_path, 2, pool.libraries())
