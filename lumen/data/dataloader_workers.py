@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.data import DataLoader, get_worker_info
 
 from lumen.data.seeded_dataset import early_end
@@ -17,6 +19,8 @@ from lumen.internals.garbage import collect_in_worker, workers_are_begun
 from lumen.internals.stop_signals import is_obeyed
 
 _GRACE_S = 30
+_INHERITS_LOCKS = sys.version_info < (3, 12)  # https://github.com/python/cpython/issues/112275
+_SETTLE_S = 0.005
 
 
 def init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id: int) -> None:
@@ -54,6 +58,22 @@ def _limit_threads() -> None:
 
 
 @contextmanager
+def begun(workers: int) -> Iterator[None]:
+    """The context in which a loader forks its workers.
+
+    Python 3.11 may hand a worker a lock that a thread of torch holds at that moment, for ever: a thread that is done
+    with a collective takes it to free a tensor of Python's. They are given the time to do so first.
+
+    Args:
+        workers: How many are forked; 0: none.
+    """
+    if workers and _INHERITS_LOCKS and dist.is_available() and dist.is_initialized():
+        time.sleep(_SETTLE_S)
+    with workers_are_begun():
+        yield
+
+
+@contextmanager
 def prepared(loader: Any) -> Iterator[None]:
     """The context in which a DataLoader that Lumen does not replace is to begin a pass.
 
@@ -67,7 +87,7 @@ def prepared(loader: Any) -> Iterator[None]:
         loader.worker_init_fn = partial(init_worker, loader.dataset, loader.worker_init_fn)
     loader.collate_fn = partial(_collate, loader.dataset, loader.collate_fn)
     try:
-        with workers_are_begun():
+        with begun(loader.num_workers):
             yield
     finally:
         loader.worker_init_fn, loader.collate_fn = before

@@ -11,13 +11,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, SampleCounter, read_ahead
-from lumen.data.dataloader_workers import init_worker
+from lumen.data.dataloader_workers import begun, init_worker
 from lumen.data.fingerprint import describe, known_length
 from lumen.data.orders import Order, StepRequests
 from lumen.data.rank_checks import check_same, digest
 from lumen.data.seeded_dataset import BatchRequest, SeededDataset
 from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSlice, in_blocks
-from lumen.internals.garbage import workers_are_begun
 from lumen.internals.loaders import end_persistent_workers, end_workers, pinning
 from lumen.random import Domain, make_key
 
@@ -117,7 +116,7 @@ class MapStyleAdapter(LoaderAdapter):
             own = 1 + (self._rank_slice.rank << 32)  # seeds of workers, for generators that nobody else seeds
             self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), own))
             self._renew_workers(self._loader)
-            with workers_are_begun():
+            with begun(self._loader.num_workers):
                 self._iterator = iter(self._loader)
         self._batches.looks = self._batches.keys_collate
         load = self._load()

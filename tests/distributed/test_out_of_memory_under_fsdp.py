@@ -140,7 +140,7 @@ def train_limited(folder, left_mib):
 
 
 def test_memory_that_is_really_used_up_ends_no_run(group, tmp_path):
-    """One process has 250 MiB left, the four layers ask for 500; the other process has memory."""
+    """One process has 250 MiB left, the four layers ask for 300 and more; the other process has memory."""
     expected, found = (group(2).run(train_limited, tmp_path, left_mib) for left_mib in (None, 250))
     for (weights, fits, sizes), (expected_weights, *_) in zip(found, expected, strict=True):
         torch.testing.assert_close(weights, expected_weights, rtol=1e-11, atol=1e-13)

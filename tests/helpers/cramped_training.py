@@ -129,7 +129,7 @@ class Broad(nn.Module):
         self.scales = nn.Parameter(torch.linspace(-1, 1, 512, dtype=torch.float64))
 
     def forward(self, inputs):
-        return self.linear(inputs)[..., None].mul(self.scales).tanh().mean(-1) + inputs
+        return self.linear(inputs)[..., None].mul(self.scales).relu().mean(-1) + inputs
 
 
 class Limited(lumen.TaskModule):
