@@ -3,6 +3,7 @@
 import warnings
 
 from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import DTensor
 
 from models.packed_gpt2 import Answers
 
@@ -29,5 +30,7 @@ class LoraAnswers(Answers):
 
     def on_train_epoch_end(self) -> None:
         """Write the adapter by itself, as ``PeftModel.from_pretrained`` reads it."""
+        trained = {name: weight for name, weight in self.gpt.state_dict().items() if "lora_" in name}
+        whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in trained.items()}
         if self.trainer.is_global_zero and self.trainer.run_directory:
-            self.gpt.save_pretrained(self.trainer.run_directory / "adapter")
+            self.gpt.save_pretrained(self.trainer.run_directory / "adapter", state_dict=whole)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -175,7 +174,9 @@ def _show(proof: Proof, target: str | None) -> None:
     console.print(table)
     for head, body in _once(proof.rows):
         console.print(head)
-        console.print(Padding(body, (0, 0, 1, 2), expand=False))
+        for line in body.wrap(console, console.width - 2):
+            line.rstrip()
+            console.print(Text("  ") + line)
     for note in proof.notes:
         console.print(f"note: {note}")
     told = [f"{sum(row.verdict == verdict for row in proof.rows)} {verdict}" for verdict in _STYLES]

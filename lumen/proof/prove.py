@@ -20,7 +20,7 @@ from lumen.proof.apart import FLOAT32, FLOAT64, compare, is_rounding_of_float32,
 from lumen.proof.causes import Cause, cause_of, cause_of_failure, cause_of_moving, cause_of_values
 from lumen.proof.pool import Pool, Result, libraries
 from lumen.proof.variants import MOMENTS, NAME, STRATEGIES, Moment, Name, Size, Variant
-from lumen.proof.worker import Maker
+from lumen.proof.worker import PREFIX, Maker
 
 Verdict = Literal["proven", "failed", "not promised", "not shown"]
 FP64 = "fp64"
@@ -116,7 +116,7 @@ class Prover:
     def prove(self) -> Proof:
         """Run all of them, in a directory that is gone afterwards."""
         began_s = time.monotonic()
-        with TemporaryDirectory(prefix="lumen-verify-", ignore_cleanup_errors=True) as folder:
+        with TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
             pool = Pool(self._make, self._size, Path(folder), os.cpu_count() or 1, libraries())
             try:
                 self._pool = pool

@@ -32,6 +32,7 @@ from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
 
+PREFIX = "lumen-verify-"  # of the directory in which all runs lie
 _HERE = str(Path(__file__).parent.parent)
 _ELSEWHERE = ("site-packages", "/lib/python", "<frozen", "importlib")
 
@@ -192,6 +193,8 @@ def told(error: BaseException) -> dict[str, str]:
         if not frame.filename.startswith(_HERE) and not any(part in frame.filename for part in _ELSEWHERE)
     ]
     place = f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
+    if notes := getattr(error, "__notes__", None):  # where a run lies that is gone by then, and how it goes on
+        notes[:] = [note for note in notes if PREFIX not in note]
     text = "".join(traceback.format_exception(error))
     said = str(error) or type(error).__name__
     kind = type(error).__name__
