@@ -172,11 +172,13 @@ def _show(proof: Proof, target: str | None) -> None:
         verdict = Text(row.verdict, style=_STYLES[row.verdict])
         table.add_row(name, row.what, row.demands, largest, verdict, f"{row.seconds:.1f}", end_section=False)
     console.print(table)
+    console.print()
     for head, body in _once(proof.rows):
         console.print(head)
         for line in body.wrap(console, console.width - 2):
             line.rstrip()
             console.print(Text("  ") + line)
+        console.print()
     for note in proof.notes:
         console.print(f"note: {note}")
     told = [f"{sum(row.verdict == verdict for row in proof.rows)} {verdict}" for verdict in _STYLES]
@@ -197,5 +199,5 @@ def _once(rows: Sequence[Row]) -> list[tuple[Text, Text]]:
         head = f"{of[0].verdict}: {kind}" + (f", {place}" if place else "")
         body = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
         which = "; ".join(f"{_PROMISES[row.promise]}: {row.what}" for row in of)
-        texts.append((Text(f"\n{head}", style=_STYLES[of[0].verdict]), Text(f"seen in: {which}\n{body}")))
+        texts.append((Text(head, style=_STYLES[of[0].verdict]), Text(f"seen in: {which}\n{body}")))
     return texts
