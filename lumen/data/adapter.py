@@ -126,12 +126,23 @@ class LoadedStep(NamedTuple):
         sizes: Number of samples of each micro-batch, of all processes.
         assigned: Numbers of the micro-batches that this process takes.
         state: Where the adapter stands after the step: plain data and tensors, for a checkpoint.
+        largest: Of each round the number of samples of the largest micro-batch; None: processes take them in turn.
     """
 
     items: list[LoadedBatch]
     sizes: list[int]
     assigned: Assigned
     state: dict[str, Any]
+    largest: list[int] | None = None
+
+    def window(
+        self, index: int, last: bool, state: dict[str, Any], waited_s: float, rank_slice: RankSlice
+    ) -> AccumulationWindow:
+        """The step for the loop; dummies stand behind all other items."""
+        return AccumulationWindow(
+            map(_FETCHED, self.items).__next__, self.sizes, index, last, state, waited_s, rank_slice, self.assigned,
+            lent=self.items[-1].samples if self.items else None, largest=self.largest,
+        )  # fmt: skip
 
 
 def read_ahead(
@@ -153,14 +164,11 @@ def read_ahead(
     ahead = next(steps, None)
     while ahead is not None:
         start = perf_counter()
-        (items, sizes, assigned, state), ahead = ahead, next(steps, None)
+        step, ahead = ahead, next(steps, None)
         waited_s = perf_counter() - start
         last = ahead is None
-        state = at_end(state) if last else state
-        yield AccumulationWindow(
-            map(_FETCHED, items).__next__, sizes, index, last, state, waited_s, rank_slice, assigned
-        )
-        index += len(sizes)
+        yield step.window(index, last, at_end(step.state) if last else step.state, waited_s, rank_slice)
+        index += len(step.sizes)
 
 
 def one_by_one(
@@ -183,14 +191,11 @@ def one_by_one(
         DataError: The epoch ends elsewhere.
     """
     start = perf_counter()
-    for items, sizes, assigned, state in steps:
+    for step in steps:
         waited_s, first = perf_counter() - start, index
-        index += len(sizes)
+        index += len(step.sizes)
         last = length is not None and index >= length
-        state = at_end(state) if last else state
-        yield AccumulationWindow(
-            map(_FETCHED, items).__next__, sizes, first, last, state, waited_s, rank_slice, assigned
-        )
+        yield step.window(first, last, at_end(step.state) if last else step.state, waited_s, rank_slice)
         if last:
             return
         start = perf_counter()

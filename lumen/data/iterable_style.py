@@ -237,7 +237,9 @@ class ShardedIterableAdapter(LoaderAdapter):
             assigned: Assigned = [*numbers[rank], *[None] * without]
             if self._rank_slice.needs_dummies:
                 own += [self._dummy(own, numbers, rounds)] * without
-            yield LoadedStep(own, sizes, assigned, {"kind": "stream in parts", "ranks": self._states})
+            largest = [max(sizes[its[place]] for its in numbers if place < len(its)) for place in range(rounds)]
+            state = {"kind": "stream in parts", "ranks": self._states}
+            yield LoadedStep(own, sizes, assigned, state, largest)
 
     def _compare(self, first: list[int | None]) -> None:
         """Warn once if several processes have read the same first batch: then their parts may not be parts."""

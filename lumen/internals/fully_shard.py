@@ -133,15 +133,33 @@ class Exchanges:
             self._made = 0
         self._repeats = False
 
-    def repeat(self) -> None:
-        """The next forward and backward do not wait again for what was communicated since `begin`."""
-        self._repeats = True
+    def end(self, *, repeats: bool) -> None:
+        """They end here, whatever they have come to.
 
-    def make(self, exchange: Callable[[], Any], output: torch.Tensor) -> Any:
-        """Communicate, unless it is done already: then nobody else would, and the output is zeros."""
+        Args:
+            repeats: The next forward and backward do not wait again for what was communicated since `begin`; else what
+                is communicated next, outside of them too, is none of it.
+        """
+        self._repeats = repeats
+        self._made = self._made if repeats else 0
+        self._seen = 0
+
+    def make(self, exchange: Callable[[], Any], output: torch.Tensor, own: torch.Tensor) -> Any:
+        """Communicate, unless it is done already: then nobody else would, and each has sent what this process has.
+
+        Args:
+            exchange: Starts the communication, which fills `output`.
+            output: Where it writes.
+            own: What this process gives to it; a part of `output` where that is gathered.
+        """
         if self._seen < self._made:
             self._seen += 1
-            output.zero_()
+            if own.numel() > output.numel():
+                output.zero_()
+            elif own.numel():  # zeros might be no values of a parameter: of a standard deviation, for one
+                for place in output.view(-1, own.numel()):
+                    if place.data_ptr() != own.data_ptr():
+                        place.copy_(own)
             return None
         work = exchange()
         self._seen += 1
@@ -155,8 +173,9 @@ def _counted(kind: type, plain: Any, exchanges: Exchanges) -> Any:
     def allocate(self: Any, *args: Any, **options: Any) -> torch.Tensor:
         return plain.allocate(*args, **options)  # type: ignore[no-any-return]
 
-    def call(self: Any, output_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        return exchanges.make(partial(plain, output_tensor, *args, **options), output_tensor)
+    def call(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        exchange = partial(plain, output_tensor, input_tensor, *args, **options)
+        return exchanges.make(exchange, output_tensor, input_tensor)
 
     return type(f"Counted{kind.__name__}", (kind,), {"allocate": allocate, "__call__": call})()
 

@@ -194,7 +194,7 @@ def evaluate_loader(
             if micro.is_dummy:  # in a forward that all ranks make together
                 make = partial(forward, run, step, micro, dataloader_idx)
                 with unnoticed(run):
-                    make(batch) if halves is None else halves.evaluate(make, batch, micro, window.sizes)
+                    make(batch) if halves is None else halves.evaluate(make, batch, micro, window)
                 continue
             if stage == "predict":
                 run.values.batch_indices = sample_indices(window)
@@ -202,7 +202,7 @@ def evaluate_loader(
                 hook(batch, micro.index, dataloader_idx)
             if halves is not None:
                 make = partial(forward, run, step, micro, dataloader_idx)
-                output = halves.evaluate(make, batch, micro, window.sizes)
+                output = halves.evaluate(make, batch, micro, window)
             else:  # as `forward` does, without its frame between fit and the step
                 with run.precision.forward():
                     output = call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))

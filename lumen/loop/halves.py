@@ -11,7 +11,7 @@ from typing import Any, final
 from torchmetrics import Metric
 
 from lumen.data.parts import cut, joined
-from lumen.data.windows import MicroBatch
+from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.internals.memory import empty_device_cache, is_out_of_memory
 from lumen.loop.around_step import unnoticed
 from lumen.loop.parts_together import common_cuts, drop, keep_pace
@@ -47,14 +47,14 @@ class Halves:
         self._stage = "validate" if stage == "sanity" else stage
         self._metrics = list(metrics_of(run.task).values())
 
-    def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch, sizes: Sequence[int]) -> Any:
+    def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch, window: AccumulationWindow) -> Any:
         """Make a step for a batch.
 
         Args:
             step: Makes it, for the batch that it is given.
             batch: On the device.
             micro: Its micro-batch, with the number of its samples: the weight of its means.
-            sizes: Those of all processes in this round.
+            window: Where it comes from, which knows those of the other processes.
 
         Returns:
             What the step returned; of halves, put together along dimension 0.
@@ -106,13 +106,12 @@ class HalvesTogether:
         self._stage = "validate" if stage == "sanity" else stage
         self._metrics = list(metrics_of(run.task).values())
 
-    def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch, sizes: Sequence[int]) -> Any:
+    def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch, window: AccumulationWindow) -> Any:
         """Make a step for a batch; see `Halves.evaluate`. Collective: every rank must call this, with a dummy too."""
-        run = self._run
-        put_back = mark_values(run, self._metrics)
+        run, largest = self._run, window.largest(micro)
         while True:
-            before = run.loaders.fits.get(self._stage, 0)
-            output, fits = self._attempt(step, batch, micro, common_cuts(run, micro, sizes, before), before)
+            put_back, before = mark_values(run, self._metrics), run.loaders.fits.get(self._stage, 0)
+            output, fits = self._attempt(step, batch, micro, common_cuts(micro, largest, before), before)
             (failures,) = run.processes.sum([float(fits != before)])
             run.log.batch_samples = micro.samples
             if not failures:
@@ -128,7 +127,7 @@ class HalvesTogether:
         run, outputs, sizes, fitted = self._run, [], [], True
         for begin, end, is_dummy in pieces:
             size = run.log.batch_samples = end - begin
-            part, rejoins = batch if len(pieces) == 1 else cut(batch, micro.samples, begin, end), fitted
+            part, rejoins = batch if size == micro.samples else cut(batch, micro.samples, begin, end), fitted
             if fitted:
                 try:
                     with unnoticed(run) if is_dummy else nullcontext(), run.strategy.gradient_sync(False):

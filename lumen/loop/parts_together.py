@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, final
 
 from lumen.data.nested import detached
 from lumen.data.parts import cut, spans
 from lumen.data.windows import AccumulationWindow, MicroBatch
-from lumen.internals.memory import drop_failed_backward, empty_device_cache
+from lumen.internals.memory import drop_failed_backward, empty_device_cache, is_out_of_memory
 from lumen.loop.around_step import mark, unnoticed
-from lumen.loop.micro_batch import accumulate
+from lumen.loop.micro_batch import accumulate, loss_for_nothing
 from lumen.loop.step_in_parts import agree_on_size, joined_outputs, say_size, smaller, weight_of_part
 from lumen.random import GeneratorStates
 from lumen.run.run import Run
-from lumen.task.step_output import read_output
+
+_FOR_NOTHING = (
+    "This process had run out of memory (halve_on_oom), and kept pace with the others for nothing, with parameters "
+    "that are in part not the model's. Make batch_size of the loader smaller; global_batch_size keeps what a step is."
+)
 
 
 @final
@@ -58,11 +62,12 @@ class PartsTogether:
             if weighting.is_agreeing:
                 weighting.agree()
             self._cramped |= agree_on_size(run)
-            run.step.loss = run.step.dummy = None
+            run.step.loss, run.step.dummy = None, fitting(run.step.dummy, run.progress.fits)
             logged.go_back(before)
             put_back()
             weighting.go_back(counted)
             drop(run, rejoins=False)
+            before, put_back = logged.mark(), mark(run)  # each serves once
             fitted, output = self._attempt_all()
         if micro.last and self._cramped:
             say_size(run, self._cramped)
@@ -104,7 +109,7 @@ class PartsTogether:
                     run.step.fits = smaller(error, part.samples)
                     fitted = False
             if not fitted:
-                run.step.loss = run.step.dummy = None
+                run.step.loss = None
                 for_nothing = partial(self._for_nothing, part, of_part)
                 run.step.fits = keep_pace(run, for_nothing, part.samples, run.step.fits, rejoins=rejoins)
         (failed,) = run.processes.sum([float(not fitted)])
@@ -113,27 +118,21 @@ class PartsTogether:
     def _parts(self, micro: MicroBatch, batch: Any) -> Iterator[tuple[MicroBatch, Any]]:
         """As many on each process, the last of them the last of the step."""
         run = self._run
-        pieces = common_cuts(run, micro, self._window.sizes, run.progress.fits)
-        if len(pieces) == 1:
-            yield micro, batch
-            return
+        pieces = common_cuts(micro, self._window.largest(micro), run.progress.fits)
         for number, (begin, end, is_dummy) in enumerate(pieces, 1):
-            part = micro.part(end - begin, 0.0 if is_dummy else weight_of_part(run, micro, begin, end))
+            whole = end - begin == micro.samples
+            weight = micro.weight if whole else weight_of_part(run, micro, begin, end)
+            part = micro.part(end - begin, 0.0 if is_dummy else weight)
             part.is_dummy, part.last = is_dummy, micro.last and number == len(pieces)
-            yield part, cut(batch, micro.samples, begin, end)
+            yield part, batch if whole else cut(batch, micro.samples, begin, end)
 
     def _for_nothing(self, part: MicroBatch, batch: Any, samples: int) -> None:
         run, weighting = self._run, self._run.step.weighting
-        batch = cut(batch, part.samples, 0, samples)
+        given = fitting((batch, part), samples), fitting(run.step.dummy, samples)
         with unnoticed(run), run.strategy.gradient_sync(part.last):
-            with run.precision.forward():
-                arguments = run.calls.arguments("training_step", batch, part.index, part.loader)
-                output = run.strategy.call("training_step", *arguments)
-            loss, weight = read_output(output)
-            loss = run.strategy.zero_loss() if loss is None else loss
-            assert loss is not None
+            loss, weight = loss_for_nothing(run, given)
             if weighting.unseeded:
-                weighting.seed(None if part.is_dummy else part.number, weight)
+                weighting.seed(None if part.is_dummy or weight is None else part.number, weight)
             if part.last and not weighting.is_agreeing:
                 weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop, True)
             run.precision.backward(loss * 0.0)
@@ -141,23 +140,28 @@ class PartsTogether:
                 run.strategy.after_backward()
 
 
-def common_cuts(run: Run, micro: MicroBatch, sizes: Sequence[int], fits: int) -> list[tuple[int, int, bool]]:
+def common_cuts(micro: MicroBatch, largest: int, fits: int) -> list[tuple[int, int, bool]]:
     """Where to cut a micro-batch, into as many parts on each process as the largest of theirs needs.
 
     Args:
-        run: The run that trains or evaluates.
         micro: The micro-batch of this process.
-        sizes: Number of samples of each micro-batch of the step, of all processes.
+        largest: Samples of the largest one of all processes.
         fits: Samples of the largest part that is to be tried; 0: all.
 
     Returns:
         Of each part its first sample, the one after its last, and whether it is a dummy: there are no more.
     """
-    world = run.processes.world_size
-    first = micro.number // world * world
-    own, *others = ([*spans(0, size, fits or size)] for size in (micro.samples, *sizes[first : first + world]))
-    count = max(map(len, (own, *others)))
+    own, others = ([*spans(0, size, fits or size)] for size in (micro.samples, largest))
+    count = len(others)  # a dummy may be of more
     return [(*own[place % len(own)], micro.is_dummy or place >= len(own)) for place in range(count)]
+
+
+def fitting(given: tuple[Any, MicroBatch] | None, samples: int) -> tuple[Any, MicroBatch] | None:
+    """So many samples of a batch with its micro-batch, if it has more."""
+    if given is None or given[1].samples <= samples:
+        return given
+    batch, micro = given
+    return cut(batch, micro.samples, 0, samples), micro.part(samples, 0.0)
 
 
 def keep_pace(run: Run, make: Callable[[int], None], samples: int, fits: int, *, rejoins: bool) -> int:
@@ -182,7 +186,10 @@ def keep_pace(run: Run, make: Callable[[int], None], samples: int, fits: int, *,
         try:
             make(size)
             return fits
-        except RuntimeError as error:
+        except Exception as error:
+            if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
+                error.add_note(_FOR_NOTHING)
+                raise
             fits, rejoins = smaller(error, size), True
 
 

@@ -326,7 +326,12 @@ class FSDP(Strategy):
                 "done, that cannot be left out. Use full_shard or shard_grad_op; or leave halve_on_oom out, and make "
                 "batch_size of the training loader smaller; global_batch_size keeps what a step is."
             )
-        return self._sharded.allow_retries()
+        self._sharded.allow_retries()
+        return self._abandon
+
+    def _abandon(self, rejoins: bool) -> None:
+        self._made_zero = True  # what was in the loss of a micro-batch that is dropped is not missing
+        self._sharded.abandon(rejoins)
 
     def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
         """See `Strategy.alike`: the norm is that of all parts."""

@@ -248,17 +248,15 @@ class ShardedTask:
             self.reshard()
             self._exchanges.begin()
 
-    def allow_retries(self) -> Callable[[bool], None]:
+    def allow_retries(self) -> None:
         """See `Strategy.allow_retries`: count what is communicated from here on."""
         self._exchanges = self._exchanges or Exchanges(self.units)
-        return self._abandon
 
-    def _abandon(self, rejoins: bool) -> None:
-        self.reset()
+    def abandon(self, rejoins: bool) -> None:
+        """Drop an attempt that failed; see `Strategy.allow_retries`."""
+        self.reset(repeats=rejoins)
         self.arrived.clear()
         self._versions.clear()
-        if rejoins and self._exchanges is not None:
-            self._exchanges.repeat()
 
     def look_again(self) -> None:
         """Set units up anew if parameters were frozen or unfrozen. Collective, if any were."""
@@ -304,11 +302,13 @@ class ShardedTask:
                 unit.set_reshard_after_forward(True, recurse=False)
         self.reset()
 
-    def reset(self) -> None:
-        """Drop whatever an interrupted step has left behind."""
+    def reset(self, *, repeats: bool = False) -> None:
+        """Drop whatever an interrupted step has left behind; the next may repeat what it has communicated."""
         if self._has_run:
             for root in self._roots:
                 forget_iteration(root)
+        if self._exchanges is not None:
+            self._exchanges.end(repeats=repeats)
         self.reshard()
 
 

@@ -7,21 +7,36 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen import FSDP
 from lumen.errors import ConfigError
-from tests.helpers.cramped_training import Cramped, Limited, Tower, Weighed, WeighedBefore
+from tests.helpers.cramped_training import (
+    Cramped,
+    Fickle,
+    Heads,
+    Limited,
+    OwnStream,
+    Silent,
+    Spread,
+    Touchy,
+    Tower,
+    Weighed,
+    WeighedBefore,
+)
 from tests.helpers.sharded import whole
 from tests.helpers.tasks import bare_trainer, loader
 
-KINDS = {"plain": Cramped, "weighed": Weighed, "weighed before": WeighedBefore, "tower": Tower}
+KINDS = {
+    "plain": Cramped, "weighed": Weighed, "weighed before": WeighedBefore, "tower": Tower, "fickle": Fickle,
+    "silent": Silent, "heads": Heads, "spread": Spread, "touchy": Touchy,
+}  # fmt: skip
 
 
-def train(folder, kind, fits, where, strategy=None, ranks=(1,), batch_size=8, **options):
+def train(folder, kind, fits, where, strategy=None, ranks=(1,), batch_size=8, data=None, **options):
     """Weights, rows, what is known to fit, and sizes of batches that were tried, after 50 samples twice, in 32s."""
     task = KINDS[kind](fits, where, ranks=ranks)
     options = {"max_epochs": 2, "precision": "fp64", "global_batch_size": 32} | options
     task = task if options["precision"] == "fp64" else task.float()
     strategy = FSDP(**(strategy or {}))
     trainer = bare_trainer(folder, strategy=strategy, halve_on_oom=fits < 100, **options)
-    trainer.fit(task, loader(50, batch_size, dtype=next(task.parameters()).dtype))
+    trainer.fit(task, loader(50, batch_size, dtype=next(task.parameters()).dtype) if data is None else data)
     values = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "drawn"}
     return torch.cat([whole(each).flatten() for each in task.parameters()]), values, trainer.progress.fits, task.sizes
 
@@ -72,6 +87,71 @@ def test_one_process_alone_does_so_too(group, tmp_path, where):
     assert_same(found, expected)
 
 
+def train_once(folder, kind, fits):
+    return train(folder, kind, fits, "backward 1", max_epochs=1)
+
+
+def test_what_fails_again_when_all_is_made_again_is_logged_once(group, tmp_path):
+    expected, found = (group(2).run(train_once, tmp_path, "fickle", fits) for fits in (10**6, 3))
+    assert_same(found, expected)
+    assert found[1][3][:4] == [8, 4, 4, 2]
+    for (_, values, *_), (_, expected_values, *_) in zip(found, expected, strict=True):
+        assert values == pytest.approx(expected_values, rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+def test_a_process_without_a_loss_lends_what_fits_from_an_earlier_step(group, tmp_path, ranks):
+    """Rank 1 returns None in the step in which memory ends: its part in it is that of a batch of the step before."""
+    expected = group(2).run(train, tmp_path, "silent", 10**6, "backward 1", None, ranks)
+    found = group(2).run(train, tmp_path, "silent", 3, "backward 1", None, ranks)
+    assert_same(found, expected)
+
+
+def test_parameters_of_a_micro_batch_before_the_one_that_failed_are_not_missing(group, tmp_path):
+    expected, found = (group(2).run(train, tmp_path, "heads", fits, "backward 1") for fits in (10**6, 3))
+    assert_same(found, expected)
+
+
+def test_what_keeps_pace_computes_with_values_that_parameters_may_have(group, tmp_path):
+    """Those of the other processes were sent to an attempt that is gone."""
+    expected, found = (group(2).run(train, tmp_path, "spread", fits, "backward 1") for fits in (10**6, 3))
+    assert_same(found, expected)
+
+
+def train_on_own(folder, fits, sizes, ranks):
+    data = DataLoader(OwnStream(sizes), batch_size=None)
+    options = {"global_batch_size": None, "accumulate_grad_batches": 4, "max_epochs": 1}
+    return train(folder, "tower", fits, "forward 2", None, ranks, data=data, **options)
+
+
+APART = [([8, 8, 3, 3, 8, 8, 3, 3], [2]), ([8, 2, 2], [8, 8, 8, 2, 2])]
+
+
+@pytest.mark.parametrize(("sizes", "ranks"), [(APART[0], (0,)), (APART[1], (0,)), (APART[1], (1,))])
+def test_processes_whose_own_streams_end_at_different_times_cut_alike(group, tmp_path, sizes, ranks):
+    """Dummies are of another size than what the others have in their round, whose number follows from no rank."""
+    expected = group(2).run(train_on_own, tmp_path, 10**6, sizes, ranks)
+    found = group(2).run(train_on_own, tmp_path, 3, sizes, ranks)
+    assert_same(found, expected)
+
+
+def fail_in_keeping_pace(folder):
+    """Notes of the error of a batch that only keeps pace, and what the task is evaluated to after it, and anew."""
+    task, data = Touchy(3, "backward 1", ranks=(0,)), loader(50, 8, shuffle=False, dtype=torch.float64)
+    options = {"strategy": FSDP(), "precision": "fp64", "max_epochs": 1}
+    with pytest.raises(ValueError, match="a small batch") as caught:
+        bare_trainer(folder, halve_on_oom=True, **options).fit(task, data)
+    task.fits = 10**6
+    after = bare_trainer(folder, **options).validate(task, data)
+    return caught.value.__notes__, after, bare_trainer(folder, **options).validate(Touchy(), data)
+
+
+def test_an_error_in_keeping_pace_says_so_and_spoils_no_later_run(group, tmp_path):
+    ((notes, after, anew),) = group(1).run(fail_in_keeping_pace, tmp_path)
+    assert any("kept pace with the others for nothing" in note for note in notes)
+    assert after == anew
+
+
 def test_a_gradient_scaler_sees_the_same_step(group, tmp_path):
     """The first guess of a sum of weights is agreed on, once, by the process that fails too."""
     expected, found = (group(2).run(in_16_bits, tmp_path, fits) for fits in (10**6, 3))
@@ -91,9 +171,11 @@ def test_while_all_fits_the_bits_are_those_without_the_flag(group, tmp_path):
 CUT_UP = {"unshard_in_evaluation": False}
 
 
-def evaluate(folder, fits, strategy, ranks, samples):
-    """What `validate` and `predict` give; the batches have 16 samples."""
-    task, loaders = Tower(fits, "forward 2", ranks=ranks), loader(samples, 16, shuffle=False, dtype=torch.float64)
+def evaluate(folder, fits, strategy, ranks, samples, kind="tower"):
+    """What `validate` and `predict` give; the batches have 16 samples, or are those of the processes' own streams."""
+    task, own = KINDS[kind](fits, "forward 2", ranks=ranks), not isinstance(samples, int)
+    loaders = loader(50 if own else samples, 16, shuffle=False, dtype=torch.float64)
+    loaders = DataLoader(OwnStream(samples), batch_size=None) if own else loaders
     trainer = bare_trainer(folder, strategy=FSDP(**(CUT_UP | strategy)), precision="fp64", halve_on_oom=fits < 100)
     (values,), sizes = trainer.validate(task, loaders), [*task.sizes]
     return values, trainer.predict(task, loaders), sizes
@@ -110,6 +192,17 @@ def test_an_evaluation_whose_forwards_communicate_has_the_same_values(group, tmp
         assert [len(each) for each in outputs or []] == [len(each) for each in expected_outputs or []]
         torch.testing.assert_close(outputs, expected_outputs, rtol=1e-12, atol=1e-14)
         assert max(sizes[3:]) < 16  # what does not fit is tried once
+
+
+@pytest.mark.parametrize(
+    ("kind", "samples"), [("fickle", 50), ("tower", ([8, 8, 3, 3, 8, 8, 3, 3], [2])), ("fickle", ([3], [8, 8, 3, 8]))]
+)
+def test_an_evaluation_has_them_where_it_fails_again_and_where_streams_end_apart(group, tmp_path, kind, samples):
+    expected = group(2).run(evaluate, tmp_path, 10**6, {}, (1,), samples, kind)
+    found = group(2).run(evaluate, tmp_path, 3, {}, (1,), samples, kind)
+    for (values, outputs, _), (expected_values, expected_outputs, _) in zip(found, expected, strict=True):
+        assert values == pytest.approx(expected_values, rel=1e-12)
+        torch.testing.assert_close(outputs, expected_outputs, rtol=1e-12, atol=1e-14)
 
 
 def train_and_validate(folder, fits):

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 from torchmetrics import MeanSquaredError
 
 import lumen
-from tests.helpers.tasks import Regression
+from tests.helpers.tasks import Regression, regression_data
 
 
 class Full(torch.autograd.Function):
@@ -176,3 +177,76 @@ class WeighedBefore(Cramped):
 
     def batch_weight(self, batch):
         return float(self.importance(batch[1]).sum())
+
+
+class Fickle(Tower):
+    """What fits does not fit the next time: the first attempt fails, one keeps pace, and the third fails too."""
+
+    def look(self, batch):
+        super().look(batch)
+        fails = self.fits < 100 and self.trainer.global_rank in self.ranks and len(self.sizes) in (1, 3)
+        self.net[int(self.floor)].fails = self.part if fails else None
+
+
+class Silent(Tower):
+    """In the second step, in which memory ends, rank 1 has no loss for its batch and calls no unit."""
+
+    def look(self, batch):
+        super().look(batch)
+        self.net[int(self.floor)].fails = self.net[int(self.floor)].fails if self.global_step else None
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 5 and self.trainer.global_rank == 1 else super().training_step(batch)
+
+
+class Heads(Tower):
+    """Trains one of two parameters in the first micro-batch of each process, the other in its second, which fails."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.heads = nn.ParameterList([nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2)])
+
+    def training_step(self, batch, batch_idx):
+        fits, self.fits = self.fits, self.fits if batch_idx == 3 else 10**6
+        loss = super().training_step(batch)
+        self.fits = fits
+        return loss * self.heads[batch_idx // 2 % 2].mean()
+
+
+class Spread(Tower):
+    """Has a standard deviation, which is refused if it is not positive."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.spread = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def training_step(self, batch):
+        normal = torch.distributions.Normal(0.0, self.spread, validate_args=True)
+        return super().training_step(batch) - normal.log_prob(torch.ones_like(self.spread)).mean()
+
+
+class Touchy(Tower):
+    """Refuses batches that are smaller than 8."""
+
+    def training_step(self, batch):
+        if len(batch[0]) < 8:
+            raise ValueError("a small batch")
+        return super().training_step(batch)
+
+
+class OwnStream(IterableDataset):
+    """Gives each process batches of its own.
+
+    Args:
+        sizes: For each process, the sizes of its batches.
+    """
+
+    shards_itself = True
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def __iter__(self):
+        rank = torch.distributed.get_rank()
+        data = regression_data(sum(self.sizes[rank]), torch.float64, seed=rank)
+        return zip(*[each.split(self.sizes[rank]) for each in data], strict=True)
