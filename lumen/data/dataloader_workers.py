@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,11 +15,11 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lumen.data.seeded_dataset import early_end
 from lumen.internals.garbage import collect_in_worker, workers_are_begun
+from lumen.internals.process_groups import wait_for_gloo
 from lumen.internals.stop_signals import is_obeyed
 
 _GRACE_S = 30
 _INHERITS_LOCKS = sys.version_info < (3, 12)  # https://github.com/python/cpython/issues/112275
-_SETTLE_S = 0.005
 
 
 def init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id: int) -> None:
@@ -68,7 +67,7 @@ def begun(workers: int) -> Iterator[None]:
         workers: How many are forked; 0: none.
     """
     if workers and _INHERITS_LOCKS and dist.is_available() and dist.is_initialized():
-        time.sleep(_SETTLE_S)
+        wait_for_gloo(0.1)
     with workers_are_begun():
         yield
 

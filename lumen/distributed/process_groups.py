@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-import time
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from lumen.distributed.rendezvous import meet
 from lumen.distributed.stack_dump import Stacks
 from lumen.internals.compiler import import_compiler
-from lumen.internals.process_groups import abort_groups, set_timeout
+from lumen.internals.process_groups import abort_groups, set_timeout, wait_for_gloo
 
 if TYPE_CHECKING:
     from lumen.distributed.processes import Processes
@@ -108,7 +106,7 @@ class Groups:
         self.default = self.control = self.beside = None
         self._parts.clear()
         gc.collect()  # gloo's threads end with the last reference
-        _wait_for_gloo()
+        wait_for_gloo()  # one that drops its last tensor after Python's end ends the process with SIGABRT
 
 
 def _span(seconds: float) -> timedelta:
@@ -123,21 +121,6 @@ def _new_group(timeout: timedelta) -> Any:
 def _destroy(group: Any) -> None:
     if group is not None:
         dist.destroy_process_group(group)
-
-
-def _wait_for_gloo(limit_s: float = 1.0) -> None:
-    """Wait until threads of gloo rest that stay because a model keeps its group.
-
-    One that drops its last tensor after Python's end ends the process with SIGABRT. Torch has no call that joins them:
-    gloo does so where a group is freed, and `wait` returns before its thread has let go of the tensors. So this asks
-    the system what they do; where there is no /proc it only gives them a moment.
-    """
-    deadline_s = time.monotonic() + limit_s
-    busy = True
-    while busy and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # it may want Python now
-        stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat")]
-        busy = any("(pt_gloo" in stat and ") S " not in stat for stat in stats)
 
 
 def gather(value: Any, group: Any) -> list[Any]:

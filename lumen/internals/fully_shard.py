@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any, final
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from lumen.errors import ConfigError
 from lumen.internals.torch_versions import need
@@ -108,6 +107,8 @@ class Exchanges:
     """
 
     def __init__(self, units: Sequence[Any]) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
         if not hasattr(FSDPModule, "reset_iter_state"):
             raise ConfigError(
                 f"halve_on_oom: under FSDP it needs torch 2.13 or newer, which can drop a forward that failed; this is "

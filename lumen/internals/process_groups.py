@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +60,21 @@ def end_backward(ddp: Any) -> None:
 def abort_groups() -> None:
     """End all groups without waiting for anybody; where torch has no such call they end with the process."""
     getattr(dist.distributed_c10d, "_abort_process_group", lambda: None)()
+
+
+def wait_for_gloo(limit_s: float = 1.0) -> None:
+    """Wait until threads of gloo rest.
+
+    Torch has no call that joins them: gloo does so where a group is freed, and `wait` returns before its thread has let
+    go of the tensors, for which it wants Python. So this asks the system what they do; where there is no /proc it only
+    gives them a moment.
+    """
+    deadline_s = time.monotonic() + limit_s
+    busy = True
+    while busy and time.monotonic() < deadline_s:
+        time.sleep(0.005)  # they may want Python now
+        stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat")]
+        busy = any("(pt_gloo" in stat and ") S " not in stat for stat in stats)
 
 
 def recorded_collectives() -> dict[str, bytes]:

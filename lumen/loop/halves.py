@@ -6,9 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, final
-
-from torchmetrics import Metric
+from typing import TYPE_CHECKING, Any, final
 
 from lumen.data.parts import cut, joined
 from lumen.data.windows import AccumulationWindow, MicroBatch
@@ -19,6 +17,9 @@ from lumen.loop.step_in_parts import smaller
 from lumen.metrics.torchmetrics_states import load_metric_state, metric_state, metrics_of
 from lumen.random import GeneratorStates
 from lumen.run.run import Run
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 _log = logging.getLogger("lumen")
 _HINT = (
