@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from datamodules.noise import DigitsAndNoise
+from datamodules.packed import PackedSurnames
 from datamodules.views import TwoViews
 from models.byol import BYOL
 from models.gan import Gan
+from models.lora_gpt2 import LoraAnswers
 from tests.helpers.following import Answers, Asking
 from tests.helpers.tasks import bare_trainer, quiet_trainer, weights
 
@@ -45,6 +48,28 @@ def test_two_processes_train_the_student_and_the_teacher_of_one(group, tmp_path)
     assert steps == 6
     for found, count in group(2).run(train_byol, tmp_path, "ddp"):
         assert count == steps
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
+
+
+def train_adapter(folder, strategy):
+    """Train `lora_gpt2` and return what it has written for peft."""
+    config = {"vocab_size": 256, "n_positions": 48, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    torch.manual_seed(0)
+    task = LoraAnswers(config, rank=2, warmup_steps=2)
+    data = PackedSurnames(only="Finnish", labelled=48, batch_size=8, row=48)
+    trainer = quiet_trainer(
+        folder, strategy=strategy, precision="64-true", max_epochs=2, global_batch_size=16, limit_val_batches=0,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(task, data)
+    return load_file(trainer.run_directory / "adapter/adapter_model.safetensors")
+
+
+def test_two_processes_write_the_adapter_of_one(group, tmp_path):
+    alone = train_adapter(tmp_path / "alone", "auto")
+    assert len(alone) == 8
+    assert all(each.abs().max() > 0 for each in alone.values())
+    for found in group(2).run(train_adapter, tmp_path / "two", "fsdp"):
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
 
 
