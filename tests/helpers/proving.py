@@ -137,7 +137,7 @@ class Counts(nn.Module):
 
 
 class Unordered(nn.Module):
-    """Adds numbers in the order of a set of texts, which is another one in each interpreter."""
+    """Averages numbers in the order of a set of texts, another one in each interpreter: the last ones count most."""
 
     def __init__(self):
         super().__init__()
@@ -146,8 +146,8 @@ class Unordered(nn.Module):
     def forward(self, x):
         total = torch.zeros((), dtype=x.dtype)
         for name in set(self.factors):
-            total = total + torch.tensor(self.factors[name], dtype=x.dtype).sin() * 1e3
-        return x * total / 1e3
+            total = 0.5 * total + torch.tensor(self.factors[name], dtype=x.dtype).sin()
+        return x * total
 
 
 class Within(Clean):

@@ -209,7 +209,7 @@ def test_what_is_wrong_with_options_of_the_scripts_own_is_said_with_the_rest():
     assert "tries (the command line): expected int, found 'two'." in said
     assert "timer.duratoin (the command line): Timer has no option duratoin. Did you mean duration?" in said
     assert "model.lr (the command line): expected float, found 'high'." in said
-    assert "has no option note2. Did you mean note?" in said
+    assert "has no option note2. Did you mean --note?" in said
     assert len(said.splitlines()) == 4
 
 
