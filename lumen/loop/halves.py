@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -28,12 +29,11 @@ _HINT = (
 )
 
 
-@final
-class Halves:
-    """Makes the steps of an evaluation, and again for the halves of a batch where one runs out of memory.
+class Halving(ABC):
+    """Makes the steps of an evaluation, and again for parts of a batch where one runs out of memory.
 
     What the attempt has logged, added to metrics and drawn is put back first: values are those of smaller batches, and
-    those of single steps the means of the halves'. What a step draws goes on from the key of its batch: the same in
+    those of single steps the means of the parts'. What a step draws goes on from the key of its batch: the same in
     each run, but other numbers than for the whole batch. What a step keeps itself, in an attribute or a buffer, is not
     put back. A step must not communicate.
 
@@ -48,6 +48,7 @@ class Halves:
         self._stage = "validate" if stage == "sanity" else stage
         self._metrics = list(metrics_of(run.task).values())
 
+    @abstractmethod
     def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch, window: AccumulationWindow) -> Any:
         """Make a step for a batch.
 
@@ -65,6 +66,14 @@ class Halves:
             DataError: It is not known where the samples of the batch are.
             ConfigError: What the step returned of halves cannot be put together.
         """
+
+
+@final
+class Halves(Halving):
+    """By this process alone: in halves, and halves of these."""
+
+    def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch, window: AccumulationWindow) -> Any:
+        """See `Halving.evaluate`."""
         try:
             return self._evaluate(step, batch, micro.samples, 0, micro.samples)
         finally:
@@ -90,25 +99,15 @@ class Halves:
 
 
 @final
-class HalvesTogether:
-    """As `Halves`, where all processes communicate in a forward: all make a batch again, in as many parts.
+class HalvesTogether(Halving):
+    """By all processes, which communicate in each forward: all make a batch again, in as many parts.
 
     A process that runs out of memory first goes through the rest of its batch with what fits, for nothing: the others
     wait for it in each unit. Then all learn of it.
-
-    Args:
-        run: The run that evaluates.
-        stage: "validate", "sanity", "test" or "predict".
-        wanted: Somebody reads what the steps return.
     """
 
-    def __init__(self, run: Run, stage: str, *, wanted: bool) -> None:
-        self._run, self._wanted = run, wanted
-        self._stage = "validate" if stage == "sanity" else stage
-        self._metrics = list(metrics_of(run.task).values())
-
     def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch, window: AccumulationWindow) -> Any:
-        """Make a step for a batch; see `Halves.evaluate`. Collective: every rank must call this, with a dummy too."""
+        """Make a step for a batch; see `Halving.evaluate`. Collective: every rank must call this, with a dummy too."""
         run, largest = self._run, window.largest(micro)
         while True:
             put_back, before = mark_values(run, self._metrics), run.loaders.fits.get(self._stage, 0)

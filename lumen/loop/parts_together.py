@@ -12,7 +12,7 @@ from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.internals.memory import drop_failed_backward, empty_device_cache, is_out_of_memory
 from lumen.loop.around_step import mark, unnoticed
 from lumen.loop.micro_batch import accumulate, loss_for_nothing
-from lumen.loop.step_in_parts import agree_on_size, joined_outputs, say_size, smaller, weight_of_part
+from lumen.loop.step_in_parts import Parts, agree_on_size, joined_outputs, say_size, smaller, weight_of_part
 from lumen.random import GeneratorStates
 from lumen.run.run import Run
 
@@ -23,35 +23,20 @@ _FOR_NOTHING = (
 
 
 @final
-class PartsTogether:
-    """Makes the micro-batches of one step, and again in parts on all processes if the memory of one does not suffice.
+class PartsTogether(Parts):
+    """By all processes, if the memory of one does not suffice: they communicate in each forward.
 
     That one cannot stop where it is: the others wait for it in each unit. So it goes through the rest of the
     micro-batch with as many samples as fit, for nothing. Then all learn of it, put back what the step has changed, and
     make its micro-batches again, each in as many parts as the largest of the processes' has.
-
-    Args:
-        run: The run that trains.
-        window: The micro-batches of the step.
     """
 
     def __init__(self, run: Run, window: AccumulationWindow) -> None:
-        self._run, self._window = run, window
-        self._wanted = bool(run.hooks.on_train_batch_end)
-        self._made: list[tuple[MicroBatch, Any, GeneratorStates]] = []
+        super().__init__(run, window)
         self._cramped: set[int] = set()
 
     def accumulate(self, micro: MicroBatch, batch: Any) -> Any:
-        """Add the gradient of a micro-batch. Collective: every rank must call this.
-
-        Returns:
-            What `training_step` returned; of parts, put together along dimension 0.
-
-        Raises:
-            RuntimeError: A single sample does not fit; on accelerators a torch.OutOfMemoryError.
-            DataError: It is not known where the samples of the batch are.
-            ConfigError: What the step returned of parts cannot be put together.
-        """
+        """See `Parts.accumulate`. Collective: every rank must call this."""
         run, weighting = self._run, self._run.step.weighting
         logged = run.log.stage
         assert logged is not None

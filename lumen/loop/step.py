@@ -16,7 +16,7 @@ from lumen.loop.around_step import EpochSkipped, weigh
 from lumen.loop.micro_batch import accumulate
 from lumen.loop.own_update import update_by_task
 from lumen.loop.parts_together import PartsTogether
-from lumen.loop.step_in_parts import StepInParts, agree_on_size, say_size
+from lumen.loop.step_in_parts import Parts, StepInParts, agree_on_size, say_size
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
 from lumen.random import GeneratorStates
@@ -68,7 +68,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
     return updated
 
 
-def in_parts(run: Run, window: AccumulationWindow) -> StepInParts | PartsTogether:
+def in_parts(run: Run, window: AccumulationWindow) -> Parts:
     """What makes the micro-batches of a step again where they do not fit into memory."""
     return (PartsTogether if run.strategy.communicates_in("forward") else StepInParts)(run, window)
 

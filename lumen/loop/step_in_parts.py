@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -31,13 +32,11 @@ _SYNCED = (
 )
 
 
-@final
-class StepInParts:
+class Parts(ABC):
     """Makes the micro-batches of one step, and again in parts where memory does not suffice.
 
     What an attempt has logged, added to metrics, drawn and moved in buffers is put back; the gradients of the step so
-    far are made again, unnoticed. That is between a process and itself: processes communicate gradients after the last
-    backward, not in it, and tell each other there what has fitted, for all steps after.
+    far are made again, unnoticed.
 
     Args:
         run: The run that trains.
@@ -49,6 +48,7 @@ class StepInParts:
         self._wanted = bool(run.hooks.on_train_batch_end)
         self._made: list[tuple[MicroBatch, Any, GeneratorStates]] = []
 
+    @abstractmethod
     def accumulate(self, micro: MicroBatch, batch: Any) -> Any:
         """Add the gradient of a micro-batch; of the last one communicate them.
 
@@ -60,6 +60,17 @@ class StepInParts:
             DataError: It is not known where the samples of the batch are.
             ConfigError: What the step returned of parts cannot be put together.
         """
+
+
+@final
+class StepInParts(Parts):
+    """By this process alone: all communicate gradients after the last backward, not in it.
+
+    There they tell each other what has fitted, for all steps after.
+    """
+
+    def accumulate(self, micro: MicroBatch, batch: Any) -> Any:
+        """See `Parts.accumulate`."""
         output = None
         if not micro.is_dummy:
             self._made.append((micro, batch, GeneratorStates()))
