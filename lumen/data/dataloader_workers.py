@@ -67,7 +67,7 @@ def begun(workers: int) -> Iterator[None]:
         workers: How many are forked; 0: none.
     """
     if workers and _INHERITS_LOCKS and dist.is_available() and dist.is_initialized():
-        wait_for_gloo(0.1)
+        wait_for_gloo()
     with workers_are_begun():
         yield
 

@@ -1,0 +1,72 @@
+"""Data workers are forked while no thread of torch is at work: Python 3.11 would hand them the lock that one holds."""
+
+import ctypes
+import hashlib
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import lumen
+from tests.helpers.tasks import FEATURES, Regression, bare_trainer
+
+AT_WORK_S = 0.04
+SET_NAME = 15  # prctl's
+
+
+class Thread(lumen.Callback):
+    """A thread with a name of gloo's, which works outside of Python while the workers of the first epoch are forked."""
+
+    def __init__(self):
+        self.ended = []
+        began_s = time.perf_counter()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000)
+        self.rounds = int(20_000 * AT_WORK_S / (time.perf_counter() - began_s))
+
+    def work(self, begun):
+        ctypes.CDLL(None).prctl(SET_NAME, b"pt_gloo_test", 0, 0, 0)
+        begun.set()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", self.rounds)  # without Python's lock
+        self.ended.append(True)
+
+    def on_train_epoch_start(self, trainer, task):
+        if trainer.current_epoch == 0:
+            begun = threading.Event()
+            threading.Thread(target=self.work, args=(begun,)).start()
+            begun.wait()
+
+
+class Seen(Dataset):
+    """Tells whether the thread had ended when this worker was forked."""
+
+    def __init__(self, ended):
+        self.ended = ended
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.ones(FEATURES), torch.tensor([float(bool(self.ended))])
+
+
+class Noting(Regression):
+    def training_step(self, batch):
+        self.noted = bool(batch[1].all())
+        return super().training_step(batch)
+
+
+def fit(folder):
+    thread, task = Thread(), Noting()
+    trainer = bare_trainer(folder, strategy="auto", max_steps=1, callbacks=thread)
+    trainer.fit(task, DataLoader(Seen(thread.ended), 2, num_workers=1))
+    return task.noted
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python frees the lock in what it forks")
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc tells what threads do")
+def test_workers_are_forked_once_the_threads_of_gloo_rest(group, tmp_path):
+    assert group(1).run(fit, tmp_path) == [True]
+    assert group(2).run(fit, tmp_path) == [True, True]
