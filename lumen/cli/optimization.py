@@ -52,7 +52,8 @@ class ParameterGroups:
 
     Args:
         no_decay: Parameters whose weight_decay is 0: "dimension", those of less than two dimensions; "module type",
-            biases, norms and embeddings; names with wildcards; or, beside decay, names of classes. Unset: none.
+            biases, norms, embeddings and bare parameters such as pos_emb; names with wildcards; or, together with
+            decay, names of classes. Unset: none.
         decay: Classes of the modules whose parameters decay, biases excepted; each other one has to be in no_decay.
         layer_decay: Each layer learns with this share of the rate of the one above, in (0, 1].
         blocks: The layers, for layer_decay: the name of the module that holds them, or their names, lowest first.

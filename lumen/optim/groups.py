@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lumen.errors import ConfigError
 
@@ -25,12 +26,14 @@ def decay_groups(module: nn.Module, weight_decay: float, *, by: By = "dimension"
         module: Its trainable parameters are taken, each once, tied ones too.
         weight_decay: Weight decay of the first group; the second one's is 0.
         by: What does not decay. "dimension": parameters of less than two dimensions, as in nanoGPT. "module type":
-            parameters with "bias" in their name, and whatever a norm or an embedding holds (a tied parameter if any of
-            its modules is one); a norm is a class whose name, or a base's, ends like BatchNorm2d or RMSNorm. Names of
-            parameters, with the wildcards of `fnmatch`: `["*.bias", "embed.*"]`. Or names of classes for both groups,
-            as in minGPT: `{"decay": ["Linear"], "no_decay": ["LayerNorm", "Embedding"]}`. Then a parameter is of the
-            module that holds it, a tied one of the first that does, and that is of one of the classes, or derived from
-            one; parameters with "bias" in their name do not decay.
+            parameters with "bias" in their name, bare parameters, and the parameters of norms and embeddings (a tied
+            parameter if any of its modules is one). A bare parameter has no "weight" in its name and its module holds
+            layers too, such as `pos_emb` and `cls_token` in a transformer. A norm or an embedding is a class whose
+            name, or a base's, ends like BatchNorm2d, RMSNorm, Embedding or PositionalEncoding. Names of parameters,
+            with the wildcards of `fnmatch`: `["*.bias", "embed.*"]`. Or names of classes for both groups, as in
+            minGPT: `{"decay": ["Linear"], "no_decay": ["LayerNorm", "Embedding"]}`. Then the class of the module that
+            holds a parameter, or a base of the class, chooses its group; for a tied parameter the first such module.
+            Parameters with "bias" in their name do not decay, nor do bare ones whose class is in neither list.
 
     Returns:
         The decaying group and the other one, for an optimizer, by name "decay" and "no decay". Either may be empty.
@@ -144,7 +147,7 @@ def _undecayed(module: nn.Module, by: By) -> set[int]:
             id(parameter)
             for part in module.modules()
             for name, parameter in part.named_parameters(recurse=False)
-            if "bias" in name or _is_norm_or_embedding(part)
+            if "bias" in name or _is_norm_or_embedding(part) or _is_bare(part, name)
         }
     if isinstance(by, Mapping):
         return _undecayed_by_class(module, by)
@@ -166,10 +169,11 @@ def _undecayed_by_class(module: nn.Module, classes: Mapping[str, Sequence[str]])
     undecayed, problems = set[int](), []
     for name, parameter in _trainable(module).items():
         owner, _, own = name.rpartition(".")
-        kind = type(module.get_submodule(owner))
+        holder = module.get_submodule(owner)
+        kind = type(holder)
         lines = {base.__name__ for base in kind.__mro__}
         found = [group for group in ("decay", "no_decay") if lines & {*classes.get(group, ())}]
-        if "bias" in own or found == ["no_decay"]:
+        if "bias" in own or found == ["no_decay"] or (not found and _is_bare(holder, own)):
             undecayed.add(id(parameter))
         elif found != ["decay"]:
             problems.append(f"{name} of {kind.__name__} is in {'both' if found else 'neither'}")
@@ -182,8 +186,15 @@ def _undecayed_by_class(module: nn.Module, classes: Mapping[str, Sequence[str]])
 
 
 def _is_norm_or_embedding(module: nn.Module) -> bool:
-    norm = any(re.search(r"Norm(\dd)?$", base.__name__) for base in type(module).__mro__)
-    return norm or isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    ends = re.compile(r"(Norm(\dd)?|Embeddings?|PositionalEncoding)$")
+    return isinstance(module, nn.EmbeddingBag) or any(ends.search(base.__name__) for base in type(module).__mro__)
+
+
+def _is_bare(module: nn.Module, name: str) -> bool:
+    """Return True if a module that holds layers holds this parameter next to them, as a transformer its `pos_emb`."""
+    if "weight" in name or isinstance(module, ParametrizationList):  # whose "original" is the weight of a layer
+        return False
+    return any(True for child in module.children() for _ in child.parameters())
 
 
 def _distances(module: nn.Module, stack: Sequence[str], embeddings: Sequence[str] | None) -> dict[int, int]:

@@ -79,6 +79,70 @@ def test_classes_that_leave_a_parameter_out_or_have_it_twice_are_refused(kinds, 
         decay_groups(Mixed(), 0.1, by=kinds)
 
 
+class Stem(nn.Module):
+    """Embeddings as minGPT of pytorch/examples has them: the positions are a bare parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok_emb = nn.Embedding(7, 4)
+        self.pos_emb = nn.Parameter(torch.zeros(1, 5, 4))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln1, self.attn = nn.LayerNorm(4), nn.MultiheadAttention(4, 2)
+        self.mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def groups_of_mingpt(model):
+    """Names that decay and names that do not, by the loop of minGPT's own `create_optimizer`."""
+    decay, no_decay = set(), set()
+    for module_name, module in model.named_modules():
+        for own, _ in module.named_parameters():
+            name = f"{module_name}.{own}" if module_name else own
+            if own.endswith("bias"):
+                no_decay.add(name)
+            elif own.endswith("in_proj_weight") or (own.endswith("weight") and isinstance(module, nn.Linear)):
+                decay.add(name)
+            elif (own.endswith("weight") and isinstance(module, (nn.LayerNorm, nn.Embedding))) or own.endswith(
+                "pos_emb"
+            ):
+                no_decay.add(name)
+    return [sorted(decay), sorted(no_decay)]
+
+
+@pytest.mark.parametrize(
+    "by", ["module type", {"decay": ["Linear", "MultiheadAttention"], "no_decay": ["LayerNorm", "Embedding"]}]
+)
+def test_groups_are_those_of_mingpts_own_loop(by):
+    model = nn.ModuleDict({"stem": Stem(), "blocks": nn.Sequential(Layer(), Layer()), "head": nn.Linear(4, 7)})
+    expected = groups_of_mingpt(model)
+    assert "stem.pos_emb" in expected[1]
+    assert names_of(model, decay_groups(model, 0.1, by=by)) == expected
+
+
+class Experts(nn.Module):
+    """A layer of the user's own: its matrices have names of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.act = nn.Parameter(torch.randn(2, 4, 4)), nn.ReLU()
+
+
+class LearnedPositionalEncoding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pe, self.drop = nn.Parameter(torch.zeros(5, 4)), nn.Dropout()
+
+
+def test_module_type_spares_embeddings_but_no_matrix_of_a_layer():
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False))
+    model = nn.Sequential(LearnedPositionalEncoding(), Experts(), normed)
+    decaying = ["1.up", "2.parametrizations.weight.original0", "2.parametrizations.weight.original1"]
+    assert names_of(model, decay_groups(model, 0.1, by="module type")) == [decaying, ["0.pe"]]
+
+
 # ---------------------------------------------------------------------- weight decay
 
 MATRICES = {
@@ -105,7 +169,7 @@ NORMS = {"stem.1.weight", "body.rms.weight"}
     ("by", "undecayed"),
     [
         ("dimension", BIASES | NORMS | {"scale"}),
-        ("module type", BIASES | NORMS | {"embed.weight"}),
+        ("module type", BIASES | NORMS | {"embed.weight", "token", "scale"}),
         (["*.bias", "body.recurrent.*", "token"], {name for name in BIASES if name.endswith(".bias")}
          | {f"body.recurrent.{kind}_{way}_l0" for kind in ("weight", "bias") for way in ("ih", "hh")} | {"token"}),
         (["head.*"], {"embed.weight"}),
@@ -213,12 +277,13 @@ def test_blocks_may_be_listed_for_a_network_without_a_stack():
                                 embeddings=["token", "head"])  # fmt: skip
     found = rates(module, groups)
     check_groups(module, groups)
-    assert found["token"] == pytest.approx((0.001, 0.2))
+    assert found["token"] == pytest.approx((0.001, 0.0))
     assert found["embed.weight"] == pytest.approx((0.001, 0.0))
     assert found["stem.0.weight"] == pytest.approx((0.01, 0.2))
     assert found["stem.1.weight"] == pytest.approx((0.01, 0.0))
     assert found["body.recurrent.weight_hh_l0"] == pytest.approx((0.1, 0.2))
-    assert found["body.attention.in_proj_weight"] == found["scale"] == (1.0, 0.2)
+    assert found["body.attention.in_proj_weight"] == (1.0, 0.2)
+    assert found["scale"] == (1.0, 0.0)
 
 
 def test_a_stack_counts_the_blocks_that_have_parameters():
