@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from io import StringIO
 from typing import TYPE_CHECKING, NamedTuple, final
 
@@ -122,12 +122,6 @@ class ModelSummary(Callback):
         if rows:
             _print(rows)
         _log.info("%s", _totals(task, total))
-        if names := list(_evaluating(task)):
-            _log.info(
-                "%s in eval mode, without dropout, though parameters in it are trained: as it was built, or as "
-                "from_pretrained returns a model. If that is not meant, call .train() on it.",
-                ", ".join(names[:3]) + (f" and {len(names) - 3} more are" if len(names) > 3 else " is"),
-            )
 
 
 def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
@@ -199,16 +193,6 @@ def _totals(model: nn.Module, total: Row) -> str:
         f"{_humane(total.frozen)} frozen{tied}), {_size(model.parameters())}"
         f"{f'; buffers {_size(buffers)}' if buffers else ''}"
     )
-
-
-def _evaluating(module: nn.Module, name: str = "") -> Iterator[str]:
-    """Names of the outermost modules in eval mode in which parameters are trained."""
-    if not module.training:
-        if any(parameter.requires_grad for parameter in module.parameters()):
-            yield name or type(module).__name__
-        return
-    for part, child in module.named_children():
-        yield from _evaluating(child, f"{name}.{part}" if name else part)
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> str:

@@ -24,6 +24,7 @@ from lumen.run.configure_optimizers import check_held
 from lumen.run.open_loaders import NO_TRAINING, open_loaders
 from lumen.run.run import Run
 from lumen.run.validation_schedule import validation_done, validation_due
+from lumen.task.modes import Modes
 
 _log = logging.getLogger("lumen")
 
@@ -40,8 +41,11 @@ def train(run: Run) -> None:
         StopRequested: It was asked to leave.
     """
     run.log.share_metrics(run.task)
-    for hook in run.hooks.on_train_start:
-        hook()
+    modes = Modes(run.task)
+    with modes.choosing():
+        for hook in run.hooks.on_train_start:
+            hook()
+    modes.warn_if_left_in_eval(run.optim.built["evaluating"])
     if run.trainer.enable_checkpointing:
         check_additions(run)
     if run.plan.halve_on_oom:

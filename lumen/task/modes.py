@@ -1,9 +1,10 @@
-"""The train and eval modes of modules, restored after an evaluation."""
+"""The train and eval modes of modules: checked when training begins, restored after an evaluation."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -55,15 +56,49 @@ class Modes:
         for _, module, training in self._before:
             if id(module) not in self._chosen:
                 module.training = training
-        if names := [name or "the task" for name, module, training in self._before if _is_odd(module, training)]:
+        if names := [name for name, module, training in self._before if _is_odd(module, training)]:
             _log.warning(
                 "in eval mode from now on, in training too, as a hook at the evaluation's end called eval() on them, "
                 "or on_*_model_train left them so: %s. If a hook did so for itself alone, leave that out: there "
                 "everything is in eval mode.",
-                ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else ""),
+                _listed(names),
             )
+
+    def warn_if_left_in_eval(self, built: Collection[str]) -> None:
+        """Warn of modules in eval mode whose parameters are trained, unless hooks or an overridden `train` chose so.
+
+        Args:
+            built: Names of the modules that were in eval mode before any hook of training.
+        """
+        if names := list(self._left_in_eval(self._before[0][1], "", built)):
+            first = "self" + re.sub(r"\.(\d+)", r"[\1]", f".{names[0]}" if names[0] else "")
+            _log.warning(
+                "trained in eval mode, without dropout and with BatchNorm's running statistics: %s. fit keeps the mode "
+                "that a module has, and from_pretrained returns models in eval mode. Write %s.train() in "
+                "on_train_start, or %s.eval() there if eval mode is intended.",
+                _listed(names), first, first,
+            )  # fmt: skip
+
+    def _left_in_eval(self, module: nn.Module, name: str, built: Collection[str]) -> Iterator[str]:
+        """Names of the outermost modules that nobody has put into eval mode on purpose."""
+        if not module.training:
+            if name in built and id(module) not in self._chosen and _is_trained(module):
+                yield name
+        elif type(module).train is nn.Module.train:  # an override decides about the modules below
+            for child_name, child in module.named_children():
+                if type(child).train is nn.Module.train:
+                    yield from self._left_in_eval(child, f"{name}.{child_name}" if name else child_name, built)
+
+
+def _listed(names: list[str]) -> str:
+    some = [name or "the task" for name in names]
+    return ", ".join(some[:8]) + (f", and {len(some) - 8} more" if len(some) > 8 else "")
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _is_odd(module: nn.Module, was_training: bool) -> bool:
-    """Whether a module with trainable parameters has left train mode."""
-    return was_training and not module.training and any(each.requires_grad for each in module.parameters())
+    """Return True if a module with trainable parameters has left train mode."""
+    return was_training and not module.training and _is_trained(module)

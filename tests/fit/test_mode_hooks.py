@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from tests.helpers.tasks import Regression, bare_trainer, loader
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
 
@@ -108,3 +108,61 @@ def test_gradients_are_dropped_before_a_validation_by_who_asks_for_it(tmp_path, 
     gradients.clear()
     trainer.validate(task, loader(8, 8))
     assert len(calls) == 2 * is_defined
+
+
+def leave_one(task):
+    task.net[0].eval()
+
+
+def leave_all(task):
+    task.eval()
+
+
+def leave_a_frozen_one(task):
+    task.net[0].eval().requires_grad_(False)
+
+
+def keep_first_in_eval(self, mode=True):
+    torch.nn.Module.train(self, mode)
+    self.net[0].eval()
+    return self
+
+
+EVAL_THERE = {"on_train_start": lambda self: self.net[0].eval()}
+
+
+@pytest.mark.parametrize(
+    ("hooks", "leave", "named"),
+    [
+        ({}, leave_one, "net.0. fit"),
+        ({}, leave_all, "the task. fit"),
+        ({"train": keep_first_in_eval}, leave_all, "the task. fit"),
+        ({}, leave_a_frozen_one, None),
+        ({"train": keep_first_in_eval}, lambda task: task.train(), None),
+        (EVAL_THERE, leave_one, None),
+        (EVAL_THERE, lambda task: None, None),
+        ({"on_fit_start": lambda self: self.net[0].eval()}, lambda task: None, None),
+        ({"on_train_start": lambda self: self.train()}, leave_all, None),
+    ],
+)
+def test_a_warning_names_what_was_left_in_eval(tmp_path, caplog, hooks, leave, named):
+    task = with_hooks(**hooks)
+    leave(task)
+    with caplog.at_level(logging.WARNING, "lumen"):
+        bare_trainer(tmp_path, max_steps=1, log_level="WARNING").fit(task, loader(8, 8))
+    warned = [record.getMessage() for record in caplog.records if "trained in eval mode" in record.message]
+    assert len(warned) == (named is not None)
+    assert named != "net.0. fit" or "Write self.net[0].train() in on_train_start" in warned[0]
+    assert named is None or f"running statistics: {named} keeps" in warned[0]
+
+
+@pytest.mark.parametrize(("hooks", "leave", "warnings"), [({}, leave_one, 1), (EVAL_THERE, lambda task: None, 0)])
+def test_a_resumed_run_warns_as_its_start_did(tmp_path, caplog, hooks, leave, warnings):
+    for steps in (1, 2):
+        caplog.clear()
+        task = with_hooks(**hooks)
+        leave(task)
+        with caplog.at_level(logging.WARNING, "lumen"):
+            quiet_trainer(tmp_path, max_steps=steps, resume="auto", log_level="WARNING").fit(task, loader(8, 8))
+        assert caplog.text.count("trained in eval mode") == warnings
+        assert not task.net[0].training

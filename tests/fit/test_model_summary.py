@@ -149,13 +149,3 @@ def test_totals_are_numbers_for_people(caplog: pytest.LogCaptureFixture, width: 
 def test_a_depth_that_means_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_depth must be at least -1"):
         ModelSummary(max_depth=-2)
-
-
-@pytest.mark.parametrize("mode", ["train", "eval", "frozen"])
-def test_what_is_trained_in_eval_mode_is_named(caplog: pytest.LogCaptureFixture, mode: str) -> None:
-    task = Task()
-    task.block.train(mode == "train")
-    task.block.requires_grad_(mode != "frozen")
-    with caplog.at_level(logging.INFO, "lumen"):
-        ModelSummary().on_fit_start(lumen.Trainer(max_steps=1, logger=False), task)
-    assert ("block is in eval mode" in caplog.text) == (mode == "eval")
