@@ -101,13 +101,13 @@ def groups_of_mingpt(model):
     for module_name, module in model.named_modules():
         for own, _ in module.named_parameters():
             name = f"{module_name}.{own}" if module_name else own
+            of_linear = own.endswith("weight") and isinstance(module, nn.Linear)
+            spared = own.endswith("weight") and isinstance(module, (nn.LayerNorm, nn.Embedding))
             if own.endswith("bias"):
                 no_decay.add(name)
-            elif own.endswith("in_proj_weight") or (own.endswith("weight") and isinstance(module, nn.Linear)):
+            elif own.endswith("in_proj_weight") or of_linear:
                 decay.add(name)
-            elif (own.endswith("weight") and isinstance(module, (nn.LayerNorm, nn.Embedding))) or own.endswith(
-                "pos_emb"
-            ):
+            elif spared or own.endswith("pos_emb"):
                 no_decay.add(name)
     return [sorted(decay), sorted(no_decay)]
 
