@@ -163,6 +163,40 @@ def train_all(folder, many, world):
     return results[0]
 
 
+def test_sharding_strategies_hold_what_their_names_say(group, tmp_path):
+    """The rows of a weight that a rank holds, of 21: between two steps, and between a block's forward and backward."""
+    for part, found in zip((11, 10), group(2).run(hold_by_strategy, tmp_path), strict=True):
+        assert found == [
+            ("FULL_SHARD", None, part, part),
+            ("SHARD_GRAD_OP", None, part, 21),
+            ("NO_SHARD", None, 21, 21),
+            ("HYBRID_SHARD", 2, part, part),
+            ("HYBRID_SHARD", 1, 21, 21),
+        ]
+
+
+class Holding(Deep):
+    def training_step(self, batch):
+        before = self.local_rows()
+        loss = super().training_step(batch)
+        self.found = before, self.local_rows()
+        return loss
+
+    def local_rows(self):
+        weight = self.net.blocks[0].up.weight
+        return len(weight.to_local() if isinstance(weight, DTensor) else weight)
+
+
+def hold_by_strategy(folder):
+    names = [("FULL_SHARD", None), ("SHARD_GRAD_OP", None), ("NO_SHARD", None), ("HYBRID_SHARD", 2), ("HYBRID_SHARD", 1)]
+    found = []
+    for name, shard_size in names:
+        task = Holding()
+        fit(folder, task, max_steps=2, strategy=lumen.FSDP(sharding_strategy=name, shard_size=shard_size))
+        found.append((name, shard_size, *task.found))
+    return found
+
+
 @pytest.mark.parametrize("clip", [{}, {"gradient_clip_algorithm": "value"}], ids=["norm", "value"])
 def test_clipping_is_that_of_one_process(group, tmp_path, clip):
     clip = {"gradient_clip_val": 0.003} | clip
@@ -298,12 +332,6 @@ def train_tied(folder):
 def test_arguments_that_contradict_each_other_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         lumen.FSDP(**options)
-
-
-@pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])
-def test_a_strategy_may_be_named_as_torch_does(name):
-    as_named, lower = (vars(lumen.FSDP(sharding_strategy=each)) for each in (name, name.lower()))
-    assert [as_named[each] for each in ("_kind", "_reshard")] == [lower[each] for each in ("_kind", "_reshard")]
 
 
 class Scalar(Deep):
@@ -662,6 +690,25 @@ def test_dtypes_of_ones_own_are_used_where_they_are_meant(group, tmp_path):
     }  # fmt: skip
     assert_equal(state, exact | {"scale": state["scale"]}, 3e-2)
     assert max(np.abs(state[name] - exact[name]).max() for name in exact) > 1e-5
+
+
+class Reducing(Looking):
+    """A task that notes whether bfloat16 can hold its gradients after the ranks have summed them."""
+
+    def on_before_optimizer_step(self, optimizer):
+        gradients = [whole(parameter.grad) for parameter in self.net.blocks.parameters()]
+        self.fits_bf16 = all(torch.equal(each, each.bfloat16().float()) for each in gradients)
+
+
+@pytest.mark.parametrize(("reduce_dtype", "rounded"), [("fp32", False), ("bf16", True)])
+def test_reduce_dtype_rounds_the_sum_of_gradients(group, tmp_path, reduce_dtype, rounded):
+    assert group(2).run(reduce_in, tmp_path, reduce_dtype) == [rounded] * 2
+
+
+def reduce_in(folder, reduce_dtype):
+    task, strategy = Reducing(), lumen.FSDP(param_dtype="bf16", reduce_dtype=reduce_dtype)
+    fit(folder, task, data(dtype=torch.float32), strategy=strategy, max_steps=1)
+    return task.fits_bf16
 
 
 class Overflowing(Deep):
