@@ -188,9 +188,8 @@ class Holding(Deep):
 
 
 def hold_by_strategy(folder):
-    names = [("FULL_SHARD", None), ("SHARD_GRAD_OP", None), ("NO_SHARD", None), ("HYBRID_SHARD", 2), ("HYBRID_SHARD", 1)]
-    found = []
-    for name, shard_size in names:
+    found, names = [], ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD")
+    for name, shard_size in zip(names, (None, None, None, 2, 1), strict=True):
         task = Holding()
         fit(folder, task, max_steps=2, strategy=lumen.FSDP(sharding_strategy=name, shard_size=shard_size))
         found.append((name, shard_size, *task.found))

@@ -310,6 +310,35 @@ def test_a_number_of_each_process_that_says_how_they_become_one_is_exact(group, 
         assert messages == []
 
 
+class Counting(Logs):
+    """A task whose mean loss over the items of its samples is logged, and also summed by hand as a DDP loop does it."""
+
+    def on_validation_epoch_start(self):
+        self.sums = torch.zeros(2, dtype=torch.float64)
+
+    def validation_step(self, batch):
+        values, items = batch
+        loss = (values * items).sum()
+        self.sums += torch.stack([loss, items.sum()])
+        self.log("val_loss", loss / items.sum(), weight=items.sum())
+
+    def on_validation_epoch_end(self):
+        torch.distributed.all_reduce(self.sums)
+        self.log("by_hand", self.sums[0] / self.sums[1])
+
+
+def evaluate_by_items(folder, samples):
+    trainer = bare_trainer(folder, strategy="ddp")
+    return trainer.validate(Counting(), DataLoader(TensorDataset(*samples), 2))[0]
+
+
+def test_weighted_means_equal_sums_reduced_by_hand(group, tmp_path):
+    values, items = torch.tensor([1.0, 2, 10, 20, 3]).double(), torch.tensor([4.0, 1, 2, 7, 5]).double()
+    mean = ((values * items).sum() / items.sum()).item()
+    for found in group(2).run(evaluate_by_items, tmp_path, (values, items)):
+        assert found == {"val_loss": pytest.approx(mean, rel=1e-15), "by_hand": pytest.approx(mean, rel=1e-15)}
+
+
 def log_what_is_the_same_everywhere(folder):
     class Training(lumen.Callback):
         def on_train_epoch_start(self, trainer, task):
@@ -693,6 +722,43 @@ def test_all_gather_stacks_the_tensors_of_all_ranks(group, tmp_path):
         assert found["number"].tolist() == [0, 1]
         assert found["flags"][0].tolist() == [True, False]
         assert found["name"] == "same"
+
+
+class Communicating(Logs):
+    """A task that makes the collectives of a tutorial in a hook: by the strategy, and by torch itself."""
+
+    def on_train_epoch_end(self):
+        strategy, first = self.trainer.strategy, rank() == 0
+        mine, parts = torch.tensor([rank() + 1.0, -rank()]), [torch.tensor([10.0]), torch.tensor([20.0])]
+        self.found["broadcast"] = [strategy.broadcast(mine, source).tolist() for source in (0, 1)]
+        self.found["gather"] = [each.tolist() for each in strategy.gather(mine)]
+        self.found["plain"] = strategy.broadcast({"rank": rank()}, 1), strategy.gather({"rank": rank()})
+        self.found["scatter"] = strategy.broadcast(parts if first else None)[rank()].item()
+        strategy.barrier()
+        total, part, gathered = mine.clone(), torch.zeros(1), [torch.zeros(2), torch.zeros(2)]
+        torch.distributed.all_reduce(total)
+        torch.distributed.scatter(part, parts if first else None, src=0)
+        torch.distributed.gather(mine, gathered if first else None, dst=0)
+        torch.distributed.broadcast(mine, src=1)
+        by_torch = {"total": total, "part": part, "gathered": torch.stack(gathered), "broadcast": mine}
+        self.found |= {f"{name} by torch": value.tolist() for name, value in by_torch.items()}
+
+
+def communicate(folder):
+    task = Communicating()
+    data = DataLoader(TensorDataset(torch.ones(4, dtype=torch.float64)), 1)
+    bare_trainer(folder, strategy="ddp", max_epochs=1).fit(task, data)
+    return task.found
+
+
+def test_collectives_in_a_hook_move_each_value(group, tmp_path):
+    both = [[1.0, 0.0], [2.0, -1.0]]
+    for number, found in enumerate(group(2).run(communicate, tmp_path)):
+        assert found == {
+            "broadcast": both, "gather": both, "plain": ({"rank": 1}, [{"rank": 0}, {"rank": 1}]),
+            "scatter": [10.0, 20.0][number], "total by torch": [3.0, -1.0], "part by torch": [[10.0], [20.0]][number],
+            "gathered by torch": [[[0.0, 0.0]] * 2, both][number == 0], "broadcast by torch": both[1],
+        }  # fmt: skip
 
 
 def gather_with_gradients(folder):

@@ -17,8 +17,9 @@ from lumen.checkpoint.snapshot import Snapshot, pinned_like
 from lumen.data.nested import CopyStream, _copy_stream, move
 from lumen.data.rank_checks import lend
 from lumen.data.windows import LoadedBatch
+from lumen.distributed.process_groups import CUDA_BACKENDS
 from lumen.distributed.processes import Processes
-from lumen.errors import ConfigError, NonFiniteLoss
+from lumen.errors import ConfigError, NonFiniteLoss, ProcessStuck
 from lumen.precision import make_precision
 from lumen.run.nonfinite import NonFiniteCheck
 from lumen.run.open_loaders import _rank_slice
@@ -199,6 +200,21 @@ def test_a_single_device_is_the_current_one(monkeypatch):
     for name in ("cuda:1", "cuda", "cpu"):
         SingleDevice(name).connect()
     assert chosen == [torch.device("cuda:1")]
+
+
+def test_the_device_is_current_before_a_group_opens(monkeypatch):
+    calls = []
+
+    def open_group(backend, device_id, **options):
+        calls.append((backend, device_id))
+        raise RuntimeError("no device here")
+
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", open_group)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # another test may have left a group open
+    with pytest.raises(ProcessStuck, match="no device here"):
+        Processes().connect(torch.device("cuda:1"))
+    assert calls == [torch.device("cuda:1"), (CUDA_BACKENDS, torch.device("cuda:1"))]
 
 
 def test_a_precisions_name_is_checked_without_a_look_at_the_device(monkeypatch):
