@@ -21,6 +21,8 @@ from lumen.errors import ConfigError
 
 _OWN_FORMAT, _OTHERS_FORMAT = "%(asctime)s %(levelname)s %(message)s", "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _TELLS_HOW_IT_STANDS = {"tells_how_it_stands": True}
+STATUS_SUFFIX = ".status"
+"""Suffix of the file that keeps the lines for `lumen runs` if `log_format` is set."""
 
 
 @final
@@ -74,7 +76,7 @@ def _said_as_config_error() -> Iterator[None]:
 
 @final
 class _Formatter(logging.Formatter):
-    """Lines of a log file: others' have their logger's name, and those that `lumen runs` reads are always the same."""
+    """Formatter of a log file; in the default format only loggers other than Lumen's are named."""
 
     def __init__(self, form: str | None) -> None:
         super().__init__(_OTHERS_FORMAT if form is None else form)
@@ -82,11 +84,9 @@ class _Formatter(logging.Formatter):
         self._is_default = form is None
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record, as text."""
+        """Format one record as text."""
         is_own = record.name == logger.name and self._is_default
-        if is_own or hasattr(record, "tells_how_it_stands"):
-            return self._own.format(record)
-        return super().format(record)
+        return self._own.format(record) if is_own else super().format(record)
 
 
 @cache
@@ -229,10 +229,17 @@ def record(message: str, *args: Any, error: BaseException | None = None) -> None
 
 @contextmanager
 def log_file(path: Path, settings: LogSettings) -> Iterator[None]:
-    """Append what is said to a file."""
+    """Append messages to a file, and with a format of the user the lines that `lumen runs` reads to a second file."""
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(settings.formatter)
-    with _handler(handler, settings), _of_others(handler, settings):
+    with ExitStack() as closing:
+        if settings.form is not None:
+            status = _LogFile(path.with_suffix(STATUS_SUFFIX), encoding="utf-8")
+            status.setFormatter(logging.Formatter(_OWN_FORMAT))
+            status.addFilter(lambda record: hasattr(record, "tells_how_it_stands"))
+            closing.enter_context(_handler(status, settings))
+        closing.enter_context(_handler(handler, settings))
+        closing.enter_context(_of_others(handler, settings))
         yield
 
 

@@ -123,7 +123,7 @@ class Trainer(RunView):
         log_level: Of `run.log` and the terminal, for Lumen and every logger of yours: DEBUG, INFO, WARNING or ERROR.
             Libraries are heard from WARNING, unless named: `{root: INFO, urllib3: DEBUG, mypackage.data: ERROR}`. How
             the run began and ended, and the traceback of what it failed by, are in `run.log` at every level.
-        log_format: Of a line in `run.log`, as for `logging.Formatter`: `[%(asctime)s][%(name)s] %(message)s`.
+        log_format: Format of all lines in `run.log`, as for `logging.Formatter`: `[%(asctime)s][%(name)s] %(message)s`.
     """
 
     INSTEAD, NEUTRAL, NONE_IS_DEFAULT = INSTEAD, NEUTRAL, True

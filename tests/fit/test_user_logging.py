@@ -1,6 +1,7 @@
 """The user's own `logging` in a run: what reaches `run.log` and the terminal, and that all of it is put back."""
 
 import io
+import json
 import logging
 from itertools import product
 
@@ -100,11 +101,33 @@ def test_the_users_own_handlers_hear_what_they_heard_and_all_is_put_back(tmp_pat
         mine.setLevel(logging.NOTSET)
 
 
-def test_lines_are_written_in_a_format_of_ones_own_and_the_run_is_known_to_have_finished(tmp_path, capsys):
-    lines = fit_saying(tmp_path, "mine", log_format="[%(levelname)s][%(name)s] %(message)s")
+FORMAT = "[%(levelname)s][%(name)s] %(message)s"
+
+
+def test_log_format_is_that_of_every_line(tmp_path):
+    lines = fit_saying(tmp_path, "mine", log_format=FORMAT)
+    assert lines[0] == f"[INFO][lumen] the run is in {tmp_path / 'runs/run'}"
     assert "[INFO][mine] said at 20" in lines
-    assert list_runs([str(tmp_path / "runs")]) == 0
-    assert "finished" in capsys.readouterr().out
+    assert "[INFO][lumen] finished: max_steps=1 reached at step 1, epoch 1" in lines
+    assert [line for line in lines if not line.startswith(("[INFO][", "[WARNING]["))] == []
+
+
+def test_runs_lists_the_status_whatever_log_format(tmp_path, capsys):
+    def status():
+        capsys.readouterr()
+        assert list_runs([str(tmp_path / "runs"), "--json"]) == 0
+        (run,) = json.loads(capsys.readouterr().out)
+        return run["status"], run["error"]
+
+    fit_saying(tmp_path, log_format=FORMAT)
+    assert status() == ("finished", None)
+    for step, form in enumerate((FORMAT, None, FORMAT), start=2):
+        longer = {"resume": "auto", "max_steps": step, "log_format": form}
+        with pytest.raises(KeyError, match="on purpose"):
+            fit_saying(tmp_path, **longer, callbacks=Fails())
+        assert status() == ("failed", f"KeyError: 'on purpose' (step {step})")
+        fit_saying(tmp_path, **longer)
+        assert status() == ("finished", None)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path, PurePath
 
 from lumen.checkpoint.listing import ShownRun, has_checkpoints, list_checkpoints
@@ -13,6 +16,7 @@ from lumen.checkpoint.places import as_local, as_place, exists, is_dir, storage_
 from lumen.checkpoint.storage import MANIFEST, readable
 from lumen.console import stderr
 from lumen.errors import ConfigError, LumenError, ProcessLost, RunDirectoryError
+from lumen.trainer.logs import STATUS_SUFFIX
 from lumen.trainer.run_directory import RunDirectory
 
 _BEGUN, _FAILED = "the run is in ", "failed: "
@@ -125,13 +129,13 @@ def _first_failure(said: list[tuple[str, str, str]]) -> str | None:
 
 
 def _said_in(log: Path) -> list[tuple[str, str, str]]:
-    """What a log says of how the run stands: when, which of `_ENDS`, and the rest of the line."""
-    try:
-        with open(log, "rb") as file:
+    """Return the status lines of a log in order of time: the time, which of `_ENDS`, and the rest of the line."""
+    found: list[list[tuple[str, str, str]]] = []
+    for path in (log, log.with_suffix(STATUS_SUFFIX)):
+        with suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
-            return _LOG_LINE.findall(file.read().decode(errors="replace"))
-    except OSError:
-        return []
+            found.append(_LOG_LINE.findall(file.read().decode(errors="replace")))
+    return list(heapq.merge(*found, key=itemgetter(0)))
 
 
 def _by_checkpoint(shown: ShownRun) -> str:
