@@ -13,7 +13,7 @@ from torch import nn
 from lumen.checkpoint.averaging import averaged
 from lumen.checkpoint.codec import Tensors
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.weights_source import Weights, open_weights
+from lumen.checkpoint.weights_source import Weights, open_weights, unwrapped
 from lumen.console import logger as _log
 from lumen.data.nested import fill
 from lumen.distributed.dtensor import local_block, local_tensor
@@ -168,8 +168,10 @@ def _renamed(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> 
     offered: dict[str, str] = {}
     hits = Counter[str]()
     seen = set(known)
-    for name in (*checkpoint.names("model"), *checkpoint.aliases):
-        renamed = name
+    stored = [*checkpoint.names("model"), *checkpoint.aliases]
+    plain = _unwrapped(stored, weights, seen)
+    for name in stored:
+        renamed = plain.get(name, name)
         for pattern, replacement in weights.rename.items():
             renamed, count = re.subn(pattern, replacement, renamed)
             hits[pattern] += count
@@ -184,6 +186,16 @@ def _renamed(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> 
         offered[renamed] = checkpoint.aliases.get(name, name)
     unmatched = [pattern for pattern in weights.ignore if not any(_matches([pattern], name) for name in seen)]
     return offered, [*(pattern for pattern in weights.rename if not hits[pattern]), *unmatched]
+
+
+def _unwrapped(stored: Iterable[str], weights: Weights, known: set[str]) -> dict[str, str]:
+    """The stored names that only a wrapper's name keeps from being the model's, with the model's name of each."""
+    plain = {name: each for name, each in unwrapped(stored).items() if each != name}
+    if weights.rename or plain.keys() & known or not known & set(plain.values()):
+        return {}
+    example = next(iter(plain.items()))
+    _log.info("%s: removed the names of wrappers (DDP, torch.compile), such as %s -> %s", weights.path, *example)
+    return plain
 
 
 def _matches(patterns: Iterable[str], name: str) -> bool:

@@ -21,10 +21,12 @@ import torch
 
 from lumen.checkpoint.safetensors_file import is_known, write_safetensors
 from lumen.checkpoint.storage import temporary_name
+from lumen.checkpoint.weights_source import unwrapped
 from lumen.errors import CheckpointError, ConfigError
 from lumen.internals.compiler import WRAPPED
 
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # of Lightning
+_EXTRA_STATE = "_extra_state"  # the name that torch gives to what a module's `get_extra_state` returns
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|Unsupported (?:class|type) ([\w.]+)")
 
 
@@ -53,7 +55,8 @@ class Converted:
         key: Where in it the tensors were; "" for the whole.
         dtypes: Number of tensors of each dtype, by its name.
         tensor_bytes: Bytes of all tensors together.
-        left_out: Names beside the tensors' that are no tensors.
+        unwrapped: The first name from which a wrapper's was removed, and what became of the name; empty if none was.
+        left_out: Names next to the tensors' that are no tensors.
         hyperparameters: What Lightning's checkpoints hold of them, as far as it is plain data.
         not_plain: Names of the hyperparameters that are not.
     """
@@ -61,6 +64,7 @@ class Converted:
     key: str
     dtypes: dict[str, int]
     tensor_bytes: int
+    unwrapped: list[str]
     left_out: list[str]
     hyperparameters: dict[str, Any]
     not_plain: list[str]
@@ -147,7 +151,10 @@ def _read(source: Path) -> Any:
 
 def _write(content: Any, source: Path, output: Path, request: Request) -> Converted:
     key, found = _tensors(content, source, request.key)
-    names = {name: _renamed(name, request) for name, value in found.items() if isinstance(value, torch.Tensor)}
+    short = {name: name for name, value in found.items() if isinstance(value, torch.Tensor)}
+    if not (request.module or request.rename):  # Both are written for the names that the file has.
+        short = unwrapped(short)
+    names = {name: _renamed(each, request) for name, each in short.items()}
     tensors = {new: found[name] for name, new in names.items() if new is not None}
     if not tensors:
         parts = ", ".join(sorted({name.partition(".")[0] for name in names}))
@@ -166,6 +173,7 @@ def _write(content: Any, source: Path, output: Path, request: Request) -> Conver
         key,
         dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())),
         sum(tensor.nbytes for tensor in tensors.values()),
+        next(([name, each] for name, each in short.items() if each != name), []),
         [name for name in found if name not in names],
         plain,
         not_plain,
@@ -176,12 +184,16 @@ def _tensors(content: Any, source: Path, key: str | None) -> tuple[str, Mapping[
     """The dictionary of tensors in a pickle, and where it is."""
     if not isinstance(content, Mapping):
         raise ConfigError(f"{source} holds a {type(content).__name__}, expected a dictionary of tensors.")
-    inside = {name: value for name, value in content.items() if isinstance(value, Mapping) and _holds_tensors(value)}
+    inside = {
+        name: value
+        for name, value in content.items()
+        if isinstance(value, Mapping) and _holds_tensors(value) and not str(name).endswith(_EXTRA_STATE)
+    }
     if key is not None:
         if key not in inside:
             raise ConfigError(f"--key {key}: there are no tensors. {_there(inside)}")
         return key, inside[key]
-    if _holds_tensors(content):
+    if not inside and _holds_tensors(content):
         return "", content
     if "state_dict" in inside or len(inside) == 1:
         key = "state_dict" if "state_dict" in inside else next(iter(inside))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,10 +23,12 @@ from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError, ConfigError, LumenError
 from lumen.errors.arguments import local_path
+from lumen.internals.compiler import WRAPPED
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _OF_HUBS = (INDEX, SINGLE)
+_OF_DDP = "module."
 _WORDS = ("auto", "last", "best")
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 _WEB = ("http://", "https://")  # servers that list nothing, and often send whole files only
@@ -41,6 +43,9 @@ _CONVERT = (
 @dataclass(frozen=True)
 class Weights:
     r"""Parameters and persistent buffers to begin with, and how their names become the model's.
+
+    Names that `torch.save` took from a wrapped model lose the wrapper's part, `module.` of DDP or `_orig_mod.` of
+    `torch.compile`, if the model has the rest, and `rename` is not set.
 
     Args:
         path: A checkpoint or run directory (its newest valid checkpoint); a safetensors file; a directory with
@@ -82,6 +87,14 @@ class Weights:
 def as_weights(path: Weights | str | Path) -> Weights:
     """`path` if it is a `Weights`, else `Weights(path)`."""
     return path if isinstance(path, Weights) else Weights(path)
+
+
+def unwrapped(names: Iterable[str]) -> dict[str, str]:
+    """Return names without those of the wrappers of `torch.compile` (anywhere) and DDP (if all names begin with it)."""
+    plain = {name: name.replace(f"{WRAPPED}.", "") for name in names}
+    if all(name.startswith(_OF_DDP) for name in plain.values()):
+        plain = {name: each.removeprefix(_OF_DDP) for name, each in plain.items()}
+    return plain
 
 
 def refuse_pickle(path: str) -> None:

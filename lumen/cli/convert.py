@@ -12,9 +12,9 @@ from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
 
 _MORE = (
-    "The pickle is read in a process of its own by torch's weights_only reader, which runs no code that the file "
-    "names; what Lightning's checkpoints hold of hyperparameters is printed as YAML. trainer.init_from "
-    "begins with the file."
+    "A process of its own reads the pickle with torch's weights_only reader, which runs no code that the file names. "
+    "The names lose what DDP (module.) and torch.compile (_orig_mod.) put before them, unless --module or --rename is "
+    "given. Hyperparameters in Lightning's checkpoints are printed as YAML. trainer.init_from begins with the file."
 )
 
 
@@ -57,6 +57,9 @@ def _show(output: str, source: str, found: Converted) -> None:
     where = f"{source}, {found.key}" if found.key else source
     total = sum(found.dtypes.values())
     print(f"{output}: {total} tensors ({kinds}), {size(found.tensor_bytes)}, from {where}", file=stderr)
+    if found.unwrapped:
+        name, short = found.unwrapped
+        print(f"removed the names of wrappers (DDP, torch.compile), such as {name} -> {short}", file=stderr)
     if found.left_out:
         print(f"{', '.join(found.left_out)}: no tensors, and left out", file=stderr)
     if found.not_plain:

@@ -81,10 +81,11 @@ def test_a_part_of_it_by_the_names_it_has_there_and_other_names():
     assert torch.equal(tensors["first.weight"], net.model[0].weight)
 
 
-def test_a_run_begins_with_what_was_converted(tmp_path):
+def test_a_run_begins_with_what_a_ddp_loop_saved(tmp_path, capsys):
     old = Regression()
-    torch.save({"state_dict": {f"net.{name}": value for name, value in old.state_dict().items()}}, "old.ckpt")
-    convert("old.ckpt", "out.safetensors", "--module", "net")
+    torch.save({f"module.{name}": value for name, value in old.state_dict().items()}, "ddp.pt")
+    convert("ddp.pt", "out.safetensors")
+    assert "such as module.net.0.weight -> net.0.weight\n" in capsys.readouterr().err
     task = Regression()
     trainer = quiet_trainer(tmp_path, max_steps=1, init_from="out.safetensors")
     began = {}
@@ -98,7 +99,9 @@ def test_plain_dictionaries_and_those_inside_others():
     plain = net.state_dict()
     for content, key in [
         (plain, None),
+        (plain | {"_extra_state": {"scale": torch.ones(1)}}, None),
         ({"step": 3, "model": plain}, None),
+        ({"model_state_dict": plain, "optimizer_state_dict": {"state": {}}, "loss": torch.ones(1)}, None),
         ({"a": plain, "b": dict(TWO["ema"])}, "a"),
     ]:
         torch.save(content, "plain.pt")
@@ -115,6 +118,36 @@ def test_an_old_format_compiled_names_and_tied_tensors():
     assert tensors.keys() == {"a.weight", "b.weight", "c"}
     assert torch.equal(tensors["b.weight"], weight)
     assert torch.equal(tensors["c"], weight.t())
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_names_lose_the_prefix_of_wrappers(capsys, prefix):
+    net = nn.Linear(2, 2)
+    torch.save({"model_state": {f"{prefix}{name}": value for name, value in net.state_dict().items()}}, "ddp.pt")
+    unpickle.main("ddp.pt", "out.safetensors", "{}")
+    assert json.loads(capsys.readouterr().out)["unwrapped"] == [f"{prefix}weight", "weight"]
+    tensors = load_file("out.safetensors")
+    assert tensors.keys() == {"weight", "bias"}
+    assert torch.equal(tensors["weight"], net.weight)
+
+
+def test_module_and_rename_mean_the_names_in_the_file(capsys):
+    torch.save({"module.a.w": torch.ones(1), "module.b.w": torch.zeros(1)}, "ddp.pt")
+    for request, names in [
+        ({"module": "module.a"}, {"w"}),
+        ({"rename": {r"^module\.": "net."}}, {"net.a.w", "net.b.w"}),
+        ({}, {"a.w", "b.w"}),
+    ]:
+        unpickle.main("ddp.pt", "out.safetensors", json.dumps(request))
+        assert load_file("out.safetensors").keys() == names
+        Path("out.safetensors").unlink()
+
+
+def test_a_name_module_that_not_all_share_stays(capsys):
+    torch.save({"module.w": torch.ones(1), "n_averaged": torch.ones(())}, "average.pt")
+    unpickle.main("average.pt", "out.safetensors", "{}")
+    assert load_file("out.safetensors").keys() == {"module.w", "n_averaged"}
+    assert json.loads(capsys.readouterr().out)["unwrapped"] == []
 
 
 def test_hyperparameters_that_are_no_plain_data_are_named(capsys):

@@ -304,6 +304,36 @@ def test_names_are_mapped_one_pattern_after_the_other_and_a_new_head_is_left_alo
     assert torch.equal(begun["net.3.bias"], fresh["net.3.bias"])
 
 
+@pytest.mark.parametrize("prefix", ["module.", "module._orig_mod.", "_orig_mod.module."])
+def test_names_lose_the_prefix_of_wrappers(tmp_path, caplog, prefix):
+    own = other_weights()
+    save_file({f"{prefix}{name}": tensor for name, tensor in own.items()}, path := tmp_path / "ddp.safetensors")
+    assert equal(begin(tmp_path, path, log_level="INFO"), own)
+    (said,) = [record.message for record in caplog.records if "wrappers" in record.message]
+    assert said.startswith(f"{path}: removed the names of wrappers (DDP, torch.compile), such as {prefix}net.")
+    assert equal(begin(tmp_path, lumen.Weights(path, rename={f"^{re.escape(prefix)}": ""})), own)
+
+
+class Wrapping(Untrained):
+    """A task whose only part is called as DDP calls what it wraps."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = self.net
+        del self.net
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def test_a_model_with_a_part_called_module_keeps_its_names(tmp_path, caplog):
+    own = other_weights(Wrapping())
+    assert all(name.startswith("module.") for name in own)
+    save_file(own, path := tmp_path / "wrapping.safetensors")
+    assert equal(begin(tmp_path, path, Wrapping(), log_level="INFO"), own)
+    assert "wrappers" not in caplog.text
+
+
 def test_whatever_is_missing_or_left_over_is_named_with_the_rename_that_would_fit(tmp_path):
     tensors = {name.removeprefix("net."): tensor for name, tensor in other_weights().items()}
     save_file({f"encoder.{name}": tensor for name, tensor in tensors.items()}, path := tmp_path / "other.safetensors")
