@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -77,15 +79,21 @@ def test_a_worker_that_is_killed_is_started_again_and_every_loss_is_that_of_the_
 
 @pytest.mark.slow
 @pytest.mark.time_limit(500)
-def test_the_config_reaches_a_validation_loss_of_2_and_writes(tmp_path, monkeypatch, capsys):
-    assert float(Job(tmp_path / "job").rows()[-1]["val_loss"]) <= 2.0
-    monkeypatch.chdir(tmp_path / "job")
+def test_a_killed_run_restarts_learns_and_writes(tmp_path, monkeypatch, capsys):
+    """The whole example: torchrun, a killed worker, a loss of 2, and the text of the command in the config's header."""
+    job = Job(tmp_path / "job")
+    job.kill_after_a_snapshot(rank=1)
+    assert float(job.rows()[-1]["val_loss"]) <= 2.0
+    assert "(exitcode: -9) local_rank: 1" in job.output
+    assert job.output.count("going on from ") == 1
+    monkeypatch.chdir(job.home)
     capsys.readouterr()
-    words = ["--config", "runs/mingpt/config.yaml", "--ckpt_path", "last", "--data.prompt", "O God"]
-    assert main(["predict", *words]) == 0
+    (shown,) = re.findall("^#   lumen (predict .*)", Path("models/mingpt.yaml").read_text(), re.M)
+    words = shlex.split(shown)
+    assert main([*words, f"--trainer.callbacks.snapshots.dirpath=file://{job.home}/snapshots"]) == 0
     text = capsys.readouterr().out.rstrip("\n")
-    assert text.startswith("O God")
-    assert len(text) == 5 + 200
+    assert text.startswith(words[-1])
+    assert len(text) == len(words[-1]) + 200
 
 
 # -------------------------------------------------------------------- tricks of DDP
