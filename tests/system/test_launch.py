@@ -20,7 +20,7 @@ from lumen.cli import main
 from lumen.distributed.cluster_environment import find
 from lumen.errors import ConfigError
 from lumen.strategies.factory import make_strategy, processes_of
-from tests.helpers.tasks import Regression, loader, quiet_trainer
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 from tests.helpers.workplace import alone
 
 SCRIPT = """
@@ -510,6 +510,37 @@ def test_what_torchrun_starts_again_goes_on_in_the_directories_that_it_had(times
     undisturbed = restarted(0, 0)
     for _ in range(times):
         assert restarted(kills, late_s, *SHARED_STORE) == undisturbed
+
+
+SPAWNED = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from tests.helpers.tasks import Regression, bare_trainer, loader, weights
+
+def work(rank, port):
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    task = Regression(dtype=torch.float64)
+    bare_trainer(Path(), max_epochs=1).fit(task, loader(40, 8, dtype=torch.float64))
+    torch.save(weights(task), f"weights-{rank}")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_multiprocessing_spawn_train_together():
+    Path("spawned.py").write_text(SPAWNED)
+    code, output = run("spawned.py", str(free_port()))
+    assert code == 0, output
+    task = Regression(dtype=torch.float64)
+    bare_trainer(Path(), max_epochs=1, accumulate_grad_batches=2).fit(task, loader(40, 8, dtype=torch.float64))
+    for rank in (0, 1):
+        torch.testing.assert_close(torch.load(f"weights-{rank}"), weights(task), rtol=1e-12, atol=1e-14)
 
 
 def test_the_tasks_of_a_slurm_step_are_used_as_they_are():
