@@ -19,6 +19,7 @@ from lumen.internals.process_groups import wait_for_gloo
 from lumen.internals.stop_signals import is_obeyed
 
 _GRACE_S = 30
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 _INHERITS_LOCKS = sys.version_info < (3, 12)  # https://github.com/python/cpython/issues/112275
 
 
@@ -49,9 +50,8 @@ def _limit_threads() -> None:
     """Let libraries use one thread in this worker, as torch does: all cores in every worker would be slower."""
     from threadpoolctl import threadpool_limits
 
-    for library in ("OMP", "OPENBLAS", "MKL"):  # those loaded from now on
-        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-    threadpool_limits(1)  # those that are here
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, "1"))  # Libraries that the data import later read these.
+    threadpool_limits(1)  # Loaded libraries have read them already, and threadpoolctl does not know OpenCV's pool.
     if (opencv := sys.modules.get("cv2")) is not None:
         opencv.setNumThreads(0)
 

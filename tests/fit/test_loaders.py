@@ -2,9 +2,12 @@
 
 import math
 import multiprocessing
+import os
 import re
 import shutil
+import sys
 import time
+from importlib.util import find_spec
 from itertools import count
 
 import numpy as np
@@ -1229,15 +1232,45 @@ def test_a_batch_of_ones_own_class_is_pinned_by_its_own_method(tmp_path, monkeyp
     assert owned.epochs[0] == [pins] * 3
 
 
+OPENCV = """
+import os
+
+threads = int(os.environ.get("OPENCV_FOR_THREADS_NUM", 2))
+
+
+def getNumThreads():
+    return threads
+
+
+def setNumThreads(number):
+    global threads
+    threads = max(number, 1)
+"""
+
+
+@pytest.fixture
+def opencv(tmp_path, monkeypatch):
+    """OpenCV, or where it is not installed a package that reads the same variable when it is imported."""
+    if find_spec("cv2") is None:
+        (folder := tmp_path / "packages").mkdir()
+        (folder / "cv2.py").write_text(OPENCV)
+        monkeypatch.syspath_prepend(folder)
+    yield
+    sys.modules.pop("cv2", None)
+
+
 class Threads(Dataset):
-    """How many threads the libraries of a worker may use."""
+    """How many threads the libraries of a worker may use, those that it imports later too."""
 
     def __len__(self):
         return 4
 
     def __getitem__(self, index):
+        import cv2
+
         pools = [pool["num_threads"] for pool in threadpool_info()]
-        return torch.tensor(max([torch.get_num_threads(), *pools]))
+        later = int(os.environ["OMP_NUM_THREADS"])
+        return torch.tensor(max([torch.get_num_threads(), cv2.getNumThreads(), later, *pools]))
 
 
 class ThreadStream(IterableDataset):
@@ -1246,7 +1279,13 @@ class ThreadStream(IterableDataset):
 
 
 @pytest.mark.parametrize("data", [Threads, ThreadStream])
-def test_a_worker_uses_one_thread(tmp_path, data):
+@pytest.mark.parametrize("imported", ["in the worker", "before"])
+def test_a_worker_uses_one_thread(tmp_path, monkeypatch, opencv, data, imported):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # A launcher sets it for the step, not for the workers.
+    if imported == "before":
+        import cv2
+
+        cv2.setNumThreads(2)
     assert np.ones((2, 2)).sum() == 4  # numpy and its BLAS are loaded
     loader = DataLoader(data(), 2, num_workers=1)
     task = seen(tmp_path, loader)
@@ -1275,7 +1314,7 @@ def test_a_worker_that_is_stuck_does_not_outlive_its_run(tmp_path):
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-def test_the_users_worker_init_fn_has_the_last_word(tmp_path):
+def test_the_users_worker_init_fn_has_the_last_word(tmp_path, opencv):
     from threadpoolctl import threadpool_limits
 
     task = seen(
