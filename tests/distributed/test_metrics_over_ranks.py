@@ -391,18 +391,22 @@ def test_a_name_of_steps_is_not_logged_in_a_hook_around_them_too(tmp_path):
 # ---------------------------------------------------------------------- decisions
 
 
-def stop_early(folder, min_steps=0):
+def stop_early(folder, min_steps=0, **options):
     task = Regression()
     stopping = lumen.EarlyStopping("val_loss", patience=1, min_delta=1.0)
-    trainer = bare_trainer(folder, strategy="ddp", max_epochs=10, min_steps=min_steps, callbacks=[stopping])
+    options = {"strategy": "ddp"} | options
+    trainer = bare_trainer(folder, max_epochs=10, min_steps=min_steps, callbacks=[stopping], **options)
     trainer.fit(task, loader(20), val_dataloaders=loader(13, batch_size=3, shuffle=False))
     return trainer.current_epoch, trainer.global_step, stopping.best_score, stopping.stopping_reason_message
 
 
 def test_early_stopping_decides_alike_on_all_ranks(group, tmp_path):
+    alone = stop_early(tmp_path, strategy="auto", accumulate_grad_batches=2)
     first, second = group(2).run(stop_early, tmp_path)
     assert first == second
+    assert first[:2] == alone[:2]
     assert first[0] == 2
+    assert first[2].item() == pytest.approx(alone[2].item())  # the mean over the samples of both ranks
 
 
 def test_a_stop_that_waits_for_steps_leaves_all_ranks_there(group, tmp_path):

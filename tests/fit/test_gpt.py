@@ -9,7 +9,7 @@ import lumen
 from datamodules.text import CharText
 from lumen.cli import main
 from lumen.errors import ConfigError, DataError
-from models.gpt import GPT, PRESETS, decay_groups, warmup_cosine
+from models.gpt import GPT, PRESETS, Attention, decay_groups, warmup_cosine
 
 VOCABULARY = 11
 
@@ -110,6 +110,15 @@ def test_weights_start_as_in_gpt2():
         else:
             std = 0.02 / math.sqrt(2 * 6) if name.endswith("project.weight") else 0.02
             assert weight.std().item() == pytest.approx(std, rel=0.03), name
+
+
+def test_attention_is_the_softmax_over_what_came_before():
+    torch.manual_seed(0)
+    attention, x = Attention(8, 2, 0.5, bias=True).eval(), torch.randn(3, 5, 8)
+    heads = [part.view(3, 5, 2, 4).transpose(1, 2) for part in attention.qkv(x).split(8, dim=-1)]
+    scores = (heads[0] @ heads[1].mT / 4**0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    mixed = (scores.softmax(-1) @ heads[2]).transpose(1, 2).reshape(3, 5, 8)
+    torch.testing.assert_close(attention(x), attention.project(mixed))
 
 
 def test_dropout_works_in_training_only():

@@ -106,6 +106,13 @@ def test_a_run_begins_with_the_parameters_of_a_checkpoint_and_with_nothing_else_
         assert (trainer.global_step, trainer.run.seed, task.hparams.lr) == (3, 9, 0.5)
 
 
+def test_weights_begin_as_built_unless_init_from_or_resume(tmp_path):
+    trained(tmp_path)
+    built, where = Untrained().state_dict(), tmp_path / "source"
+    assert not equal(begin(where, None, resume="auto", max_steps=99), built)
+    assert equal(begin(where, None), built)
+
+
 def test_the_best_checkpoint_of_a_run_is_its_path(tmp_path):
     source = trained(tmp_path, callbacks=[lumen.ModelCheckpoint(monitor="val_loss", mode="max", keep_last=1)])
     best = Path(source.checkpoint_callback.best_model_path)

@@ -794,13 +794,55 @@ def test_gradients_can_be_read_after_the_update_until_the_next_step_begins(tmp_p
     assert len(set(task.norms)) == 4
 
 
-def test_frozen_parameters_stay_as_they_are(tmp_path):
-    task = Regression()
-    task.net[0].requires_grad_(False)
-    frozen = task.net[0].weight.clone()
-    bare_trainer(tmp_path, max_steps=3, gradient_clip_val=0.1).fit(task, loader())
-    assert torch.equal(task.net[0].weight, frozen)
-    assert not torch.equal(task.net[3].weight, network()[3].weight)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_begins_without_gradients_of_the_last(tmp_path, accumulate):
+    """As after `zero_grad(set_to_none=True)`: with zeros in place of None, momentum would move `once` further."""
+
+    class Once(Regression):
+        def __init__(self):
+            super().__init__()
+            self.once = nn.Parameter(torch.ones(()))
+            self.freed = []
+
+        def training_step(self, batch):
+            self.freed.append([parameter.grad is None for parameter in self.parameters()])
+            loss = super().training_step(batch)
+            return loss + self.once.square() if self.global_step == 0 else loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.25, momentum=0.9)
+
+    task = Once()
+    bare_trainer(tmp_path, max_steps=3, accumulate_grad_batches=accumulate).fit(task, loader())
+    assert [all(freed) for freed in task.freed[::accumulate]] == [True] * 3
+    assert not any(any(freed[1:]) for number, freed in enumerate(task.freed) if number % accumulate)
+    assert task.once.item() == 0.5
+
+
+@pytest.mark.parametrize("held", ["trainable", "all"])
+def test_frozen_parameters_neither_move_nor_have_state(tmp_path, held):
+    class Chosen(Regression):
+        def configure_optimizers(self):
+            chosen = [each for each in self.parameters() if each.requires_grad or held == "all"]
+            return torch.optim.AdamW(chosen, lr=1e-2)
+
+    task, net = Chosen(), network()
+    for layers in (task.net, net):
+        layers[0].requires_grad_(False)
+    trainer = bare_trainer(tmp_path, max_epochs=1, gradient_clip_val=0.1)
+    trainer.fit(task, loader(shuffle=False))
+
+    optimizer = torch.optim.AdamW(net[3].parameters(), lr=1e-2)
+    for inputs, targets in loader(shuffle=False):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+    assert torch.equal(weights(task), weights(net))
+    (ours,) = trainer.optimizers
+    assert {*ours.state} == {*task.net[3].parameters()}
+    if held == "trainable":
+        assert [{*group["params"]} for group in ours.param_groups] == [{*task.net[3].parameters()}]
 
 
 def test_loaders_have_one_source(tmp_path):

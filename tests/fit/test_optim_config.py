@@ -102,6 +102,43 @@ def test_groups_rates_lookahead_warm_up_and_plateau_come_from_yaml(tmp_path):
     assert found[18:] == pytest.approx([0.025] * 6)
 
 
+class Recorded(Layered):
+    """Keeps the gradients and the parameters of each step."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.gradients, self.moved = [], []
+
+    def on_before_optimizer_step(self, optimizer):
+        self.gradients.append([each.grad.clone() for each in self.parameters() if each.requires_grad])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.moved.append([each.detach().clone() for each in self.parameters() if each.requires_grad])
+
+    def on_train_start(self):
+        self.on_train_batch_end(None, None, 0)
+
+
+def test_nesterov_inside_lookahead_follows_both_formulas():
+    options = [f"--optimizer.{pair}" for pair in ("lr=0.05", "momentum=0.9", "nesterov=true", "weight_decay=0.1")]
+    _, task = fit(
+        *PLAIN, f"--model={__name__}.Recorded", "--lr_scheduler=null", "--optimizer=SGD", *options,
+        "--lookahead.k=3", "--lookahead.alpha=0.25",
+    )  # fmt: skip
+    found = [each.clone() for each in task.moved[0]]
+    slow, velocity = [each.clone() for each in found], [torch.zeros_like(each) for each in found]
+    for step, gradients in enumerate(task.gradients, 1):
+        for place, gradient in enumerate(gradients):
+            decayed = gradient + 0.1 * found[place]
+            velocity[place] = 0.9 * velocity[place] + decayed
+            found[place] = found[place] - 0.05 * (decayed + 0.9 * velocity[place])
+            if step % 3 == 0:
+                slow[place] = slow[place] + 0.25 * (found[place] - slow[place])
+                found[place] = slow[place]
+            torch.testing.assert_close(found[place], task.moved[step][place])
+    assert len(task.gradients) > 6
+
+
 def test_the_saved_configuration_repeats_the_run_and_goes_on_with_it(tmp_path):
     _, first = fit()
     saved = tmp_path / "runs/full/config.yaml"

@@ -558,8 +558,12 @@ def test_the_documentation_runs_as_shown(tmp_path, precision):
     exec(own_block + attention_block + trainer_block, names)
     assert names["trainer"].plan.max_steps == 4
     assert names["scaled"].precision.scale == 64.0
-    heads = torch.randn(3, 2, 4, 5, 8).unbind()
-    assert names["attend"](*heads).shape == (2, 4, 5, 8)
+    query, key, value = torch.randn(3, 2, 4, 5, 8).unbind()
+    with torch.profiler.profile() as profile:
+        found = names["attend"](query, key, value)
+    assert {event.key for event in profile.key_averages()} >= {"aten::_scaled_dot_product_attention_math"}
+    scores = (query @ key.mT / 8**0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(found, scores.softmax(-1) @ value)
 
 
 def test_the_documented_precision_trains_with_the_bits_of_float32(tmp_path):

@@ -219,6 +219,30 @@ def test_each_submodule_gets_its_own_mode_back(tmp_path):
     assert task.modes() == before
 
 
+def test_training_is_in_train_mode_between_evaluations(tmp_path):
+    """As `model.train()` before each epoch and `model.eval()` before each validation, seen in BatchNorm's numbers."""
+
+    def normed():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+
+    class Normed(Regression):
+        def __init__(self):
+            super().__init__(optimizer="SGD")
+            self.net = normed()
+
+    task, net = Normed(), normed()
+    data = loader(48, shuffle=False)
+    bare_trainer(tmp_path, max_epochs=2, val_check_interval=2).fit(task, data, val_dataloaders=loader(8, 8))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    for inputs, targets in [*data] * 2:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        optimizer.step()
+    state = net.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in task.net.state_dict().items())
+
+
 class Hooked(Modes):
     """Calls a function in one of its hooks, once, and notes the modes that training then has."""
 
