@@ -75,6 +75,14 @@ def test_arguments_that_a_callback_only_takes_to_refuse_them_are_no_options(caps
 # ---------------------------------------------------------------------- layers
 
 
+def test_null_in_a_file_is_none_and_beats_an_earlier_file():
+    write("first.yaml", {"trainer": {"gradient_clip_val": 0.5}, "model": {"label": "a", "widths": [1]}})
+    write("second.yaml", {"trainer": {"gradient_clip_val": None}, "model": {"label": None}})
+    trainer, task = fit("--config", "first.yaml", "--config", "second.yaml")
+    assert (trainer.gradient_clip_val, task.hparams.label, task.hparams.widths) == (None, None, (1,))
+    assert saved()["model"]["init_args"]["label"] is None
+
+
 def test_the_command_line_beats_files_in_order_beats_the_environment_beats_defaults(monkeypatch):
     for number, key in enumerate(("MAX_STEPS", "LOG_EVERY_N_STEPS", "MIN_STEPS", "NUM_SANITY_VAL_STEPS"), start=10):
         monkeypatch.setenv(f"LUMEN_FIT__TRAINER__{key}", str(number))

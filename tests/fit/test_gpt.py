@@ -33,16 +33,19 @@ def parameter_count(**options):
 
 
 @pytest.mark.parametrize(
-    ("preset", "count"),
+    ("preset", "heads", "count"),
     [
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
+        ("gpt2", 12, 124_439_808),
+        ("gpt2-medium", 16, 354_823_168),
+        ("gpt2-large", 20, 774_030_080),
+        ("gpt2-xl", 25, 1_557_611_200),
     ],
 )
-def test_gpt2_has_the_published_number_of_parameters(preset, count):
-    assert parameter_count(vocab_size=50257, block_size=1024, preset=preset) == count
+def test_gpt2_has_the_published_parameters_and_heads(preset, heads, count):
+    with torch.device("meta"):
+        gpt = GPT(vocab_size=50257, block_size=1024, preset=preset)
+    assert sum(parameter.numel() for parameter in gpt.parameters()) == count
+    assert {block.attention.heads for block in gpt.transformer.blocks} == {heads}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -150,6 +153,26 @@ def test_each_dropout_alone_draws(part):
     gpt.load_state_dict(same.state_dict())
     assert not torch.equal(gpt(ids), gpt(ids))
     assert torch.equal(gpt.eval()(ids), same(ids))
+
+
+def test_each_dropout_acts_where_gpt2_has_it():
+    """A probability of 1 leaves out all of a part, so that the rest can be computed by hand."""
+    ids = tokens(2, 8)
+
+    def transformer(**parts):
+        torch.manual_seed(0)
+        return GPT(VOCABULARY, block_size=8, preset="gpt-nano", **parts).transformer
+
+    residual = transformer(resid_pdrop=1.0)
+    embedded = residual.tokens(ids) + residual.positions.weight
+    torch.testing.assert_close(residual(ids), residual.head(residual.norm(embedded)))
+    assert not transformer(embd_pdrop=1.0)(ids).any()  # All biases begin at 0.
+    other = ids.clone()
+    other[:, :-1] = (ids[:, :-1] + 1) % VOCABULARY
+    for probability in (0.0, 1.0):
+        attention = transformer(attn_pdrop=probability)
+        same = torch.equal(attention(ids)[:, -1], attention(other)[:, -1])
+        assert same == (probability == 1.0)
 
 
 def test_ignored_targets_count_nothing(gpt):

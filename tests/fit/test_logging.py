@@ -2,8 +2,10 @@
 
 import copy
 import csv
+import gc
 import math
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ import lumen
 from lumen.data.permutation import epoch_order
 from lumen.errors import ConfigError
 from lumen.metrics.accumulator import Accumulator
+from lumen.metrics.log_call import as_number
 from tests.helpers.tasks import Regression, bare_trainer, loader, network, quiet_trainer, regression_data
 
 SEED = 3
@@ -723,6 +726,52 @@ def test_the_norm_of_clipped_gradients_is_logged(tmp_path):
 def test_values_are_written_at_every_nth_step_of_the_run_and_at_its_last(tmp_path):
     memory, _ = fit(tmp_path, Regression(), loader(40, 8), max_epochs=2, log_every_n_steps=3)
     assert [step for step, _ in memory.of("loss")] == [3, 6, 9, 10]
+
+
+GRAPHS = weakref.WeakSet()
+
+
+class Traced(torch.autograd.Function):
+    """The identity; `GRAPHS` shows how many of its nodes in autograd graphs are alive."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark = type("Mark", (), {})()
+        GRAPHS.add(ctx.mark)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class TracedLoss(Regression):
+    def training_step(self, batch):
+        loss = Traced.apply(super().training_step(batch))
+        self.log("mean", loss, on_step=True, on_epoch=True)
+        self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+    def on_train_batch_start(self, batch, batch_idx):
+        gc.collect()
+        self.graphs = [*getattr(self, "graphs", []), len(GRAPHS)]
+
+
+def test_logged_values_keep_no_graph(tmp_path):
+    _, trainer = fit(tmp_path, task := TracedLoss(), loader(40, 8))
+    assert len(task.graphs) == 5
+    assert max(task.graphs) <= 1  # the loss of the step before
+    assert not any(value.requires_grad for value in trainer.callback_metrics.values())
+
+
+def test_a_value_on_a_device_is_detached_without_waiting():
+    """A tensor of the meta device has no number, so that reading the number, which waits for a device, would fail."""
+    accumulator = Accumulator()
+    for _ in range(65):
+        value = as_number("x", torch.ones(1, device="meta", requires_grad=True) * 2)
+        assert not value.requires_grad
+        accumulator.add(value, 1.0)
+    assert accumulator.compute().device.type == "meta"
 
 
 def test_several_loggers_get_the_same_and_the_first_is_named_logger(tmp_path):

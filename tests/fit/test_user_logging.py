@@ -48,9 +48,9 @@ def test_what_a_task_a_data_module_and_a_callback_say_is_in_run_log_and_the_term
     ]  # fmt: skip
 
 
-def test_lumens_own_lines_are_as_they_were(tmp_path):
+def test_run_log_begins_with_the_run_directory(tmp_path):
     begin, *others = (line.split(" ", 2)[2] for line in fit_saying(tmp_path))
-    assert begin.startswith("INFO the run is in ")
+    assert begin == f"INFO the run is in {tmp_path / 'runs/run'}"
     assert "INFO finished: max_steps=1 reached at step 1, epoch 1" in others
 
 
@@ -58,6 +58,7 @@ def test_lumens_own_lines_are_as_they_were(tmp_path):
     ("level", "heard"),
     [
         ("DEBUG", [*product(["a.b", "a.c"], [10, 20, 30]), (LIBRARY, 30)]),
+        ("WARNING", [("a.b", 30), ("a.c", 30), (LIBRARY, 30)]),
         ("ERROR", []),
         ({"a.b": "WARNING"}, [("a.b", 30), ("a.c", 20), ("a.c", 30), (LIBRARY, 30)]),
         ({"root": "ERROR", "a": "WARNING", "a.b": "DEBUG"}, [("a.b", 10), ("a.b", 20), ("a.b", 30), ("a.c", 30)]),
