@@ -442,18 +442,59 @@ def test_a_local_rank_is_only_taken_from_the_launcher_that_says_so_in_the_enviro
     assert main(words) == 2
 
 
+TOGETHER = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from tests.helpers.tasks import Regression, bare_trainer, loader, weights
+
+def train():
+    task = Regression(dtype=torch.float64)
+    bare_trainer(Path(), max_epochs=1).fit(task, loader(40, 8, dtype=torch.float64))
+    torch.save(weights(task), f"weights-{dist.get_rank()}")
+
+def work(rank, port):
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    train()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)
+    else:
+        train()
+"""
+
+
+def assert_two_processes_trained_as_one():
+    task = Regression(dtype=torch.float64)
+    bare_trainer(Path(), max_epochs=1, accumulate_grad_batches=2).fit(task, loader(40, 8, dtype=torch.float64))
+    for rank in (0, 1):
+        torch.testing.assert_close(torch.load(f"weights-{rank}"), weights(task), rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.slow
-def test_two_agents_complete_a_run_on_two_nodes():
+def test_two_agents_train_one_run_on_two_nodes():
+    Path("together.py").write_text(TOGETHER)
     port = free_port()
     agent = [
         "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", f"localhost:{port}", "--local-addr", "localhost", "train.py", "fine", "4",
+        "--rdzv-endpoint", f"localhost:{port}", "--local-addr", "localhost", "together.py",
     ]  # fmt: skip
     nodes = [start(*agent) for _ in range(2)]
     outputs = [node.communicate(timeout=90)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert sorted(Path("after").read_text().splitlines()) == ["0 of 2, step 4", "1 of 2, step 4"]
-    assert "".join(outputs).count("finished: max_steps=4") == 1
+    assert_two_processes_trained_as_one()
+
+
+@pytest.mark.slow
+def test_processes_of_multiprocessing_spawn_train_together():
+    Path("together.py").write_text(TOGETHER)
+    code, output = run("together.py", str(free_port()))
+    assert code == 0, output
+    assert_two_processes_trained_as_one()
 
 
 RESTARTED = """
@@ -510,37 +551,6 @@ def test_what_torchrun_starts_again_goes_on_in_the_directories_that_it_had(times
     undisturbed = restarted(0, 0)
     for _ in range(times):
         assert restarted(kills, late_s, *SHARED_STORE) == undisturbed
-
-
-SPAWNED = """
-import os, sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from tests.helpers.tasks import Regression, bare_trainer, loader, weights
-
-def work(rank, port):
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    task = Regression(dtype=torch.float64)
-    bare_trainer(Path(), max_epochs=1).fit(task, loader(40, 8, dtype=torch.float64))
-    torch.save(weights(task), f"weights-{rank}")
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)
-"""
-
-
-@pytest.mark.slow
-def test_processes_of_multiprocessing_spawn_train_together():
-    Path("spawned.py").write_text(SPAWNED)
-    code, output = run("spawned.py", str(free_port()))
-    assert code == 0, output
-    task = Regression(dtype=torch.float64)
-    bare_trainer(Path(), max_epochs=1, accumulate_grad_batches=2).fit(task, loader(40, 8, dtype=torch.float64))
-    for rank in (0, 1):
-        torch.testing.assert_close(torch.load(f"weights-{rank}"), weights(task), rtol=1e-12, atol=1e-14)
 
 
 def test_the_tasks_of_a_slurm_step_are_used_as_they_are():
