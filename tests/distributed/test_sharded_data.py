@@ -192,6 +192,12 @@ def test_a_limit_counts_the_batches_of_all_ranks(kind, limit):
     assert sum(map(len, whole)) == limit
 
 
+def test_each_rank_takes_batches_of_the_loaders_size():
+    given = read_by(2, "shuffled", 11, rounds=1, epochs=(0,))
+    sizes = [[micro.samples for step in steps for micro in step.micros if micro.weight] for (steps,), *_ in given]
+    assert sizes == [[2, 2, 2], [2, 2, 1]]
+
+
 def test_a_global_batch_is_the_same_whatever_the_number_of_ranks(caplog):
     def rank(ours):
         return read(adapt_loader(LOADERS["shuffled"](11), SEED, global_batch_size=5, rank_slice=ours))[0]

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import time
 import traceback
 import tracemalloc
 from collections import Counter
@@ -203,7 +204,8 @@ def test_augmentation_belongs_to_the_sample(tmp_path, data):
     for epoch in range(2):
         drawn = [by_index(task, epoch) for task in runs]
         assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
-        assert len({str(value) for value in drawn[0].values()}) == 20
+        for numbers_of_library in torch.tensor([*drawn[0].values()]).reshape(20, -1).T.tolist():
+            assert len(set(numbers_of_library)) == 20
     first, second = by_index(runs[0], 0), by_index(runs[0], 1)
     assert all(first[index] != second[index] for index in first)
 
@@ -341,6 +343,51 @@ def test_workers_may_be_spawned(tmp_path):
         seen(tmp_path, DataLoader(Drawing(20), 5, shuffle=True), max_epochs=1),
     )
     assert by_index(spawned, 0) == by_index(here, 0)
+
+
+class Recorded(Dataset):
+    """Each sample leaves a line when it is loaded."""
+
+    def __init__(self, record):
+        self.record = record
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        with self.record.open("a") as file:
+            file.write(f"{index}\n")
+        return index
+
+
+def test_a_worker_loads_prefetch_factor_batches_ahead(tmp_path):
+    class Waiting(Seeing):
+        loaded = 0
+
+        def training_step(self, batch):
+            patience = 1000
+            while self.loaded < 1 + 6 and (patience := patience - 1):  # torch's default would end at 1 + 2
+                time.sleep(0.01)
+                self.loaded = len(record.read_text().splitlines())
+            return super().training_step(batch)
+
+    record, task = tmp_path / "record", Waiting()
+    bare_trainer(tmp_path, max_steps=1).fit(task, DataLoader(Recorded(record), 1, num_workers=1, prefetch_factor=6))
+    assert task.loaded >= 1 + 6
+
+
+class Late(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        time.sleep(1)
+        return index
+
+
+def test_a_loader_that_times_out_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.2 seconds"):
+        seen(tmp_path, DataLoader(Late(), num_workers=1, timeout=0.2))
 
 
 class Collating(lumen.DataModule):

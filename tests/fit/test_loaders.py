@@ -202,12 +202,22 @@ def test_a_distributed_sampler_is_replaced_because_lumen_deals_the_samples(tmp_p
     assert task.samples(0) != task.samples(1)
 
 
-def test_the_seed_of_a_loaders_generator_decides_its_order(tmp_path):
-    def order(seed, run_seed):
-        generator = torch.Generator().manual_seed(seed)
-        return seen(tmp_path, DataLoader(numbers(), 4, shuffle=True, generator=generator), seed=run_seed).samples(0)
+@pytest.mark.parametrize("kept_by", ["loader", "sampler"])
+def test_the_seed_of_a_loaders_generator_decides_its_order(tmp_path, kept_by):
+    def orders(seed, run_seed):
+        data, generator = numbers(), torch.Generator().manual_seed(seed)
+        if kept_by == "loader":
+            shuffled = DataLoader(data, 4, shuffle=True, generator=generator)
+        else:
+            shuffled = DataLoader(data, 4, sampler=RandomSampler(data, generator=generator))
+        task = seen(tmp_path, shuffled, seed=run_seed)
+        return [task.samples(epoch) for epoch in range(2)]
 
-    assert order(1, 3) == order(1, 4) != order(2, 3)
+    first, second = orders(1, 3)
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert orders(1, 4) == [first, second]
+    assert orders(2, 3)[0] != first
 
 
 class Nested(Sampler):
