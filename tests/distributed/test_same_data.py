@@ -135,9 +135,9 @@ def error_of_fit(tmp_path, kind):
     return error_of(tmp_path, lambda trainer: trainer.fit(Sum(), loader_of(kind, dist.get_rank())))
 
 
-def error_of(tmp_path, call):
+def error_of(tmp_path, call, **options):
     try:
-        call(bare_trainer(tmp_path, devices=2, max_steps=1))
+        call(bare_trainer(tmp_path, devices=2, max_steps=1, **options))
     except DataError as error:
         return str(error)
     return None
@@ -181,12 +181,12 @@ def test_equal_data_in_different_folders_trains(group, tmp_path):
     assert group(2).run(fit_on_equal_data, tmp_path) == [None, None]
 
 
-def warnings_of_other_collections(tmp_path, caplog=None):
+def warnings_of_other_collections(tmp_path):
     messages = []
     lumen.console.logger.addFilter(keep := lambda record: messages.append(record.getMessage()) or True)
     try:
         data = Kept([f"node-{dist.get_rank()}", "port"])
-        error = error_of(tmp_path, lambda trainer: trainer.fit(Sum(), DataLoader(data, 4)))
+        error = error_of(tmp_path, lambda trainer: trainer.fit(Sum(), DataLoader(data, 4)), log_level="WARNING")
     finally:
         lumen.console.logger.removeFilter(keep)
     return error, [message for message in messages if "hold different data" in message]
