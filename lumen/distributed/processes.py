@@ -354,7 +354,7 @@ class Processes:
     def for_user(self) -> Processes:
         """Return the same processes, over torch's default group.
 
-        Collectives of the user go over it: one that some ranks skip is never matched with one of Lumen's.
+        A call by the user that some ranks skip is then never matched with one of Lumen's.
         """
         others = copy(self)
         others._group = "default"
