@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if "LUMEN_LAUNCHER" in os.environ:  # from here on the launcher shows what ends this process
@@ -185,10 +186,12 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `lumen --help` need not wait for torch."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'lumen' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    """Import a public name or a submodule when it is first used, so that `lumen --help` need not wait for torch."""
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module 'lumen' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from functools import reduce
 
 import pytest
 
+import lumen
 from tests.helpers import ROOT
 
 #: What takes longer to import than all of Lumen, and is not needed by each run.
@@ -68,6 +71,31 @@ def test_every_public_name_can_be_had_without_what_is_heavy(tmp_path):
     sharded = {"DDP", "FSDP", "CLI", "runs"}  # the last reads YAML
     added = imported(f"import lumen\nfor name in set(lumen.__all__) - {sharded}: getattr(lumen, name)", tmp_path)
     assert not HEAVY & (added - before)
+
+
+FILES = {"lumen.fish", "lumen.patch"}
+
+
+def documented_names():
+    """Every `lumen.NAME` in the pages and configs, but for modules that a page imports or runs."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("models/*")]
+    text = "\n".join(page.read_text() for page in pages if page.is_file())
+    named = re.findall(r"(?<![\w./-])(?<!from )(?<!import )(?<!-m )lumen(?:\.[A-Za-z]\w*)+", text)
+    return sorted({*named} - FILES)
+
+
+def test_documented_names_need_no_other_import(tmp_path):
+    names = documented_names()
+    assert {"lumen.optim", "lumen.Trainer", "lumen.precision.Float16"} <= {*names}
+    for name in names:
+        first, *others = name.split(".")[1:]
+        reduce(getattr, others, lumen.__getattr__(first))  # whatever this process has imported before
+    python("import lumen\nlumen.optim.cosine", tmp_path)
+
+
+def test_a_name_that_is_missing_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'optimizers'"):
+        _ = lumen.optimizers
 
 
 #: Prints what is opened by a run, after some and after many others, but for source that torch reads where it is seeded.
