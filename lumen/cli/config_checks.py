@@ -26,6 +26,7 @@ from lumen.cli.meant import callback_hint, option_hint
 from lumen.cli.optimization import Schedule
 from lumen.cli.options import OPTIONS, SUPPLIED, OptionParser, Options, short_key
 from lumen.cli.type_hints import bases_in, classes_in, hints_in, in_words, may_be_true
+from lumen.cli.yaml_text import as_written
 from lumen.errors import ConfigError
 from lumen.errors.arguments import did_you_mean, says_nothing
 from lumen.strategies.factory import processes_of
@@ -57,11 +58,25 @@ class Asked(NamedTuple):
 
     def fits(self, name: str) -> bool:
         """Whether a parameter takes the value that is given."""
-        return _takes(self._parser_of(name), plain({name: self.given[name]}, self.path))
+        value, parameter = self.given[name], self.parameters[name]
+        if value is None:
+            return parameter.default is None or self._takes_null(name)
+        is_read = isinstance(value, dict | str) or not is_dataclass(parameter.annotation)
+        return is_read and _takes(self._parser_of(name), plain({name: value}, self.path))
+
+    def unchecked(self) -> list[str]:
+        """Names of parameters of which jsonargparse takes null, or any value, whatever their type is."""
+        given = self.given.items()
+        return [name for name, value in given if value is None or is_dataclass(self.parameters[name].annotation)]
 
     def value(self, name: str) -> Any:
         """The value that is given for a parameter, if it fits, as this has it."""
         return self._parser_of(name).parse_object(plain({name: self.given[name]}, self.path))[name]
+
+    def _takes_null(self, name: str) -> bool:
+        """Whether the word null on the command line means None."""
+        word, parser = {name: "null"}, self._parser_of(name)
+        return _takes(parser, word) and parser.parse_object(word)[name] is None
 
     def _parser_of(self, name: str) -> ArgumentParser:
         parser = ArgumentParser(exit_on_error=False)
@@ -124,7 +139,7 @@ class Check:
             ConfigError: Says all that is wrong.
         """
         refused: ArgumentError | None = None
-        if not self._problems:
+        if not self._problems and all(asked.fits(name) for asked in self._asked for name in asked.unchecked()):
             tree = plain(self._settings.tree)
             tree |= {key: (tree.get(key) or {}).get("init_args", {}) for key in self._top.fixed}
             try:
@@ -148,7 +163,7 @@ class Check:
             name: source for name in parameters if (source := self._top.linked.get(short_key(".".join((*path, name)))))
         }
         if getattr(kind, "NONE_IS_DEFAULT", False):
-            for name in [name for name, value in given.items() if value is None and _needs_a_value(parameters, name)]:
+            for name in [name for name in given if given[name] in (None, "null") and _needs_a_value(parameters, name)]:
                 del given[name]  # configs of LightningCLI have every argument, and null for many that are not set
         for name in [name for name, value in given.items() if says_nothing(kind, str(name), value)]:
             del given[name]
@@ -271,7 +286,7 @@ class Check:
                 else:
                     value, hint = asked.given[name], asked.parameters[name].annotation
                     near = did_you_mean(value, classes_by_name(bases_in(hint))) if isinstance(value, str) else ""
-                    found = f"expected {in_words(hint)}, found {value!r}.{near}"
+                    found = f"expected {in_words(hint)}, found {as_written(value)}.{near}"
                     self._problems[path] = f"{self._settings.where(path)}: {found}"
         for name, hint in self._top.types_of_single().items():
             parser = ArgumentParser(exit_on_error=False)
@@ -280,7 +295,8 @@ class Check:
             for key in keys[:-1]:
                 place = place[key] if isinstance(place.get(key), dict) else {}
             if (given := place.get(keys[-1])) is not None and not _takes(parser, {"value": given}):
-                self._problems[keys] = f"{self._settings.where(keys)}: expected {in_words(hint)}, found {given!r}."
+                found = f"{in_words(hint)}, found {as_written(given)}"
+                self._problems[keys] = f"{self._settings.where(keys)}: expected {found}."
 
     def _say_that_it_is_bare(self, path: Keys, expected: str) -> None:
         """Note that an option stands on the command line without the value that it needs."""

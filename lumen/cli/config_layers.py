@@ -254,6 +254,8 @@ def _has(node: Any, path: Keys) -> bool:
         node = dict(zip(names, node, strict=True))
     path = tuple(map(str, path))
     inner = {str(key): value for key, value in node.items()} if isinstance(node, dict) else {}
+    if path[:1] == ("init_args",) and "init_args" not in inner:
+        path = path[1:] or path  # the class that takes these arguments is named in another layer
     return not path or (path[0] in inner and _has(inner[path[0]], path[1:]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, NamedTuple, final
 
@@ -111,6 +112,17 @@ for each in (_Loader, _Dumper):
 def dump_yaml(value: Any) -> str:
     """Plain data as YAML that reads back as the same."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
+
+
+def as_written(value: Any) -> str:
+    """Return a value as a config file or the command line has it, in one line, for an error."""
+    try:
+        given = load_yaml(value) if isinstance(value, str) else value
+        if isinstance(given, str) or value == "":
+            return repr(value)
+        return value if isinstance(value, str) else json.dumps(given)
+    except (yaml.YAMLError, TypeError):
+        return repr(value)
 
 
 def load_yaml(text: str) -> Any:

@@ -294,7 +294,7 @@ def test_what_is_wrong_with_what_was_added_is_said(capsys):
     said = "trainer.callbacks.earlystopping (the command line): EarlyStopping needs monitor. Set it."
     assert said in capsys.readouterr().err
     assert main(["fit", "--config", "line.yaml", "--model.widths+=wide"]) == 2
-    assert "model.widths (the command line): expected a list of int, found [1, 2, 'wide']." in capsys.readouterr().err
+    assert 'model.widths (the command line): expected a list of int, found [1, 2, "wide"].' in capsys.readouterr().err
 
 
 def test_a_nested_class_and_a_dataclass_are_built():

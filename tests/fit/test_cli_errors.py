@@ -266,13 +266,13 @@ def test_an_import_error_inside_a_users_module_is_the_users_own():
     ("words", "message"),
     [
         (["--trainer.max_steps", "many"], "trainer.max_steps (the command line): expected int, found 'many'."),
-        (["--trainer.max_steps", "1.5"], "trainer.max_steps (the command line): expected int, found '1.5'."),
+        (["--trainer.max_steps", "1.5"], "trainer.max_steps (the command line): expected int, found 1.5."),
         (["--trainer.gradient_clip_algorithm", "noorm"], "expected one of norm, value, found 'noorm'."),
         (["--trainer.deterministic", "maybe"], "trainer.deterministic (the command line): expected bool or one of warn, found 'maybe'."),
         (["--trainer.callbacks", "[1]"], "trainer.callbacks"),
         (["--model.lr", "fast"], "model.lr (the command line): expected float, found 'fast'."),
-        (["--model.widths", "[a]"], "model.widths (the command line): expected a list of int, found '[a]'."),
-        (["--model.widths", "3"], "model.widths (the command line): expected a list of int, found '3'."),
+        (["--model.widths", "[a]"], "model.widths (the command line): expected a list of int, found [a]."),
+        (["--model.widths", "3"], "model.widths (the command line): expected a list of int, found 3."),
         (["--trainer.profiler", "fast"], "expected one of simple, advanced, torch, pytorch or Profiler, found 'fast'."),
         (["--trainer.resume_parts", "model"], "expected a list of one of model, optimizer, schedulers, progress, data, found 'model'."),
         (["--trainer.init_from.rename", "x"], "trainer.init_from"),
@@ -284,6 +284,37 @@ def test_an_import_error_inside_a_users_module_is_the_users_own():
 )  # fmt: skip
 def test_a_value_of_another_type_is_shown_with_the_type_that_is_expected(refused, words, message):
     assert message in fit(refused, *words)
+
+
+TUNED = """\
+model: {encoder: {class_path: torch.nn.Linear, init_args: {in_features: 4, out_features: 4}}}
+optimizer: {class_path: AdamW, init_args: {lr: 0.1}}
+lr_scheduler: {class_path: StepLR, init_args: {step_size: 3}}
+trainer:
+  strategy: {class_path: lumen.SingleDevice}
+  callbacks: {stop: {class_path: EarlyStopping, init_args: {monitor: loss}}}
+"""
+
+
+@pytest.mark.parametrize("value", ["null", "[1, 2]"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.lr", "model.noise.scale", "model.noise", "model.encoder.in_features", "data.samples", "optimizer.lr", "lr_scheduler.step_size", "lr_schedule.warmup_steps", "lookahead.alpha",
+        "trainer.strategy.timeout_s", "trainer.callbacks.stop.patience",
+    ],
+)  # fmt: skip
+def test_a_config_file_refuses_what_the_command_line_refuses(refused, key, value):
+    names, config = key.split("."), value
+    for name in reversed(names):
+        config = f"{{{name}: {config}}}"
+    Path("tuned.yaml").write_text(TUNED)
+    Path("third.yaml").write_text(config)
+    of_file = fit(refused, "--config", "tuned.yaml", "--config", "third.yaml")
+    of_words = fit(refused, "--config", "tuned.yaml", f"--{key}={value}")
+    assert of_file == of_words.replace("(the command line)", "(third.yaml)")
+    assert of_file.startswith(f"{key} (third.yaml): expected ")
+    assert f"found {value}" in of_file
 
 
 def test_what_a_class_needs_and_does_not_get_is_named(refused):
@@ -387,7 +418,7 @@ def test_an_error_of_lumen_is_one_paragraph_and_its_kind_the_exit_code(refused, 
     [
         (["--trainer.devices=9999", "--trainer.accelerator=cpu"], "trainer.devices (the command line): 9999 asked for on the CPU, where each is a process; "),
         (["--trainer.max_steps=-5"], "trainer.max_steps (the command line): must be at least 0 (or -1 for no limit), found -5."),
-        (["--trainer.max_steps=1e3"], "trainer.max_steps (the command line): expected int, found '1e3'."),
+        (["--trainer.max_steps=1e3"], "trainer.max_steps (the command line): expected int, found 1e3."),
         (["--trainer.max_steps"], "trainer.max_steps (the command line): no value is given, expected int. Write --trainer.max_steps VALUE."),
         (["--trainer.name"], "trainer.name (the command line): no value is given, expected str. Write --trainer.name VALUE."),
         (["--trainer.callbacks.early"], "trainer.callbacks.early (the command line): no value is given, expected a class. Write"),
