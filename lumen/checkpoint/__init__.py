@@ -19,9 +19,9 @@ Each process writes blocks: of sharded tensors what it holds, and some of the te
 
 The modules, each using only those before it: `codec`, `storage` (the contract), `local_storage`, `object_store`,
 `places` (the choice between these two), `files`, `manifest`, `safetensors_file`, `reader`, `reshard`,
-`optimizer_layout`, `optimizer_state`, `folder`, `weights_source`, `averaging`, `load_weights`, `write_plan`, `writer`,
-`config_diff`, `state_keys`, `user_state`, `rank_state`, `collect`, `snapshot`, `async_save`, `parts`, `resume_checks`,
-`restore`; for the command line `listing` and `export`.
+`optimizer_layout`, `parameter_ids`, `optimizer_state`, `folder`, `weights_source`, `averaging`, `load_weights`,
+`write_plan`, `writer`, `config_diff`, `state_keys`, `user_state`, `rank_state`, `collect`, `snapshot`, `async_save`,
+`parts`, `resume_checks`, `restore`; for the command line `listing` and `export`.
 """
 
 from lumen.checkpoint.async_save import Saves
@@ -29,6 +29,7 @@ from lumen.checkpoint.collect import check_savable
 from lumen.checkpoint.config_diff import changed_hyperparameters, configured, modes_of
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
 from lumen.checkpoint.load_weights import load_weights
+from lumen.checkpoint.optimizer_layout import keeps_unknown_state
 from lumen.checkpoint.optimizer_state import groups_of
 from lumen.checkpoint.parts import PARTS, Part, choose_parts
 from lumen.checkpoint.places import as_place, storage_of
@@ -55,6 +56,7 @@ __all__ = [
     "find_checkpoints",
     "groups_of",
     "is_weights",
+    "keeps_unknown_state",
     "load_datamodule",
     "load_model_and_data",
     "load_run",

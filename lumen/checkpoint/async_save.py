@@ -60,12 +60,14 @@ class Saves:
     Attributes:
         path: Directory of the save under way, the same on every rank; None if there is none, or it was settled.
         moment: The moment of the run that was saved last, as given to `save`.
+        checks_update: The optimizer is of a class that neither torch nor Lumen defines, and has made no update yet.
     """
 
     def __init__(self, run: Run, check_home: Callable[[], None] | None = None) -> None:
         self.path: PurePath | None = None
         self._check_home = check_home or _nothing
         self.moment: Any = None
+        self.checks_update = False
         self._account: Account = _keep_all
         self._run = run
         self._processes = run.processes

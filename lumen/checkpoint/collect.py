@@ -19,7 +19,7 @@ from lumen.checkpoint.optimizer_state import capture_optimizer, parameter_names
 from lumen.checkpoint.rank_state import own_values
 from lumen.checkpoint.state_keys import states_of
 from lumen.checkpoint.user_state import added_to_checkpoint
-from lumen.checkpoint.write_plan import check_tensors
+from lumen.checkpoint.write_plan import check_same, check_tensors
 from lumen.console import logger as _log
 from lumen.distributed.dtensor import is_cut, is_sharded
 from lumen.distributed.processes import Processes
@@ -128,6 +128,23 @@ def check_savable(run: Run) -> None:
         check_tensors(sections | {"ranks": own_values(run)[1]})
 
     run.processes.together(check)
+
+
+def check_first_state(run: Run) -> None:
+    """Check that the state which the first update has made can be saved. Collective: every rank must call this.
+
+    Raises:
+        CheckpointError: Something cannot be saved or differs between ranks; the message names it.
+    """
+
+    def check() -> Tensors:
+        tensors = Tensors()
+        _capture_optimizer(run, tensors)
+        check_tensors({"optimizer": tensors})
+        return tensors
+
+    check_same({"optimizer": run.processes.together(check)}, run.processes)
+    run.saves.checks_update = False
 
 
 def check_additions(run: Run) -> None:

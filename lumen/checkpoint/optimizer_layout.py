@@ -19,6 +19,11 @@ SHARING = (Lookahead, MultiOptimizer, WholeMatrices)
 _OWNERS_OF_NOTHING = ("torch.optim", "lumen.optim")  # packages whose classes keep nothing in attributes that moves
 
 
+def keeps_unknown_state(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer, or one inside it, is of a class that neither torch nor Lumen defines."""
+    return any(not type(each).__module__.startswith(_OWNERS_OF_NOTHING) for each in optimizers_in(optimizer).values())
+
+
 def kind_of(optimizer: Optimizer) -> str:
     """Name of an optimizer's class, with those of the optimizers inside it."""
     kinds = ", ".join(kind_of(each) for _, each in _inside(optimizer))

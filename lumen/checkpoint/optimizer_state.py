@@ -19,10 +19,12 @@ from lumen.checkpoint.optimizer_layout import (
     SHARING,
     attributes_of,
     has_own_state,
+    keeps_unknown_state,
     kind_of,
     optimizers_in,
     tensors_in,
 )
+from lumen.checkpoint.parameter_ids import ids_as_names, names_as_ids
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.reshard import read_beside, states_of
 from lumen.distributed.dtensor import is_sharded, local_tensor
@@ -59,28 +61,29 @@ def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, ten
     """
     names, optimizers = parameter_names(model), optimizers_in(optimizer)
     groups = groups_of(model, optimizer)
+    ids = names if keeps_unknown_state(optimizer) else {}
     captured = {
         "class": kind_of(optimizer),
         "groups": [
             values | {"params": own}
-            for values, own in zip(_group_values(optimizer, "group ", tensors), groups, strict=True)
+            for values, own in zip(_group_values(optimizer, "group ", tensors, ids), groups, strict=True)
         ],
-        "state": _states(optimizer, names, tensors),
+        "state": _states(optimizer, names, tensors, ids),
     }
     inside = {
-        place: _inside_state(each, optimizer, place, names, tensors) for place, each in optimizers.items() if place
+        place: _inside_state(each, optimizer, place, names, tensors, ids) for place, each in optimizers.items() if place
     }
     additions = {
         "built": built if built != groups else None,
-        "shared": encode(_shared(optimizer), tensors, "shared"),
+        "shared": _encode(_shared(optimizer), tensors, "shared", ids),
         "inside": {place: found for place, found in inside.items() if found},
         "own": {
-            place: encode(_own_state(each), tensors, f"own[{place}]")
+            place: _encode(_own_state(each), tensors, f"own[{place}]", ids)
             for place, each in optimizers.items()
             if has_own_state(each)
         },
         "attributes": {
-            place: encode(own, tensors, f"attributes[{place}]")
+            place: _encode(own, tensors, f"attributes[{place}]", ids)
             for place, own in attributes_of(model, optimizer).items()
             if own
         },
@@ -88,22 +91,31 @@ def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, ten
     return captured | {key: value for key, value in additions.items() if value}
 
 
-def _group_values(optimizer: Optimizer, where: str, tensors: Tensors) -> list[dict[str, JSON]]:
+def _encode(value: Any, tensors: Tensors, where: str, ids: Mapping[int, str]) -> JSON:
+    return encode(ids_as_names(value, ids, where) if ids else value, tensors, where)
+
+
+def _group_values(optimizer: Optimizer, where: str, tensors: Tensors, ids: Mapping[int, str]) -> list[dict[str, JSON]]:
     return [
-        {key: encode(value, tensors, f"{where}{number}.{key}") for key, value in group.items() if key != "params"}
+        {key: _encode(value, tensors, f"{where}{number}.{key}", ids) for key, value in group.items() if key != "params"}
         for number, group in enumerate(optimizer.param_groups)
     ]
 
 
 def _states(
-    optimizer: Optimizer, names: Mapping[int, str], tensors: Tensors, place: str = "", beside: Collection[int] = ()
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    tensors: Tensors,
+    ids: Mapping[int, str],
+    place: str = "",
+    beside: Collection[int] = (),
 ) -> dict[str, JSON]:
     """State by names of parameters, without the entries whose id is in `beside`."""
     found = {}
     for parameter, entries in optimizer.state.items():
         if isinstance(parameter, torch.Tensor) and id(entries) not in beside:
             name = _name(names, optimizer, parameter)
-            found[name] = encode(entries, tensors, f"{name}.{place}" if place else name)
+            found[name] = _encode(entries, tensors, f"{name}.{place}" if place else name, ids)
             for key, value in entries.items() if isinstance(entries, Mapping) else ():
                 if _is_shard(value, parameter):
                     raise _unknown_shard(optimizer, f"{key!r} of {name}")
@@ -116,18 +128,18 @@ def _shared(optimizer: Optimizer) -> dict[Any, Any]:
 
 
 def _inside_state(
-    inner: Optimizer, outer: Optimizer, place: str, names: Mapping[int, str], tensors: Tensors
+    inner: Optimizer, outer: Optimizer, place: str, names: Mapping[int, str], tensors: Tensors, ids: Mapping[int, str]
 ) -> dict[str, JSON]:
     """State of an optimizer inside another one that the outer one does not share."""
     found: dict[str, JSON] = {}
     known = {*map(id, outer.state.values())}
-    if states := _states(inner, names, tensors, place, known):
+    if states := _states(inner, names, tensors, ids, place, known):
         found["state"] = states
     shared = {key: value for key, value in _shared(inner).items() if key not in outer.state}
     if shared:
-        found["shared"] = encode(shared, tensors, f"shared[{place}]")
+        found["shared"] = _encode(shared, tensors, f"shared[{place}]", ids)
     if not {*map(id, inner.param_groups)} <= {*map(id, outer.param_groups)}:
-        found["groups"] = _group_values(inner, f"{place}.group ", tensors)
+        found["groups"] = _group_values(inner, f"{place}.group ", tensors, ids)
     return found
 
 
@@ -198,7 +210,9 @@ def regroup(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> N
     for group, held in zip(optimizer.param_groups, wanted, strict=False):
         group["params"] = held
     for values, held in [*zip(saved["groups"], wanted, strict=True)][len(optimizer.param_groups) :]:
-        options = {key: decode(value, tensors) for key, value in values.items() if key != "params"}
+        options = names_as_ids(
+            {key: decode(value, tensors) for key, value in values.items() if key != "params"}, parameters
+        )
         optimizer.add_param_group({**options, "params": held})
 
 
@@ -210,7 +224,7 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
     inside = {place: found for place, found in saved.get("inside", {}).items() if place in optimizers}
     moving = [group for group in optimizer.param_groups if True in (group.get("fused"), group.get("capturable"))]
     moves_with_it = {parameter for group in moving for parameter in group["params"]}
-    state_of = states_of(checkpoint)
+    state_of, of_none = states_of(checkpoint), tensors_of_no_parameter(model, checkpoint)
     for place, found in {"": saved, **inside}.items():
         state = optimizers[place].state
         for name, entries in found.get("state", {}).items():
@@ -218,11 +232,23 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
             own = state_of(name, parameter)
             if isinstance(entries, dict) and "step" in entries and parameter not in moves_with_it:
                 places = {key: tensors if key == "step" else own for key in entries}  # it counts on the host
-                state[parameter] = {key: decode(entry, places[key]) for key, entry in entries.items()}
+                decoded = {key: decode(entry, places[key]) for key, entry in entries.items()}
             else:
-                state[parameter] = decode(entries, own)
-        for key, value in decode(found.get("shared", {}), tensors).items():
+                decoded = decode(entries, own)
+            state[parameter] = names_as_ids(decoded, parameters)
+        for key, value in names_as_ids(decode(found.get("shared", {}), of_none), parameters).items():
             state[key] = value
+
+
+def tensors_of_no_parameter(model: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
+    """The tensors of the optimizer, sharded as they were saved if the model is sharded, else on the host."""
+    like = next(filter(is_sharded, model.parameters()), None)
+
+    def read(name: str) -> torch.Tensor:
+        found = None if like is None else read_beside(checkpoint, "optimizer", name, like)
+        return checkpoint.tensor("optimizer", name) if found is None else found
+
+    return checkpoint.tensors("optimizer", read)
 
 
 def load_gradients(model: nn.Module, checkpoint: Checkpoint) -> dict[nn.Parameter, torch.Tensor]:
@@ -239,17 +265,18 @@ def load_rest(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) ->
         CheckpointMismatch: It is not known how to shard a tensor that was not sharded when it was saved.
     """
     saved, optimizers = checkpoint.state["optimizer"], optimizers_in(optimizer)
-    fresh: Tensors = {}
+    parameters, fresh = dict(model.named_parameters()), Tensors()
     for place, attributes in attributes_of(model, optimizer).items():
-        encode(attributes, fresh, f"attributes[{place}]")
+        _encode(attributes, fresh, f"attributes[{place}]", parameter_names(model))
     read = checkpoint.tensors("optimizer", _reader(optimizer, checkpoint, fresh))
     for place, found in saved.get("inside", {}).items():
         for group, values in zip(optimizers[place].param_groups, found.get("groups", ()), strict=False):
-            group.update(decode(values, read))
+            group.update(names_as_ids(decode(values, read), parameters))
     for place, attributes in saved.get("attributes", {}).items():
-        vars(optimizers[place]).update(decode(attributes, read))
+        vars(optimizers[place]).update(names_as_ids(decode(attributes, read), parameters))
     if own := saved.get("own"):
-        _load_own(optimizers, {place: decode(given, read) for place, given in own.items()})
+        given = {place: names_as_ids(decode(each, read), parameters) for place, each in own.items()}
+        _load_own(optimizers, given)
 
 
 def _reader(

@@ -18,7 +18,15 @@ from lumen.checkpoint.codec import decode
 from lumen.checkpoint.config_diff import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
 from lumen.checkpoint.load_weights import load_model
 from lumen.checkpoint.optimizer_layout import kind_of
-from lumen.checkpoint.optimizer_state import groups_of, load_gradients, load_optimizer_states, load_rest, regroup
+from lumen.checkpoint.optimizer_state import (
+    groups_of,
+    load_gradients,
+    load_optimizer_states,
+    load_rest,
+    regroup,
+    tensors_of_no_parameter,
+)
+from lumen.checkpoint.parameter_ids import names_as_ids
 from lumen.checkpoint.parts import Part, without
 from lumen.checkpoint.rank_state import load_values
 from lumen.checkpoint.reader import Checkpoint
@@ -184,7 +192,7 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter], checkpoint: Checkp
 
 def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], configuration: dict[str, Setting]) -> None:
     """Restore the groups' options. Learning rates belong to the schedulers, counters to the optimizer's state."""
-    saved, tensors = checkpoint.state["optimizer"]["groups"], checkpoint.tensors("optimizer")
+    saved, tensors = checkpoint.state["optimizer"]["groups"], tensors_of_no_parameter(run.task, checkpoint)
     if not parts & {"optimizer", "schedulers"}:
         return
     if len(saved) != len(run.optim.optimizer.param_groups):
@@ -193,9 +201,10 @@ def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], confi
             f"{len(run.optim.optimizer.param_groups)}. Resume with these groups, or "
             f"{without(checkpoint, 'optimizer', 'schedulers')}."
         )
+    parameters = dict(run.task.named_parameters())
     for number, (group, values) in enumerate(zip(run.optim.optimizer.param_groups, saved, strict=True)):
         for key in values.keys() - HOW_TO_STEP:
-            value = decode(values[key], tensors)
+            value = names_as_ids(decode(values[key], tensors), parameters)
             moved = settings(f"groups[{number}].{key}", value).items() - configuration.items()
             if (
                 parts >= {"optimizer", "schedulers"}

@@ -85,8 +85,7 @@ def plan_writes(sections: Sections, processes: Processes, trained: Container[str
         CheckpointError: A tensor cannot be saved, or the processes have different ones; the message names it.
     """
     processes.together(partial(check_tensors, sections))
-    if processes.world_size > 1:
-        _check_same(_specs_of_all(sections), processes)
+    check_same(sections, processes)
     return processes.together(partial(_own_plan, sections, processes, trained))
 
 
@@ -151,8 +150,15 @@ def _holds_some(tensor: torch.Tensor) -> bool:
     return local_tensor(tensor).numel() > 0 or (tensor.numel() == 0 and is_first(tensor))
 
 
-def _check_same(specs: Mapping[str, str], processes: Processes) -> None:
-    """Refuse tensors that differ between processes. Collective: every rank must call this."""
+def check_same(sections: Sections, processes: Processes) -> None:
+    """Refuse tensors that differ between processes. Collective: every rank must call this.
+
+    Raises:
+        CheckpointError: A tensor differs; the message names it.
+    """
+    if processes.world_size == 1:
+        return
+    specs = _specs_of_all(sections)
     ordered = {name: specs[name] for name in sorted(specs)}
     digests = processes.gather(hashlib.sha256(repr(ordered).encode()).digest())
     if len(set(digests)) == 1:

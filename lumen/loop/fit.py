@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from lumen.checkpoint.collect import check_additions
+from lumen.checkpoint.collect import check_additions, check_first_state
 from lumen.errors import DataError, TrainingError
 from lumen.loop.around_step import EpochSkipped, RolledBack, is_left_out, leave_out
 from lumen.loop.evaluate import evaluate, publish
@@ -105,6 +105,8 @@ def train_epoch(run: Run) -> None:
         except RuntimeError as error:
             explain(run, error)
             raise
+        if updated and run.saves.checks_update:
+            check_first_state(run)
         if run.ending.rolls_back is not None:
             raise RolledBack(run, window, *run.ending.rolls_back)
         run.records.write_row()  # of a step before, whose values have arrived meanwhile

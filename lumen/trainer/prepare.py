@@ -16,6 +16,7 @@ from lumen.checkpoint import (
     compare,
     configured,
     groups_of,
+    keeps_unknown_state,
     load_run,
     modes_of,
 )
@@ -118,6 +119,7 @@ def prepare_training(run: Run, configure_optimizers: Callable[[], Any], checkpoi
         check_horizons(run)
     if trainer.enable_checkpointing:
         check_savable(run)  # what cannot be saved is found now, not after the first epoch
+        run.saves.checks_update = keeps_unknown_state(optim.optimizer)
 
 
 def _prepare_data(datamodule: DataModule | None, task: TaskModule, *, is_first: bool) -> None:

@@ -14,6 +14,7 @@ from tests.helpers.optimizer_state import (
     Finetuning,
     Global,
     OwnStateDict,
+    StateOfIds,
     by_hand,
     finetune,
     own,
@@ -102,7 +103,7 @@ def unfreeze_in_a_step(folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", [OwnStateDict, Attributes, Global, Around])
+@pytest.mark.parametrize("kind", [OwnStateDict, Attributes, Global, StateOfIds, Around])
 def test_so_it_does_on_two_processes(group, tmp_path, kind, strategy):
     group(2).run(resume_own, tmp_path, kind, strategy)
 

@@ -1,5 +1,7 @@
 """Whatever an optimizer keeps, and wherever, a resumed run has it; what a hook adds to it is trained and saved."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -13,10 +15,13 @@ from tests.helpers.optimizer_state import (
     WRAPS,
     Around,
     Attributes,
+    ByAddress,
+    ById,
     Finetuning,
     Global,
     OwnStateDict,
     Sgd,
+    StateOfIds,
     by_hand,
     finetune,
     own,
@@ -114,14 +119,20 @@ class Packed(OwnStateDict):
         self._rest = dict(zip(("k", "mean"), state_dict["packed"], strict=True))
 
 
-OWN = (OwnStateDict, Attributes, Global, Around, Packed)
+OWN = (OwnStateDict, Attributes, Global, ById, Around, Packed)
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize(("kind", "wrap"), [*product(OWN, WRAPS), (StateOfIds, "alone")])
 def test_what_a_users_optimizer_keeps_beside_torchs_state_goes_on_exactly(tmp_path, kind, wrap):
     (ours, _), (theirs, _) = resumed(tmp_path, lambda: own(kind, wrap))
     assert torch.equal(weights(ours), weights(theirs))
+
+
+def test_state_by_address_ends_the_run_after_one_step(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_steps=8)
+    with pytest.raises(CheckpointError, match=r"has the key \d+, which looks like an address .*id\(parameter\)"):
+        trainer.fit(own(ByAddress), loader(dtype=torch.float64))
+    assert trainer.global_step == 1
 
 
 class Unsavable(OwnStateDict):

@@ -177,6 +177,40 @@ class Global(Sgd):
         return self.state[3]["mean"] / (1 + 0.1 * shared["k"])
 
 
+class ById(Sgd):
+    """State by the id of its parameter in dictionaries of `state`, of a group and of attributes; a set of ids."""
+
+    def begin(self):
+        self.means, self.damped = {}, {id(self.param_groups[0]["params"][0])}
+
+    def factor(self, parameter):
+        key = id(parameter)
+        counts = self.param_groups[0].setdefault("counts", {})
+        counts[key] = counts.get(key, 0) + 1
+        for kept in self.kept(key), self.means:
+            kept[key] = 0.9 * kept.get(key, torch.zeros_like(parameter)) + parameter.grad.abs()
+        mean = number(self.kept(key)[key].mean()) + number(self.means[key].mean())
+        return mean / (1 + 0.1 * counts[key]) / (2 if key in self.damped else 1)
+
+    def kept(self, key):
+        return self.state["kept"]
+
+
+class StateOfIds(ById):
+    """The ids are the keys of `state`, so that no optimizer around it may use tensors."""
+
+    def kept(self, key):
+        return self.state[key]
+
+
+class ByAddress(Sgd):
+    """State by an address that no other process knows."""
+
+    def factor(self, parameter):
+        self.state[parameter.data_ptr()]["mean"] = parameter.grad.abs()
+        return 1.0
+
+
 class Around(Sgd):
     """An optimizer inside with a state that it does not share, and a `load_state_dict` that knows nothing of it."""
 
