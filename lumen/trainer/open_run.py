@@ -88,7 +88,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         relaunch(trainer.world_size, trainer.max_restarts)
     with ExitStack() as closing:
         closing.enter_context(turn(task, datamodule, trains=stage == "fit"))
-        grace = closing.enter_context(limited(trainer.grace_s))
+        grace = closing.enter_context(limited(trainer.grace_s, saves=stage == "fit"))
         trainer._status, trainer._fn = "running", stage
         closing.push(partial(_note_end, trainer))
         closing.enter_context(

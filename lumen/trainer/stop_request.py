@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, final
@@ -22,7 +22,7 @@ from lumen.trainer.telling import tell_stop
 
 
 @contextmanager
-def stop_signals(run: Run, grace: Grace | None, folders: Sequence[PurePath]) -> Iterator[None]:
+def stop_signals(run: Run, grace: Grace, folders: Sequence[PurePath]) -> Iterator[None]:
     """The first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 lets the step finish and the run save.
 
     A second one waits for no more than a save. SIGHUP and SIGUSR1 are left alone where they are ignored, as under
@@ -37,8 +37,8 @@ def stop_signals(run: Run, grace: Grace | None, folders: Sequence[PurePath]) -> 
         yield
         return
 
-    def tell(number: int) -> None:
-        tell_stop(run, number, run.trainer.run_directory, folders, None if grace is None else grace.limit_s)
+    def tell(number: int, reason: str) -> None:
+        tell_stop(run, number, run.trainer.run_directory, folders, reason)
 
     before: dict[int, Any] = {}
     request = _StopRequest(run, before)
@@ -47,7 +47,7 @@ def stop_signals(run: Run, grace: Grace | None, folders: Sequence[PurePath]) -> 
         if isinstance(handler, _StopRequest) or is_obeyed(number, handler):  # of the run around this one
             before[number] = signal.signal(number, request)
     try:
-        with grace.listening(before.keys(), tell) if grace is not None else nullcontext():
+        with grace.listening(before.keys(), tell, lambda: request.has_left or run.saves.is_writing):
             yield
     finally:
         for known, handler in before.items():
@@ -61,12 +61,15 @@ class _StopRequest:
     Args:
         run: The run that a signal asks to stop.
         before: The handlers before it, by signal; the second signal puts them back.
+
+    Attributes:
+        has_left: A second signal has made the main thread leave the run.
     """
 
     def __init__(self, run: Run, before: Mapping[int, Any]) -> None:
         self._run, self._before = run, before
         self._process, self._first_s = os.getpid(), -math.inf
-        self._is_telling = False
+        self._is_telling = self.has_left = False
         self._meanwhile: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -88,6 +91,7 @@ class _StopRequest:
                 self._leave(self._meanwhile)
 
     def _leave(self, number: int) -> None:
+        self.has_left = True
         for known, handler in self._before.items():
             signal.signal(known, handler)
         record("stopped at once: %s", signal.Signals(number).name)

@@ -45,7 +45,7 @@ def tell_setup(run: Run) -> None:
     if run.trainer.is_global_zero:
         strategy = run.strategy
         how = [strategy.__class__.__name__] * strategy.spans_processes
-        pieces = [_devices(strategy), *how, run.precision.name, *_step_size(run), f"seed {run.seed}"]
+        pieces = [_devices(strategy), *how, run.precision.name, *_step_size(run)]
         _log.info("%s", " · ".join(pieces))
 
 
@@ -150,7 +150,7 @@ def _longer(run: Run) -> tuple[str, int | str] | None:
 
 
 def tell_stop(
-    run: Run, number: int | None, directory: Path | None, folders: Iterable[PurePath], overrun_s: float | None = None
+    run: Run, number: int | None, directory: Path | None, folders: Iterable[PurePath], reason: str = ""
 ) -> None:
     """Say by what a run was stopped, where, what of it is saved, and how to go on.
 
@@ -159,11 +159,13 @@ def tell_stop(
         number: The signal that it obeys.
         directory: Of the run, if it has one.
         folders: Where its checkpoints lie.
-        overrun_s: What its time was, if that is up and it is left where it stands.
+        reason: Why the run is left where it stands, such as "not done within grace_s=8"; "" for a run at a boundary.
     """
-    at = f"stopped at step {run.progress.step} by {signal.Signals(number or signal.SIGINT).name}"
-    if overrun_s is not None:
-        at += f", not done within grace_s={overrun_s:g}"
+    by = f"by {signal.Signals(number or signal.SIGINT).name}{reason and ', '}{reason}"
+    if run.trainer.state.fn != "fit":
+        record("%s stopped %s", run.trainer.state.fn, by)
+        return
+    at = f"stopped at step {run.progress.step} {by}"
     newest = _newest(folders)
     if newest is None or directory is None:
         record("%s; no checkpoint was saved", at)

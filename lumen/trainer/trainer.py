@@ -102,7 +102,7 @@ class Trainer(RunView):
             safetensors files, or `Weights`, which renames and leaves out. A run that is resumed does not read it.
         max_restarts: How often the launcher starts all processes of `fit` again after one has failed: from the newest
             checkpoint, unless the task is to blame. Under torchrun that is its own `--max-restarts`.
-        grace_s: Seconds from the signal that asks to stop until the process is gone, saved or not. Default: no limit.
+        grace_s: Seconds from the first signal until the process ends, saved or not. Default: none, 30 in evaluations.
         seed: Of everything random: 0 to 2**63 - 1. Default: that of `seed_everything`, else drawn once and recorded;
             when resuming the checkpoint's counts.
         deterministic: Use deterministic algorithms only; an operation that has none is an error, or

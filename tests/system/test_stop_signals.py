@@ -225,6 +225,79 @@ def test_what_is_not_done_within_grace_s_is_left_and_the_newest_checkpoint_named
     assert "going on from runs/run/checkpoints/step-00000002" in output
 
 
+HUNG = """
+import ctypes, os, sys
+from pathlib import Path
+import torch
+import lumen
+from tests.helpers.tasks import Regression, loader
+
+STAGE, WHERE = sys.argv[1:]
+RANK = os.environ.get("RANK", "")
+
+class Task(Regression):
+    def setup(self, stage):
+        self.group = torch.distributed.new_group()
+
+    def hang(self):
+        Path(f"at-{RANK}").write_text(str(os.getpid()))
+        if RANK == "1" and WHERE == "lock":
+            mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+            lock(mutex)
+            lock(mutex)  # never returns, and Python calls no handler meanwhile
+        if RANK == "1":
+            torch.distributed.all_reduce(torch.ones(1), group=self.group)  # the other rank does not take part
+
+    def training_step(self, batch):
+        self.hang()
+        return super().training_step(batch)
+
+    def validation_step(self, batch):
+        self.hang()
+
+    def predict_step(self, batch):
+        self.hang()
+
+    test_step = validation_step
+
+trainer = lumen.Trainer(
+    max_steps=8, devices=2, accelerator="cpu", name="run", enable_progress_bar=False, enable_model_summary=False
+)
+getattr(trainer, STAGE)(Task(), loader(40, 4))
+"""
+
+
+def hung(stage, where, *numbers):
+    """Send signals to the launcher of a job of which no rank runs Python any more; the exit code and the output."""
+    Path("hung.py").write_text(HUNG)
+    words = [sys.executable, "hung.py", stage, where]
+    job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    ask(job, numbers[0], "launcher", 2)
+    for number in numbers[1:]:
+        time.sleep(1)  # of signals that wait together Python handles the lowest number first
+        os.kill(job.pid, number)
+    return finish(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "where"), [("validate", "lock"), ("test", "collective"), ("predict", "collective"), ("fit", "lock")]
+)
+def test_a_second_signal_ends_a_hung_job_in_each_stage(stage, where):
+    code, output = hung(stage, where, signal.SIGTERM, signal.SIGINT)
+    assert code == 143, output
+    assert f"{'stopped at step 0' if stage == 'fit' else f'{stage} stopped'} by SIGINT, at once" in output
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize("where", ["lock", "collective"])
+def test_one_signal_ends_a_hung_evaluation(stage, where):
+    code, output = hung(stage, where, signal.SIGTERM)
+    assert code == 143, output
+    assert f"{stage} stopped by SIGTERM, not done within 30 s, which grace_s changes" in output
+
+
 # every signal with every phase; each receiver meets all of both
 TABLE = [
     (number, LAUNCHED[(row + 2 * column) % len(LAUNCHED)], phase, 2)
