@@ -233,6 +233,11 @@ def chosen_seed() -> int | None:
     return _chosen
 
 
+def draw_seed() -> int:
+    """Draw a seed for a run from torch's global generator: a script that seeds torch gets the same runs every time."""
+    return int(torch.randint(2**31, (), generator=torch.default_generator, device="cpu"))
+
+
 def seed_for_building(seed: int) -> None:
     """Seed the global generators for building a model and its data."""
     seed_generators(make_key(seed, Domain.INIT))

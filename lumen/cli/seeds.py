@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -13,7 +12,7 @@ from lumen.checkpoint import PARTS, as_place, find_checkpoint, is_weights
 from lumen.checkpoint.manifest import STATE
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
-from lumen.random import checked_seed
+from lumen.random import checked_seed, draw_seed
 
 
 def seed_of(config: Namespace, checkpoint: Any, name: str) -> int:
@@ -32,9 +31,9 @@ def seed_of(config: Namespace, checkpoint: Any, name: str) -> int:
     folder, *beside = _dirpaths(config.trainer.callbacks, own) or [own]
     goes_on = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
     if not goes_on or is_weights(checkpoint):
-        return secrets.randbits(31)
+        return draw_seed()
     found = find_checkpoint(str(checkpoint), folder, sections=(STATE,), beside=beside)  # the run verifies the rest
-    return int(found.state["seed"]) if found else secrets.randbits(31)
+    return int(found.state["seed"]) if found else draw_seed()
 
 
 def _dirpaths(callbacks: Any, own: Path) -> list[PurePath]:

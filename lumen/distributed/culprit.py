@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import linecache
 import os
 import re
 import sysconfig
@@ -18,6 +20,8 @@ import torch
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 _LUMEN, _TORCH = str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES, _LOADER = _TORCH + f"distributed{os.sep}", _TORCH + os.path.join("utils", "data", "")
+_WAITS = str(Path(__file__).parent / "processes.py")
+_LOOPS = tuple(_LUMEN + folder + os.sep for folder in ("loop", "trainer"))
 _AUTOGRAD = _TORCH + f"autograd{os.sep}"
 _INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 _DEBUGGER = re.compile(r"[/\\](bdb|pdb|IPython[/\\].*|_?pydevd\w*([/\\].*)?|debugpy[/\\].*)\.py$")
@@ -39,6 +43,16 @@ class Frame:
     def is_lumens(self) -> bool:
         """It is of Lumen."""
         return self.file.startswith(_LUMEN)
+
+    @property
+    def is_wait(self) -> bool:
+        """Return True if the frame waits for a collective that Lumen has begun before."""
+        return self.file == _WAITS and self.function == "finish"
+
+    @property
+    def calls_wait(self) -> bool:
+        """Return True if the frame is of the user and waits for what was begun before, as `work.wait()` does."""
+        return self.is_users and ".wait(" in linecache.getline(self.file, self.line)
 
     @property
     def is_users(self) -> bool:
@@ -125,8 +139,16 @@ class Place:
     @property
     def waits_for_others(self) -> bool:
         """It is in a collective, or in a backward that does not compute."""
+        if self.frames and (self.frames[0].is_wait or self.frames[0].calls_wait):
+            return True
         in_backward = bool(self._inner) and self._inner[0].file.startswith(_AUTOGRAD) and not self.is_busy
         return in_backward or any(frame.file.startswith(_COLLECTIVES) for frame in self._inner)
+
+    @property
+    def users_frame(self) -> Frame | None:
+        """Return the innermost frame of the user that the loop has called; None: the loop itself is at work."""
+        within = itertools.takewhile(lambda frame: not frame.file.startswith(_LOOPS), self.frames)
+        return next((frame for frame in within if frame.is_users), None)
 
     @property
     def is_debugged(self) -> bool:
@@ -210,6 +232,17 @@ def name_culprits(places: Sequence[Place]) -> str:
         )
     what = f"all processes of this host wait at {next(iter(spots))}"
     return what if len(here) == len(places) else f"{what}; see what the others say"
+
+
+def name_unmatched(one: Place, two: Place) -> str:
+    """Describe two processes that wait for one another in different collectives."""
+    if two.users_frame is not None and one.users_frame is None:
+        one, two = two, one
+    other = f"is at {two.users_frame}" if two.users_frame is not None else "has gone on without it"
+    return (
+        f"rank {one.rank} waits in a collective that rank {two.rank} does not reach: rank {one.rank} is at "
+        f"{one.users_frame or one._anchor}; rank {two.rank} {other}"
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

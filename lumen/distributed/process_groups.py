@@ -32,6 +32,7 @@ class Groups:
 
     def __init__(self, processes: Processes, device: torch.device) -> None:
         self.is_ours = not dist.is_initialized()
+        self.device = device
         self._failed = False
         self._patience_s = _NCCL_LATER_S if device.type == "cuda" else _LATER_S
         timeout = _span(processes.startup_timeout_s)
@@ -53,8 +54,8 @@ class Groups:
         self._parts: list[Any] = []
         self.stacks: Stacks | None = None
         if processes.world_size > 1:
-            shares = self.is_ours and device.type == "cpu"  # gradients go over gloo too, which is faster in one group
-            self.control = self.default if shares else _new_group(timeout)
+            # The default group is left to collectives of the user: one that some ranks skip never meets one of Lumen's.
+            self.control = _new_group(timeout)
             self.stacks = Stacks(processes.rank, lambda value: gather(value, self.control))
         atexit.register(self.close)
 

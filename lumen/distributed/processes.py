@@ -10,7 +10,7 @@ from copy import copy
 from functools import partial
 from socket import gethostname
 from time import monotonic
-from typing import Any, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,7 @@ class Processes:
         self.waited_s = 0.0
         self._waits_s = 0.0
         self._groups: Groups | None = None
-        self._is_beside = False
+        self._group: Literal["control", "beside", "default"] = "control"
 
     @staticmethod
     def found() -> Processes:
@@ -171,6 +171,15 @@ class Processes:
         if self._groups is not None and seconds > self._waits_s:
             self._waits_s = seconds
             self._groups.set_timeout(seconds)
+
+    @property
+    def gradient_group(self) -> Any:
+        """The process group for gradients; None is torch's default group.
+
+        On the CPU it is the group of the plain data, since two gloo groups next to each other are slower than one.
+        """
+        is_cpu = self._groups is not None and self._groups.device.type == "cpu"
+        return self._control if is_cpu and self.world_size > 1 else None
 
     @property
     def stacks(self) -> Stacks | None:
@@ -337,9 +346,18 @@ class Processes:
     def beside(self) -> Processes:
         """The same processes, over process groups of their own, for a thread to use. Collective."""
         others = copy(self)
-        others._is_beside = True
+        others._group = "beside"
         if self.world_size > 1:
             others._connected.open_beside()
+        return others
+
+    def for_user(self) -> Processes:
+        """Return the same processes, over torch's default group.
+
+        A call by the user that some ranks skip is then never matched with one of Lumen's.
+        """
+        others = copy(self)
+        others._group = "default"
         return others
 
     @property
@@ -350,5 +368,4 @@ class Processes:
 
     @property
     def _control(self) -> Any:
-        groups = self._connected
-        return groups.beside if self._is_beside else groups.control
+        return getattr(self._connected, self._group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import json
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lumen.distributed.culprit import Place, Worker
+from lumen.distributed.unmatched import Begun
 
 GROUP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # nobody's own: faulthandler answers it below Python
 OWN_SIGNAL = GROUP_SIGNAL - 1  # of a process alone, which may be a run in one of a group
@@ -72,6 +74,28 @@ class Stacks:
     def collect(self) -> str:
         """The stacks of the other processes on this host; also which ranks have ended or run on other hosts."""
         return "\n".join(place.told() for place in self.look() if place.rank != self._rank)
+
+    def exchange(self, own: Begun | None) -> dict[int, Begun]:
+        """Write down the collectives that this process has begun, and read those of the others on this host.
+
+        Args:
+            own: None: the main thread of this process does not wait in a collective.
+
+        Returns:
+            Of each rank that waits in a collective what its process has begun.
+        """
+        path = self._folder / f"begun-{self._rank}"
+        if own is None:
+            path.unlink(missing_ok=True)
+            return {}
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps(own))
+        draft.rename(path)
+        found = {}
+        for each in self._folder.glob("begun-*[0-9]"):
+            with suppress(OSError):  # that process has gone on since
+                found[int(each.name.removeprefix("begun-"))] = Begun(*json.loads(each.read_text()))
+        return found
 
     def claim(self) -> bool:
         """Whether this process is the one of its host that ends the job."""
@@ -138,6 +162,7 @@ class Stacks:
         faulthandler.unregister(GROUP_SIGNAL)
         self._claimed.close()
         with suppress(OSError):
+            (self._folder / f"begun-{self._rank}").unlink(missing_ok=True)
             (self._folder / str(self._rank)).unlink()
             (self._folder / "ending").unlink(missing_ok=True)
             self._folder.rmdir()  # by the last one

@@ -88,6 +88,12 @@ def recorded_collectives() -> dict[str, bytes]:
     return {name: text for name, text in found.items() if b'"entries"' in text}
 
 
+def recorded_on_host() -> bytes | None:
+    """Return the last collectives of this process on host tensors, as JSON; None where torch does not record them."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    return None if dump is None else bytes(dump())
+
+
 def watch_workers(agent: Any, look: Callable[[Any], Any]) -> None:
     """Have a function called before an elastic agent looks at its workers, each time.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import final
 
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.outside_steps import Doubts
 from lumen.metrics.torchmetrics_states import Gather, metrics_of, share_metrics
-from lumen.strategies import Strategy
+from lumen.strategies import Strategy, gather_values
 from lumen.task.hooks import Hooks
 from lumen.task.task_module import TaskModule
 
@@ -51,8 +52,8 @@ class LogContext:
 
     @property
     def gather(self) -> Gather | None:
-        """`strategy.gather`; None where there is one process, which has nothing to merge."""
-        return self._strategy.gather if self._strategy.processes.world_size > 1 else None
+        """The function that gathers values of all ranks; None where one process has nothing to merge."""
+        return partial(gather_values, self._strategy) if self._strategy.processes.world_size > 1 else None
 
     def call_hooks(self, name: str) -> None:
         """Call hooks that stand around steps: a number that they log is of this process, not of samples."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from inspect import isclass
 from typing import Any
 
 from lumen.data.adapter import LoaderAdapter
 from lumen.data.combined import holds_loaders
+from lumen.data.contents import check_same_data
 from lumen.data.loaders import adapt_loader
 from lumen.data.windows import RankSlice
 from lumen.errors import ConfigError, DataError
 from lumen.errors.arguments import in_words
 from lumen.random import EVALUATIONS, Domain, make_key
 from lumen.run.run import Run
+from lumen.strategies import gather_values
 from lumen.task.data_module import DataModule
 from lumen.task.given import check_loaders
 from lumen.task.hooks import overrides
@@ -84,6 +87,8 @@ def _open_loaders(run: Run) -> None:
     elif run.loaders.given is not None and run.loaders.given[1] is not None and plan.limits["validate"] != 0:
         _log.warning("%s has no validation_step: the validation data is not used", type(run.task).__name__)
     run.calls.bind(run.loaders)
+    if rank_slice.world > 1:
+        check_same_data(rank_slice, {"training data": loader, "validation data": run.loaders.sources.get("validate")})
 
 
 def _may_be_filled(run: Run) -> bool:
@@ -162,11 +167,13 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
     for adapter, name in zip(adapters, given if isinstance(given, Mapping) else [""] * len(adapters), strict=True):
         adapter.name = str(name)
         run.plan.limit(stage, adapter)
+    if required and rank_slice.world > 1:  # Within fit they are compared together with the training data.
+        check_same_data(rank_slice, {f"{stage} data": given})
     return adapters
 
 
 def _rank_slice(run: Run, needs_dummies: bool) -> RankSlice:
-    return RankSlice(run.processes.rank, run.processes.world_size, needs_dummies, run.strategy.gather)
+    return RankSlice(run.processes.rank, run.processes.world_size, needs_dummies, partial(gather_values, run.strategy))
 
 
 def _loader(run: Run, stage: str) -> Any:

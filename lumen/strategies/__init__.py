@@ -2,6 +2,6 @@
 
 from lumen.strategies.factory import make_strategy
 from lumen.strategies.single import SingleDevice
-from lumen.strategies.strategy import Strategy, sync_buffers
+from lumen.strategies.strategy import Strategy, gather_values, sync_buffers
 
-__all__ = ["SingleDevice", "Strategy", "make_strategy", "sync_buffers"]
+__all__ = ["SingleDevice", "Strategy", "gather_values", "make_strategy", "sync_buffers"]

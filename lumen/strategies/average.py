@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,25 +13,26 @@ _BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel has them
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def average(parameters: Sequence[nn.Parameter], world: int, compression: str | None = None) -> None:
+def average(parameters: Sequence[nn.Parameter], world: int, compression: str | None = None, group: Any = None) -> None:
     """Replace each gradient by its mean over all processes. Collective: every rank must call this.
 
     Args:
         parameters: The same on all ranks; one without a gradient here has zeros.
         world: Number of processes.
         compression: Communicate in `fp16` or `bf16`; None: in the gradients' own dtype.
+        group: The process group that communicates; None: torch's default group.
     """
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
         if bucket[0].is_sparse:
-            torch.distributed.all_reduce(bucket[0])
+            torch.distributed.all_reduce(bucket[0], group=group)
             bucket[0].div_(world)
             continue
         joined = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(world)
         wire = joined if compression is None else joined.to(_DTYPES[compression])
-        torch.distributed.all_reduce(wire)
+        torch.distributed.all_reduce(wire, group=group)
         parts = torch.split(wire.to(joined.dtype), [gradient.numel() for gradient in bucket])
         for gradient, part in zip(bucket, parts, strict=True):
             gradient.copy_(part.view_as(gradient))

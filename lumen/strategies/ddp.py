@@ -132,7 +132,9 @@ class DDP(Strategy):
             # a parameter that no rank has used must be without a gradient even where a rank had no batch
             steps = Steps(self._task, anchored=self._options["find_unused_parameters"]).to(self.device)
             leave_out_expanded_buffers(steps)  # `sync_buffers` can
-            self._ddp = DistributedDataParallel(steps, **self._options, **_NO_BUFFERS)
+            self._ddp = DistributedDataParallel(
+                steps, process_group=self.processes.gradient_group, **self._options, **_NO_BUFFERS
+            )
             need_reducer(self._ddp)
             if self._compression is not None:
                 self._ddp.register_comm_hook(None, _HOOKS[self._compression])
@@ -237,7 +239,7 @@ class DDP(Strategy):
         used = self.processes.sum([float(parameter.grad is not None) for parameter in parameters])
         average(
             [parameter for parameter, count in zip(parameters, used, strict=True) if count],
-            self.processes.world_size, self._compression,
+            self.processes.world_size, self._compression, self.processes.gradient_group,
         )  # fmt: skip
 
     def _refuse_unsummed(self) -> None:

@@ -148,21 +148,21 @@ class Strategy(ABC):
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective: every rank must call this."""
-        self.processes.barrier()
+        self.processes.for_user().barrier()
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """Rank `source`'s value of plain data, on every rank. Collective: every rank must call this.
 
         With several processes tensors arrive on the CPU.
         """
-        return self.processes.broadcast(self._portable(value), source)
+        return self.processes.for_user().broadcast(self._portable(value), source)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value of plain data, in rank order, on every rank. Collective: every rank must call this.
 
         With several processes tensors arrive on the CPU.
         """
-        return self.processes.gather(self._portable(value))
+        return self.processes.for_user().gather(self._portable(value))
 
     def _portable(self, value: T) -> T:
         """A tensor on the CPU instead: pickled on an accelerator, it would be unpickled on one that has its number."""
@@ -197,6 +197,11 @@ class Strategy(ABC):
         if dst not in (None, self.processes.rank):
             return tensor
         return total / world if reduce_op == "mean" else total
+
+
+def gather_values(strategy: Strategy, value: T) -> list[T]:
+    """Return every rank's value, as `Strategy.gather` does, over the group of Lumen's own collectives. Collective."""
+    return strategy.processes.gather(strategy._portable(value))
 
 
 def sync_buffers(strategy: Strategy, task: nn.Module) -> None:

@@ -19,7 +19,7 @@ def all_gather(data: Any, processes: Processes, device: torch.device, *, sync_gr
     prepared = as_tensors(data, device)
     if processes.world_size == 1:
         return prepared
-    described = processes.gather([f"{str(each.dtype)[6:]}{list(each.shape)}" for each in tensors(prepared)])
+    described = processes.for_user().gather([f"{str(each.dtype)[6:]}{list(each.shape)}" for each in tensors(prepared)])
     for rank, other in enumerate(described):
         if other != described[0]:
             raise TrainingError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,7 @@ from lumen.checkpoint.averaging import averaged
 from lumen.checkpoint.folder import find_newer, newest_committed, set_aside
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
-from lumen.random import chosen_seed
+from lumen.random import chosen_seed, draw_seed
 from lumen.run.run import Run
 
 _log = logging.getLogger("lumen")
@@ -129,7 +128,7 @@ class Origin:
         return checkpoint
 
     def seed_of(self, checkpoint: Checkpoint | None, given: int | None) -> int:
-        """The seed of the run: the checkpoint's, the one given, that of `seed_everything`, or one drawn now.
+        """The seed of the run: the checkpoint's, the one given, that of `seed_everything`, or one that torch draws.
 
         Raises:
             ConfigError: The one given, or that of `seed_everything`, is not the checkpoint's.
@@ -143,7 +142,7 @@ class Origin:
                     f"{name}: {given} is not the seed {saved} of {checkpoint.path}. Leave it out when resuming."
                 )
             return saved
-        return secrets.randbits(31) if given is None else given
+        return draw_seed() if given is None else given
 
     def fill(
         self,

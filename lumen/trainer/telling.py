@@ -45,7 +45,7 @@ def tell_setup(run: Run) -> None:
     if run.trainer.is_global_zero:
         strategy = run.strategy
         how = [strategy.__class__.__name__] * strategy.spans_processes
-        pieces = [_devices(strategy), *how, run.precision.name, *_step_size(run)]
+        pieces = [_devices(strategy), *how, run.precision.name, *_step_size(run), f"seed {run.seed}"]
         _log.info("%s", " · ".join(pieces))
 
 

@@ -21,8 +21,9 @@ import torch
 
 from lumen.checkpoint import Saves
 from lumen.console import in_notebook, stderr
-from lumen.distributed.culprit import Place, is_prompt, name_culprits
+from lumen.distributed.culprit import Place, is_prompt, name_culprits, name_unmatched
 from lumen.distributed.stack_dump import OWN_SIGNAL, look_at, own_stacks
+from lumen.distributed.unmatched import Begun, collectives_begun, find_unmatched
 from lumen.distributed.worker import report
 from lumen.errors import HUNG, ProcessStuck
 from lumen.internals.process_groups import recorded_collectives
@@ -39,6 +40,16 @@ _LOOKERS = {"ipykernel", "debugpy", "pydevd"}
 _TIMES = 5  # so much longer than the longest so far may take what has no other limit
 _LONGEST_PERIOD_S, _LOOKS = 1.0, 40
 _TELLING_S, _LEAVING_S = 5.0, 5.0
+_TAKES_LONG = (
+    "If it only takes long, set a longer timeout_s, and where it is in no step a longer startup_timeout_s, of the "
+    "strategy: {class_path: lumen.DDP, init_args: {timeout_s: 3600}}, or of lumen.FSDP or SingleDevice."
+)
+_CALL_EQUALLY_OFTEN = (
+    "All ranks must call a collective equally often. A condition on batch_idx is true on one rank at a time, since "
+    "batch_idx counts the batches of all ranks, and one rank may have a batch more. Log values with self.log, which "
+    "needs no collective, or call collectives in hooks such as on_validation_epoch_end."
+)
+_UNMATCHED_AFTER_S = 3.0  # A step that waits less long is not looked at.
 
 
 @contextmanager
@@ -79,6 +90,7 @@ class _Watch:
         self._processes, self._stacks = run.processes, run.processes.stacks
         self._file, self._is_fit = own_stacks(), run.stage == "fit"
         self._is_traced = sys.gettrace() is not None
+        self._posted: dict[int, Begun] = {}
         self._longest_s = {True: 0.0, False: 0.0}  # without a step or batch: in a step, and elsewhere
 
     def keep(self) -> None:
@@ -105,6 +117,14 @@ class _Watch:
                 idle_s, warned = 0.0, False
                 continue
             limit_s *= patience
+            if (pair := self._unmatched(idle_s)) is not None and (places := self._claim(beats)):
+                headline = name_unmatched(*(places[rank] for rank in pair))
+                if not self._is_looked_at(places):
+                    self._end(places, headline, _CALL_EQUALLY_OFTEN)
+                self._give_up_claim()
+                if not warned:
+                    self._warn(f"{headline}. It is not ended: somebody may be looking at it.")
+                warned = True
             if idle_s > limit_s and (places := self._claim(beats)):
                 headline = f"no step and no batch was done for {idle_s:.3g} s: {name_culprits(places)}"
                 if not self._is_looked_at(places):
@@ -119,6 +139,24 @@ class _Watch:
                     f"after {limit_s:.3g} s. If that is no surprise, set a longer timeout_s.\n"
                     + self._own_place().told()
                 )
+
+    def _unmatched(self, idle_s: float) -> tuple[int, int] | None:
+        """Return two ranks of this host that wait for one another in different collectives, once it is certain."""
+        if self._stacks is None:
+            return None
+        waits = idle_s > _UNMATCHED_AFTER_S and self._waits()
+        posted = self._stacks.exchange(collectives_begun(self._thread) if waits else None)
+        before, self._posted = self._posted, posted
+        pair = find_unmatched(posted)
+        return pair if pair is not None and all(before.get(rank) == posted[rank] for rank in pair) else None
+
+    def _waits(self) -> bool:
+        """Return True if the thread that is watched waits in a collective."""
+        lines, frame = list[str](), sys._current_frames().get(self._thread)
+        while frame is not None:
+            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+            frame = frame.f_back
+        return Place(self._processes.rank, os.getpid(), "runs", "\n".join(lines)).waits_for_others
 
     def _limit(self) -> tuple[bool, float, bool]:
         """Whether the run is in a step, how long it may stand where it is, in seconds, and if a debugger asks there."""
@@ -169,8 +207,8 @@ class _Watch:
         if self._stacks is not None:
             self._stacks.give_up_claim()
 
-    def _end(self, places: Sequence[Place], headline: str) -> NoReturn:
-        self._say(places, headline)
+    def _end(self, places: Sequence[Place], headline: str, advice: str = _TAKES_LONG) -> NoReturn:
+        self._say(places, headline, advice)
         if self._stacks is not None:
             self._stacks.say_over(headline)
         self._exit(_LEAVING_S)
@@ -188,14 +226,10 @@ class _Watch:
                 self._write_collectives()
         os._exit(HUNG)
 
-    def _say(self, places: Sequence[Place], headline: str) -> None:
+    def _say(self, places: Sequence[Place], headline: str, advice: str) -> None:
         """Write down where all processes stand; whatever cannot be written is left out."""
         text, written = "\n".join([headline + ".", *(place.told() for place in places)]), list[Path]()
         _within(_TELLING_S, lambda: self._write(text + "\n", written))
-        advice = (
-            "If it only takes long, set a longer timeout_s, and where it is in no step a longer startup_timeout_s, "
-            "of the strategy: {class_path: lumen.DDP, init_args: {timeout_s: 3600}}, or of lumen.FSDP or SingleDevice."
-        )
         where = f"The stacks are in {written[0]}. " if written else ""
         told = f"error: {text}\n{where}{advice}\nerror: {headline}."
         _within(_TELLING_S, partial(self._record, headline))

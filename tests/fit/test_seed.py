@@ -23,6 +23,24 @@ def test_two_runs_after_the_same_seed_see_the_same_order(tmp_path):
     assert order(trainer_of(tmp_path, seed=123)) == first, "as the trainer's own argument"
 
 
+def test_a_run_repeats_where_torch_is_seeded(tmp_path):
+    """As in a script that seeds torch and nothing of Lumen: every run of it is the same, two fits in it are not."""
+
+    def drawn(seed=None):
+        if seed is not None:
+            torch.manual_seed(seed)
+            np.random.seed(0)
+        return order(trainer_of(tmp_path))
+
+    first, second = drawn(7), drawn()
+    assert (drawn(7), drawn()) == (first, second)
+    assert len({first[0], second[0], drawn(8)[0]}) == 3
+    state = torch.get_rng_state()
+    torch.seed()
+    assert drawn()[0] not in (first[0], second[0])
+    torch.set_rng_state(state)
+
+
 def test_the_seed_of_the_trainer_goes_before_and_the_last_one_chosen_counts(tmp_path):
     early = trainer_of(tmp_path)
     lumen.seed_everything(1)

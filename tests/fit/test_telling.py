@@ -40,7 +40,7 @@ def test_the_beginning_names_the_device_the_precision_and_the_size_of_a_step(tmp
         ({"accumulate_grad_batches": {0: 1, 1: 2}}, "fp32"),
     ):
         quiet_trainer(tmp_path, max_steps=1, log_level="INFO", **options).fit(Regression(), loader())
-        assert lines_of(capsys, tmp_path)[1] == f"CPU, {threads} thread{'s' * (threads > 1)} · {said}"
+        assert lines_of(capsys, tmp_path)[1] == f"CPU, {threads} thread{'s' * (threads > 1)} · {said} · seed 3"
 
 
 def test_a_step_whose_size_nobody_knows_is_not_told(tmp_path, capsys):

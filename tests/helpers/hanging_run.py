@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import lumen
@@ -24,10 +25,14 @@ def main(mode, devices, launched=False, max_restarts=0):
     (Path.cwd() / f"rank-{rank}-{os.getpid()}").touch()
     if mode == "absent" and rank == 1:
         sleeps_before_it_comes()
-    limits = {
-        "timeout_s": LONG_S if mode == "suspended" else LIMIT_S,
-        "startup_timeout_s": 20.0 if launched and mode != "absent" else 2 * LIMIT_S,
-    }
+    limits = (
+        {}
+        if mode in UNMATCHED
+        else {
+            "timeout_s": LONG_S if mode == "suspended" else LIMIT_S,
+            "startup_timeout_s": 20.0 if launched and mode != "absent" else 2 * LIMIT_S,
+        }
+    )
     strategy = lumen.DDP(**limits) if devices > 1 else lumen.SingleDevice(**limits)
     trainer = lumen.Trainer(
         max_steps=8, devices=devices, strategy=strategy, accelerator="cpu", name="run", enable_progress_bar=False,
@@ -37,7 +42,8 @@ def main(mode, devices, launched=False, max_restarts=0):
     if mode == "forked worker" and rank == devices - 1:
         hangs_in_each_fork()
     workers = 1 if "worker" in mode else 0
-    trainer.fit(Task(mode, rank == devices - 1), DataLoader(Samples(mode), 2, num_workers=workers))
+    data = DataLoader(Samples(mode), 2, num_workers=workers)
+    trainer.fit(Task(mode, rank == devices - 1), data, data if "validation_step" in mode else None)
     print(f"done: {trainer.global_step} steps")
 
 
@@ -70,6 +76,30 @@ def this_sample_sleeps():
     time.sleep(1000)
 
 
+def gather(task, value):
+    parts = [torch.zeros_like(value) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather(value, parts, dst=0)
+
+
+def wait_for_what_was_begun(task, value):
+    work = dist.all_reduce(value, async_op=True)
+    work.wait()
+
+
+#: Collectives of the user, by name.
+COLLECTIVES = {
+    "gather": gather,
+    "all_reduce": lambda task, value: dist.all_reduce(value),
+    "wait": wait_for_what_was_begun,
+    "barrier": lambda task, value: dist.barrier(),
+    "self.all_gather": lambda task, value: task.all_gather(value),
+    "strategy.gather": lambda task, value: task.trainer.strategy.gather(float(value)),
+}
+#: Modes in which every second batch calls one of them, so that rank 0 alone does.
+STEPS = ("validation_step", "training_step")
+UNMATCHED = [f"{name} in {step}" for number, name in enumerate(COLLECTIVES) for step in STEPS[:: (1, -1)[number % 2]]]
+
+
 class Task(Regression):
     def __init__(self, mode, is_last):
         super().__init__()
@@ -79,7 +109,7 @@ class Task(Regression):
         if self.mode == "missing" and self.is_last:
             time.sleep(1000)
 
-    def training_step(self, batch):
+    def training_step(self, batch, batch_idx):
         if self.trainer.global_step == AT_STEP and self.is_last:
             if self.mode == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -89,7 +119,17 @@ class Task(Regression):
             (Path.cwd() / f"waits-{self.trainer.global_rank}").touch()
             while not (Path.cwd() / "goes-on").exists():
                 time.sleep(0.01)
+        self.call_in("training_step", batch_idx)
         return super().training_step(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.call_in("validation_step", batch_idx)
+        return super().validation_step(batch)
+
+    def call_in(self, step, batch_idx):
+        name, _, where = self.mode.partition(" in ")
+        if where == step and batch_idx % 2 == 0:
+            COLLECTIVES[name](self, torch.ones(()))
 
 
 def this_loop_is_endless():

@@ -10,7 +10,7 @@ import pytest
 
 from lumen.errors import HUNG
 from tests.helpers import hanging_run
-from tests.helpers.hanging_run import LONG_S
+from tests.helpers.hanging_run import LONG_S, UNMATCHED
 from tests.helpers.jobs import Nursery, script
 
 MODULE = hanging_run.__name__
@@ -63,6 +63,22 @@ def collectives_are_recorded(logs, ended_by_itself):
 @pytest.mark.parametrize(("mode", "devices"), [key for key in NAMED if key not in {("loop", 2), ("loop", 1)}])
 def test_a_process_that_hangs_is_named_and_the_job_ends(nursery, tmp_path, mode, devices):
     is_named_and_ended(nursery, tmp_path, mode, devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.torture] * (number % 2)) for number, mode in enumerate(UNMATCHED)]
+)
+def test_a_collective_that_ranks_skip_is_named(nursery, tmp_path, mode):
+    """The limits are the default ones, of 10 and 30 minutes."""
+    end = nursery.start(str(tmp_path), MODULE, {"mode": mode, "devices": 2}).wait()
+    said = (
+        r"error: rank 0 waits in a collective that rank 1 does not reach: rank 0 is at \S+hanging_run\.py:\d+ in \S+; "
+        r"rank 1 has gone on without it\.\n"
+    )
+    assert len(re.findall(said, end.output)) == 2, end.output
+    assert "A condition on batch_idx is true on one rank at a time" in end.output
+    assert end.code == HUNG
 
 
 @pytest.mark.torture

@@ -206,7 +206,7 @@ def test_a_fit_shows_lines_and_one_picture_that_is_drawn_in_its_place(notebook):
     assert [output.output_type for output in notebook.first] == ["stream", "display_data", "stream"]
     assert {before.name, after.name} == {"stdout"}
     assert re.sub(r", \d+ threads?", "", before.text) == (
-        "the run is in runs/regression\nCPU · fp32 · global batch 8\n"
+        "the run is in runs/regression\nCPU · fp32 · global batch 8 · seed 1\n"
         "name  type        parameters  trainable\nnet   Sequential          65      100 %\n"
         "Regression: 65 parameters (65 trainable, 0 frozen), < 0.01 MB float32\n"
     )

@@ -102,7 +102,7 @@ def test_what_stays_in_a_terminal_is_the_beginning_each_validation_and_the_end(t
     shown = [line.replace(f"{tmp_path}/", "") for line in screen_of(screen)]
     assert [re.sub(r", \d+ threads?", "", line) for line in shown[:2]] == [
         "the run is in run",
-        "CPU · fp32 · global batch 4",
+        "CPU · fp32 · global batch 4 · seed 1",
     ]
     assert shown[2:5] == [
         "step 5/15 · epoch 1/3 · val_number 1005 (best so far)",

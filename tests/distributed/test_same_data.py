@@ -1,0 +1,200 @@
+"""Ranks that hold different data are refused before the first step: splits, shuffles and shards of the user's own."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset as HuggingFaceSet
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler, random_split
+
+import lumen
+from lumen.errors import DataError
+from tests.helpers.tasks import bare_trainer
+
+SAMPLES = 40
+NAMES = [f"class_{number}" for number in range(10)]
+
+
+class Kept(Dataset):
+    """Numbers from 0, beside an attribute of any kind."""
+
+    def __init__(self, kept, samples=SAMPLES):
+        self.kept, self.samples = kept, samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)])
+
+
+class Shards(IterableDataset):
+    """A stream whose first sample does not show that its shards come in another order."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def __iter__(self):
+        return iter(torch.zeros(8, 1))
+
+
+class Sum(lumen.TaskModule):
+    """The least task that trains and evaluates on anything a loader gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch):
+        return self.weight.square()
+
+    def validation_step(self, batch):
+        self.log("val_loss", self.weight)
+
+    def test_step(self, batch):
+        self.log("test_loss", self.weight)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def drawn(rank):
+    """A generator that draws other numbers on each rank, as an unseeded one does."""
+    return random.Random(rank)
+
+
+def shuffled(items, rank):
+    items = list(items)
+    drawn(rank).shuffle(items)
+    return items
+
+
+def split(rank, of_val=0):
+    numbers = TensorDataset(torch.arange(float(SAMPLES)))
+    return random_split(numbers, [30, 10], torch.Generator().manual_seed(rank))[of_val]
+
+
+def collate_with(vocabulary):
+    def collate(samples):
+        return torch.stack(samples) * len(vocabulary)
+
+    return collate
+
+
+def hugging_face():
+    return HuggingFaceSet.from_dict({"x": list(range(SAMPLES))}).with_format("torch")
+
+
+#: What each rank reads, by what made it differ, and where it is found.
+DIFFERENT = {
+    "random_split": (lambda rank: split(rank), "dataset.indices"),
+    "a permutation of indices": (lambda rank: Kept(torch.randperm(SAMPLES)), "dataset.kept"),
+    "numpy indices": (lambda rank: Kept(np.random.default_rng(rank).permutation(SAMPLES)), "dataset.kept"),
+    "random data": (lambda rank: TensorDataset(torch.randn(SAMPLES, 3, 8, 8) + rank), "dataset.tensors.0"),
+    "a list of samples": (lambda rank: [(torch.ones(3) * rank, 1)] * SAMPLES, "dataset"),
+    "os.listdir": (lambda rank: Kept(shuffled([Path("data") / name for name in NAMES], rank)), "dataset.kept"),
+    "samples of an ImageFolder": (
+        lambda rank: Kept(shuffled([(f"data/{n}.png", n) for n in range(SAMPLES)], rank)),
+        "dataset.kept",
+    ),
+    "a label map from a set": (
+        lambda rank: Kept({name: number for number, name in enumerate(shuffled(NAMES, rank))}),
+        "dataset.kept",
+    ),
+    "rows of pandas": (lambda rank: Kept(pandas.DataFrame({"x": range(SAMPLES)}).sample(frac=1)), "dataset.kept"),
+    "train_test_split": (lambda rank: hugging_face().train_test_split(10)["train"], "dataset"),
+    "split_dataset_by_node": (lambda rank: split_dataset_by_node(hugging_face(), rank, 2), "dataset"),
+    "files of each rank": (lambda rank: Kept([f"{n}.png" for n in range(rank, 2 * SAMPLES, 2)]), "dataset.kept"),
+    "files in an object": (lambda rank: Kept(Kept(shuffled(NAMES, rank))), "dataset.kept.kept"),
+    "a stream's shards": (lambda rank: Shards(shuffled(NAMES, rank)), "dataset.names"),
+    "weights of a sampler": (
+        lambda rank: {"sampler": WeightedRandomSampler([1.0 + rank, *[1.0] * (SAMPLES - 1)], SAMPLES)},
+        "sampler.weights",
+    ),
+    "a vocabulary of collate": (
+        lambda rank: {"collate_fn": collate_with(shuffled(NAMES, rank))},
+        "collate_fn.vocabulary",
+    ),
+}
+
+
+def loader_of(kind, rank):
+    made = DIFFERENT[kind][0](rank)
+    options = made if isinstance(made, dict) else {}
+    return DataLoader(Kept(None) if isinstance(made, dict) else made, 4, **options)
+
+
+def error_of_fit(tmp_path, kind):
+    torch.manual_seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
+    return error_of(tmp_path, lambda trainer: trainer.fit(Sum(), loader_of(kind, dist.get_rank())))
+
+
+def error_of(tmp_path, call, **options):
+    try:
+        call(bare_trainer(tmp_path, devices=2, max_steps=1, **options))
+    except DataError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_data_that_differs_per_rank_is_refused(group, tmp_path, kind):
+    first, second = group(2).run(error_of_fit, tmp_path, kind)
+    assert first == second
+    assert f"rank 1 and rank 0 hold different data: {DIFFERENT[kind][1]} of the training data has" in first
+    assert "lumen.seed_everything(1)" in first
+
+
+def errors_of_evaluations(tmp_path):
+    same, differs = DataLoader(Kept(None), 4), DataLoader(split(dist.get_rank(), 1), 4)
+    nested = {"a": same, "b": [DataLoader(Kept(None), 4), differs]}
+    return [
+        error_of(tmp_path, lambda trainer: trainer.fit(Sum(), same, differs)),
+        error_of(tmp_path, lambda trainer: trainer.test(Sum(), [same, differs])),
+        error_of(tmp_path, lambda trainer: trainer.fit(Sum(), nested)),
+    ]
+
+
+def test_data_of_each_loader_is_compared(group, tmp_path):
+    places = ["validation data", "test data 1", "training data 2"]
+    for errors in group(2).run(errors_of_evaluations, tmp_path):
+        for error, place in zip(errors, places, strict=True):
+            assert f"dataset.indices of the {place} has 10 items" in error
+
+
+def fit_on_equal_data(tmp_path):
+    """The same samples on both ranks, beside what may differ between them."""
+    rank = dist.get_rank()
+    files = Kept([f"/scratch/{rank}/images/{name}.png" for name in NAMES])
+    files.rank, files.device, files.generator = rank, torch.device("cpu"), drawn(rank)
+    files.model = torch.nn.Linear(2, 2)
+    return error_of(tmp_path, lambda trainer: trainer.fit(Sum(), DataLoader(files, 4)))
+
+
+def test_equal_data_in_different_folders_trains(group, tmp_path):
+    assert group(2).run(fit_on_equal_data, tmp_path) == [None, None]
+
+
+def warnings_of_other_collections(tmp_path):
+    messages = []
+    lumen.console.logger.addFilter(keep := lambda record: messages.append(record.getMessage()) or True)
+    try:
+        data = Kept([f"node-{dist.get_rank()}", "port"])
+        error = error_of(tmp_path, lambda trainer: trainer.fit(Sum(), DataLoader(data, 4)), log_level="WARNING")
+    finally:
+        lumen.console.logger.removeFilter(keep)
+    return error, [message for message in messages if "hold different data" in message]
+
+
+def test_collections_that_are_no_samples_are_warned_of(group, tmp_path):
+    for error, messages in group(2).run(warnings_of_other_collections, tmp_path):
+        assert error is None
+        assert [message.partition(" has ")[0] for message in messages] == [
+            "rank 1 and rank 0 hold different data: dataset.kept of the training data"
+        ]
