@@ -42,7 +42,7 @@ class Scans(Loading):
         return self.loader(self.val, batch_size=256)
 
     def predict_dataloader(self) -> DataLoader:
-        """The others again; their labels are not looked at."""
+        """Return the validation images again."""
         return self.val_dataloader()
 
 

@@ -9,6 +9,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import MeanMetric
 
 import lumen
 from datamodules.captions import LONGEST, PAD, START, decode
@@ -56,6 +57,7 @@ class Captioner(lumen.TaskModule):
         layer = nn.TransformerDecoderLayer(width, heads, 4 * width, dropout, batch_first=True, norm_first=True)
         self.decoder = nn.TransformerDecoder(layer, layers, norm=nn.LayerNorm(width))
         self.head = nn.Linear(width, len(vocabulary))
+        self.accuracy = MeanMetric()
 
     def look(self, objects: Tensor) -> Tensor:
         """A vector for each object: from ``(batch, longest, 1, 28, 28)`` to ``(batch, longest, width)``."""
@@ -105,15 +107,28 @@ class Captioner(lumen.TaskModule):
 
     def evaluate(self, batch: dict, part: str) -> list[str]:
         """Log the loss, a mean over tokens, and how many captions are right in every word; return what it says."""
-        said = self.predict_step(batch)
+        said = self.describe(batch)
         right = [ours == caption for ours, caption in zip(said, batch["captions"], strict=True) if caption is not None]
         self.log(f"{part}_loss", self.token_loss(batch), weight=batch["weight"], prog_bar=True)
         self.log(f"{part}_right", sum(right) / max(1, len(right)), weight=len(right), prog_bar=True)
         return said
 
-    def predict_step(self, batch: dict) -> list[str]:
-        """The captions as text."""
+    def describe(self, batch: dict) -> list[str]:
+        """Return the model's caption of each row."""
         return [decode(tokens) for tokens in self(batch["objects"], batch["object_mask"])]
+
+    def predict_step(self, batch: dict) -> list[dict[str, str]]:
+        """Return the predicted and the true caption of each row."""
+        pairs = zip(self.describe(batch), batch["captions"], strict=True)
+        found = [{"predicted": ours, "caption": caption} for ours, caption in pairs]
+        for each in found:
+            self.accuracy.update(each["predicted"] == each["caption"])
+        return found
+
+    def on_predict_epoch_end(self) -> None:
+        """Print the fraction of captions that are right in every word."""
+        self.print(f"accuracy {self.accuracy.compute():.1%}")
+        self.accuracy.reset()
 
     def configure_optimizers(self) -> dict:
         """AdamW; its learning rate warms up, then falls along a cosine to the run's last step."""

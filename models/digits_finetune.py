@@ -30,12 +30,17 @@ class FineTunedCNN(DigitsCNN):
         super().__init__(learning_rate, weight_decay, dropout)
         self.net[0].requires_grad_(False)
 
-    def predict_step(self, batch: list[Tensor]) -> list[str]:
-        """The images that are read wrong, drawn with characters."""
+    def predict_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
+        """Return the predicted digit of each image and its label, both int64 of shape ``(batch,)``."""
         images, labels = batch
         digits = self(images).argmax(dim=-1)
-        wrong = (digits != labels).nonzero().flatten().tolist()
-        return [f"{draw(images[i, 0])}\nread as {digits[i]}, is {labels[i]}" for i in wrong]
+        self.accuracy.update(digits, labels)
+        return {"predicted": digits, "label": labels}
+
+    def on_predict_epoch_end(self) -> None:
+        """Print the accuracy over all images."""
+        self.print(f"accuracy {self.accuracy.compute():.1%}")
+        self.accuracy.reset()
 
     def configure_optimizers(self) -> dict:
         """AdamW with a learning rate for each layer that is not frozen; all of them fall to 0 with the run."""
@@ -45,9 +50,3 @@ class FineTunedCNN(DigitsCNN):
         optimizer = torch.optim.AdamW(groups)
         schedule = linear(optimizer, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def draw(image: Tensor) -> str:
-    """An image in [0, 1], of shape ``(height, width)``, as text; a character is about two pixels high."""
-    shades = " .:-=+*#%@"
-    return "\n".join("".join(shades[round(9 * value)] for value in row) for row in image[::2].tolist())

@@ -330,7 +330,7 @@ class CLI:
         output, checkpoint = config.get("output"), config.ckpt_path
         if self.subcommand == "predict":
             results = [batch for loader in self.trainer.run.values.predictions for batch in loader]
-            show_predictions(results, kept=output is not None)
+            show_predictions(results, output)
         else:
             title = f"{self.subcommand}, {getattr(checkpoint, 'path', checkpoint) or 'no checkpoint'}"
             title += f", average {config.average}" if config.average else ""

@@ -25,7 +25,9 @@ from lumen.run.loaders import Loaders
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
 
-_MOST_LINES, _MOST_VALUES = 20, 16  # of what is shown of predictions
+_MOST_LINES, _MOST_VALUES = 10, 16  # of what is shown of predictions
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = 80
 _SUFFIXES = {"validate": (".json",), "test": (".json",), "predict": (".jsonl", ".safetensors")}
 
 
@@ -80,18 +82,24 @@ def show_metrics(metrics: list[dict[str, float]], loaders: Loaders, title: str) 
     Console(file=stdout, markup=False, emoji=False).print(table)
 
 
-def show_predictions(batches: list[Any], *, kept: bool) -> None:
-    """Print all strings in predictions; of others that are not kept in a file the first ones, each in a line."""
+def show_predictions(batches: list[Any], output: str | None) -> None:
+    """Print all strings in predictions; of other predictions the first ones, each in a line.
+
+    Args:
+        batches: The values that `predict_step` returned.
+        output: The file that holds all predictions, or None.
+    """
     found = list(_texts(batches))
     for text in found:
         print(text, file=stdout)
-    if found or kept or all(batch is None for batch in batches):
+    if found or all(batch is None for batch in batches):
         return
     samples = chain.from_iterable(map(_samples, batches))
     for sample in islice(samples, _MOST_LINES):
         print(_brief(sample), file=stdout)
     which = f"the first {_MOST_LINES} predictions" if next(samples, None) is not None else "all predictions"
-    print(f"these are {which}. To keep them: --output FILE.jsonl, or FILE.safetensors for tensors", file=stderr)
+    how_to_keep = "To keep them: --output FILE.jsonl, or FILE.safetensors for tensors"
+    print(f"these are {which}. {how_to_keep if output is None else f'All are in {output}'}", file=stderr)
 
 
 def _texts(predictions: Any) -> Iterator[str]:
@@ -124,15 +132,14 @@ def _brief(value: Any) -> str:
         return ", ".join(f"{name} {_brief(item)}" for name, item in value.items())
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_brief, value))}]" if len(value) <= _MOST_VALUES else f"{len(value)} values"
-    return reprlib.repr(value)
+    return _BRIEF.repr(value)
 
 
 def write_results(results: list[Any], path: Path) -> None:
-    """Write a JSON list, a JSON line per sample where batches are lists or tensors, or all batches' tensors joined."""
+    """Write a JSON list, a JSON line for each sample, or the joined tensors of all batches."""
     if path.suffix == ".safetensors":
         return _write(path, _joined(results))
-    parts = [list(batch) if isinstance(batch, (list, torch.Tensor)) else [batch] for batch in results]
-    lines = chain(*parts) if path.suffix == ".jsonl" else [results]
+    lines = chain.from_iterable(map(_samples, results)) if path.suffix == ".jsonl" else [results]
     return _write(path, "".join(json.dumps(line, default=_plain) + "\n" for line in lines))
 
 

@@ -730,7 +730,7 @@ HOW_TO_KEEP = "To keep them: --output FILE.jsonl, or FILE.safetensors for tensor
     [("Line", r"\[(-?[\d.]+)\]"), ("Columns", r"x \[[-\d., ]+\], y (-?[\d.]+)")],
 )
 def test_predicted_tensors_are_shown_one_sample_a_line_with_how_to_keep_them(capsys, model, line):
-    predict = ["predict", "--config", "line.yaml", f"--model=tests.helpers.cli_tasks.{model}"]
+    predict = ["predict", "--config", "line.yaml", f"--model=tests.helpers.cli_tasks.{model}", "--data.samples=8"]
     assert main(predict) == 0
     shown = capsys.readouterr()
     assert f"these are all predictions. {HOW_TO_KEEP}" in shown.err
@@ -738,7 +738,9 @@ def test_predicted_tensors_are_shown_one_sample_a_line_with_how_to_keep_them(cap
     kept = load_file("kept.safetensors")["y" if model == "Columns" else "predictions"].flatten().tolist()
     outputs = [re.fullmatch(line, text).group(1) for text in shown.out.splitlines()]
     assert outputs == [f"{value:.4g}" for value in kept]
-    assert capsys.readouterr().out == ""
+    again = capsys.readouterr()
+    assert again.out == shown.out
+    assert "these are all predictions. All are in kept.safetensors" in again.err
 
 
 def test_of_many_or_large_predictions_the_first_and_their_shapes_are_shown(capsys):
@@ -751,8 +753,8 @@ def test_of_many_or_large_predictions_the_first_and_their_shapes_are_shown(capsy
     predict = ["predict", "--config", "line.yaml", "--data.samples=24"]
     assert main([*predict, "--model=large.Large"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.splitlines() == ["(5, 9) float32"] * 20
-    assert f"these are the first 20 predictions. {HOW_TO_KEEP}" in shown.err
+    assert shown.out.splitlines() == ["(5, 9) float32"] * 10
+    assert f"these are the first 10 predictions. {HOW_TO_KEEP}" in shown.err
     assert main([*predict, "--model=large.Silent"]) == 0
     shown = capsys.readouterr()
     assert shown.out.splitlines() == ["mine"] * 6
@@ -769,10 +771,13 @@ def test_predicted_tensors_are_written_line_by_line_or_joined(capsys):
     joined = load_file("tensors.safetensors")["predictions"]
     assert joined.shape == (12, 1)
     assert [json.loads(line) for line in Path("lines.jsonl").read_text().splitlines()] == joined.tolist()
-    assert main([*predict, "named.safetensors", "--model", "tests.helpers.cli_tasks.Columns"]) == 0
+    columns = ["--model", "tests.helpers.cli_tasks.Columns"]
+    assert main([*predict, "named.safetensors", *columns]) == 0
     named = load_file("named.safetensors")
     assert (named["x"].shape, named["y"].shape) == ((12, 3), (12,))
-    assert capsys.readouterr().out == ""
+    assert main([*predict, "named.jsonl", *columns]) == 0
+    rows = [json.loads(line) for line in Path("named.jsonl").read_text().splitlines()]
+    assert rows == [{"x": x, "y": y} for x, y in zip(named["x"].tolist(), named["y"].tolist(), strict=True)]
 
 
 def test_every_subcommand_takes_the_saved_config():

@@ -185,20 +185,23 @@ def test_two_short_epochs_are_enough_for_three_of_ten_captions_and_the_picture_s
     assert found["test_right"] >= 0.30
 
     capsys.readouterr()
-    run_model("predict", "captions", tmp_path, "--ckpt_path=best")
-    said = capsys.readouterr().out.splitlines()
+    run_model("predict", "captions", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/captions.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text().splitlines()]
     data = Captions()
     data.setup("test")
-    captions = [data.test[i]["caption"] for i in range(500)]
-    assert len(said) == 500
-    assert np.mean([ours == caption for ours, caption in zip(said, captions, strict=True)]) == found["test_right"]
+    assert [row["caption"] for row in rows] == [data.test[i]["caption"] for i in range(500)]
+    assert np.mean([row["predicted"] == row["caption"] for row in rows]) == pytest.approx(found["test_right"])
+    sample = [f"predicted {row['predicted']!r}, caption {row['caption']!r}" for row in rows[:10]]
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == sample
+    assert f"accuracy {found['test_right']:.1%}\n" in shown.err
 
     pictures = EventAccumulator(str(tmp_path / "captions/tensorboard")).Reload().Images("captions")
     assert [event.step for event in pictures] == [0, 63, 126]
     model = Captioner.load_from_checkpoint(tmp_path / "captions").eval()
     batch = next(iter(data.val_dataloader()))
     with torch.no_grad():
-        expected = picture(batch["objects"][:8], model.predict_step(batch))
+        expected = picture(batch["objects"][:8], model.describe(batch))
     shown = Image.open(io.BytesIO(pictures[-1].encoded_image_string)).convert("L")
     np.testing.assert_array_equal(np.asarray(shown), expected)
 
