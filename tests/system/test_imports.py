@@ -187,3 +187,10 @@ def test_the_command_that_is_started_is_the_process_that_trains(tmp_path):
     printed = printed.split("\n")
     (command,) = [line.split()[-1] for line in printed if line.startswith("command")]
     assert [line.split()[-1] for line in printed if line.startswith("trains in")] == [command] * 2
+
+
+@pytest.mark.slow
+def test_examples_of_transformers_import_silently():
+    program = "import models.bert, models.gpt2, models.packed_gpt2, models.lora_gpt2"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
