@@ -24,9 +24,9 @@ class EMA(ParameterAverage):
     average, so monitors, the best checkpoint and early stopping are too; training goes on with the parameters. When
     `fit` is over, the task holds the average.
 
-    Checkpoints hold both: a resumed run goes on exactly, under any strategy; `lumen export RUN --average EMA` writes
-    the average, and `load_from_checkpoint(path, average="EMA")` builds the task with it. Under FSDP each process keeps
-    the average of its shards.
+    Checkpoints hold both: a run resumes exactly, under any strategy; `lumen export RUN --average EMA --output FILE`
+    writes the average, and `load_from_checkpoint(path, average="EMA")` builds the task with it. Under FSDP each
+    process keeps the average of its shards.
 
     Args:
         decay: Share of the average that is kept, in [0, 1).

@@ -45,7 +45,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
 
     Several in a run: each has its own rules and its own best ones. In each directory the first of those that save there
     and have a monitor (and a `save_top_k` other than 0) decides which checkpoint is best for others, such as
-    `lumen export --which best` and the star of `lumen runs`; of a run the first of all with a monitor does: for
+    `--which best` of `lumen export` and the star of `lumen runs`; of a run the first of all with a monitor does: for
     `ckpt_path="best"`, `resume="best"` and `trainer.checkpoint_callback`. A run goes on from the newest checkpoint of
     all its directories.
 

@@ -27,8 +27,8 @@ class SWA(ParameterAverage):
     BatchNorm, are averaged too, so no pass over the data is needed for them. Once there is a mean, validations in
     `fit` are of it; training goes on with the parameters. When `fit` is over, the task holds the mean.
 
-    Checkpoints hold both: a resumed run goes on exactly, under any strategy; `lumen export RUN --average SWA` writes
-    the mean, and `load_from_checkpoint(path, average="SWA")` builds the task with it.
+    Checkpoints hold both: a run resumes exactly, under any strategy; `lumen export RUN --average SWA --output FILE`
+    writes the mean, and `load_from_checkpoint(path, average="SWA")` builds the task with it.
 
     Args:
         swa_lrs: The learning rate in the end, > 0: of all parameter groups, or of each.

@@ -7,7 +7,8 @@ from lumen.console import stdout
 from lumen.errors.arguments import optional
 
 _INSTALL = {
-    "bash": "lumen completion bash > ~/.local/share/bash-completion/completions/lumen    # or source it in ~/.bashrc",
+    "bash": "mkdir -p ~/.local/share/bash-completion/completions && lumen completion bash > "
+    "~/.local/share/bash-completion/completions/lumen    # or source it in ~/.bashrc",
     "zsh": "lumen completion zsh > DIRECTORY/_lumen    # one of $fpath; or source it in ~/.zshrc, after compinit",
     "fish": "lumen completion fish > ~/.config/fish/completions/lumen.fish",
 }

@@ -1,0 +1,15 @@
+"""The commands of the examples of timm and torchvision run."""
+
+import pytest
+
+import tests.helpers.torchvision_on_cpu  # noqa: F401
+from tests.helpers import OF_TORCHVISION
+from tests.helpers.commands import find_commands, make_home, run
+
+
+@pytest.mark.usefixtures("for_programs")
+@pytest.mark.parametrize("name", sorted(OF_TORCHVISION))
+def test_commands_of_an_example_run(name, tmp_path):
+    make_home(tmp_path)
+    for line in find_commands(f"models/{name}.yaml"):
+        run(line)
