@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -16,7 +17,6 @@ from torch.utils.data import Dataset
 
 from lumen.console import logger as _log
 from lumen.data.combined import CombinedLoader, holds_loaders
-from lumen.data.fingerprint import known_length
 from lumen.data.generators import walk
 from lumen.data.iterable_style import shards_itself
 from lumen.data.rank_checks import pieces
@@ -34,8 +34,9 @@ _SEQUENCES = (list, tuple, deque)
 _SCALARS = (type(None), str, bytes, int, float, complex, np.generic, os.PathLike)
 _ADVICE = (
     "Every process runs the whole script and draws its own random numbers. Call lumen.seed_everything(1) before data "
-    "is split, shuffled or drawn; sort what has no order, as in sorted(os.listdir(path)) and sorted(set(names)); and "
-    "leave sharding to Lumen: give each rank all samples, no split_dataset_by_node, no shard(), no [rank::world]."
+    "is split, shuffled or drawn. Sort what has no order, as in sorted(os.listdir(path)) and sorted(set(names)), or "
+    "set PYTHONHASHSEED=0 for sets. Leave sharding to Lumen: give every rank all samples, without "
+    "split_dataset_by_node, shard() or [rank::world_size]."
 )
 _LEAVES = (*_SCALARS, bytearray, range, type, torch.device, torch.dtype, np.dtype)
 
@@ -45,8 +46,8 @@ class Collection(NamedTuple):
 
     Attributes:
         items: Number of items.
-        ordered: Digest of the items in their order.
-        unordered: Digest of the same items in any order.
+        ordered: Digest of the items in their order; of a dictionary's pairs, and of a set's items, in any order.
+        unordered: Digest of the items in any order; of a dictionary's keys and values in any pairs.
     """
 
     items: int
@@ -78,14 +79,13 @@ def check_same_data(rank_slice: RankSlice, sources: Mapping[str, Any]) -> None:
         for place in [name for name in other if first.get(name, other[name]) != other[name]]:
             one, two = first[place], other[place]
             is_reordered = (one.items, one.unordered) == (two.items, two.unordered)
-            what = f"rank {rank} and rank 0 hold different data: {place} has " + (
-                f"the same {one.items} items in a different order."
-                if is_reordered
-                else f"{two.items} items on rank {rank}, {one.items} on rank 0, with different values."
-            )
+            what = f"rank {rank} and rank 0 hold different data: {place} has "
+            what += f"the same {one.items} items in a different order" if is_reordered else (
+                f"{two.items} items on rank {rank}, {one.items} on rank 0, with different values"
+            )  # fmt: skip
             if is_reordered or {one.items, two.items} & lengths:
-                raise DataError(f"{what} {_ADVICE}")
-            _log.warning("%s Samples that depend on it differ from those of a run on one process.", what)
+                raise DataError(f"{what}. {_ADVICE}")
+            _log.warning("%s. Samples that depend on it differ from those of a run on one process.", what)
 
 
 def _loaders_of(source: Any) -> Iterator[Any]:
@@ -115,10 +115,12 @@ def collections_of(loader: Any) -> tuple[dict[str, Collection], set[int]]:
     roots = {name: part for name in names if (part := getattr(loader, name, None)) is not None} or {"loader": loader}
     found, lengths = dict[str, Collection](), set[int]()
     for place, part in walk(roots, _is_end, _LEAVES):
-        if (place == "dataset" or isinstance(part, Dataset)) and (length := known_length(part)) is not None:
-            lengths.add(length)
-        if (digest := _digest(part)) is not None:
-            found[place] = digest
+        if place in ("dataset", "loader") or isinstance(part, Dataset):
+            with suppress(Exception):
+                lengths.add(len(part))
+        with suppress(Exception):  # What its own code refuses to read is not compared.
+            if (digest := _digest(part)) is not None:
+                found[place] = digest
         if len(found) == _COLLECTIONS:
             break
     return found, lengths
@@ -155,10 +157,9 @@ def _digest(part: Any) -> Collection | None:
     if not is_collection or not _is_end(part) or not (items := _items(part)) or len(part) < 2:
         return None
     codes = [_code(item) for item in items]
-    unordered = sum(codes)
     if isinstance(part, dict):  # A label map that was made from a set has the same keys and values in other pairs.
-        unordered = sum(_code(each) for item in items for each in item)
-    return Collection(len(part), unordered if isinstance(part, _SETS) else crc32(repr(codes).encode()), unordered)
+        return Collection(len(part), sum(codes), sum(_code(each) for item in items for each in item))
+    return Collection(len(part), sum(codes) if isinstance(part, _SETS) else crc32(repr(codes).encode()), sum(codes))
 
 
 def _items(part: Any) -> list[Any]:
@@ -166,7 +167,8 @@ def _items(part: Any) -> list[Any]:
     if isinstance(part, _ARRAYS):
         return _rows(part, _ITEMS_ON_DISK if isinstance(part, np.memmap) else _ITEMS)
     if isinstance(part, (dict, *_SETS, deque)):
-        return list(part.items() if isinstance(part, dict) else part) if len(part) <= _ITEMS else []
+        items = part.items() if isinstance(part, dict) else part
+        return list(islice(items, _ITEMS)) if len(part) <= _ITEMS or isinstance(part, (dict, deque)) else []
     on_disk = _is_table(part) and not hasattr(part, "iloc")
     positions = range(0, len(part), _stride(len(part), _ITEMS_ON_DISK if on_disk else _ITEMS))
     if on_disk:

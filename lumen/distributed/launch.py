@@ -109,6 +109,7 @@ def _environment(workers: int) -> Iterator[None]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     settings = {
         LAUNCHER: str(os.getpid()),
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # Sets of strings have one order in all workers.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // workers))),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restarted worker reads the addresses of dead ones
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are noted here

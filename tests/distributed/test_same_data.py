@@ -174,6 +174,7 @@ def fit_on_equal_data(tmp_path):
     files = Kept([f"/scratch/{rank}/images/{name}.png" for name in NAMES])
     files.rank, files.device, files.generator = rank, torch.device("cpu"), drawn(rank)
     files.model = torch.nn.Linear(2, 2)
+    files.paths = {name: name for name in shuffled(NAMES, rank)}  # A lookup table has no order.
     return error_of(tmp_path, lambda trainer: trainer.fit(Sum(), DataLoader(files, 4)))
 
 
