@@ -213,6 +213,18 @@ def test_a_script_runs_anew_in_its_workers_and_what_follows_fit_never_in_an_untr
 
 
 @pytest.mark.slow
+def test_sets_of_strings_have_one_order_in_workers(monkeypatch):
+    """So a label map that a script makes from a set is the same on all ranks."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    lines = SCRIPT.split("\n    trainer.fit", 1)
+    order = "\n    open(f\"order-{os.environ.get('RANK')}\", 'w').write(str({f'class {n}' for n in range(20)}))"
+    Path("train.py").write_text(f"{lines[0]}{order}\n    trainer.fit{lines[1]}")
+    code, output = run("train.py", "fine", "2", "2")
+    assert code == 0, output
+    assert Path("order-0").read_text() == Path("order-1").read_text() != Path("order-None").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["-c", "-m"])
 def test_a_program_of_another_kind_runs_anew_as_it_was_started(way):
     words = {"-m": ["-m", "train"], "-c": ["-c", "import sys, runpy; runpy.run_path('train.py', run_name='__main__')"]}
