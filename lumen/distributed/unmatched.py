@@ -23,17 +23,17 @@ class Begun(NamedTuple):
 
 
 def collectives_begun(thread: int) -> Begun:
-    """Read torch's flight recorder of this process; nothing is found where this torch has none.
+    """Read torch's flight recorder of this process; nothing is found where this torch has none, or records less.
 
     Args:
         thread: Identifier of the main thread.
     """
     newest, unfinished = dict[str, int](), list[list[Any]]()
     for entry in json.loads(recorded_on_host() or b"{}").get("entries", []):
-        group, number = str(entry["pg_id"]), int(entry["collective_seq_id"])
-        if not entry["is_p2p"]:
+        group, number = str(entry.get("pg_id")), int(entry.get("collective_seq_id", 0))
+        if not entry.get("is_p2p"):
             newest[group] = max(number, newest.get(group, 0))
-            if not entry["retired"] and entry["thread_id"] == str(thread):
+            if entry.get("retired") is False and entry.get("thread_id") == str(thread):
                 unfinished.append([group, number])
     return Begun(newest, unfinished)
 
