@@ -5,6 +5,7 @@ What a device does with it is in `test_cuda.py`.
 
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from lumen.errors import ConfigError, NonFiniteLoss, ProcessStuck
 from lumen.precision import make_precision
 from lumen.run.nonfinite import NonFiniteCheck
 from lumen.run.open_loaders import _rank_slice
-from lumen.strategies import SingleDevice
+from lumen.strategies import SingleDevice, gather_values
 from lumen.strategies.factory import device_of, make_strategy
 from lumen.task.compile import Compilation
 from tests.helpers.cuda_order import Synced
@@ -316,6 +317,9 @@ class Recorded:
 
     world_size, rank = 2, 0
 
+    def for_user(self):
+        return self
+
     def gather(self, value):
         return [value, value]
 
@@ -329,7 +333,7 @@ def test_what_is_pickled_for_other_processes_is_on_the_host(asked):
     given = {"x": torch.ones(2), "y": [1, None]}
     for device, moves in (("cpu", 0), ("cuda", 1)):
         strategy.device = torch.device(device)
-        for call in (strategy.gather, strategy.broadcast):
+        for call in (strategy.gather, strategy.broadcast, partial(gather_values, strategy)):
             asked.clear()
             call(given)
             assert asked == [("cpu", False)] * moves
