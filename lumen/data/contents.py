@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import is_dataclass
 from itertools import islice
+from types import BuiltinFunctionType, CodeType, ModuleType
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -24,10 +27,11 @@ from lumen.data.windows import RankSlice
 from lumen.errors import DataError
 from lumen.random import GENERATORS
 
-#: A digest reads at most so many items of a collection, spread evenly; fewer of one that may be on a disk.
-_ITEMS, _ITEMS_ON_DISK, _COLLECTIONS = 16_384, 64, 1024
-#: Collections of so many items are searched for others, and an item counts by so many values of each dimension.
-_FEW, _VALUES, _DEPTH = 64, 4, 4
+#: A digest reads at most so many items of a collection, spread evenly; fewer nested ones, and fewer from a disk.
+_ITEMS, _NESTED, _FEWER, _COLLECTIONS = 16_384, 1024, 64, 1024
+#: An item counts by so many of its parts, each dimension of an array by so many values, a text by so many characters.
+_FEW, _VALUES, _LONG, _DEPTH = 64, 4, 256, 4
+_DEVICE = re.compile(r"(cuda|cpu|mps|xpu)(:\d+)?")
 _ARRAYS = (torch.Tensor, np.ndarray)
 _SETS = (set, frozenset)
 _SEQUENCES = (list, tuple, deque)
@@ -38,7 +42,10 @@ _ADVICE = (
     "set PYTHONHASHSEED=0 for sets. Leave sharding to Lumen: give every rank all samples, without "
     "split_dataset_by_node, shard() or [rank::world_size]."
 )
-_LEAVES = (*_SCALARS, bytearray, range, type, torch.device, torch.dtype, np.dtype)
+_LEAVES = (
+    *_SCALARS, bytearray, range, type, ModuleType, BuiltinFunctionType, CodeType, type(os.environ),
+    torch.device, torch.dtype, np.dtype,
+)  # fmt: skip
 
 
 class Collection(NamedTuple):
@@ -46,13 +53,16 @@ class Collection(NamedTuple):
 
     Attributes:
         items: Number of items.
-        ordered: Digest of the items in their order; of a dictionary's pairs, and of a set's items, in any order.
-        unordered: Digest of the items in any order; of a dictionary's keys and values in any pairs.
+        ordered: Digest of the items in their order; in any order of a dictionary's pairs, a set, a deque and devices.
+        unordered: Digest of the items in any order, of a label map its keys and values in any pairs; None for other
+            dictionaries.
+        is_table: It is a dictionary, which may be a cache or a configuration: small differences mean nothing.
     """
 
     items: int
     ordered: int
-    unordered: int
+    unordered: int | None
+    is_table: bool = False
 
 
 def check_same_data(rank_slice: RankSlice, sources: Mapping[str, Any]) -> None:
@@ -78,14 +88,16 @@ def check_same_data(rank_slice: RankSlice, sources: Mapping[str, Any]) -> None:
     for rank, (other, _) in enumerate(told):
         for place in [name for name in other if first.get(name, other[name]) != other[name]]:
             one, two = first[place], other[place]
-            is_reordered = (one.items, one.unordered) == (two.items, two.unordered)
+            is_reordered = one.unordered is not None and (one.items, one.unordered) == (two.items, two.unordered)
             what = f"rank {rank} and rank 0 hold different data: {place} has "
             what += f"the same {one.items} items in a different order" if is_reordered else (
                 f"{two.items} items on rank {rank}, {one.items} on rank 0, with different values"
             )  # fmt: skip
-            if is_reordered or {one.items, two.items} & lengths:
+            is_enumerated = {one.items, two.items} & lengths and not (one.is_table and one.items != two.items)
+            if is_reordered or is_enumerated:
                 raise DataError(f"{what}. {_ADVICE}")
-            _log.warning("%s. Samples that depend on it differ from those of a run on one process.", what)
+            if not one.is_table:
+                _log.warning("%s. Samples that depend on it differ from those of a run on one process.", what)
 
 
 def _loaders_of(source: Any) -> Iterator[Any]:
@@ -103,7 +115,7 @@ def collections_of(loader: Any) -> tuple[dict[str, Collection], set[int]]:
     """Return a digest of each collection that a loader's data set, samplers and collate function keep.
 
     Lists, tuples, dictionaries, sets, arrays, tensors, tables of pandas and Hugging Face's data sets are read, of large
-    ones 16,384 items. A path counts by its last two components, since hosts may keep data in different folders.
+    ones up to 16,384 items. Paths count without the folder that they share, since ranks may keep copies of the data.
 
     Args:
         loader: A `DataLoader`, or any iterable of batches.
@@ -115,7 +127,7 @@ def collections_of(loader: Any) -> tuple[dict[str, Collection], set[int]]:
     roots = {name: part for name in names if (part := getattr(loader, name, None)) is not None} or {"loader": loader}
     found, lengths = dict[str, Collection](), set[int]()
     for place, part in walk(roots, _is_end, _LEAVES):
-        if place in ("dataset", "loader") or isinstance(part, Dataset):
+        if place in ("dataset", "sampler", "loader") or isinstance(part, Dataset):
             with suppress(Exception):
                 lengths.add(len(part))
         with suppress(Exception):  # What its own code refuses to read is not compared.
@@ -127,11 +139,15 @@ def collections_of(loader: Any) -> tuple[dict[str, Collection], set[int]]:
 
 
 def _is_end(part: Any) -> bool:
-    """Return True for what is digested as a whole, and for what holds no data."""
-    if isinstance(part, (dict, *_SEQUENCES)):
-        first = _first(part)
-        return _is_data(first) and not (isinstance(first, _ARRAYS) and len(part) <= _FEW)  # such as a set's tensors
-    return isinstance(part, (*_ARRAYS, *_SETS, nn.Module, *GENERATORS)) or _is_table(part)
+    """Return True for what is digested as a whole, and for what holds no data or refuses to be read."""
+    try:
+        if isinstance(part, (dict, *_SEQUENCES)):
+            first = _first(part)
+            is_few_arrays = isinstance(first, _ARRAYS) and len(part) <= _FEW and not isinstance(part, dict)
+            return _is_data(first) and not is_few_arrays  # such as the tensors of a TensorDataset
+        return isinstance(part, (*_ARRAYS, *_SETS, nn.Module, *GENERATORS)) or _is_table(part)
+    except Exception:  # whatever a class of the user does where it is iterated
+        return True
 
 
 def _first(part: Any) -> Any:
@@ -139,10 +155,10 @@ def _first(part: Any) -> Any:
 
 
 def _is_data(item: Any, depth: int = _DEPTH) -> bool:
-    """Return True for scalars, arrays, and nested collections of them, as far as their first items show."""
+    """Return True for scalars, arrays, records, and nested collections of them, as far as first items show."""
     if depth and isinstance(item, (dict, *_SEQUENCES)):
         return _is_data(_first(item), depth - 1)
-    return isinstance(item, (*_SCALARS, *_ARRAYS))
+    return isinstance(item, (*_SCALARS, *_ARRAYS)) or is_dataclass(item)
 
 
 def _is_table(part: Any) -> bool:
@@ -152,29 +168,37 @@ def _is_table(part: Any) -> bool:
 
 
 def _digest(part: Any) -> Collection | None:
-    """Return the digest of a collection; None if the object is none, or has fewer than two items."""
+    """Return the digest of a collection; None if it is none, has fewer than two items, or is a cache with gaps."""
     is_collection = isinstance(part, (dict, *_SEQUENCES, *_SETS, *_ARRAYS)) or _is_table(part)
     if not is_collection or not _is_end(part) or not (items := _items(part)) or len(part) < 2:
         return None
-    codes = [_code(item) for item in items]
-    if isinstance(part, dict):  # A label map that was made from a set has the same keys and values in other pairs.
-        return Collection(len(part), sum(codes), sum(_code(each) for item in items for each in item))
-    return Collection(len(part), sum(codes) if isinstance(part, _SETS) else crc32(repr(codes).encode()), sum(codes))
+    if any(item is None for item in items):
+        return None
+    folder = _folder(items)
+    codes = [_code(item, folder) for item in items]
+    if isinstance(part, dict):
+        is_label_map = {*part.values()} == {*range(len(part))} if isinstance(_first(part), int) else False
+        mixed = sum(_code(each, folder) for item in items for each in item) if is_label_map else None
+        return Collection(len(part), sum(codes), mixed, is_table=True)
+    has_order = not isinstance(part, (deque, *_SETS)) and not _DEVICE.fullmatch(str(items[0]))
+    return Collection(len(part), crc32(repr(codes).encode()) if has_order else sum(codes), sum(codes))
 
 
 def _items(part: Any) -> list[Any]:
     """Return items of a collection, spread evenly; none where they cannot be read cheaply."""
     if isinstance(part, _ARRAYS):
-        return _rows(part, _ITEMS_ON_DISK if isinstance(part, np.memmap) else _ITEMS)
+        return _rows(part, _FEWER if isinstance(part, np.memmap) else _ITEMS)
     if isinstance(part, (dict, *_SETS, deque)):
         items = part.items() if isinstance(part, dict) else part
         return list(islice(items, _ITEMS)) if len(part) <= _ITEMS or isinstance(part, (dict, deque)) else []
-    on_disk = _is_table(part) and not hasattr(part, "iloc")
-    positions = range(0, len(part), _stride(len(part), _ITEMS_ON_DISK if on_disk else _ITEMS))
-    if on_disk:
+    is_on_disk = _is_table(part) and not hasattr(part, "iloc")
+    is_nested = isinstance(part, _SEQUENCES) and not isinstance(_first(part), _SCALARS)
+    most = _FEWER if is_on_disk else _NESTED if is_nested else _ITEMS
+    positions = range(0, len(part), _stride(len(part), most))
+    if is_on_disk:
         return list(part.with_format("arrow")[list(positions)].to_pylist()) if positions else []
     if hasattr(part, "iloc"):
-        rows = part.iloc[positions]
+        rows = part.iloc[positions] if part.ndim == 1 else part.iloc[positions, :_FEW]
         return list(zip(rows.index.tolist(), np.asarray(rows, object).tolist(), strict=True))
     return [part[position] for position in positions]
 
@@ -201,24 +225,40 @@ def _rows(part: torch.Tensor | np.ndarray[Any, Any], most: int) -> list[Any]:
     return [np.ascontiguousarray(row).tobytes() for row in rows]
 
 
-def _code(item: Any) -> int:
+def _folder(items: list[Any]) -> str:
+    """Return the folder that all paths among the items share, with its slash; "" if there is none."""
+    strings = [each for item in items for each in (item if isinstance(item, tuple) else (item,))]
+    paths = [os.fspath(each) for each in strings if isinstance(each, (str, os.PathLike)) and os.sep in str(each)]
+    with suppress(ValueError):  # Some are absolute and some relative.
+        if paths and (shared := os.path.commonpath([os.path.dirname(path) for path in paths])):
+            return shared.rstrip(os.sep) + os.sep
+    return ""
+
+
+def _code(item: Any, folder: str) -> int:
     code = 0
-    for piece in _bytes_of(item, _DEPTH):
+    for piece in islice(_bytes_of(item, folder, _DEPTH), _FEW):
         code = crc32(piece, code)
     return code
 
 
-def _bytes_of(item: Any, depth: int) -> Iterator[bytes]:
+def _bytes_of(item: Any, folder: str, depth: int) -> Iterator[bytes]:
     """Yield the bytes of an item of a collection; an object counts by its class and its attributes."""
     if isinstance(item, (str, os.PathLike)):
-        yield "/".join(str(item).replace(os.sep, "/").rsplit("/", 2)[-2:]).encode(errors="surrogatepass")
+        yield str(item).removeprefix(folder)[:_LONG].encode(errors="surrogatepass")
+    elif isinstance(item, (bytes, bytearray)):
+        yield b"%d" % len(item) + item[:_LONG] + item[-_LONG:]
     elif isinstance(item, _ARRAYS) and item.ndim:
-        yield from pieces([str(item.dtype), *item.shape, *_rows(item, _FEW)])
+        yield from pieces([str(item.dtype), *item.shape, *_rows(item, _FEW // 2)])
     elif isinstance(item, (*_SCALARS, *_ARRAYS)):
         yield from pieces(item)
     elif depth:
         yield type(item).__name__.encode()
-        held: Iterable[Any] = item if isinstance(item, (*_SEQUENCES, *_SETS)) else ()
-        attributes = item if isinstance(item, dict) else getattr(item, "__dict__", {})
-        for part in [*islice(held, _FEW), *islice(attributes.items(), _FEW)]:
-            yield from _bytes_of(part, depth - 1)
+        if isinstance(item, _SETS):
+            yield b"%d" % sum(_code(part, folder) for part in item)
+        elif isinstance(item, _SEQUENCES):
+            for part in islice(item, _FEW):
+                yield from _bytes_of(part, folder, depth - 1)
+        else:
+            attributes = item if isinstance(item, dict) else getattr(item, "__dict__", {})
+            yield b"%d" % sum(_code(pair, folder) for pair in islice(attributes.items(), _FEW))

@@ -88,6 +88,13 @@ def recorded_collectives() -> dict[str, bytes]:
     return {name: text for name, text in found.items() if b'"entries"' in text}
 
 
+def group_members() -> dict[str, list[int]]:
+    """Return the ranks of each process group that this process has opened, by the name of the group."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    names, ranks = getattr(world, "pg_names", {}), getattr(world, "pg_group_ranks", {})
+    return {str(names[group]): sorted(members) for group, members in ranks.items() if group in names}
+
+
 def recorded_on_host() -> bytes | None:
     """Return the last collectives of this process on host tensors, as JSON; None where torch does not record them."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)

@@ -1,6 +1,9 @@
 """Ranks that hold different data are refused before the first step: splits, shuffles and shards of the user's own."""
 
+import os
 import random
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,15 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset as HuggingFaceSet
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler, random_split
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
 
 import lumen
 from lumen.errors import DataError
@@ -31,6 +42,12 @@ class Kept(Dataset):
 
     def __getitem__(self, index):
         return torch.tensor([float(index)])
+
+
+@dataclass
+class Record:
+    path: str
+    label: int
 
 
 class Shards(IterableDataset):
@@ -110,6 +127,11 @@ DIFFERENT = {
     "train_test_split": (lambda rank: hugging_face().train_test_split(10)["train"], "dataset"),
     "split_dataset_by_node": (lambda rank: split_dataset_by_node(hugging_face(), rank, 2), "dataset"),
     "files of each rank": (lambda rank: Kept([f"{n}.png" for n in range(rank, 2 * SAMPLES, 2)]), "dataset.kept"),
+    "records": (lambda rank: Kept(shuffled([Record(f"{n}.png", n) for n in range(SAMPLES)], rank)), "dataset.kept"),
+    "a sampler's indices": (
+        lambda rank: {"sampler": SubsetRandomSampler(shuffled(range(SAMPLES), rank)[:30])},
+        "sampler.indices",
+    ),
     "files in an object": (lambda rank: Kept(Kept(shuffled(NAMES, rank))), "dataset.kept.kept"),
     "a stream's shards": (lambda rank: Shards(shuffled(NAMES, rank)), "dataset.names"),
     "weights of a sampler": (
@@ -171,26 +193,42 @@ def test_data_of_each_loader_is_compared(group, tmp_path):
 def fit_on_equal_data(tmp_path):
     """The same samples on both ranks, beside what may differ between them."""
     rank = dist.get_rank()
-    files = Kept([f"/scratch/{rank}/images/{name}.png" for name in NAMES])
+    files = Kept([f"/scratch/{rank}/{name}.png" for name in NAMES])
     files.rank, files.device, files.generator = rank, torch.device("cpu"), drawn(rank)
-    files.model = torch.nn.Linear(2, 2)
+    files.model, files.library = torch.nn.Linear(2, 2), os
     files.paths = {name: name for name in shuffled(NAMES, rank)}  # A lookup table has no order.
-    return error_of(tmp_path, lambda trainer: trainer.fit(Sum(), DataLoader(files, 4)))
+    files.settings = {"rank": rank, "world_size": 2}
+    files.devices = ["cuda:0", "cuda:1"][:: 1 - 2 * rank]
+    files.cache = [torch.ones(2) if index % 2 == rank else None for index in range(SAMPLES)]
+    files.recent = dict.fromkeys(range(SAMPLES - rank), "read")
+    files.recently = deque(shuffled(NAMES, rank))
+    files.unreadable = Unreadable(NAMES)
+    return outcome_of_fit(tmp_path, files)
 
 
-def test_equal_data_in_different_folders_trains(group, tmp_path):
-    assert group(2).run(fit_on_equal_data, tmp_path) == [None, None]
+class Unreadable(list):
+    def __iter__(self):
+        raise RuntimeError("read by its own method alone")
 
 
-def warnings_of_other_collections(tmp_path):
+def outcome_of_fit(tmp_path, data):
+    """The error of a fit, and the warnings of data that differs."""
     messages = []
     lumen.console.logger.addFilter(keep := lambda record: messages.append(record.getMessage()) or True)
     try:
-        data = Kept([f"node-{dist.get_rank()}", "port"])
         error = error_of(tmp_path, lambda trainer: trainer.fit(Sum(), DataLoader(data, 4)), log_level="WARNING")
     finally:
         lumen.console.logger.removeFilter(keep)
     return error, [message for message in messages if "hold different data" in message]
+
+
+def test_what_differs_next_to_equal_samples_is_allowed(group, tmp_path):
+    """Folders, caches, settings, devices and lookup tables, which ranks of real programs have of their own."""
+    assert group(2).run(fit_on_equal_data, tmp_path) == [(None, []), (None, [])]
+
+
+def warnings_of_other_collections(tmp_path):
+    return outcome_of_fit(tmp_path, Kept([f"node-{dist.get_rank()}", "port"]))
 
 
 def test_collections_that_are_no_samples_are_warned_of(group, tmp_path):

@@ -16,6 +16,7 @@ import lumen
 from tests.helpers.tasks import Regression
 
 LIMIT_S, LONG_S = 3.0, 8.0
+LATE = "a rank that is late in its groups"
 AT_STEP = 3
 
 
@@ -27,7 +28,7 @@ def main(mode, devices, launched=False, max_restarts=0):
         sleeps_before_it_comes()
     limits = (
         {}
-        if mode in UNMATCHED
+        if mode in (LATE, *UNMATCHED)
         else {
             "timeout_s": LONG_S if mode == "suspended" else LIMIT_S,
             "startup_timeout_s": 20.0 if launched and mode != "absent" else 2 * LIMIT_S,
@@ -108,6 +109,8 @@ class Task(Regression):
     def setup(self, stage):
         if self.mode == "missing" and self.is_last:
             time.sleep(1000)
+        if self.mode == LATE:
+            self.parts = [dist.new_group(ranks) for ranks in ([1, 2], [0, 2], [1, 2])][1:]
 
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step == AT_STEP and self.is_last:
@@ -119,6 +122,11 @@ class Task(Regression):
             (Path.cwd() / f"waits-{self.trainer.global_rank}").touch()
             while not (Path.cwd() / "goes-on").exists():
                 time.sleep(0.01)
+        if self.mode == LATE and self.trainer.global_step == AT_STEP:
+            time.sleep(2 * LIMIT_S * self.is_last)
+            for part in self.parts:
+                if dist.get_rank(part) >= 0:
+                    dist.all_reduce(torch.ones(()), group=part)
         self.call_in("training_step", batch_idx)
         return super().training_step(batch)
 

@@ -10,7 +10,7 @@ import pytest
 
 from lumen.errors import HUNG
 from tests.helpers import hanging_run
-from tests.helpers.hanging_run import LONG_S, UNMATCHED
+from tests.helpers.hanging_run import LATE, LONG_S, UNMATCHED
 from tests.helpers.jobs import Nursery, script
 
 MODULE = hanging_run.__name__
@@ -79,6 +79,14 @@ def test_a_collective_that_ranks_skip_is_named(nursery, tmp_path, mode):
     assert len(re.findall(said, end.output)) == 2, end.output
     assert "A condition on batch_idx is true on one rank at a time" in end.output
     assert end.code == HUNG
+
+
+@pytest.mark.slow
+def test_ranks_of_different_groups_may_wait(nursery, tmp_path):
+    """Two ranks wait for a third one, each in a group that it shares with that one alone."""
+    end = nursery.start(str(tmp_path), MODULE, {"mode": LATE, "devices": 3}).wait()
+    assert end.code == 0, end.output
+    assert "done: 8 steps" in end.output
 
 
 @pytest.mark.torture
