@@ -70,6 +70,9 @@ def adapt_loader(
         return MapStyleAdapter(
             loader, _order(loader, seed, accumulate, global_batch_size, rank_slice), seed, rank_slice
         )
+    if isinstance(loader, DataLoader) and loader.num_workers and not loader.in_order:
+        _log.warning("setting in_order=True on the DataLoader: ranks and resumed runs need batches in one order.")
+        loader.in_order = True
     kind = ShardedIterableAdapter if shards_itself(loader, rank_slice.world) else IterableAdapter
     accumulate = _batches_of_step(loader, accumulate, global_batch_size, rank_slice.world)
     return kind(loader, seed, accumulate, rank_slice, rewinds=rewinds)

@@ -800,6 +800,39 @@ class Plainly(IterableDataset):
         return iter(range(first, self.samples, step))
 
 
+class Late(Plainly):
+    """The first worker waits until the second worker has made a batch."""
+
+    def __init__(self, path):
+        super().__init__(8)
+        self.path = path
+
+    def __iter__(self):
+        is_first = get_worker_info().id == 0
+        for place, number in enumerate(super().__iter__()):
+            if not is_first and place == 3:
+                self.path.touch()
+            while is_first and not self.path.exists():
+                time.sleep(0.001)
+            yield number
+
+
+class Delegating(DataLoader):
+    """A loader whose workers start with the first batch."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Delegating])
+def test_batches_of_a_streams_workers_come_in_order(tmp_path, caplog, kind):
+    """Ranks that read a stream, and resumed runs that read a stream again, must find the same batches."""
+    loader = kind(Late(tmp_path / "made"), 2, num_workers=2, in_order=False)
+    task = seen(tmp_path, loader, max_epochs=1, log_level="WARNING")
+    assert plain(task.epochs[0]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert caplog.text.count("setting in_order=True") == 1
+
+
 class Cut:
     """Batches of a class that says nothing of them."""
 
