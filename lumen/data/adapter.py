@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, final
 
 from lumen.console import logger as _log
-from lumen.data.nested import count_samples
+from lumen.data.nested import tensors
 from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSlice
 from lumen.errors import DataError
 
@@ -210,7 +210,7 @@ def one_by_one(
 
 @final
 class SampleCounter:
-    """Counts the samples of batches that are not drawn by Lumen, and logs once how it counts.
+    """Counts the samples of batches that are not drawn by Lumen, and logs once per class of batch how it counts.
 
     Args:
         loader: The loader of these batches; its class is named in the warning.
@@ -218,15 +218,21 @@ class SampleCounter:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._said = False
+        self._known: set[type] = set()
 
     def __call__(self, batch: Any) -> int:
-        """Size of dimension 0 of the batch's first tensor."""
-        if not self._said:
-            self._said = True
-            _log.warning(
-                "%s: Lumen did not draw these batches, so a batch counts as many samples as dimension 0 of its first "
-                "tensor. Return (loss, weight) from training_step to say it yourself.",
-                type(self._loader).__name__,
+        """Return the size of dimension 0 of the batch's first tensor that has a dimension; 1 without such a tensor."""
+        samples = next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim() > 0), None)
+        if type(batch) not in self._known:
+            self._known.add(type(batch))
+            counted = (
+                f"1 sample, because Lumen finds no tensor with a dimension in a {type(batch).__name__}"
+                if samples is None
+                else "as many samples as dimension 0 of its first tensor"
             )
-        return count_samples(batch)
+            _log.warning(
+                "%s: Lumen did not draw these batches, so a batch counts %s. Return (loss, weight) from training_step "
+                "to say it yourself.",
+                type(self._loader).__name__, counted,
+            )  # fmt: skip
+        return 1 if samples is None else samples

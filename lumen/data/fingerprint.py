@@ -15,10 +15,10 @@ _WITH_INDICES = ", indices "
 
 
 def known_length(thing: Any) -> int | None:
-    """`len(thing)`, or None if it has no length."""
+    """Return `len(thing)`, or None if its `__len__` is missing or raises an exception."""
     try:
         return len(thing)
-    except (TypeError, NotImplementedError):
+    except Exception:  # PyTorch Geometric's batch samplers raise ValueError.
         return None
 
 

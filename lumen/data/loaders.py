@@ -135,7 +135,7 @@ def _order(
     if samples is None and type(sampler) is SequentialSampler:
         raise DataError(
             f"{type(loader.dataset).__name__} has no length, and no sampler says which samples it has. "
-            "Define __len__, give a sampler, or derive it from IterableDataset."
+            "Define a __len__ that returns an int, give a sampler, or derive it from IterableDataset."
         )
     if not _takes_each_sample_once(sampler, samples):
         return SampledOrder(sampler, seed, **cut)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def _takes_each_sample_once(sampler: Any, samples: int | None) -> bool:
     shuffles = kind is RandomSampler or (_is_torchdatas(kind) and kind.__name__ == "RandomSampler")
     if not (shuffles or kind is SequentialSampler) or getattr(sampler, "replacement", False):
         return False
-    return len(sampler) == len(sampler.data_source) == samples
+    return samples is not None and known_length(sampler) == known_length(sampler.data_source) == samples
 
 
 def _batches_of_step(loader: Any, accumulate: int, global_batch_size: int | None, world: int) -> int:

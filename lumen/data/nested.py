@@ -194,11 +194,6 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
             yield from tensors(getattr(batch, field.name))
 
 
-def count_samples(batch: Any) -> int:
-    """Size of dimension 0 of the first tensor that has one; 1 where there is none."""
-    return next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim() > 0), 1)
-
-
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of plain data, each with its path: `trainer.max_steps`. A list without mappings is one."""
     if isinstance(tree, Mapping) and tree:

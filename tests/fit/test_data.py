@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import re
 import time
 import traceback
 import tracemalloc
@@ -597,6 +598,58 @@ def test_a_batch_of_another_loader_weighs_its_first_dimension(tmp_path):
     batches = [[torch.full((size,), float(size))] for size in (1, 2, 5)]
     bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=3).fit(task, batches)
     assert task.weight.item() == pytest.approx(-0.1 * (1 * 1 + 2 * 2 + 5 * 5) / 8, rel=1e-6)
+
+
+class Graphs:
+    """A batch of a class in which Lumen finds no tensors, such as PyTorch Geometric's."""
+
+    def __init__(self, size):
+        self.nodes = torch.ones(size)
+
+
+def test_a_warning_says_how_batches_are_counted(tmp_path, caplog):
+    bare_trainer(tmp_path, max_epochs=2, log_level="WARNING").fit(Seeing(), [Graphs(3), torch.ones(3), Graphs(2)])
+    found = [message for message in caplog.messages if "did not draw these batches" in message]
+    first, second = (re.search("so a batch counts (.*?)[.] Return", message)[1] for message in found)
+    assert first == "1 sample, because Lumen finds no tensor with a dimension in a Graphs"
+    assert second == "as many samples as dimension 0 of its first tensor"
+
+
+class Unsized:
+    """Raises an error for its length, as PyTorch Geometric's batch samplers do."""
+
+    def __len__(self):
+        raise ValueError("the number of steps is ambiguous")
+
+
+class UnsizedBatches(Unsized, BySize):
+    """Batches of varying size."""
+
+
+class UnsizedStream(Unsized, Stream):
+    """A stream that draws."""
+
+
+class UnsizedNumbers(Unsized, Dataset):
+    """Map-style data."""
+
+    def __getitem__(self, index):
+        return index
+
+
+UNSIZED = {
+    "a batch sampler": lambda: DataLoader(numbers(), batch_sampler=UnsizedBatches()),
+    "a stream": lambda: DataLoader(UnsizedStream(), 4),
+    "a data set": lambda: DataLoader(UnsizedNumbers(), 4, sampler=list(range(20))),
+    "any iterable": type("UnsizedIterable", (Unsized, Batches), {}),
+}
+
+
+@pytest.mark.parametrize("kind", UNSIZED)
+def test_a_length_that_raises_is_unknown(tmp_path, kind):
+    task, trainer = Seeing(), bare_trainer(tmp_path, max_epochs=2)
+    trainer.fit(task, UNSIZED[kind]())
+    assert sorted(map(int, task.samples(1))) == list(range(20))
 
 
 @pytest.mark.parametrize(("limit", "batches"), [(3, 3), (1, 1)])
