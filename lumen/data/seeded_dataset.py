@@ -97,7 +97,8 @@ class SeededDataset(Dataset[Any]):
         roots = {"dataset": dataset} if self.draws else {}
         self.own = OwnGenerators(roots | ({"collate_fn": collate} if collate is not default_collate else {}))
         self.looks = self.keys_collate
-        self.fetch_many = None if self.draws and not _fetches_many(dataset) else getattr(dataset, "__getitems__", None)
+        takes_one = single or (self.draws and not _fetches_many(dataset))  # torch asks for single items one by one
+        self.fetch_many = None if takes_one else getattr(dataset, "__getitems__", None)
         self.stacks = collate is default_collate
         self.has_rows = self.stacks and not single and type(_under_subsets(dataset)) is TensorDataset
 

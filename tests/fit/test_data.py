@@ -1,6 +1,7 @@
 """Which sample comes when, what its augmentation draws, and which loaders are understood."""
 
 import multiprocessing
+import operator
 import random
 import re
 import time
@@ -137,7 +138,7 @@ class Changed(Subset):
         return super().__getitem__(index)[0] + torch.randn(()), index
 
     def __getitems__(self, indices):
-        return [self[index] for index in indices]
+        return [self[operator.index(index)] for index in indices]
 
 
 class ChangedTogether(ConcatDataset):
@@ -600,6 +601,33 @@ def test_a_batch_of_another_loader_weighs_its_first_dimension(tmp_path):
     assert task.weight.item() == pytest.approx(-0.1 * (1 * 1 + 2 * 2 + 5 * 5) / 8, rel=1e-6)
 
 
+class Fetching(Dataset):
+    """Gives many samples at once where a loader makes batches, and takes a list of indices as one index."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.tensor(index) + torch.rand(()).double()
+
+    def __getitems__(self, indices):
+        return [self[operator.index(index)] for index in indices]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_list_of_indices_may_be_one_item(tmp_path, workers):
+    """As torch does, Lumen asks for the items of batch_size=None by `__getitem__` alone."""
+
+    def loader():
+        sampler = BatchSampler(SequentialSampler(range(12)), 4, drop_last=False)
+        return DataLoader(Fetching(), batch_size=None, sampler=sampler, num_workers=workers)
+
+    whole = seen(tmp_path, loader(), callbacks=[Saving(4, tmp_path / "four")])
+    assert [int(number) for number in whole.samples(0)] == list(range(12))
+    resumed = seen(tmp_path, loader(), resume=tmp_path / "four")
+    assert plain(resumed.epochs[1]) == plain(whole.epochs[1])[1:]
+
+
 class Graphs:
     """A batch of a class in which Lumen finds no tensors, such as PyTorch Geometric's."""
 
@@ -837,7 +865,7 @@ class Stopping(Dataset):
 
 class StoppingAtOnce(Stopping):
     def __getitems__(self, indices):
-        return [self[index] for index in indices]
+        return [self[operator.index(index)] for index in indices]
 
 
 class StoppingInside(IterableDataset):
