@@ -131,7 +131,7 @@ def _order(
     cut = {"batch_size": batch_size, "step_size": step_size, "drop_last": drop_last}
     samples = known_length(loader.dataset)
     if _only_distributes(sampler):  # which Lumen does itself
-        return PlainOrder(loader.dataset, seed, shuffle=sampler.shuffle, **cut)  # type: ignore[arg-type]
+        return PlainOrder(sampler.dataset, seed, shuffle=sampler.shuffle, **cut)  # type: ignore[arg-type]
     if samples is None and type(sampler) is SequentialSampler:
         raise DataError(
             f"{type(loader.dataset).__name__} has no length, and no sampler says which samples it has. "

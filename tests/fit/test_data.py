@@ -29,6 +29,7 @@ from torch.utils.data import (
     default_collate,
     get_worker_info,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 import lumen
 from lumen.data.adapter import Position
@@ -578,6 +579,7 @@ def test_other_loaders_accumulate_and_end_with_a_short_step(tmp_path, kind, accu
         (SequentialSampler(range(5)), range(5)),
         (RandomSampler(range(5)), range(5)),
         (RandomSampler(range(20), num_samples=7), None),
+        (DistributedSampler(range(4), num_replicas=1, rank=0, shuffle=False), range(4)),
     ],
 )
 def test_a_sampler_over_a_part_of_the_data_is_obeyed(tmp_path, sampler, indices):
