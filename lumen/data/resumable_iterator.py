@@ -87,17 +87,15 @@ class ResumableIterator:
         Raises:
             DataError: They are cut otherwise now, or hold another number of samples.
         """
-        name = type(self._loader).__name__
+        name, remedy = self._stateless()
         changed = [f"{what} was {old}, is {self.cut.get(what)}" for what, old in state["cut"].items()
                    if old != self.cut.get(what)]  # fmt: skip
         if changed:
             raise DataError(self._misread(number, f"but it is cut otherwise now: {', '.join(changed)}"))
         _log.warning(
-            "%s has no state_dict to go on from: %d batches of this epoch are read once more. Give it (or its data "
-            "set, with num_workers=0) state_dict and load_state_dict, or use torchdata's StatefulDataLoader.",
-            name,
-            number,
-        )
+            "%s has no state_dict to go on from: %d batches of this epoch are read once more. To avoid it, %s.",
+            name, number, remedy,
+        )  # fmt: skip
         samples = 0
         for again in range(number):
             batch = self._next(key, again)
@@ -110,13 +108,25 @@ class ResumableIterator:
             )
 
     def _misread(self, number: int, what: str) -> str:
+        name, remedy = self._stateless()
         return (
-            f"this run goes on in the middle of an epoch of {type(self._loader).__name__}, which has no state_dict to "
-            f"go on from: its first {number} batches are to be read once more, {what}. Samples would be left out or "
-            "come twice. Give it the batch_size, the num_workers and the data that it had, resume from a checkpoint of "
-            "an epoch's end, or start a new run from this one with resume_parts without data, whose epoch begins anew. "
-            "A state_dict and load_state_dict on the data set would let it go on."
+            f"this run goes on in the middle of an epoch of {name}, which has no state_dict to go on from: its first "
+            f"{number} batches are to be read once more, {what}. Samples would be left out or come twice. Give it the "
+            "batch_size, the num_workers and the data that it had, resume from a checkpoint of an epoch's end, or "
+            "start a new run from this one with resume_parts without data, whose epoch begins anew. "
+            f"To resume anywhere, {remedy}."
         )
+
+    def _stateless(self) -> tuple[str, str]:
+        """Return the class that lacks a state, and what to do: torchdata's loader needs a stream with a state too."""
+        is_stream = bool(self.cut) and isinstance(self._source, IterableDataset)
+        owner = self._source if is_stream and not hasattr(self._source, "load_state_dict") else self._loader
+        name, steps = type(owner).__name__, list[str]()
+        if owner is self._source or not is_stream:
+            steps.append(f"give {name} state_dict and load_state_dict")
+        if is_stream and self.cut["num_workers"]:
+            steps.append(f"read {type(self._source).__name__} with torchdata's StatefulDataLoader")
+        return name, " and ".join(steps)
 
     def _rest(self, epoch: int, position: Position, may_end_at_once: bool) -> Iterator[LoadedBatch]:
         key = position.key(epoch)
@@ -214,8 +224,13 @@ _CUTTING = ("batch_size", "num_workers", "drop_last")
 
 
 def _stateful_part(loader: Any) -> Any:
-    """The loader, or its data set, if it has `load_state_dict`; else None."""
-    dataset = getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else None
-    here = isinstance(dataset, IterableDataset) and loader.num_workers == 0
-    candidates = [dataset, loader] if here else [loader]
+    """Return the loader or its data set, if that has `load_state_dict`; else None.
+
+    The state of torchdata's loader counts only where its stream has one: without, it can be restored only once.
+    """
+    stream = loader.dataset if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) else None
+    is_torchdatas = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
+    if stream is not None and is_torchdatas and not hasattr(stream, "load_state_dict"):
+        return None
+    candidates = [stream, loader] if stream is not None and loader.num_workers == 0 else [loader]
     return next((part for part in candidates if hasattr(part, "load_state_dict")), None)

@@ -800,6 +800,107 @@ class Plainly(IterableDataset):
         return iter(range(first, self.samples, step))
 
 
+class Cut:
+    """Batches of a class that says nothing of them."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(torch.arange(24).split(self.size))
+
+
+class StatefulCut(Cut):
+    """Counts what it has given, as the warning says."""
+
+    place = 0
+
+    def __iter__(self):
+        for batch in list(super().__iter__())[self.place :]:
+            self.place += 1
+            yield batch
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def torchdatas(data, workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(data, 4, num_workers=workers)
+
+
+def documented():
+    """The stream with a state that the page on loaders shows."""
+    given = {"torch": torch}
+    exec(snippets()[0], given)
+    return given["Numbers"](24)
+
+
+def resumed_by_steps(tmp_path, make):
+    """The batches of a run that is killed after every third step, by epoch."""
+    parts = {0: [], 1: []}
+    for end in (3, 6, 9, 12):
+        options = {"max_steps": end, "callbacks": [Saving(end, tmp_path / f"step-{end}")], "log_level": "WARNING"}
+        task = seen(tmp_path, make(), resume=tmp_path / f"step-{end - 3}" if end > 3 else None, **options)
+        for epoch, batches in task.epochs.items():
+            parts[epoch] += plain(batches)
+    return parts
+
+
+ADVICE = {
+    "a stream": (
+        lambda: DataLoader(Plainly(), 4),
+        "Plainly has no state_dict.* give Plainly state_dict and load_state_dict.$",
+        lambda: DataLoader(documented(), 4),
+    ),
+    "workers": (
+        lambda: DataLoader(Plainly(), 4, num_workers=2),
+        "give Plainly state_dict and load_state_dict and read Plainly with torchdata's StatefulDataLoader.$",
+        lambda: torchdatas(documented(), 2),
+    ),
+    "a stream with a state and workers": (
+        lambda: DataLoader(documented(), 4, num_workers=2),
+        "DataLoader has no state_dict.* To avoid it, read Numbers with torchdata's StatefulDataLoader.$",
+        lambda: torchdatas(documented(), 2),
+    ),
+    "any iterable": (
+        lambda: Cut(4),
+        "Cut has no state_dict.* give Cut state_dict and load_state_dict.$",
+        lambda: StatefulCut(4),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if "workers" in kind else kind for kind in ADVICE]
+)
+def test_the_advice_for_a_stream_without_a_state_works(tmp_path, caplog, kind):
+    make, advice, advised = ADVICE[kind]
+    seen(tmp_path, make(), max_steps=2, callbacks=[Saving(2, tmp_path / "step-2")])
+    seen(tmp_path, make(), resume=tmp_path / "step-2", log_level="WARNING")
+    assert re.search(advice, caplog.text, re.MULTILINE)
+    caplog.clear()
+    whole = seen(tmp_path, advised())
+    assert resumed_by_steps(tmp_path, advised) == {epoch: plain(batches) for epoch, batches in whole.epochs.items()}
+    assert "read once more" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_torchdatas_loader_over_a_stream_without_a_state_resumes(tmp_path, caplog, workers):
+    """torchdata's own state of such a stream fails when it is restored for the second time."""
+    whole = seen(tmp_path, torchdatas(Plainly(), workers))
+    parts = resumed_by_steps(tmp_path, lambda: torchdatas(Plainly(), workers))
+    assert parts == {epoch: plain(batches) for epoch, batches in whole.epochs.items()}
+    assert caplog.text.count("Plainly has no state_dict") == 2
+
+
 class Late(Plainly):
     """The first worker waits until the second worker has made a batch."""
 
@@ -831,16 +932,6 @@ def test_batches_of_a_streams_workers_come_in_order(tmp_path, caplog, kind):
     task = seen(tmp_path, loader, max_epochs=1, log_level="WARNING")
     assert plain(task.epochs[0]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert caplog.text.count("setting in_order=True") == 1
-
-
-class Cut:
-    """Batches of a class that says nothing of them."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __iter__(self):
-        return iter(torch.arange(24).split(self.size))
 
 
 @pytest.mark.parametrize(
