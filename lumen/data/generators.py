@@ -8,8 +8,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import lru_cache
-from itertools import chain, islice
+from functools import cache, lru_cache
+from heapq import heappop, heappush
+from itertools import chain, count, islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, final
 
@@ -141,38 +142,54 @@ def find_generators(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def walk(roots: dict[str, Any], is_end: Callable[[Any], bool], leaves: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield each object that the roots hold and its place, nearest first.
+    """Yield each object that the roots hold and its place: those in the smallest collections first, nearest first.
 
     The walk follows attributes, slots, collections, the variables that functions are bound to, and the global
-    variables that functions of the user read. It ends after 8,192 objects.
+    variables that functions of the user read. It ends after 8,192 objects. Objects for which the product of the
+    lengths of the collections around them is small come first, so that many records cannot hide a transform.
 
     Args:
         roots: The objects where the walk begins, by name.
         is_end: Returns True for an object that the walk yields and does not enter.
         leaves: Types of which the walk yields no object.
     """
-    waiting = deque(roots.items())
+    order = count()
+    waiting: list[Any] = [(1, next(order), "", roots.items())]
     met: dict[int, Any] = {id(each): each for each in _GLOBAL}  # A reference keeps each id from being used again.
     functions = 0
-    while waiting and len(met) < _OBJECTS:
-        place, part = waiting.popleft()
-        if id(part) in met:
-            continue
-        met[id(part)] = part
-        is_machinery = _is_of(type(part), _MACHINERY) or _is_at_work(part)
-        if not is_machinery:
-            yield place, part
-        if is_machinery or is_end(part):
-            continue
-        if isinstance(part, FunctionType):
-            functions += 1
-            held = _held_by_function(part) if functions <= _FUNCTIONS and not _is_of(part, _LIBRARIES) else ()
-        else:
-            held = _held_by(part)
-            if id(kind := type(part)) not in met:
-                met[id(kind)] = kind
-                held = chain(held, _held_by_class(kind))
-        waiting += [(f"{place}.{name}", value) for name, value in held if not issubclass(type(value), leaves)]
+    while waiting:
+        width, _, above, held = heappop(waiting)
+        for name, part in held:
+            if (above and issubclass(type(part), leaves)) or id(part) in met:
+                continue
+            if len(met) >= _OBJECTS:
+                if width <= _FEW:  # What is left otherwise is in long collections, which hold data.
+                    _warn_of_end(", ".join(f"{root} ({type(each).__name__})" for root, each in roots.items()))
+                return
+            met[id(part)] = part
+            is_machinery = _is_of(type(part), _MACHINERY) or _is_at_work(part)
+            if not is_machinery:
+                yield f"{above}{name}", part
+            if is_machinery or is_end(part):
+                continue
+            if isinstance(part, FunctionType):
+                functions += 1
+                inner = _held_by_function(part) if functions <= _FUNCTIONS and not _is_of(part, _LIBRARIES) else ()
+            else:
+                inner = _held_by(part)
+                if id(kind := type(part)) not in met:
+                    met[id(kind)] = kind
+                    inner = chain(inner, _held_by_class(kind))
+            heappush(waiting, (width * _length_of(part), next(order), f"{above}{name}.", inner))
+
+
+@cache
+def _warn_of_end(names: str) -> None:
+    _log.warning(
+        "Lumen stops searching %s after %d objects: it neither seeds the random generators that further objects keep, "
+        "nor compares their data between ranks. Keep fewer objects there, or draw from the global generators.",
+        names, _OBJECTS,
+    )  # fmt: skip
 
 
 def _is_leaf(part: Any) -> bool:
@@ -202,6 +219,12 @@ def _held_by(part: Any) -> Iterator[tuple[Any, Any]]:
     for slot in _slots_of(type(part)):  # type: ignore[arg-type]
         with suppress(AttributeError):  # nothing was put there
             yield slot.__name__, slot.__get__(part)
+
+
+def _length_of(part: Any) -> int:
+    """Return the number of items of a collection; 1 for any other object."""
+    kinds = (kind for kind in (list, tuple, deque, dict) if issubclass(type(part), kind))
+    return max(1, next((kind.__len__(part) for kind in kinds), 1))
 
 
 @lru_cache(maxsize=256)

@@ -376,6 +376,37 @@ def test_a_generator_that_a_data_set_keeps_is_keyed_by_sample(tmp_path, place):
     assert len(resumed.epochs[1]) == 2
 
 
+RECORDS = {
+    "a long list": lambda: [{"boxes": [[1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0], [8.0]]} for _ in range(1024)],
+    "short lists in short lists": lambda: [[[[[1.0]] for _ in range(60)] for _ in range(60)] for _ in range(3)],
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_records_hide_no_generator_of_a_transform(tmp_path, caplog, kind):
+    class Recorded(Transformed):
+        def __init__(self):
+            self.records = RECORDS[kind]()
+            super().__init__(Compose(lambda: 0, Compose(Recipe(np.random.default_rng(3)))))
+
+    options = {"max_epochs": 1, "log_level": "WARNING"}
+    whole = seen(tmp_path, DataLoader(Recorded(), 4), callbacks=[Saving(2, tmp_path / "two")], **options)
+    resumed = seen(tmp_path, DataLoader(Recorded(), 4), resume=tmp_path / "two", **options)
+    assert plain(resumed.epochs[0]) == plain(whole.epochs[0])[2:]
+    assert "stops searching" not in caplog.text
+
+
+def test_a_search_that_stops_is_one_warning(tmp_path, caplog):
+    class Vast(Transformed):
+        def __init__(self):
+            super().__init__(lambda: 0)
+            vars(self).update({f"part_{number}": [] for number in range(9000)})
+
+    seen(tmp_path, DataLoader(Vast(), 4), log_level="WARNING")
+    (message,) = (message for message in caplog.messages if "stops searching" in message)
+    assert message.startswith("Lumen stops searching dataset (Vast) after 8192 objects: it neither seeds")
+
+
 @pytest.mark.parametrize("place", ["a numpy Generator without a seed", "a torch.Generator", "made in __getitem__"])
 def test_what_a_kept_generator_draws_does_not_depend_on_the_workers(tmp_path, place):
     runs = [seen(tmp_path, DataLoader(made_of(place), 4, num_workers=number)) for number in (0, 2)]
