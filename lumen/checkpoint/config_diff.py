@@ -159,8 +159,9 @@ def data_read(run: Run) -> dict[str, Any]:
 
 
 def modes_of(task: nn.Module) -> dict[str, list[str]]:
-    """Names of the parameters that are frozen and of the modules that are in eval mode."""
+    """Names of frozen parameters, of modules in eval mode and of norms that do not track their statistics."""
     return {
         "frozen": [name for name, parameter in task.named_parameters() if not parameter.requires_grad],
         "evaluating": [name for name, module in task.named_modules() if not module.training],
+        "untracked": [name for name, norm in task.named_modules() if not getattr(norm, "track_running_stats", True)],
     }

@@ -144,13 +144,15 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue
 
 
 def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
-    """Restore which parameters are frozen and which modules in eval mode, after the optimizer was built."""
+    """Restore which parameters are frozen, and the modes of modules, after the optimizer was built."""
     frozen, evaluating = set(modes["frozen"]), set(modes["evaluating"])
     for name, parameter in task.named_parameters():
         if parameter.requires_grad == (name in frozen):
             parameter.requires_grad_(name not in frozen)
     for name, module in task.named_modules():
         module.training = name not in evaluating
+        if "untracked" in modes and hasattr(module, "track_running_stats"):  # older checkpoints lack the key
+            module.track_running_stats = name not in modes["untracked"]
 
 
 def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:

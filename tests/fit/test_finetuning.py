@@ -42,6 +42,40 @@ def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path, cut, tra
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
 
 
+class FreezesLate(lumen.BaseFinetuning):
+    """Freezes a BatchNorm layer in the second epoch."""
+
+    def freeze_before_training(self, task):
+        pass
+
+    def finetune_function(self, task, epoch, optimizer):
+        if epoch == 1:
+            self.freeze(task.backbone[1], train_bn=False)
+
+
+class ThawsLate(lumen.BaseFinetuning):
+    """Lets the statistics of a BatchNorm layer move from the second epoch on."""
+
+    def freeze_before_training(self, task):
+        self.freeze(task.backbone[1], train_bn=False)
+
+    def finetune_function(self, task, epoch, optimizer):
+        if epoch == 1:
+            self.make_trainable(task.backbone[1])
+
+
+@pytest.mark.parametrize("kind", [FreezesLate, ThawsLate])
+def test_resumed_norms_track_statistics_as_before(tmp_path, kind):
+    def run(folder, steps):
+        task = Backbone()
+        task.backbone[1] = nn.BatchNorm1d(8, affine=False).double()  # nothing of it is trained
+        return finetune(tmp_path / folder, kind(), task, steps)[0]
+
+    whole = run("whole", 20)
+    run("parts", 10)
+    assert_equal(whole, run("parts", 20), 0.0)
+
+
 class ByLayers(lumen.BaseFinetuning):
     """Unfreezes the last layer of the backbone in the second epoch, and the first one in the third."""
 
