@@ -155,6 +155,11 @@ class PredictionWriter(BasePredictionWriter):
     ) -> None:
         """Write a batch."""
         named = _named(move(prediction, torch.device("cpu")))
+        if taken := named.keys() & ({"index", "dataloader"} if self.format == "jsonl" else {"index"}):
+            raise DataError(
+                f"PredictionWriter: predict_step returned a tensor named {min(taken)!r}, which is the name of the "
+                f"writer's own {min(taken)} in {self.format} files. Return it under another name."
+            )
         if self.format == "safetensors":
             self._write_tensors(named, batch_indices, f"predictions-{dataloader_idx}-{batch_idx:08d}.safetensors")
             return

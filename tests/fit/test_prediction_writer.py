@@ -177,6 +177,19 @@ def test_what_cannot_be_written_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    ("form", "name"), [("safetensors", "index"), ("jsonl", "index"), ("parquet", "index"), ("jsonl", "dataloader")]
+)
+def test_predictions_cannot_take_names_of_the_writer(tmp_path, form, name):
+    class Named(lumen.TaskModule):
+        def predict_step(self, batch):
+            return {name: batch[0], "x": batch[0]}
+
+    with pytest.raises(DataError, match=f"a tensor named '{name}', .*Return it under another name"):
+        predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", form), task=Named())
+    assert not [*(tmp_path / "out").iterdir()]
+
+
 def test_it_is_named_on_the_command_line():
     words = ["predict", "--config", "line.yaml", "--trainer.callbacks+=PredictionWriter"]
     assert main([*words, "--trainer.callbacks.directory=out", "--trainer.callbacks.format=jsonl"]) == 0
