@@ -155,7 +155,7 @@ def _write(content: Any, source: Path, output: Path, request: Request) -> Conver
     if not (request.module or request.rename):  # Both are written for the names that the file has.
         short = unwrapped(short)
     names = {name: _renamed(each, request) for name, each in short.items()}
-    tensors = {new: found[name] for name, new in names.items() if new is not None}
+    tensors = {new: found[name].detach() for name, new in names.items() if new is not None}
     if not tensors:
         parts = ", ".join(sorted({name.partition(".")[0] for name in names}))
         raise ConfigError(f"--module {request.module}: no tensor of {source} belongs to it. Its parts are {parts}.")
@@ -166,7 +166,7 @@ def _write(content: Any, source: Path, output: Path, request: Request) -> Conver
         if not is_known(tensor.dtype) or tensor.layout != torch.strided or type(tensor) is not torch.Tensor:
             kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout}"
             raise ConfigError(f"{source}: {name} is a {kind}, which safetensors files do not have. Leave it out.")
-    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     write_safetensors(output, tensors)
     plain, not_plain = _hyperparameters(content)
     return Converted(

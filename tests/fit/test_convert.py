@@ -110,6 +110,12 @@ def test_plain_dictionaries_and_those_inside_others():
         Path("out.safetensors").unlink()
 
 
+def test_parameters_are_converted_as_tensors():
+    net = nn.Linear(2, 2)
+    torch.save(dict(net.named_parameters()), "in.pt")
+    torch.testing.assert_close(convert("in.pt", "out.safetensors"), net.state_dict(), rtol=0, atol=0)
+
+
 def test_an_old_format_compiled_names_and_tied_tensors():
     weight = torch.randn(3, 3)
     tied = {"_orig_mod.a.weight": weight, "_orig_mod.b.weight": weight, "c": weight.t()}
