@@ -723,7 +723,7 @@ def refused(folder, kind):
 
 def fit_different(folder, kind):
     trainer = bare_trainer(folder, max_epochs=1)
-    with pytest.raises(DataError, match="rank 1 (and rank 0 hold different|has another) data") as caught:
+    with pytest.raises(DataError, match=r"rank 1 (and rank 0 hold different|has another) data") as caught:
         trainer.fit(Kept(), DIFFERENT[kind](trainer.global_rank))
     return str(caught.value)
 
