@@ -40,6 +40,11 @@ class ParameterAverage(Callback, ABC):
         """The averages, by name of parameter and buffer; under FSDP in shards. Empty until there are any."""
         return self._average
 
+    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Forget the average of an earlier fit."""
+        if stage == "fit":
+            self.load_state_dict({"average": {}, "updates": 0, "seen": 0, "rates": []})
+
     def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Begin, or find the averages of the checkpoint on the devices of what they are of."""
         if not self._average:

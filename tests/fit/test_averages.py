@@ -164,6 +164,25 @@ def test_what_has_no_mean_is_one_error():
         read("mine", average="last:1")
 
 
+# ---------------------------------------------------------------------- callbacks
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: lumen.EMA(decay=0.7, warmup=True), lambda: lumen.SWA(0.02, 1, 1)], ids=["EMA", "SWA"]
+)
+def test_averages_begin_again_in_each_fit(make):
+    def end(callback, factor):
+        task = Normed()
+        with torch.no_grad():
+            task.net[0].weight.mul_(factor)
+        fit(Path(), callback, task=task, resume=None, max_steps=18, val_check_interval=1.0)
+        return task.state_dict()
+
+    used = make()
+    end(used, 2.0)
+    assert same(end(used, 1.0), end(make(), 1.0))
+
+
 # ---------------------------------------------------------------------- evaluations
 
 
