@@ -91,9 +91,10 @@ def test_an_error_in_a_validation_leaves_the_parameters_in_the_task(tmp_path):
     ],
     ids=str,
 )
-def test_when_and_how_far_it_moves(tmp_path, options, moves):
+@pytest.mark.parametrize("val_check_interval", [1.0, 4])
+def test_when_and_how_far_it_moves(tmp_path, options, moves, val_check_interval):
     first, ema, kept = Normed().state_dict(), lumen.EMA(decay=0.8, **options), Kept()
-    fit(tmp_path, ema, kept, val_check_interval=1.0)
+    fit(tmp_path, ema, kept, val_check_interval=val_check_interval)
     expected = {name: each.clone() for name, each in first.items()}
     for step, decay in moves.items():
         expected = averaged(kept.states[step - 1 : step], expected, decay)
