@@ -51,11 +51,6 @@ class ParameterAverage(Callback, ABC):
             self._begin(trainer, task)
             return
         found = self._of(task)
-        if missing := found.keys() ^ self._average.keys():
-            raise ConfigError(
-                f"{type(self).__name__}: the averages of the checkpoint are not of this model: "
-                f"{', '.join(sorted(missing)[:8])}. Resume with the model and the use_buffers it was saved with."
-            )
         self._average = {name: self._average[name].to(each.device, each.dtype) for name, each in found.items()}
 
     def _begin(self, trainer: Trainer, task: TaskModule) -> None:
@@ -75,6 +70,12 @@ class ParameterAverage(Callback, ABC):
         if self.use_buffers:
             saved = task.state_dict(keep_vars=True).keys()
             found |= {name: buffer for name, buffer in task.named_buffers() if name in saved}
+        if self._average and (differing := found.keys() ^ self._average.keys()):
+            raise ConfigError(
+                f"{type(self).__name__}: the model and the average have different tensors: "
+                f"{', '.join(sorted(differing)[:8])}. Resume with the model and the use_buffers it was saved with; add "
+                "layers in configure_model, before the average begins."
+            )
         return found
 
     @torch.no_grad()

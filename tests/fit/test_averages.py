@@ -183,6 +183,17 @@ def test_averages_begin_again_in_each_fit(make):
     assert same(end(used, 1.0), end(make(), 1.0))
 
 
+@pytest.mark.parametrize("callback", [lumen.EMA(), lumen.SWA(0.02, 0)], ids=["EMA", "SWA"])
+def test_a_layer_added_in_training_is_refused(callback):
+    class Adding(lumen.Callback):
+        def on_train_epoch_start(self, trainer, task):
+            if trainer.current_epoch == 1:
+                task.extra = torch.nn.Linear(1, 1)
+
+    with pytest.raises(ConfigError, match=r"different tensors: extra.bias, extra.weight\. .* in configure_model"):
+        fit(Path(), Adding(), callback, resume=None, max_steps=12)
+
+
 # ---------------------------------------------------------------------- evaluations
 
 
