@@ -34,8 +34,8 @@ class EMA(ParameterAverage):
         update_starting_at_step: Until this step is done the average follows the parameters; None: from the first on.
         update_starting_at_epoch: The same, counted in epochs; None: from the first on.
         warmup: The first decays are smaller: `(1 + n) / (10 + n)` in the n-th update of the average, if that is less.
-        use_buffers: Average floating-point buffers too, such as the statistics of BatchNorm; others are copied. False:
-            the average has the buffers of the model.
+        use_buffers: Average running statistics too, the floating-point buffers named `running_*`, such as BatchNorm's;
+            copy other buffers. False: the average has the buffers of the model.
 
     Raises:
         ConfigError: A value is out of range.

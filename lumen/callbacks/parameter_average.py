@@ -15,6 +15,7 @@ from lumen.distributed.dtensor import local_tensor
 from lumen.errors import ConfigError
 from lumen.internals.tensors import lerp
 from lumen.strategies import sync_buffers
+from lumen.task.teacher import is_running_statistic
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
@@ -25,7 +26,7 @@ class ParameterAverage(Callback, ABC):
     """What averages of parameters have in common; a subclass says when the average begins and moves.
 
     Args:
-        use_buffers: Average floating-point buffers too, such as the statistics of BatchNorm; others are copied.
+        use_buffers: Average running statistics too, the floating-point buffers named `running_*`; copy other buffers.
     """
 
     stops_at_steps = False
@@ -82,7 +83,8 @@ class ParameterAverage(Callback, ABC):
     def _move(self, task: TaskModule, decay: float) -> None:
         averages, values, rest = [], [], []
         for name, tensor in self._of(task).items():
-            if tensor.is_floating_point() or tensor.is_complex():
+            averaged = tensor.is_floating_point() or tensor.is_complex()
+            if averaged and (isinstance(tensor, torch.nn.Parameter) or is_running_statistic(name, tensor)):
                 averages.append(local_tensor(self._average[name]))
                 values.append(local_tensor(tensor.detach()))
             else:

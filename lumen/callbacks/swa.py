@@ -23,7 +23,7 @@ class SWA(ParameterAverage):
 
     From `swa_epoch_start` on, each epoch is trained at one learning rate, which goes from what it was to `swa_lrs`
     in `annealing_epochs` epochs, whatever schedules say; at its end the parameters enter the mean (Izmailov et al.,
-    Averaging Weights Leads to Wider Optima and Better Generalization, 2018). Buffers, such as the statistics of
+    Averaging Weights Leads to Wider Optima and Better Generalization, 2018). Running statistics, such as those of
     BatchNorm, are averaged too, so no pass over the data is needed for them. Once there is a mean, validations in
     `fit` are of it; training goes on with the parameters. When `fit` is over, the task holds the mean.
 
@@ -35,7 +35,8 @@ class SWA(ParameterAverage):
         swa_epoch_start: The first epoch, from 0, whose end counts; below 1.0 a share of `max_epochs`.
         annealing_epochs: Epochs from the rate before to `swa_lrs`; 0: at once.
         annealing_strategy: How the rate goes there: "cos", or "linear".
-        use_buffers: Average floating-point buffers too; others are copied. False: the mean has those of the model.
+        use_buffers: Average running statistics too, the floating-point buffers named `running_*`; copy other buffers.
+            False: the mean has the buffers of the model.
 
     Raises:
         ConfigError: A value is out of range; a share is given, and the run has no `max_epochs`; the optimizer has

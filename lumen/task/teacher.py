@@ -39,8 +39,8 @@ class Teacher(nn.Module):
         steps: Length of that half cosine. Default: the run's, by `max_steps` or `max_epochs`.
         eval_mode: Keep the teacher in eval mode. Default: it is in the mode of the task, so that in training BatchNorm
             normalizes by its own batches and dropout drops, as in the papers.
-        use_buffers: Floating-point buffers follow too; others are copied. Default: with `eval_mode`; otherwise they are
-            the teacher's own.
+        use_buffers: Average running statistics too, the floating-point buffers named `running_*`, and copy all other
+            buffers. Default: with `eval_mode`; otherwise the teacher has buffers of its own.
 
     Attributes:
         module: The copy of the student.
@@ -155,12 +155,13 @@ class Teacher(nn.Module):
         (student,), decay = self._student, self.decay_at(step)
         pairs: list[tuple[torch.Tensor, torch.Tensor]]
         pairs = [*zip(self.module.parameters(), student.parameters(), strict=True)]
-        buffers = [*zip(self.module.buffers(), student.buffers(), strict=True)] if self.use_buffers else []
-        pairs += [pair for pair in buffers if pair[0].is_floating_point()]
+        names = dict(self.module.named_buffers()) if self.use_buffers else {}
+        others = dict(student.named_buffers())
+        pairs += [(own, others[name]) for name, own in names.items() if is_running_statistic(name, own)]
         lerp([local_tensor(own) for own, _ in pairs], [local_tensor(other) for _, other in pairs], 1.0 - decay)
-        for own, other in buffers:
-            if not own.is_floating_point():
-                own.copy_(other)
+        for name, own in names.items():
+            if not is_running_statistic(name, own):
+                own.copy_(others[name])
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -169,6 +170,11 @@ class Teacher(nn.Module):
         own, others = ([*module.parameters(), *module.buffers()] for module in (self.module, student))
         for mine, other in zip(own, others, strict=True):
             local_tensor(mine).copy_(local_tensor(other))
+
+
+def is_running_statistic(name: str, buffer: torch.Tensor) -> bool:
+    """Return True if averages average a buffer; a mean of vectors of power iteration or of queues has no meaning."""
+    return name.rpartition(".")[2].startswith("running_") and buffer.is_floating_point()
 
 
 def teachers_of(task: nn.Module) -> list[Teacher]:

@@ -194,6 +194,26 @@ def test_a_layer_added_in_training_is_refused(callback):
         fit(Path(), Adding(), callback, resume=None, max_steps=12)
 
 
+@pytest.mark.parametrize("callback", [lumen.EMA(decay=0.8), lumen.SWA(0.02, 0)], ids=["EMA", "SWA"])
+def test_only_running_statistics_of_buffers_are_averaged(callback):
+    class Buffered(Normed):
+        def __init__(self):
+            super().__init__()
+            torch.nn.utils.parametrizations.spectral_norm(self.net[0])
+            self.register_buffer("queue", torch.zeros(3, dtype=torch.float64))
+
+        def training_step(self, batch):
+            self.queue += 1.0
+            return super().training_step(batch)
+
+    kept = Kept()
+    fit(Path(), callback, kept, task=Buffered(), resume=None, max_steps=12)
+    vectors = {name for name in kept.states[-1] if name.endswith(("._u", "._v"))}
+    equal = {name for name, each in kept.states[-1].items() if torch.equal(callback.average[name], each)}
+    assert len(vectors) == 2
+    assert equal == vectors | {"queue", "net.1.num_batches_tracked"}
+
+
 # ---------------------------------------------------------------------- evaluations
 
 

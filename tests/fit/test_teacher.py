@@ -158,6 +158,17 @@ def test_it_may_start_again_from_the_student():
     torch.testing.assert_close(task.teacher.module[0].weight, torch.full((8, 6), 0.996, dtype=torch.float64))
 
 
+def test_teacher_averages_only_running_statistics_of_buffers():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("queue", torch.ones(2))
+    teacher = lumen.Teacher(model, decay=0.5, eval_mode=True)
+    model.queue.fill_(3.0)
+    model[1].running_mean.fill_(2.0)
+    teacher.follow(0)
+    assert teacher.module.queue.tolist() == [3.0, 3.0]
+    assert teacher.module[1].running_mean.tolist() == [1.0, 1.0]
+
+
 def test_what_it_cannot_be_is_refused(tmp_path):
     for options, said in (
         ({"decay": 1.5}, "at least 0 and at most 1, found 1.5"),
