@@ -72,7 +72,7 @@ class EMA(ParameterAverage):
 
     def state_dict(self) -> dict[str, Any]:
         """The averages, and how often they have moved."""
-        return {"average": self._average, "seen": self._seen, "updates": self._updates}
+        return {"average": self._average_to_save(), "seen": self._seen, "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the averages of a checkpoint."""

@@ -35,10 +35,19 @@ class ParameterAverage(Callback, ABC):
         self.use_buffers = use_buffers
         self._average: dict[str, torch.Tensor] = {}  # empty until it begins
         self._updates = 0  # how often it has moved
+        self._is_swapped = False  # a validation holds the average in the place of the parameters
 
     @property
     def average(self) -> Mapping[str, torch.Tensor]:
         """The averages, by name of parameter and buffer; under FSDP in shards. Empty until there are any."""
+        return self._average
+
+    def _average_to_save(self) -> dict[str, torch.Tensor]:
+        if self._is_swapped:
+            raise ConfigError(
+                f"save_checkpoint: a validation runs, in which {type(self).__name__} puts its average in the place of "
+                "the parameters. Save in on_train_epoch_end or on_step_checkpoint, which follow the validation."
+            )
         return self._average
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
@@ -100,20 +109,20 @@ class ParameterAverage(Callback, ABC):
     @contextmanager
     def _swapped(self, trainer: Trainer, task: TaskModule) -> Iterator[None]:
         self._look(trainer, task)
-        if not self._average:
-            yield
-            return
         self._swap(task)
+        self._is_swapped = True
         try:
-            sync_buffers(trainer.strategy, task)  # each rank has averaged its own
+            if self._average:
+                sync_buffers(trainer.strategy, task)  # each rank has averaged its own
             yield
         finally:
+            self._is_swapped = False
             self._swap(task)
 
     @torch.no_grad()
     def _swap(self, task: TaskModule) -> None:
-        """Exchange the averages with what they are of."""
-        for name, tensor in self._of(task).items():
+        """Exchange the averages, if there are any, with what they are of."""
+        for name, tensor in self._of(task).items() if self._average else ():
             before = tensor.detach().clone()
             fill(tensor, self._average[name])
             self._average[name].copy_(before)

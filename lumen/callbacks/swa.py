@@ -71,7 +71,7 @@ class SWA(ParameterAverage):
 
     def state_dict(self) -> dict[str, Any]:
         """The mean, of how many epochs it is, and where the rates came from."""
-        return {"average": self._average, "updates": self._updates, "rates": self._rates}
+        return {"average": self._average_to_save(), "updates": self._updates, "rates": self._rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the mean of a checkpoint."""

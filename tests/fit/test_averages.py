@@ -194,6 +194,24 @@ def test_a_layer_added_in_training_is_refused(callback):
         fit(Path(), Adding(), callback, resume=None, max_steps=12)
 
 
+@pytest.mark.parametrize("hook", ["on_validation_epoch_end", "on_validation_end"])
+@pytest.mark.parametrize("callback", [lumen.EMA(decay=0.8), lumen.SWA(0.02, 9)], ids=["EMA", "SWA"])
+def test_saving_in_a_validation_is_refused(callback, hook):
+    saver = lumen.LambdaCallback(**{hook: lambda trainer, task: trainer.save_checkpoint("mine")})
+    with pytest.raises(ConfigError, match="save_checkpoint: a validation runs, in which .* Save in on_train_epoch_end"):
+        fit(Path(), callback, saver, resume=None)
+    assert not Path("mine").exists()
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_step_checkpoint"])
+def test_saving_after_a_validation_keeps_parameters(hook):
+    kept, saver = Kept(), lumen.LambdaCallback(
+        **{hook: lambda trainer, task: trainer.global_step == 6 and trainer.save_checkpoint("mine")}
+    )
+    fit(Path(), lumen.EMA(decay=0.8), kept, saver, resume=None, max_steps=6, val_check_interval=1.0)
+    assert same(Normed.load_from_checkpoint("mine").state_dict(), kept.states[-1])
+
+
 @pytest.mark.parametrize("callback", [lumen.EMA(decay=0.8), lumen.SWA(0.02, 0)], ids=["EMA", "SWA"])
 def test_only_running_statistics_of_buffers_are_averaged(callback):
     class Buffered(Normed):
