@@ -35,6 +35,7 @@ class ParameterAverage(Callback, ABC):
         self.use_buffers = use_buffers
         self._average: dict[str, torch.Tensor] = {}  # empty until it begins
         self._updates = 0  # how often it has moved
+        self._parameters: dict[str, torch.Tensor] = {}  # while the average is in their place, if it is of another dtype
         self._is_swapped = False  # a validation holds the average in the place of the parameters
 
     @property
@@ -61,7 +62,7 @@ class ParameterAverage(Callback, ABC):
             self._begin(trainer, task)
             return
         found = self._of(task)
-        self._average = {name: self._average[name].to(each.device, each.dtype) for name, each in found.items()}
+        self._average = {name: self._average[name].to(each.device, _exact(each.dtype)) for name, each in found.items()}
 
     def _begin(self, trainer: Trainer, task: TaskModule) -> None:
         """A run begins anew."""
@@ -72,7 +73,9 @@ class ParameterAverage(Callback, ABC):
 
     def _copy(self, task: TaskModule) -> None:
         """Begin with the parameters as they are."""
-        self._average = {name: tensor.detach().clone() for name, tensor in self._of(task).items()}
+        self._average = {
+            name: tensor.detach().to(_exact(tensor.dtype), copy=True) for name, tensor in self._of(task).items()
+        }
 
     def _of(self, task: TaskModule) -> dict[str, torch.Tensor]:
         """What is averaged: parameters, and buffers that are saved."""
@@ -95,7 +98,7 @@ class ParameterAverage(Callback, ABC):
             averaged = tensor.is_floating_point() or tensor.is_complex()
             if averaged and (isinstance(tensor, torch.nn.Parameter) or is_running_statistic(name, tensor)):
                 averages.append(local_tensor(self._average[name]))
-                values.append(local_tensor(tensor.detach()))
+                values.append(local_tensor(tensor.detach()).to(averages[-1].dtype))
             else:
                 rest.append((self._average[name], tensor))
         lerp(averages, values, 1.0 - decay)
@@ -116,16 +119,19 @@ class ParameterAverage(Callback, ABC):
                 sync_buffers(trainer.strategy, task)  # each rank has averaged its own
             yield
         finally:
-            self._is_swapped = False
             self._swap(task)
+            self._is_swapped = False
 
     @torch.no_grad()
     def _swap(self, task: TaskModule) -> None:
         """Exchange the averages, if there are any, with what they are of."""
         for name, tensor in self._of(task).items() if self._average else ():
-            before = tensor.detach().clone()
-            fill(tensor, self._average[name])
-            self._average[name].copy_(before)
+            average, before = self._average[name], tensor.detach().clone()
+            fill(tensor, self._parameters.pop(name, average))
+            if average.dtype == before.dtype:
+                average.copy_(before)
+            elif not self._is_swapped:
+                self._parameters[name] = before  # the average has digits that the tensor cannot hold
 
     @torch.no_grad()
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
@@ -135,3 +141,8 @@ class ParameterAverage(Callback, ABC):
         for name, tensor in self._of(task).items():
             fill(tensor, self._average[name])
         sync_buffers(trainer.strategy, task)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of an average: float32 for parameters whose dtype would round small moves away."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

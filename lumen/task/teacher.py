@@ -111,7 +111,8 @@ class Teacher(nn.Module):
             run_steps: Optimizer steps of the whole run.
 
         Raises:
-            ConfigError: The student is no part of the task, or the length of the run is not known and is needed.
+            ConfigError: The student is no part of the task, the parameters are in bfloat16, or the length of the run is
+                not known and is needed.
         """
         (student,) = self._student
         known = set(task.modules())
@@ -119,6 +120,11 @@ class Teacher(nn.Module):
             raise ConfigError(
                 f"Teacher: the {type(student).__name__} that it follows is no module of {type(task).__name__}. "
                 "Set it as an attribute of the task, and make the teacher of that."
+            )
+        if self.decay not in (0.0, 1.0) and torch.bfloat16 in {each.dtype for each in self.module.parameters()}:
+            raise ConfigError(
+                "Teacher: its parameters are torch.bfloat16, which rounds small moves away, so it does not follow. "
+                'Train with precision="bf16", which keeps parameters in float32.'
             )
         if self.final_decay is not None and self.steps is None:
             try:

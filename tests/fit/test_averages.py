@@ -194,19 +194,55 @@ def test_a_layer_added_in_training_is_refused(callback):
         fit(Path(), Adding(), callback, resume=None, max_steps=12)
 
 
+def test_averages_of_bfloat16_parameters_are_float32():
+    def run(steps, resume):
+        ema, kept = lumen.EMA(decay=0.999), Kept()
+        options = {"max_steps": steps, "val_check_interval": 2, "precision": "bf16-true", "resume": resume}
+        return ema, kept, *fit(Path(), ema, kept, **options)
+
+    ema, kept, _, task = run(8, None)
+    end = task.state_dict()
+    alone = Kept()
+    fit(Path(), alone, max_steps=8, precision="bf16-true", resume=None)
+    assert all(same(ours, theirs) for ours, theirs in zip(kept.states, alone.states, strict=True))
+    names = [name for name in end if not name.endswith("num_batches_tracked")]
+    expected = {name: Normed().state_dict()[name].bfloat16().float() for name in names}
+    for state in kept.states:
+        for name, each in expected.items():
+            each.lerp_(state[name].float(), 1.0 - 0.999)
+    assert same({name: ema.average[name] for name in names}, expected)
+    assert same({name: end[name] for name in names}, {name: each.bfloat16() for name, each in expected.items()})
+    run(3, None)
+    parts, _, trainer, _ = run(8, "auto")
+    assert same(dict(parts.average), dict(ema.average))
+    newest = find_checkpoints(trainer.run_directory / "checkpoints")[-1]
+    rounded = Normed.load_from_checkpoint(newest, average="EMA", dtype=torch.bfloat16).state_dict()
+    assert same({name: rounded[name] for name in names}, {name: end[name] for name in names})
+    trainer = bare_trainer(Path(), precision="bf16-true")
+    trainer.validate(task := Normed(), loader(**DATA), newest, average="EMA")
+    assert same(task.state_dict(), end)
+    assert main(["export", str(newest), "--average", "EMA", "--output", "average.safetensors"]) == 0
+    assert same({name: load_file("average.safetensors")[name] for name in names}, expected)
+
+
 @pytest.mark.parametrize("hook", ["on_validation_epoch_end", "on_validation_end"])
 @pytest.mark.parametrize("callback", [lumen.EMA(decay=0.8), lumen.SWA(0.02, 9)], ids=["EMA", "SWA"])
 def test_saving_in_a_validation_is_refused(callback, hook):
     saver = lumen.LambdaCallback(**{hook: lambda trainer, task: trainer.save_checkpoint("mine")})
-    with pytest.raises(ConfigError, match="save_checkpoint: a validation runs, in which .* Save in on_train_epoch_end"):
+    with pytest.raises(
+        ConfigError, match=r"save_checkpoint: a validation runs, in which .* Save in on_train_epoch_end"
+    ):
         fit(Path(), callback, saver, resume=None)
     assert not Path("mine").exists()
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_step_checkpoint"])
 def test_saving_after_a_validation_keeps_parameters(hook):
-    kept, saver = Kept(), lumen.LambdaCallback(
-        **{hook: lambda trainer, task: trainer.global_step == 6 and trainer.save_checkpoint("mine")}
+    kept, saver = (
+        Kept(),
+        lumen.LambdaCallback(
+            **{hook: lambda trainer, task: trainer.global_step == 6 and trainer.save_checkpoint("mine")}
+        ),
     )
     fit(Path(), lumen.EMA(decay=0.8), kept, saver, resume=None, max_steps=6, val_check_interval=1.0)
     assert same(Normed.load_from_checkpoint("mine").state_dict(), kept.states[-1])

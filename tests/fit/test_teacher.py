@@ -191,5 +191,7 @@ def test_what_it_cannot_be_is_refused(tmp_path):
         fit(tmp_path, task)
     with pytest.raises(ConfigError, match="Set max_steps, or steps of the teacher"):
         fit(tmp_path, Byol(final_decay=1.0), max_steps=-1, max_time="00:00:01:00")
+    with pytest.raises(ConfigError, match=r'torch.bfloat16, which .* Train with precision="bf16"'):
+        fit(tmp_path, Byol(), precision="bf16-true")
     with pytest.raises(ConfigError, match="at most 1, found 3"):
         fit(tmp_path, Byol(decay=lambda step: 3.0))
