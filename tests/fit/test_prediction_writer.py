@@ -176,7 +176,6 @@ def test_what_cannot_be_written_is_refused(tmp_path):
         lumen.PredictionWriter(tmp_path / "out", "csv")
 
 
-@pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize(
     ("form", "name"), [("safetensors", "index"), ("jsonl", "index"), ("parquet", "index"), ("jsonl", "dataloader")]
 )
@@ -190,6 +189,7 @@ def test_predictions_cannot_take_names_of_the_writer(tmp_path, form, name):
     assert not [*(tmp_path / "out").iterdir()]
 
 
+@pytest.mark.usefixtures("workplace")
 def test_it_is_named_on_the_command_line():
     words = ["predict", "--config", "line.yaml", "--trainer.callbacks+=PredictionWriter"]
     assert main([*words, "--trainer.callbacks.directory=out", "--trainer.callbacks.format=jsonl"]) == 0
