@@ -281,7 +281,7 @@ def hung(stage, where, *numbers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "where"), [("validate", "lock"), ("test", "collective"), ("predict", "collective"), ("fit", "lock")]
+    ("stage", "where"), [("validate", "lock"), ("test", "lock"), ("predict", "lock"), ("fit", "lock")]
 )
 def test_a_second_signal_ends_a_hung_job_in_each_stage(stage, where):
     code, output = hung(stage, where, signal.SIGTERM, signal.SIGINT)
@@ -291,7 +291,7 @@ def test_a_second_signal_ends_a_hung_job_in_each_stage(stage, where):
 
 @pytest.mark.torture
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-@pytest.mark.parametrize("where", ["lock", "collective"])
+@pytest.mark.parametrize("where", ["lock"])
 def test_one_signal_ends_a_hung_evaluation(stage, where):
     code, output = hung(stage, where, signal.SIGTERM)
     assert code == 143, output
