@@ -136,7 +136,8 @@ class PredictionWriter(BasePredictionWriter):
         self._tables = {}
         self.directory.mkdir(parents=True, exist_ok=True)
         found = sorted(self.directory.glob("predictions-*"))
-        trainer.processes.barrier()
+        data_rank = trainer.strategy.data_rank
+        self._writes = trainer.processes.gather(data_rank).index(data_rank) == trainer.global_rank
         if found:
             raise ConfigError(
                 f"PredictionWriter: {self.directory} holds predictions already, such as {found[0].name}. Move them "
@@ -153,7 +154,9 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write a batch."""
+        """Write a batch, on the first process of each data rank."""
+        if not self._writes:
+            return
         named = _named(move(prediction, torch.device("cpu")))
         if taken := named.keys() & ({"index", "dataloader"} if self.format == "jsonl" else {"index"}):
             raise DataError(

@@ -25,7 +25,7 @@ from lumen.distributed.dtensor import is_cut, is_sharded
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError, NonFiniteLoss
 from lumen.run.run import Run
-from lumen.strategies import sync_buffers
+from lumen.strategies import by_data_rank, sync_buffers
 from lumen.task.hyperparameters import HasHyperparameters
 
 # ---------------------------------------------------------------------- names
@@ -220,7 +220,7 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
     run.records.guard.settle()
     sync_buffers(run.strategy, run.task)
     sections, aliases, state, (values, tensors) = processes.together(own)
-    state["ranks"] = processes.gather_on_zero(values)
+    state["ranks"] = by_data_rank(processes.gather_on_zero((run.strategy.data_rank, values)))
     # callbacks of other ranks may hold something else, or nothing
     shared = {name: tensor for name, tensor in sections["extra"].items() if processes.rank == 0 or is_sharded(tensor)}
     sections["extra"] = shared | tensors

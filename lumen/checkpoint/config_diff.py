@@ -138,7 +138,7 @@ def _cut(run: Run) -> dict[str, Setting]:
     for name, size in adapter.cut().items():
         cut[name] = size
         if name in STEP_SIZES and size is not None and len(sizes) > 1:
-            unit = size // adapter.per_step * run.processes.world_size
+            unit = size // adapter.per_step * run.strategy.data_world_size
             cut[name] = by_epoch({epoch: number * unit for epoch, number in sizes.items()})
     return cut
 

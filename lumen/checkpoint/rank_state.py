@@ -36,8 +36,8 @@ def own_values(run: Run) -> tuple[JSON, Tensors]:
 
 
 def load_values(run: Run, checkpoint: Checkpoint) -> None:
-    """Restore logged values: each process its own, or rank 0 all of them if the number of processes has changed."""
-    rank, world = run.processes.rank, run.processes.world_size
+    """Restore logged values: each data rank its own, or data rank 0 all of them if their number has changed."""
+    rank, world = run.strategy.data_rank, run.strategy.data_world_size
     ranks, extra = checkpoint.state["ranks"], checkpoint.tensors("extra")
     metrics = metrics_of(run.task)
     if len(ranks) == world:

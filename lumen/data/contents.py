@@ -83,7 +83,7 @@ def check_same_data(rank_slice: RankSlice, sources: Mapping[str, Any]) -> None:
                 lengths |= met
                 loader_name = f"{purpose} {number}" if number else purpose
                 here |= {f"{name} of the {loader_name}": each for name, each in found.items()}
-    told = rank_slice.gather((here, lengths))
+    told = rank_slice.gather_all((here, lengths))
     first, lengths = told[0][0], set().union(*(met for _, met in told))
     for rank, (other, _) in enumerate(told):
         for place in [name for name in other if first.get(name, other[name]) != other[name]]:

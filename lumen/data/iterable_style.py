@@ -62,7 +62,7 @@ class IterableAdapter(LoaderAdapter):
         if left == 0:
             return
         items: Iterator[LoadedBatch] = islice(self._iterator.items(epoch, position, state, position.batches), left)
-        if self._rank_slice.world > 1:
+        if self._rank_slice.processes > 1:
             items = self._agreed(items)
         steps = self._steps(items, position.first_step)
         read = _reader(self._loader, self.length, limit, rewinds=self._rewinds)

@@ -107,7 +107,7 @@ class MapStyleAdapter(LoaderAdapter):
         """See `LoaderAdapter.windows`. The position is exact: no sample is loaded that was consumed before."""
         requests = self._order.steps(epoch, position, limit)
         samples = known_length(self._dataset)
-        if self._rank_slice.world > 1 and not (self._order.is_known and self._agreed_samples == samples):
+        if self._rank_slice.processes > 1 and not (self._order.is_known and self._agreed_samples == samples):
             requests, self._agreed_samples = self._agreed(requests), samples
         plan = _assigned(requests, self._rank_slice.assigner(position.first_step), self._parts)
         if self._loader is not None:

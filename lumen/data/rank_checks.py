@@ -26,7 +26,7 @@ def check_same(rank_slice: RankSlice, what: str, found: Any, advice: str) -> Non
     Raises:
         DataError: A rank has found something else than rank 0; raised on every rank.
     """
-    told = rank_slice.gather(found)
+    told = rank_slice.gather_all(found)
     for rank, other in enumerate(told):
         if other != told[0]:
             raise DataError(f"rank {rank} has another {what} than rank 0: {other}, not {told[0]}. {advice}")

@@ -31,12 +31,14 @@ class RankSlice(NamedTuple):
     """The part of every optimizer step that one process takes: micro-batches whose number is `rank` modulo `world`.
 
     Attributes:
-        rank: Rank of this process in the run, from 0.
-        world: Number of processes in the run.
+        rank: Data rank of this process, from 0.
+        world: Number of data ranks.
         needs_dummies: In a round for which no micro-batch is left, this process runs a dummy: a batch of another
             process, whose loss counts nothing. FSDP needs it, because all ranks communicate in every forward.
-        gather: Returns every process's value of plain data, in rank order. Collective: every rank must call this.
+        gather: Returns the plain data of each data rank, in their order. Collective: every rank must call this.
         splits: A step is one batch to the task, of which each process takes a part (manual optimization).
+        processes: Number of processes; several may share a data rank.
+        gather_all: Returns the plain data of each process, in rank order. Collective: every rank must call this.
     """
 
     rank: int = 0
@@ -44,6 +46,8 @@ class RankSlice(NamedTuple):
     needs_dummies: bool = False
     gather: Callable[[Any], list[Any]] = lambda value: [value]
     splits: bool = False
+    processes: int = 1
+    gather_all: Callable[[Any], list[Any]] = lambda value: [value]
 
     def assign(self, size: int) -> Assigned:
         """Numbers of the micro-batches of this process in a step of `size`; the list is equally long on all ranks."""

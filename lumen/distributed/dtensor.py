@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lumen.distributed.processes import Processes
-from lumen.internals.fully_shard import local_block_of
+from lumen.internals.fully_shard import local_block_of, shards
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -64,9 +64,7 @@ def _cuts(like: torch.Tensor, whole: torch.Size, copied: bool) -> list[Any]:
     from torch.distributed.tensor import Replicate
 
     sharded: Any = like
-    return [
-        Replicate() if each.is_shard() and (copied or each.dim >= len(whole)) else each for each in sharded.placements
-    ]
+    return [Replicate() if shards(each) and (copied or each.dim >= len(whole)) else each for each in sharded.placements]
 
 
 def is_cut(tensor: torch.Tensor, whole: torch.Size | None = None) -> bool:
@@ -76,20 +74,24 @@ def is_cut(tensor: torch.Tensor, whole: torch.Size | None = None) -> bool:
     """
     sharded: Any = tensor
     whole = tensor.shape if whole is None else whole
-    cut = [placement.dim for placement in sharded.placements if placement.is_shard()] if is_sharded(tensor) else []
+    cut = [placement.dim for placement in sharded.placements if shards(placement)] if is_sharded(tensor) else []
     return any(whole[dim : dim + 1] == tensor.shape[dim : dim + 1] for dim in cut)
 
 
 def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
-    """Which replica of its shard this process holds, from 0, and how many there are; nothing is communicated."""
+    """Which replica of its shard this process holds, from 0, and how many there are; nothing is communicated.
+
+    Returns:
+        The number of the replica, or -1 on a mesh of some of the processes that lacks rank 0, and their count.
+    """
     if not is_sharded(tensor):
         return processes.rank, processes.world_size
     sharded: Any = tensor
     mesh, index, count = sharded.device_mesh, 0, 1
     for place, size, placement in zip(mesh.get_coordinate(), mesh.shape, sharded.placements, strict=True):
-        if not placement.is_shard():
+        if not shards(placement):
             index, count = index * size + place, count * size
-    return index, count
+    return index if mesh.size() == processes.world_size or 0 in mesh.mesh else -1, count
 
 
 def is_first(tensor: torch.Tensor) -> bool:
@@ -98,7 +100,7 @@ def is_first(tensor: torch.Tensor) -> bool:
         return True
     sharded: Any = tensor
     places = zip(sharded.device_mesh.get_coordinate(), sharded.placements, strict=True)
-    return all(place == 0 for place, placement in places if placement.is_shard())
+    return all(place == 0 for place, placement in places if shards(placement))
 
 
 def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,11 @@ def local_block_of(whole: torch.Size, mesh: Any, placements: Sequence[Any]) -> t
     return tuple(offsets), tuple(shape)
 
 
+def shards(placement: Any) -> bool:
+    """Return True if a placement divides a dimension, also the second time, as FSDP2 does after tensor parallelism."""
+    return placement.is_shard() or type(placement).__name__ == "_StridedShard"
+
+
 def prepare_roots(roots: Sequence[Any], units: Sequence[Any]) -> None:
     """Let any unit be called first, in a hook or by a data set that plays a policy: torch takes the first for a root.
 

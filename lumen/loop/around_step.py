@@ -62,7 +62,8 @@ def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
         micro_batches = list(window)
         for micro in micro_batches:
             micro.weight = 0.0 if micro.is_dummy else float(run.task.batch_weight(micro.batch))
-        (planned,) = run.processes.sum([sum(micro.weight for micro in micro_batches)])
+        (total,) = run.processes.sum([sum(micro.weight for micro in micro_batches)])
+        planned = total * run.strategy.data_world_size / run.processes.world_size  # a data rank counts once
     run.step.weighting.begin(planned, len(window.sizes), run.progress.weight_guess)
     return micro_batches
 

@@ -16,6 +16,7 @@ from lumen.checkpoint.collect import logger_states
 from lumen.data.adapter import LoaderAdapter, Position
 from lumen.data.nested import move
 from lumen.data.windows import AccumulationWindow, MicroBatch
+from lumen.distributed.dtensor import is_sharded
 from lumen.loop.around_step import unnoticed
 from lumen.loop.halves import Halves, HalvesTogether, explained
 from lumen.metrics.collector import StageMetrics
@@ -76,7 +77,9 @@ def evaluate(run: Run, stage: str) -> bool:
         getattr(run.task, f"on_{name}_model_eval")()
         seed_generators(make_key(run.seed, EVALUATIONS[stage]))
         run.log.call_hooks(f"on_{name}_start")
-        with ordinary(), run.strategy.evaluation(run.plan.inference_mode):
+        # What FSDP2 gathers under inference mode can never be trained again.
+        infers = run.plan.inference_mode and not any(map(is_sharded, run.task.parameters()))
+        with ordinary(), run.strategy.evaluation(infers):
             run.log.call_hooks(f"on_{name}_epoch_start")
             apart.states.put_aside()
             named = zip(run.loaders.evaluation, run.loaders.suffixes(), strict=True)

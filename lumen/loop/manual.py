@@ -23,7 +23,7 @@ def manual_step(run: Run, window: AccumulationWindow) -> bool:
     run.log.in_train_step = True
     run.step.begin()
     (micro,) = weigh(run, window)
-    index = window.first_index // (1 if window.whole else run.processes.world_size)  # the same on all processes
+    index = window.first_index // (1 if window.whole else run.strategy.data_world_size)  # the same on all processes
     run.step.seed(micro)
     run.log.batch_samples, run.log.batch_index = micro.samples, index
     batch = run.calls.receive(micro.batch, micro.loader)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lumen.errors import ConfigError
+from lumen.internals.fully_shard import shards
 from lumen.internals.optimizers import attributes_of_all_optimizers
 from lumen.optim.lookahead import needs_closure
 
@@ -167,7 +168,7 @@ def _cut(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     mesh = like.device_mesh
-    placements = [Replicate() if each.is_shard() and each.dim >= tensor.ndim else each for each in like.placements]
+    placements = [Replicate() if shards(each) and each.dim >= tensor.ndim else each for each in like.placements]
     rows = distribute_tensor(tensor, mesh, placements, src_data_rank=None).to_local().clone()  # a view keeps the rest
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 

@@ -31,10 +31,9 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if _are_cut(gradients):
-        norm: Any = nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if is_sharded(norm) else norm
+        norm = _norm_over_meshes(gradients)
         multiply(list(map(local_tensor, gradients)), (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm  # type: ignore[no-any-return]
+        return norm
     try:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     except NotImplementedError:  # some are sparse
@@ -46,8 +45,17 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
     Collective where gradients are cut up (`DTensor`): every rank must call this.
     """
-    norm: Any = nn.utils.get_total_norm([each.grad for each in _with_rows(parameters) if each.grad is not None])
-    return norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[no-any-return]
+    return _norm_over_meshes([each.grad for each in _with_rows(parameters) if each.grad is not None])
+
+
+def _norm_over_meshes(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of gradients, of which some may lie on meshes of their own; torch needs one mesh a call."""
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms: list[Any] = list(map(nn.utils.get_total_norm, by_mesh.values() or [[]]))
+    norms = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(_on_one_device(norms))  # type: ignore[no-any-return]
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:

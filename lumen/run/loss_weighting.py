@@ -27,7 +27,8 @@ class LossWeighting:
 
     Args:
         by_task: Becomes the attribute.
-        world: Number of processes.
+        world: Number of data ranks, over which gradients are averaged.
+        copies: Number of processes of each data rank, which make the same micro-batches.
         scaled: A gradient scaler is at work: the number of processes is then multiplied with gradients, not with the
             loss, so that what overflows does not depend on it.
         begin_sum: Begins to sum numbers over the processes; what it returns waits for the sums. None: there is one
@@ -47,6 +48,7 @@ class LossWeighting:
         *,
         by_task: bool,
         world: int = 1,
+        copies: int = 1,
         scaled: bool = False,
         begin_sum: BeginSum | None = None,
         gather: Callable[[Answer], list[Answer]] | None = None,
@@ -56,7 +58,7 @@ class LossWeighting:
         self.by_task = by_task
         self._in_loss, self._in_gradients = (1, world) if scaled else (world, 1)
         self._begin_sum, self._gather = begin_sum, gather
-        self._world = world
+        self._world, self._copies = world, copies
         self.begin(0.0, 0, 1.0)
 
     def begin(self, planned: float, micro_batches: int, guess: float) -> None:
@@ -162,7 +164,8 @@ class LossWeighting:
         """
         if self._sums is None:
             return self._wishes
-        (self.total, returned, plain, *wishes), self._sums = self._sums(), None
+        (total, returned, plain, *wishes), self._sums = self._sums(), None
+        self.total = total / self._copies
         if returned and plain:
             raise _mixed()
         if returned or plain:
@@ -189,7 +192,8 @@ class LossWeighting:
             part: The sum of what this process's losses were when their backwards began: a scalar tensor.
             reduce: Sums a tensor over the processes.
         """
-        return (part if self._world == 1 else reduce(part.double()) / self._world) * self.correction
+        processes = self._world * self._copies
+        return (part if processes == 1 else reduce(part.double()) / processes) * self.correction
 
     @property
     def next_guess(self) -> float:

@@ -87,7 +87,7 @@ def _open_loaders(run: Run) -> None:
     elif run.loaders.given is not None and run.loaders.given[1] is not None and plan.limits["validate"] != 0:
         _log.warning("%s has no validation_step: the validation data is not used", type(run.task).__name__)
     run.calls.bind(run.loaders)
-    if rank_slice.world > 1:
+    if rank_slice.processes > 1:
         check_same_data(rank_slice, {"training data": loader, "validation data": run.loaders.sources.get("validate")})
 
 
@@ -167,13 +167,17 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
     for adapter, name in zip(adapters, given if isinstance(given, Mapping) else [""] * len(adapters), strict=True):
         adapter.name = str(name)
         run.plan.limit(stage, adapter)
-    if required and rank_slice.world > 1:  # Within fit they are compared together with the training data.
+    if required and rank_slice.processes > 1:  # Within fit they are compared together with the training data.
         check_same_data(rank_slice, {f"{stage} data": given})
     return adapters
 
 
 def _rank_slice(run: Run, needs_dummies: bool) -> RankSlice:
-    return RankSlice(run.processes.rank, run.processes.world_size, needs_dummies, partial(gather_values, run.strategy))
+    strategy = run.strategy
+    return RankSlice(
+        strategy.data_rank, strategy.data_world_size, needs_dummies, partial(gather_values, strategy),
+        processes=run.processes.world_size, gather_all=run.processes.gather,
+    )  # fmt: skip
 
 
 def _loader(run: Run, stage: str) -> Any:

@@ -8,7 +8,6 @@ from typing import Any, final
 import torch
 
 from lumen.data.windows import AccumulationWindow, MicroBatch
-from lumen.distributed.processes import Processes
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.precision import Precision
 from lumen.random import Domain, make_key, seed_generators
@@ -16,6 +15,7 @@ from lumen.run.anomalies import OperationFinder
 from lumen.run.loss_weighting import BeginSum, LossWeighting
 from lumen.run.nonfinite import NonFiniteCheck, Place
 from lumen.run.progress import Progress
+from lumen.strategies import Strategy
 from lumen.task.hooks import overrides
 from lumen.task.task_module import TaskModule
 
@@ -41,7 +41,7 @@ class StepContext:
     """The step in progress: its random numbers, its weights, its loss; and sums over the steps of this part of a run.
 
     Args:
-        processes: Those of the run, which sum weights.
+        strategy: Strategy of the run, whose processes sum weights.
         precision: The run's precision; fp16 skips non-finite updates itself.
         progress: Counters of the run.
         seed: The run's seed, which keys everything random.
@@ -63,9 +63,9 @@ class StepContext:
     """
 
     def __init__(
-        self, processes: Processes, precision: Precision, progress: Progress, seed: int, *, replays_graphs: bool
+        self, strategy: Strategy, precision: Precision, progress: Progress, seed: int, *, replays_graphs: bool
     ) -> None:
-        self._processes, self._precision, self._progress, self._seed = processes, precision, progress, seed
+        self._strategy, self._precision, self._progress, self._seed = strategy, precision, progress, seed
         self._replays_graphs = replays_graphs
         self._first_micro_batch = 0
         self.weighting: LossWeighting
@@ -91,10 +91,11 @@ class StepContext:
             begin_sum: Begins to sum numbers over the processes; see `LossWeighting`.
             keeps_losses: Somebody asks for the loss of a step.
         """
-        processes, by_task = self._processes, overrides(task, "batch_weight")
+        processes, world = self._strategy.processes.world_size, self._strategy.data_world_size
         self.weighting = LossWeighting(
-            by_task=by_task, world=processes.world_size, scaled=self._precision.handles_overflow,
-            begin_sum=begin_sum if processes.world_size > 1 else None, gather=gather, keeps_losses=keeps_losses,
+            by_task=overrides(task, "batch_weight"), world=world, copies=processes // world,
+            scaled=self._precision.handles_overflow, begin_sum=begin_sum if processes > 1 else None, gather=gather,
+            keeps_losses=keeps_losses,
         )  # fmt: skip
 
     def begin(self) -> None:
@@ -160,7 +161,7 @@ class StepContext:
         counters.samples += window.samples
         counters.weighs |= counted
         if not self.weighted_windows:
-            self._processes.begin_training()
+            self._strategy.processes.begin_training()
         self.weighted_windows += tried and bool(weighting.total)
 
 

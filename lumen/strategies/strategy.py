@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -45,6 +45,20 @@ class Strategy(ABC):
     spans_processes: bool = False
     #: `setup` shards parameters, and can do so while they are on the meta device.
     shards: bool = False
+
+    @property
+    def data_rank(self) -> int:
+        """Number of the part of every step's data that this process reads, from 0.
+
+        Processes with one data rank read the same batches and compute one gradient together, as in tensor parallelism.
+        Gradients are averaged over data ranks. Metrics, predictions and weights count each data rank once.
+        """
+        return self.processes.rank
+
+    @property
+    def data_world_size(self) -> int:
+        """Number of parts that every step's data is divided into; the number of processes is a multiple of it."""
+        return self.processes.world_size
 
     @property
     def parameter_device(self) -> torch.device:
@@ -139,7 +153,8 @@ class Strategy(ABC):
         """The context of an evaluation, in which there is no backward: under `torch.no_grad` already.
 
         Args:
-            inference_mode: Under `torch.inference_mode` too, if tensors made there do no harm.
+            inference_mode: Under `torch.inference_mode` too; False where parameters are sharded. A strategy that calls
+                `fully_shard` reshards all modules at the end: torch keeps the root gathered after a forward alone.
         """
         return torch.inference_mode() if inference_mode else torch.no_grad()
 
@@ -200,8 +215,32 @@ class Strategy(ABC):
 
 
 def gather_values(strategy: Strategy, value: T) -> list[T]:
-    """Return every rank's value, as `Strategy.gather` does, over the group of Lumen's own collectives. Collective."""
-    return strategy.processes.gather(strategy._portable(value))
+    """Return the value of the first process of each data rank, over Lumen's own group. Collective."""
+    return by_data_rank(strategy.processes.gather((strategy.data_rank, strategy._portable(value))))
+
+
+def by_data_rank(values: Sequence[tuple[int, T]]) -> list[T]:
+    """Return one value of each data rank, in their order.
+
+    Args:
+        values: The data rank and the value of each process.
+    """
+    first = dict(reversed(values))
+    return [first[rank] for rank in sorted(first)]
+
+
+def check_data_ranks(strategy: Strategy) -> None:
+    """Refuse data ranks that do not divide the data evenly among the processes. Collective: every rank must call this.
+
+    Raises:
+        ConfigError: A data rank is missing, or has more processes than another one. It is raised on every rank.
+    """
+    found, world = strategy.processes.gather(strategy.data_rank), strategy.data_world_size
+    if sorted(found) != sorted([*range(world)] * (len(found) // world)):
+        raise ConfigError(
+            f"{type(strategy).__name__}: data_world_size is {world}, and the data ranks of the {len(found)} processes "
+            f"are {found}. Return each of 0 to {world - 1} on equally many processes."
+        )
 
 
 def sync_buffers(strategy: Strategy, task: nn.Module) -> None:

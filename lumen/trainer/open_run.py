@@ -38,6 +38,7 @@ from lumen.run.anomalies import OperationFinder
 from lumen.run.goodput import Goodput
 from lumen.run.place import note_place
 from lumen.run.run import Run
+from lumen.strategies import check_data_ranks
 from lumen.strategies.factory import unused_devices
 from lumen.task.data_module import DataModule
 from lumen.task.given import check_task
@@ -110,6 +111,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
             _log.warning(notice)
         closing.enter_context(processes.explained())
         strategy.connect()
+        check_data_ranks(strategy)
         if strategy.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(strategy.device)  # what `memory_mb` tells is of this run
         trainer.name = _agree_on_name_and_callbacks(trainer)

@@ -131,7 +131,7 @@ class ViewOfLoaders(ViewBase):
             raise ConfigError("is_last_batch: the training loader has no length, so that only its end will tell.")
         if not run.log.in_train_step:
             return run.progress.batches >= batches
-        others = run.processes.world_size - 1 if run.task.automatic_optimization else 0
+        others = run.strategy.data_world_size - 1 if run.task.automatic_optimization else 0
         return run.progress.batches + begun_in_step(run.step) + others >= batches
 
     def _source(self, stage: str) -> Any:

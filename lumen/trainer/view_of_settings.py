@@ -47,7 +47,7 @@ class ViewOfSettings(ViewBase):
                 "accumulate_grad_batches: it follows from global_batch_size and the training loader, which is not open "
                 "yet. Read it during fit."
             )
-        return math.ceil(loader.per_step / self.strategy.processes.world_size)
+        return math.ceil(loader.per_step / self.strategy.data_world_size)
 
     @property
     def gradient_clip_val(self) -> float | None:

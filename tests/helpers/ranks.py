@@ -3,6 +3,7 @@
 import threading
 from collections import defaultdict
 from copy import deepcopy
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,9 +40,9 @@ class Ranks:
     def _work(self, function, rank):
         with self._turn:
             try:
-                self._results[rank] = function(
-                    RankSlice(rank, self.world, self.needs_dummies, lambda value: self._gather(rank, value))
-                )
+                gather = partial(self._gather, rank)
+                rank_slice = RankSlice(rank, self.world, self.needs_dummies, gather)
+                self._results[rank] = function(rank_slice._replace(processes=self.world, gather_all=gather))
             except Exception as error:
                 self._results[rank] = error
             self._ended.add(rank)
