@@ -44,10 +44,10 @@ def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: PurePath)
     owners: dict[str, list[Any]] = {}
     for thing in things:
         owners.setdefault(key_of(thing), []).append(thing)
-    for key, state in saved.items():
-        if len(owners.get(key, ())) == 1:
-            owners[key][0].load_state_dict(state)
-        elif state and key in owners:
+    for key, them in owners.items():
+        if len(them) == 1 and key in saved:
+            them[0].load_state_dict(saved[key])
+        elif saved.get(key):
             raise ambiguous(key)
     lost = [key for key, state in saved.items() if state and key not in owners]
     new = [key for key, them in owners.items() if not saved.get(key) and any(map(_has_state, them))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -23,8 +23,8 @@ class AimLogger(Service):
     parameters, nested as they are: `lr` of the task is `run["model"]["lr"]`. Images, histograms and texts are
     sequences. How the run ended is `run["status"]`.
 
-    The hash of the run is in `aim.json` in the run directory; a resumed run goes on in it. Aim cuts nothing back: steps
-    that it has are not sent again.
+    The hash of the run is in `aim.json` in the run directory; a resumed run goes on in it; see `Service`. Aim keeps the
+    newest value of a step.
 
     `experiment` is the `aim.Run`, `name` the experiment's, `version` the hash of the run.
 
@@ -97,9 +97,11 @@ class AimLogger(Service):
         run["status"], run.archived = "interrupted", True
         run.close()
 
-    def recorded(self, directory: Path) -> dict[str, int]:
+    def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
         """See `Service.recorded`."""
-        return {metric.name: int(metric.data.numpy()[0].max()) for metric in self._run.metrics() if metric.data}
+        for metric in self._run.metrics():
+            steps, (values, *_) = metric.data.numpy()
+            yield from ((metric.name, *each) for each in zip(steps.tolist(), values.tolist(), strict=True))
 
     def send(self, values: Mapping[str, float], step: int) -> None:
         """See `Service.send`."""

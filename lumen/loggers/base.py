@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, final
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
 
 from lumen.errors import ConfigError
+from lumen.errors.arguments import LacksLightnings
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -42,16 +43,17 @@ def told(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P
         ConfigError: By the method: its arguments have other names, some are missing, or the step is no whole number.
     """
     signature, name = inspect.signature(method), method.__name__
-    parameters = list(signature.parameters)
-    written = f"logger.{name}({parameters[1]}, {parameters[2]}, step=self.global_step)"
+    needed = [each.name for each in signature.parameters.values() if each.default is each.empty][1:]
+    words = ["step=self.global_step" if each == "step" else each for each in needed]
+    written = f"logger.{name}({', '.join(words)})"
 
     @wraps(method)
     def telling(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            operator.index(signature.bind(self, *args, **kwargs).arguments["step"])
+            operator.index(signature.bind(self, *args, **kwargs).arguments.get("step", 0))
         except TypeError as error:
             raise ConfigError(
-                f"{type(self).__name__}.{name}: {error}. Write {written}, once for each; every logger has it. What "
+                f"{type(self).__name__}.{name}: {error}. Write {written}; every logger has it. What "
                 "the library has beyond that is in logger.experiment."
             ) from None
         method(self, *args, **kwargs)
@@ -59,7 +61,7 @@ def told(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P
     return telling
 
 
-class Logger(ABC):
+class Logger(LacksLightnings, ABC):
     """A record of a run. Only the first process of a run writes it, and only `fit` has one.
 
     One method must be written, `log_metrics`; what else a record can hold is up to it. `log_metrics` and `log_system`
@@ -71,6 +73,10 @@ class Logger(ABC):
     A logger whose record cannot hold one of them ignores it, and so does every logger outside of `fit` and in the other
     processes.
     """
+
+    ATTRIBUTES: ClassVar[Mapping[str, str]] = {
+        "log_graph": "With a TensorBoardLogger in fit, write logger.experiment.add_graph(task, batch).",
+    }
 
     #: Where the newest run of `fit` writes, in every process; its trainer sets it.
     run_directory: Path | None = None
@@ -98,6 +104,7 @@ class Logger(ABC):
     def log_system(self, values: Mapping[str, float], step: int) -> None:
         """Record timings and memory, which no two runs share."""
 
+    @told
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Record the hyperparameters; called whenever `fit` starts, a resumed one too.
 

@@ -14,7 +14,7 @@ from typing import IO, Any, ClassVar, Concatenate, ParamSpec, final
 from lumen.errors import RunDirectoryError
 from lumen.errors.arguments import checked
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
-from lumen.loggers.base import Logger
+from lumen.loggers.base import Logger, told
 
 _P = ParamSpec("_P")
 _CURES = {
@@ -147,6 +147,7 @@ class CSVLogger(Logger):
                 path.unlink(missing_ok=True)
         self._metrics, self._system = map(_Table, paths)
 
+    @told
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | str = "") -> None:
         """See `Logger.log_metrics`; a row of yours may have no epoch."""
         if self._metrics is not None:

@@ -57,13 +57,15 @@ def takes_epoch(logger: Logger) -> bool:
 
 
 def with_own_record(given: Sequence[Logger]) -> list[Logger]:
-    """The loggers that the user gave, with a `CSVLogger` among them: a run directory always has its own record.
+    """The loggers that the user gave, after a `CSVLogger`: a run directory always has its own record.
+
+    It comes first, since services are compared with the CSV files, which are cut back before.
 
     Args:
         given: The user's loggers; if it is empty, the run has no record at all.
     """
     has_own = not given or any(isinstance(each, CSVLogger) for each in given)
-    return [*given] if has_own else [*given, CSVLogger()]
+    return sorted([*given] if has_own else [CSVLogger(), *given], key=lambda each: not isinstance(each, CSVLogger))
 
 
 def _named(name: LoggerName) -> Logger:

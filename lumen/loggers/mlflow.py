@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import posixpath
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -26,13 +27,12 @@ _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 class MLFlowLogger(Service):
     """Records a run in MLflow: `mlflow ui --backend-store-uri sqlite:///runs/mlflow.db` shows it.
 
-    Metrics are over the step; what no two runs share has names that begin with `system/`. Characters that MLflow has no
-    names of are left out. Hyperparameters are parameters: `lr` of the task is `model/lr`. MLflow never changes one;
-    those that have changed when a run is resumed are tags, `changed/model/lr`. Images and texts are artifacts;
-    histograms have no place.
+    Metrics are over the step; what no two runs share has names that begin with `system/`. A character that MLflow does
+    not allow in a name becomes "_"; two names that become one are an error. Hyperparameters are parameters: `lr` of the
+    task is `model/lr`. MLflow never changes one; those that have changed when a run is resumed are tags,
+    `changed/model/lr`. Images and texts are artifacts; histograms have no place.
 
-    The id of the run is in `mlflow.json` in the run directory; a resumed run goes on in it. MLflow cuts nothing back:
-    steps that it has are not sent again.
+    The id of the run is in `mlflow.json` in the run directory; a resumed run goes on in it; see `Service`.
 
     `experiment` is an `mlflow.tracking.MlflowClient`, `name` the id of the experiment, `version` that of the run.
 
@@ -119,16 +119,15 @@ class MLFlowLogger(Service):
         """See `Service.abandon`."""
         self._client.set_terminated(kept, "KILLED")
 
-    def key(self, name: str) -> str:
-        """See `Service.key`."""
-        return _name(super().key(name))
+    def clean(self, name: str) -> str:
+        """See `Service.clean`."""
+        return _name(name)
 
-    def recorded(self, directory: Path) -> dict[str, int]:
+    def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
         """See `Service.recorded`."""
-        names = self._client.get_run(self.version).data.metrics
-        return {
-            name: max(metric.step for metric in self._client.get_metric_history(self.version, name)) for name in names
-        }
+        for name in self._client.get_run(self.version).data.metrics:
+            for metric in self._client.get_metric_history(self.version, name):
+                yield name, metric.step, metric.value
 
     def send(self, values: Mapping[str, float], step: int) -> None:
         """See `Service.send`."""
@@ -145,8 +144,14 @@ class MLFlowLogger(Service):
     def confirm(self) -> None:
         """See `Service.confirm`."""
         sending, self._sending = self._sending, []
+        lost = None
         for each in sending:
-            each.wait()
+            try:
+                each.wait()
+            except Exception as error:
+                lost = error
+        if lost is not None:  # only now: a row on its way would be sent twice
+            raise lost
 
     def send_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `Service.send_hyperparams`."""
@@ -193,4 +198,4 @@ class MLFlowLogger(Service):
 
 
 def _name(name: str) -> str:
-    return _NOT_IN_A_NAME.sub("", name)
+    return posixpath.normpath(_NOT_IN_A_NAME.sub("_", name)).lstrip("./") or "_"

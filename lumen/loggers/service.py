@@ -5,29 +5,31 @@ from __future__ import annotations
 import csv
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.internals.whole_files import replaced
-from lumen.loggers.base import Logger, Nothing
+from lumen.loggers.base import Logger, Nothing, told
 
 UPLOADING = (
     "Leave it out: checkpoints lie in the run directory, or where ModelCheckpoint(dirpath=...) says. To upload each, "
     "give the trainer a Logger of yours beside this one, whose after_save_checkpoint(self, saver) uploads "
     "saver.last_model_path."
 )
+_LARGEST = 1.7e308  # MLflow keeps infinity as the largest number, and a NaN equals nothing
 
 
 class Service(Logger):
     """A logger of a service: one run there over all parts of a run here, and a service that fails ends none.
 
-    The id that the service gives is kept in the run directory. No service can be cut back to a checkpoint. So a resumed
-    run asks what is recorded: values of these names and steps are not sent again, since they would be the same; what a
-    killed process had not sent yet is sent from `metrics.csv` and `system.csv`. So is what a service missed that did
-    not answer for a while; it is asked again at each checkpoint and at the end.
+    The id that the service gives is kept in the run directory. No service can be cut back to a checkpoint. A resumed
+    run compares the record there with `metrics.csv` and `system.csv`, by name, step and value, and sends the rows that
+    are missing. A step that the run makes again is sent again only if its values differ: then the newest value of a
+    step is the run's, which one warning says, and the hyperparameter `lumen/recorded_again_from_step` there. A service
+    that does not answer is asked again at checkpoints and at the end, and gets what it missed.
 
     Args:
         prefix: What the names of all values begin with, before a "-".
@@ -39,11 +41,14 @@ class Service(Logger):
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = f"{prefix}-" if prefix else ""
-        self._directory: Path | None = None
+        self._directory: Path | None = None  # in fit, in the first process
         self._id: str | None = None
         self._step = 0
-        self._recorded: dict[str, int] = {}  # the last step of each name that is not sent again
-        self._is_behind = False
+        self._is_resumed = self._is_connected = False
+        self._names: dict[str, str] = {}  # the name here of each name there
+        self._later: dict[tuple[str, int], set[float | None]] = {}  # values there that metrics.csv does not have
+        self._checkpoints_behind = 0
+        self._is_behind = self._is_marked = False
         self._has_failed = self._has_warned = False
         self._before_fit: dict[str, Any] = {}
 
@@ -60,8 +65,8 @@ class Service(Logger):
         """
 
     @abstractmethod
-    def recorded(self, directory: Path) -> dict[str, int]:
-        """The last step of each name that the service has, of all parts of the run."""
+    def recorded(self, directory: Path) -> Iterable[tuple[str, int, Any]]:
+        """Name, step and value of everything that the service has, of all parts of the run."""
 
     @abstractmethod
     def send(self, values: Mapping[str, float], step: int) -> None:
@@ -78,9 +83,20 @@ class Service(Logger):
     def abandon(self, kept: str) -> None:
         """The run directory is begun anew, and the run there that was its record is not gone on in."""
 
+    def clean(self, name: str) -> str:
+        """The name without characters that the service does not allow."""
+        return name
+
     def key(self, name: str) -> str:
-        """The name that a value has there."""
-        return f"{self._prefix}{name}"
+        """The name that a value has there.
+
+        Raises:
+            ConfigError: A value of a different name here has that name there.
+        """
+        key = self.clean(f"{self._prefix}{name}")
+        if (other := self._names.setdefault(key, name)) != name:
+            raise ConfigError(f"{self.title} has one name, {key!r}, for {other!r} and {name!r}. Rename one of the two.")
+        return key
 
     def confirm(self) -> None:
         """Wait until what was sent is recorded."""
@@ -91,26 +107,18 @@ class Service(Logger):
         Raises:
             ConfigError: A run that is new cannot begin its record.
         """
-        place = directory / self.file
-        self._step, self._recorded = 0, {}
-        self._is_behind = self._has_failed = False
-        known = json.loads(place.read_text())["id"] if place.exists() else None
-        kept = known if resumed else None
-        try:
-            self._id = self.connect(directory, kept)
-            if known not in (None, self._id):
-                self.abandon(known)
-            self._directory = directory
-        except Exception as error:
-            if not resumed:
-                raise ConfigError(f"{self.title} does not begin a run: {error}") from error
-            self._directory = None
-            _log.warning("%s: this part of the run is not recorded: %s", self.title, error)
+        self._directory, self._is_resumed, self._is_connected = directory, resumed, False
+        self._step, self._names, self._later = 0, {}, {}
+        self._checkpoints_behind = 0
+        self._is_behind = self._is_marked = self._has_failed = False
+        if resumed:
+            self._is_behind = not self.attempt(self._connect)
             return
-        if kept is None:
-            _write(place, json.dumps({"id": self._id}) + "\n")
-        if self._before_fit:
-            self.attempt(self.send_hyperparams, self._before_fit)
+        try:
+            self._connect()
+        except Exception as error:
+            self._directory = None
+            raise ConfigError(f"{self.title} does not begin a run: {error}") from error
 
     @property
     def version(self) -> int | str | None:
@@ -132,16 +140,18 @@ class Service(Logger):
     @property
     def is_open(self) -> bool:
         """Whether there is a record: in `fit`, in the first process."""
-        return self._directory is not None
+        return self._is_connected
 
+    @told
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """See `Logger.log_metrics`."""
-        self._log({self.key(name): float(value) for name, value in metrics.items()}, step)
+        self._log("", metrics, step)
 
     def log_system(self, values: Mapping[str, float], step: int) -> None:
         """See `Logger.log_system`; their names begin with `system/`."""
-        self._log({self.key(f"system/{name}"): float(value) for name, value in values.items()}, step)
+        self._log("system/", values, step)
 
+    @told
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `Logger.log_hyperparams`; what is given before `fit` is recorded once that begins."""
         if self.is_open:
@@ -150,8 +160,8 @@ class Service(Logger):
             self._before_fit = {**self._before_fit, **(params if isinstance(params, Mapping) else vars(params))}
 
     def is_new(self, name: str, step: int) -> bool:
-        """Whether the service has no value of this name for this step yet, as far as it was asked."""
-        return step > self._recorded.get(name, -1)
+        """Whether an image, a histogram or a text is not recorded yet, or is of a step that is recorded again."""
+        return self._is_marked or (name, step) not in self._later
 
     def attempt(self, call: Callable[..., None], *args: Any) -> bool:
         """Call the service; the first time that it fails is a warning. Returns whether it has answered."""
@@ -170,62 +180,108 @@ class Service(Logger):
         return True
 
     def save(self) -> None:
-        """See `Logger.save`; a service that has not answered is asked again."""
-        if self.is_open:
-            self._is_behind = not self.attempt(self.confirm) or self._is_behind
-            if self._is_behind and self.attempt(self._catch_up):
-                self._is_behind = not self.attempt(self.confirm)
+        """See `Logger.save`; a service that has not answered is asked again.
+
+        One that could not be connected makes training wait for a time-out: it is asked at the checkpoints 1, 2, 4, 8,
+        and so on after that.
+        """
+        self._checkpoints_behind += not self._is_connected
+        if not self._checkpoints_behind & (self._checkpoints_behind - 1):
+            self._save()
 
     def state_dict(self) -> dict[str, Any]:
         """Up to which step values were given."""
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Send what the record lacks of the values up to the checkpoint."""
+        """Send what the record lacks of the values up to the checkpoint, to which the CSV files are cut back."""
         self._step = state["step"]
         if self.is_open:
             self._is_behind = not self.attempt(self._catch_up)
 
     def finalize(self, status: str) -> None:
         """See `Logger.finalize`."""
+        self._save()
         if self.is_open:
-            self.save()
+            if status == "success" and any(step > self._step for _, step in self._later):
+                self._mark(self._step + 1)
             self.attempt(self.disconnect, status)
-            self._directory = None
             self._before_fit = {}
+        self._directory, self._is_connected = None, False
 
-    def _log(self, values: dict[str, float], step: int) -> None:
-        self._step = step
-        if not self.is_open:
+    def _connect(self) -> None:
+        assert self._directory is not None
+        place = self._directory / self.file
+        known = json.loads(place.read_text())["id"] if place.exists() else None
+        kept = known if self._is_resumed else None
+        self._id = self.connect(self._directory, kept)
+        if known not in (None, self._id):
+            self.abandon(known)
+        if kept is None:
+            with replaced(place) as beside:
+                beside.write_text(json.dumps({"id": self._id}) + "\n")
+        self._is_connected = True
+        if self._before_fit:
+            self.attempt(self.send_hyperparams, self._before_fit)
+
+    def _save(self) -> None:
+        if self._directory is None or not (self._is_connected or self.attempt(self._connect)):
             return
-        if fresh := {name: value for name, value in values.items() if self.is_new(name, step)}:
-            self._is_behind = self._is_behind or not self.attempt(self.send, fresh, step)
+        self._is_behind = not self.attempt(self.confirm) or self._is_behind
+        if self._is_behind and self.attempt(self._catch_up):
+            self._is_behind = not self.attempt(self.confirm)
+
+    def _log(self, above: str, values: Mapping[str, float], step: int) -> None:
+        self._step = step
+        row = self._row(above, values)
+        if self.is_open and not self.attempt(self._send_new, row, step, not above):
+            self._is_behind = True
+
+    def _row(self, above: str, values: Mapping[str, Any]) -> dict[str, float]:
+        return {self.key(f"{above}{name}"): float(value) for name, value in values.items()}
+
+    def _send_new(self, row: Mapping[str, float], step: int, repeats: bool) -> None:
+        """Send the values of a row that are not there; what is measured is there if any value of its step is."""
+        there = {name: self._later[name, step] for name in row if (name, step) in self._later}
+        again = {name for name, values in there.items() if repeats and _finite(row[name]) not in values}
+        if again:
+            self._mark(step)
+        if new := {name: value for name, value in row.items() if name not in there or name in again}:
+            self.send(new, step)
+
+    def _mark(self, step: int) -> None:
+        """Say that values from a step on are of a part of the run that was given up."""
+        if not self._is_marked:
+            self._is_marked = True
+            _log.warning(
+                "%s keeps values from step %d on of a part of the run that was given up: where a step has several, the "
+                "newest is that of metrics.csv.", self.title, step,
+            )  # fmt: skip
+            self.send_hyperparams({"lumen": {"recorded_again_from_step": step}})
 
     def _catch_up(self) -> None:
         """Send what the run's own record has and the service does not."""
         assert self._directory is not None
-        self._recorded = self.recorded(self._directory)
-        for step, row in _rows(self._directory):
-            values = {self.key(name): value for name, value in row.items()}
-            missing = {name: value for name, value in values.items() if self.is_new(name, step)}
-            if missing and step <= self._step:
-                self.send(missing, step)
+        self._later = {}
+        for name, step, value in self.recorded(self._directory):
+            self._later.setdefault((name, step), set()).add(_finite(value))
+        own: set[tuple[str, int]] = set()
+        for step, above, values in sorted(_own_rows(self._directory), key=lambda row: row[0]):
+            row = self._row(above, values)
+            self._send_new(row, step, not above)
+            own |= {(name, step) for name in row}
+        self._later = {pair: values for pair, values in self._later.items() if pair not in own}
 
 
-def _rows(directory: Path) -> list[tuple[int, dict[str, float]]]:
-    """The rows of `metrics.csv` and `system.csv`, in the order of their steps."""
-    found = [*_rows_of(directory / "metrics.csv", ""), *_rows_of(directory / "system.csv", "system/")]
-    return sorted(found, key=lambda row: row[0])
+def _finite(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and abs(value) < _LARGEST else None
 
 
-def _rows_of(path: Path, above: str) -> Iterator[tuple[int, dict[str, float]]]:
-    if path.exists():
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                cells = {name: text for name, text in row.items() if text and name not in ("step", "epoch")}
-                yield int(row["step"]), {f"{above}{name}": float(text) for name, text in cells.items()}
-
-
-def _write(path: Path, text: str) -> None:
-    with replaced(path) as beside:
-        beside.write_text(text)
+def _own_rows(directory: Path) -> Iterator[tuple[int, str, dict[str, str]]]:
+    """Step, what the names begin with, and values of the rows of `metrics.csv` and `system.csv`."""
+    for path, above in ((directory / "metrics.csv", ""), (directory / "system.csv", "system/")):
+        if path.exists():
+            with path.open(newline="") as file:
+                for row in csv.DictReader(file):
+                    cells = {name: text for name, text in row.items() if text and name not in ("step", "epoch")}
+                    yield int(row["step"]), above, cells

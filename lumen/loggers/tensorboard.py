@@ -77,6 +77,7 @@ class TensorBoardLogger(Logger):
             self._part += 1
         return self._writer
 
+    @told
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """See `Logger.log_metrics`."""
         self._step = step
@@ -88,6 +89,7 @@ class TensorBoardLogger(Logger):
         for name, value in values.items():
             self.experiment.add_scalar(f"system/{name}", value, step)
 
+    @told
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `Logger.log_hyperparams`; `lr` of the task is `model.lr`. What is no number is recorded as text.
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 import numpy as np
 
 from lumen.errors import ConfigError
-from lumen.errors.arguments import LacksLightnings, checked, local_path
+from lumen.errors.arguments import checked, local_path
 from lumen.errors.lightning_names import ATTRIBUTES_OF_WANDB, NEUTRAL_IN_LOGGERS
 from lumen.loggers.base import Array, told
 from lumen.loggers.service import UPLOADING, Service
@@ -20,7 +21,7 @@ _STEP = "trainer/global_step"
 
 
 @final
-class WandbLogger(Service, LacksLightnings):
+class WandbLogger(Service):
     """Records a run in Weights & Biases, online or into files that `wandb sync` uploads.
 
     Every value is over `trainer/global_step`; what no two runs share has names that begin with `system/`.
@@ -62,7 +63,7 @@ class WandbLogger(Service, LacksLightnings):
         "resume": "Leave it out: a resumed run goes on in its run; id names another one.",
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
-    ATTRIBUTES: ClassVar[Mapping[str, str]] = ATTRIBUTES_OF_WANDB
+    ATTRIBUTES: ClassVar[Mapping[str, str]] = {**Service.ATTRIBUTES, **ATTRIBUTES_OF_WANDB}
 
     @checked
     def __init__(
@@ -105,13 +106,12 @@ class WandbLogger(Service, LacksLightnings):
         self._run: Any = None
         self._is_ours = True
         self._first_row: int | None = None
-        self._sent: dict[str, int] = {}
 
     def connect(self, directory: Path, kept: str | None) -> str:
         """See `Service.connect`."""
         place = (directory if self._place is None else self._place).absolute()  # its service has a place of its own
         place.mkdir(parents=True, exist_ok=True)
-        self._sent, self._first_row = {}, None
+        self._first_row = None
         running = self._given_run or self._library.run
         self._is_ours = running is None
         if running is None:
@@ -135,31 +135,23 @@ class WandbLogger(Service, LacksLightnings):
             running.watch(module, **options)
         return str(running.id)
 
-    def recorded(self, directory: Path) -> dict[str, int]:
+    def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
         """See `Service.recorded`."""
-        found = dict(self._sent)
         for _, row in self._earlier():
-            if isinstance(step := row.get(_STEP), int):
-                for name in row:
-                    found[name] = max(step, found.get(name, -1))
-        return found
+            if isinstance(step := row.pop(_STEP, None), int):
+                yield from ((name, step, value) for name, value in row.items() if not name.startswith("_"))
 
     def _earlier(self) -> list[tuple[int, dict[str, Any]]]:
-        """The rows of earlier parts of the run that its files have; if it is online, those that have arrived."""
+        """The rows of the run that its files have; of earlier parts of one that is online, those that have arrived."""
         from lumen.loggers.wandb_files import history
 
         own = Path(self._run.settings.sync_file).absolute()
-        files = [path for path in own.parents[1].glob(f"*run-*-{self._run.id}/{own.name}") if path.absolute() != own]
-        arrived = None if self._run.offline else self._run.starting_step
-        rows = [row for path in sorted(files) for row in history(path)]
-        return [(number, row) for number, row in rows if arrived is None or number < arrived]
+        arrived = math.inf if self._run.offline else self._run.starting_step
+        files = sorted(path.absolute() for path in own.parents[1].glob(f"*run-*-{self._run.id}/{own.name}"))
+        return [row for path in files for row in history(path) if path == own or row[0] < arrived]
 
-    def send(self, values: Mapping[str, float], step: int) -> None:
+    def send(self, values: Mapping[str, Any], step: int) -> None:
         """See `Service.send`."""
-        self._write_row(values, step)
-        self._sent |= dict.fromkeys(values, step)
-
-    def _write_row(self, values: Mapping[str, Any], step: int) -> None:
         self._run.log({**values, _STEP: step}, step=self._first_row, commit=True)
         self._first_row = None  # the library counts on from there
 
@@ -172,7 +164,7 @@ class WandbLogger(Service, LacksLightnings):
         """See `Logger.log_image`."""
         pixels = as_bytes(name, image)
         if self.is_open and self.is_new(self.key(name), step):
-            self.attempt(lambda: self._write_row({self.key(name): self._library.Image(pixels)}, step))
+            self.attempt(lambda: self.send({self.key(name): self._library.Image(pixels)}, step))
 
     @told
     def log_histogram(self, name: str, values: Array, step: int) -> None:
@@ -180,14 +172,14 @@ class WandbLogger(Service, LacksLightnings):
         numbers = as_array(values).astype(np.float64)
         numbers = numbers[np.isfinite(numbers)]
         if self.is_open and numbers.size and self.is_new(self.key(name), step):
-            self.attempt(lambda: self._write_row({self.key(name): self._library.Histogram(numbers)}, step))
+            self.attempt(lambda: self.send({self.key(name): self._library.Histogram(numbers)}, step))
 
     @told
     def log_text(self, name: str, text: str, step: int) -> None:
         """See `Logger.log_text`; it is a table of one cell, as W&B shows texts."""
         if self.is_open and self.is_new(self.key(name), step):
             table = self._library.Table(columns=["text"], data=[[text]])
-            self.attempt(lambda: self._write_row({self.key(name): table}, step))
+            self.attempt(lambda: self.send({self.key(name): table}, step))
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
         """Record the histograms of a module's gradients or parameters; may be called before `fit`.

@@ -14,7 +14,7 @@ from typing import Any
 from wandb.proto.wandb_internal_pb2 import Record
 
 _BLOCK, _HEADER, _BEGINNING = 32768, struct.Struct("<IHB"), 7  # sizes in bytes
-_PATIENCE_S = 10.0
+_PATIENCE_S = 60.0  # a machine may be busy
 _FIRST, _LAST = (1, 2), (1, 4)  # kinds of pieces: 1 is a whole record, 2 begins one, 3 goes on, 4 ends it
 
 

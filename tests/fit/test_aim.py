@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import warnings
 
 import numpy as np
 import pytest
@@ -12,29 +11,10 @@ import lumen
 from lumen.cli import main
 from lumen.errors import ConfigError
 from tests.helpers.loggers import fit
-from tests.helpers.services import At, Everything, of_csv
+from tests.helpers.services import At, Everything, of_aim, of_csv, runs_of_aim
 
 EVERY_STEP = {"max_epochs": None, "val_check_interval": 4}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:aim")
-
-
-def runs_of_aim(place):
-    """All runs, the oldest first; open to be written, since what is only read has to be indexed by a server first."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of SQLAlchemy
-        import aim
-    options = {"system_tracking_interval": None, "log_system_params": False, "capture_terminal_logs": False}
-    hashes = aim.Repo.from_path(str(place)).list_all_runs()
-    return sorted((aim.Run(each, repo=str(place), **options) for each in hashes), key=lambda run: run.creation_time)
-
-
-def of_aim(run):
-    """{name: [(step, value), ...]} of a run, in the order of steps."""
-    found = {}
-    for metric in run.metrics():
-        steps, (values, *_) = metric.data.numpy()
-        found[metric.name] = sorted(zip(steps.tolist(), values.tolist(), strict=True))
-    return found
 
 
 def test_aim_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_it_was_given(tmp_path):

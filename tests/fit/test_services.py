@@ -3,7 +3,10 @@
 import json
 import os
 import re
+import shutil
 import signal
+import sqlite3
+from contextlib import closing, nullcontext
 
 import numpy as np
 import pytest
@@ -20,15 +23,20 @@ from tests.helpers.services import (
     Databases,
     Everything,
     client_of,
+    of_aim,
     of_csv,
     of_mlflow,
     of_wandb,
     records_of_wandb,
+    runs_of_aim,
     runs_of_mlflow,
 )
 from tests.helpers.tasks import Regression, loader
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader")  # SQLAlchemy to MLflow
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader"),  # SQLAlchemy to MLflow
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:aim"),
+]
 EVERY_STEP = {"max_epochs": None, "val_check_interval": 4}
 
 
@@ -62,7 +70,7 @@ def test_mlflow_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_
     assert json.loads((trainer.run_directory / "mlflow.json").read_text()) == {"id": run.info.run_id}
     assert (run.info.run_name, run.info.status, run.data.tags["who"]) == ("run", "FINISHED", "me")
     assert client_of(uri).get_experiment(run.info.experiment_id).name == "lines"
-    clean = {f"a-{name.replace('@', '').replace('[0]', '0')}": rows for name, rows in of_csv(logger.log_dir).items()}
+    clean = {f"a-{name.replace('@', '_').replace('[0]', '_0_')}": rows for name, rows in of_csv(logger.log_dir).items()}
     assert of_mlflow(uri, run.info.run_id) == clean
     assert [step for step, _ in clean["a-loss"]] == [1, 2, 3, 4, 5, 6]
     assert run.data.params == {
@@ -127,6 +135,7 @@ def test_what_mlflow_missed_it_gets_when_it_answers_again_and_training_goes_on(t
         place.mkdir()
 
     def find(trainer):
+        trainer.logger.save()  # no thread opens the file meanwhile
         place.rmdir()
         (tmp_path / "away").rename(place)
 
@@ -141,7 +150,38 @@ def test_what_mlflow_missed_it_gets_when_it_answers_again_and_training_goes_on(t
     assert (trainer.run_directory / "run.log").read_text().count("MLflow has failed, and training goes on") == 1
 
 
-def test_a_new_run_that_mlflow_refuses_does_not_begin_and_a_resumed_one_goes_on_without(tmp_path, uri):
+def test_mlflow_gets_a_row_that_was_lost_on_its_way(tmp_path, uri):
+    def statement(text):
+        with closing(sqlite3.connect(tmp_path / "runs/mlflow.db")) as database:
+            database.execute(text)
+            database.commit()
+
+    losing = "CREATE TRIGGER lose BEFORE INSERT ON metrics WHEN NEW.step = 3 BEGIN SELECT RAISE(ABORT, 'lost'); END"
+
+    def find(trainer):
+        trainer.logger.save()
+        statement("DROP TRIGGER lose")
+
+    trainer = fit(
+        tmp_path, logger=lumen.MLFlowLogger(synchronous=False), max_steps=7, log_level="ERROR",
+        callbacks=[At(step_1=lambda _: statement(losing), step_5=find)],
+    )  # fmt: skip
+    (run,) = runs_of_mlflow(uri)
+    record = of_mlflow(uri, run.info.run_id)
+    assert {name: sorted(rows) for name, rows in record.items()} == of_csv(trainer.run_directory)
+
+
+def test_two_names_that_mlflow_would_make_one_are_refused(tmp_path, uri):
+    class Twice(Regression):
+        def training_step(self, batch):
+            self.log_dict({"acc@1": 1.0, "acc_1": 5.0})
+            return super().training_step(batch)
+
+    with pytest.raises(ConfigError, match=r"MLflow has one name, 'acc_1', for 'acc@1' and 'acc_1'\. Rename"):
+        fit(tmp_path, Twice(), max_steps=1, logger="mlflow", enable_checkpointing=False)
+
+
+def test_a_new_run_that_mlflow_refuses_does_not_begin_and_a_resumed_one_is_connected_later(tmp_path, uri):
     there = lumen.MLFlowLogger(tracking_uri=uri)
     fit(tmp_path, max_steps=3, logger=there, **EVERY_STEP)
     (tmp_path / "text").write_text("This is no database. " * 100)
@@ -150,8 +190,10 @@ def test_a_new_run_that_mlflow_refuses_does_not_begin_and_a_resumed_one_goes_on_
         fit(tmp_path, max_steps=3, logger=nowhere)
     assert not (tmp_path / "runs/run-2").exists()
     options = {"resume": "auto", "log_level": "WARNING"} | EVERY_STEP
-    trainer = fit(tmp_path, max_steps=6, logger=nowhere, **options)
-    assert "MLflow: this part of the run is not recorded: " in (trainer.run_directory / "run.log").read_text()
+    answering = At(step_5=lambda _: shutil.copy(tmp_path / "runs/mlflow.db", tmp_path / "text"))
+    trainer = fit(tmp_path, max_steps=6, logger=nowhere, callbacks=[answering], **options)
+    assert "MLflow has failed, and training goes on: " in (trainer.run_directory / "run.log").read_text()
+    assert of_mlflow(f"sqlite:///{tmp_path}/text", nowhere.version) == of_csv(trainer.run_directory)
     fit(tmp_path, max_steps=9, logger=there, **options)
     (run,) = runs_of_mlflow(uri)
     assert of_mlflow(uri, run.info.run_id)["loss"] == of_csv(trainer.run_directory)["loss"]
@@ -275,6 +317,43 @@ def test_what_only_lightnings_logger_has_is_answered_by_what_does_the_same(tmp_p
 # ---------------------------------------------------------------------- both
 
 
+class Scaled(Regression):
+    """Its loss is another one from a step on, as after a roll-back."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def training_step(self, batch):
+        loss = super().training_step(batch) * (self.scale if self.global_step > 4 else 1)
+        self.log("scaled", loss)
+        return loss
+
+
+def test_a_branch_that_was_given_up_is_not_kept_silently(tmp_path, uri):
+    def end(trainer):
+        raise InterruptedError
+
+    saver = lumen.ModelCheckpoint(every_n_train_steps=4, at_end=False)
+    options = {"max_steps": 9, "logger": ["wandb", "mlflow", "aim", "tensorboard"], "resume": "auto"} | EVERY_STEP
+    for scale in (1, 100):
+        with pytest.raises(InterruptedError) if scale == 1 else nullcontext():
+            callbacks = [At(step_7=end), saver] if scale == 1 else [saver]
+            trainer = fit(tmp_path, Scaled(scale), callbacks=callbacks, **options)
+    own = {name: dict(rows) for name, rows in of_csv(trainer.run_directory).items()}
+    (run,) = runs_of_mlflow(uri)
+    (of_aims,) = runs_of_aim(tmp_path / "runs")
+    records = of_mlflow(uri, run.info.run_id), of_wandb(trainer.run_directory), of_aim(of_aims)
+    for record in records:
+        assert {name: dict(record[name]) for name in ("loss", "scaled", "val_loss")} == {
+            name: own[name] for name in ("loss", "scaled", "val_loss")
+        }
+        assert [step for step, _ in record["system/time_s"]] == list(range(1, 10))
+    assert [step for step, _ in records[0]["scaled"]] == [1, 2, 3, 4, 5, 6, 7, 6, 7, 8, 9]
+    assert run.data.params["lumen/recorded_again_from_step"] == "6"
+    assert of_aims["lumen"] == {"recorded_again_from_step": 6}
+
+
 def test_outside_of_fit_a_service_records_nothing_and_says_so_once(tmp_path, caplog):
     class Shown(Regression):
         def validation_step(self, batch):
@@ -340,9 +419,13 @@ PIXELS = torch.zeros(2, 2)
         (lambda logger: logger.log_image("samples", [PIXELS]), "missing a required argument: 'step'. Write "),
         (lambda logger: logger.log_text("samples", ["said"], [["yes"]]), "log_text(name, text, step=self.global_step)"),
         (lambda logger: logger.log_histogram("weights", PIXELS, 1.5), "log_histogram(name, values, step=self."),
+        (lambda logger: logger.log_metrics({"loss": 1.0}), "'step'. Write logger.log_metrics(metrics, step=self."),
+        (lambda logger: logger.log_hyperparams(), "argument: 'params'. Write logger.log_hyperparams(params)"),
     ],
 )
-def test_lightnings_arguments_of_what_else_is_logged_are_answered_by_lumens(kind, call, said):
+def test_lightnings_arguments_of_what_is_logged_are_answered_by_lumens(kind, call, said):
+    with pytest.raises(AttributeError, match=r"no attribute log_graph\. .* logger\.experiment\.add_graph"):
+        kind().log_graph(torch.nn.Linear(1, 1))
     with pytest.raises(ConfigError) as caught:
         call(kind())
     assert str(caught.value).startswith(f"{kind.__name__}.log_")

@@ -72,6 +72,25 @@ def of_mlflow(uri, run_id):
     }
 
 
+def runs_of_aim(place):
+    """All runs, the oldest first; open to be written, since what is only read has to be indexed by a server first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of SQLAlchemy
+        import aim
+    options = {"system_tracking_interval": None, "log_system_params": False, "capture_terminal_logs": False}
+    hashes = aim.Repo.from_path(str(place)).list_all_runs()
+    return sorted((aim.Run(each, repo=str(place), **options) for each in hashes), key=lambda run: run.creation_time)
+
+
+def of_aim(run):
+    """{name: [(step, value), ...]} of a run, in the order of steps."""
+    found = {}
+    for metric in run.metrics():
+        steps, (values, *_) = metric.data.numpy()
+        found[metric.name] = sorted(zip(steps.tolist(), values.tolist(), strict=True))
+    return found
+
+
 class Databases:
     """MLflow takes seconds to make one: here are copies."""
 
