@@ -126,22 +126,19 @@ class LoadedStep(NamedTuple):
         sizes: Number of samples of each micro-batch, of all processes.
         assigned: Numbers of the micro-batches that this process takes.
         state: Where the adapter stands after the step: plain data and tensors, for a checkpoint.
-        largest: Of each round the number of samples of the largest micro-batch; None: processes take them in turn.
     """
 
     items: list[LoadedBatch]
     sizes: list[int]
     assigned: Assigned
     state: dict[str, Any]
-    largest: list[int] | None = None
 
     def window(
         self, index: int, last: bool, state: dict[str, Any], waited_s: float, rank_slice: RankSlice
     ) -> AccumulationWindow:
         """The step for the loop; dummies stand behind all other items."""
         return AccumulationWindow(
-            map(_FETCHED, self.items).__next__, self.sizes, index, last, state, waited_s, rank_slice, self.assigned,
-            lent=self.items[-1].samples if self.items else None, largest=self.largest,
+            map(_FETCHED, self.items).__next__, self.sizes, index, last, state, waited_s, rank_slice, self.assigned
         )  # fmt: skip
 
 

@@ -237,9 +237,8 @@ class ShardedIterableAdapter(LoaderAdapter):
             assigned: Assigned = [*numbers[rank], *[None] * without]
             if self._rank_slice.needs_dummies:
                 own += [self._dummy(own, numbers, rounds)] * without
-            largest = [max(sizes[its[place]] for its in numbers if place < len(its)) for place in range(rounds)]
             state = {"kind": "stream in parts", "ranks": self._states}
-            yield LoadedStep(own, sizes, assigned, state, largest)
+            yield LoadedStep(own, sizes, assigned, state)
 
     def _compare(self, first: list[int | None]) -> None:
         """Warn once if several processes have read the same first batch: then their parts may not be parts."""

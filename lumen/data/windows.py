@@ -96,14 +96,11 @@ class MicroBatch:
         first: It is the first micro-batch of the step in this process.
         last: It is the last micro-batch of the step in this process.
         is_dummy: No micro-batch is left for this process in this round: `batch` is None or a dummy, and counts nothing.
-        round: Number of its round in the step, from 0: each process makes one micro-batch, or a dummy, in each.
     """
 
-    __slots__ = ("batch", "first", "index", "is_dummy", "last", "loader", "number", "round", "samples", "weight")
+    __slots__ = ("batch", "first", "index", "is_dummy", "last", "loader", "number", "samples", "weight")
 
-    def __init__(
-        self, index: int, number: int, samples: int, first: bool, last: bool, is_dummy: bool, round: int = 0
-    ) -> None:
+    def __init__(self, index: int, number: int, samples: int, first: bool, last: bool, is_dummy: bool) -> None:
         self.batch: Any = None
         self.index = index
         self.number = number
@@ -113,7 +110,6 @@ class MicroBatch:
         self.first = first
         self.last = last
         self.is_dummy = is_dummy
-        self.round = round
 
     def part(self, samples: int, weight: float) -> MicroBatch:
         """A part of it, without the batch and not the last of the step."""
@@ -141,8 +137,6 @@ class AccumulationWindow:
         rank_slice: The part of each step that this process takes.
         assigned: Numbers of the micro-batches of this process; None: those that `rank_slice.assign` gives.
         whole: A single process would take them as one batch.
-        lent: Number of samples of this process's dummies; None: they are the step's last micro-batch.
-        largest: Of each round the number of samples of the largest micro-batch; None: processes take them in turn.
 
     Attributes:
         fetch: Returns the batch of the next micro-batch of this process and its loader's index.
@@ -157,8 +151,8 @@ class AccumulationWindow:
     """
 
     __slots__ = (
-        "_largest", "_micro_batches", "_needs_dummies", "_world", "batches", "fetch", "first_index", "last", "requests",
-        "samples", "sizes", "state", "waited_s", "whole",
+        "_micro_batches", "_needs_dummies", "batches", "fetch", "first_index", "last", "requests", "samples", "sizes",
+        "state", "waited_s", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -172,8 +166,6 @@ class AccumulationWindow:
         rank_slice: RankSlice = ALONE,
         assigned: Assigned | None = None,
         whole: bool = False,
-        lent: int | None = None,
-        largest: Sequence[int] | None = None,
     ) -> None:
         self.fetch, self.first_index = fetch, first_index
         self.requests: Sequence[Any] | None = None
@@ -183,22 +175,16 @@ class AccumulationWindow:
         self.last = last
         self.state = state
         self.waited_s = waited_s
-        self._needs_dummies, self._world, self._largest = rank_slice.needs_dummies, rank_slice.world, largest
+        self._needs_dummies = rank_slice.needs_dummies
         numbers = rank_slice.assign(len(sizes)) if assigned is None else assigned
         rounds, final = len(numbers), len(sizes) - 1
-        lent = (sizes[final] if lent is None else lent) if self._needs_dummies else 0
+        lent = sizes[final] if self._needs_dummies else 0
         self._micro_batches = [
-            MicroBatch(first_index + number, number, sizes[number], place == 1, place == rounds, False, place - 1)
+            MicroBatch(first_index + number, number, sizes[number], place == 1, place == rounds, False)
             if number is not None
-            else MicroBatch(first_index + final, final, lent, place == 1, place == rounds, True, place - 1)
+            else MicroBatch(first_index + final, final, lent, place == 1, place == rounds, True)
             for place, number in enumerate(numbers, 1)
         ]
-
-    def largest(self, micro: MicroBatch) -> int:
-        """Samples of the largest of the micro-batches that the processes make in the round of this one."""
-        if self._largest is not None:
-            return self._largest[micro.round]
-        return max(self.sizes[micro.round * self._world : (micro.round + 1) * self._world])
 
     def __iter__(self) -> Iterator[MicroBatch]:
         micro_batches, self._micro_batches = self._micro_batches[::-1], []

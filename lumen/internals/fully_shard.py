@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
-from typing import Any, final
+from typing import Any
 
 import torch
 
-from lumen.errors import ConfigError
 from lumen.internals.torch_versions import need
 
 
@@ -98,92 +96,6 @@ def _with_zeros(group: Any, post_backward: Callable[[], None]) -> Callable[..., 
         post_backward()
 
     return with_zeros
-
-
-@final
-class Exchanges:
-    """Counts what units communicate in a forward and backward, for another in the place of one that has failed.
-
-    Args:
-        units: Modules to which `fully_shard` has been applied, that are sharded over all processes.
-
-    Raises:
-        ConfigError: This version of torch cannot drop a forward that has failed.
-    """
-
-    def __init__(self, units: Sequence[Any]) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
-        if not hasattr(FSDPModule, "reset_iter_state"):
-            raise ConfigError(
-                f"halve_on_oom: under FSDP it needs torch 2.13 or newer, which can drop a forward that failed; this is "
-                f"{torch.__version__}. Leave it out, and make batch_size of the training loader smaller; "
-                "global_batch_size keeps what a step is."
-            )
-        from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives
-
-        self._made = self._seen = 0
-        self._repeats = False
-        need("halve_on_oom under FSDP", _fsdp_api, "AllGather", "ReduceScatter")
-        need("halve_on_oom under FSDP", _fsdp_collectives, "DefaultAllGather", "DefaultReduceScatter")
-        gather = _counted(_fsdp_api.AllGather, _fsdp_collectives.DefaultAllGather(), self)
-        scatter = _counted(_fsdp_api.ReduceScatter, _fsdp_collectives.DefaultReduceScatter(), self)
-        for unit in units:
-            unit.set_custom_all_gather(gather)
-            unit.set_custom_reduce_scatter(scatter)
-
-    def begin(self) -> None:
-        """A forward and its backward begin."""
-        self._seen = 0
-        if not self._repeats:
-            self._made = 0
-        self._repeats = False
-
-    def end(self, *, repeats: bool) -> None:
-        """They end here, whatever they have come to.
-
-        Args:
-            repeats: The next forward and backward do not wait again for what was communicated since `begin`; else what
-                is communicated next, outside of them too, is none of it.
-        """
-        self._repeats = repeats
-        self._made = self._made if repeats else 0
-        self._seen = 0
-
-    def make(self, exchange: Callable[[], Any], output: torch.Tensor, own: torch.Tensor) -> Any:
-        """Communicate, unless it is done already: then nobody else would, and each has sent what this process has.
-
-        Args:
-            exchange: Starts the communication, which fills `output`.
-            output: Where it writes.
-            own: What this process gives to it; a part of `output` where that is gathered.
-        """
-        if self._seen < self._made:
-            self._seen += 1
-            if own.numel() > output.numel():
-                output.zero_()
-            elif own.numel():  # zeros might be no values of a parameter: of a standard deviation, for one
-                for place in output.view(-1, own.numel()):
-                    if place.data_ptr() != own.data_ptr():
-                        place.copy_(own)
-            return None
-        work = exchange()
-        self._seen += 1
-        self._made = self._seen
-        return work
-
-
-def _counted(kind: type, plain: Any, exchanges: Exchanges) -> Any:
-    """What communicates as `plain` does, and is counted."""
-
-    def allocate(self: Any, *args: Any, **options: Any) -> torch.Tensor:
-        return plain.allocate(*args, **options)  # type: ignore[no-any-return]
-
-    def call(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        exchange = partial(plain, output_tensor, input_tensor, *args, **options)
-        return exchanges.make(exchange, output_tensor, input_tensor)
-
-    return type(f"Counted{kind.__name__}", (kind,), {"allocate": allocate, "__call__": call})()
 
 
 def forget_iteration(root: Any) -> None:

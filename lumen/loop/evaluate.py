@@ -18,7 +18,7 @@ from lumen.data.nested import move
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.distributed.dtensor import is_sharded
 from lumen.loop.around_step import unnoticed
-from lumen.loop.halves import Halves, HalvesTogether, explained
+from lumen.loop.halves import Halves, explained
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.stages import StatesApart
 from lumen.metrics.step_values import for_loggers
@@ -182,8 +182,7 @@ def evaluate_loader(
     outputs: list[Numbered[Any]] = []
     keeps = stage == "predict" and run.values.keeps_predictions
     wanted = bool(ends) or keeps
-    kind = HalvesTogether if run.strategy.communicates_in("evaluation") else Halves
-    halves = kind(run, stage, wanted=wanted) if run.plan.halve_on_oom else None
+    halves = Halves(run, stage, wanted=wanted) if run.plan.halve_on_oom else None
     window: AccumulationWindow | None = None
     limit = run.plan.limit(stage, adapter)
     for window in adapter.windows(0, Position(), limit):
@@ -195,9 +194,8 @@ def evaluate_loader(
             seed_generators(make_key(run.seed, domain, 2, dataloader_idx, micro.index))
             batch = run.calls.receive(micro.batch, dataloader_idx)
             if micro.is_dummy:  # in a forward that all ranks make together
-                make = partial(forward, run, step, micro, dataloader_idx)
                 with unnoticed(run):
-                    make(batch) if halves is None else halves.evaluate(make, batch, micro, window)
+                    forward(run, step, micro, dataloader_idx, batch)
                 continue
             if stage == "predict":
                 run.values.batch_indices = sample_indices(window)
@@ -205,7 +203,7 @@ def evaluate_loader(
                 hook(batch, micro.index, dataloader_idx)
             if halves is not None:
                 make = partial(forward, run, step, micro, dataloader_idx)
-                output = halves.evaluate(make, batch, micro, window)
+                output = halves.evaluate(make, batch, micro)
             else:  # as `forward` does, without its frame between fit and the step
                 with run.precision.forward():
                     output = call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))

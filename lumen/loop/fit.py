@@ -15,7 +15,7 @@ from lumen.loop.around_step import EpochSkipped, RolledBack, is_left_out, leave_
 from lumen.loop.evaluate import evaluate, publish
 from lumen.loop.manual import manual_step
 from lumen.loop.step import train_step
-from lumen.loop.step_in_parts import check_halving, explain
+from lumen.loop.step_in_parts import explain
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.step_values import for_loggers
 from lumen.metrics.torchmetrics_states import metrics_of
@@ -48,8 +48,6 @@ def train(run: Run) -> None:
     modes.warn_if_left_in_eval(run.optim.built["evaluating"])
     if run.trainer.enable_checkpointing:
         check_additions(run)
-    if run.plan.halve_on_oom:
-        check_halving(run)
     asked = any(getattr(callback, "reads_step_loss", False) for callback in run.trainer.callbacks)
     own_time = run.records.guard.own_time
     run.step.start_weighing(run.task, run.log.gather, own_time.begin_sum, keeps_losses=asked)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 from lumen.data.parts import cut, joined
-from lumen.data.windows import AccumulationWindow, MicroBatch
+from lumen.data.windows import MicroBatch
 from lumen.internals.memory import empty_device_cache, is_out_of_memory
-from lumen.loop.around_step import unnoticed
-from lumen.loop.parts_together import common_cuts, drop, keep_pace
 from lumen.loop.step_in_parts import smaller
 from lumen.metrics.torchmetrics_states import load_metric_state, metric_state, metrics_of
 from lumen.random import GeneratorStates
@@ -29,18 +25,19 @@ _HINT = (
 )
 
 
-class Halving(ABC):
-    """Makes the steps of an evaluation, and again for parts of a batch where one runs out of memory.
+@final
+class Halves:
+    """Makes the steps of an evaluation, and again for halves of a batch where one runs out of memory.
 
-    What the attempt has logged, added to metrics and drawn is put back first: values are those of smaller batches, and
-    those of single steps the means of the parts'. What a step draws goes on from the key of its batch: the same in
-    each run, but other numbers than for the whole batch. What a step keeps itself, in an attribute or a buffer, is not
-    put back. A step must not communicate.
+    Lumen restores what the attempt has logged, added to metrics and drawn: values are those of smaller batches, and
+    values of single steps are the means of the halves'. Random draws continue from the key of the batch: they are the
+    same in each run, but differ from those of the whole batch. What a step keeps itself, in an attribute or a buffer,
+    is not restored. A step must not communicate.
 
     Args:
         run: The run that evaluates.
         stage: "validate", "sanity", "test" or "predict".
-        wanted: Somebody reads what the steps return.
+        wanted: True if somebody reads what the steps return.
     """
 
     def __init__(self, run: Run, stage: str, *, wanted: bool) -> None:
@@ -48,32 +45,22 @@ class Halving(ABC):
         self._stage = "validate" if stage == "sanity" else stage
         self._metrics = list(metrics_of(run.task).values())
 
-    @abstractmethod
-    def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch, window: AccumulationWindow) -> Any:
+    def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch) -> Any:
         """Make a step for a batch.
 
         Args:
-            step: Makes it, for the batch that it is given.
-            batch: On the device.
+            step: Makes the step, for the batch that it is given.
+            batch: The batch on the device.
             micro: Its micro-batch, with the number of its samples: the weight of its means.
-            window: Where it comes from, which knows those of the other processes.
 
         Returns:
-            What the step returned; of halves, put together along dimension 0.
+            What the step returned; outputs of halves are joined along dimension 0.
 
         Raises:
             RuntimeError: A single sample does not fit; on accelerators a torch.OutOfMemoryError.
             DataError: It is not known where the samples of the batch are.
-            ConfigError: What the step returned of halves cannot be put together.
+            ConfigError: What the step returned of halves cannot be joined.
         """
-
-
-@final
-class Halves(Halving):
-    """By this process alone: in halves, and halves of these."""
-
-    def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch, window: AccumulationWindow) -> Any:
-        """See `Halving.evaluate`."""
         try:
             return self._evaluate(step, batch, micro.samples, 0, micro.samples)
         finally:
@@ -96,56 +83,6 @@ class Halves(Halving):
         outputs = [self._evaluate(step, batch, samples, *half) for half in halves]
         sizes = middle - begin, end - middle
         return joined(outputs, sizes, averages=self._stage != "predict") if self._wanted else None
-
-
-@final
-class HalvesTogether(Halving):
-    """By all processes, which communicate in each forward: all make a batch again, in as many parts.
-
-    A process that runs out of memory first goes through the rest of its batch with what fits, for nothing: the others
-    wait for it in each unit. Then all learn of it.
-    """
-
-    def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch, window: AccumulationWindow) -> Any:
-        """Make a step for a batch; see `Halving.evaluate`. Collective: every rank must call this, with a dummy too."""
-        run, largest = self._run, window.largest(micro)
-        while True:
-            put_back, before = mark_values(run, self._metrics), run.loaders.fits.get(self._stage, 0)
-            output, fits = self._attempt(step, batch, micro, common_cuts(micro, largest, before), before)
-            (failures,) = run.processes.sum([float(fits != before)])
-            run.log.batch_samples = micro.samples
-            if not failures:
-                return output
-            put_back()
-            drop(run, rejoins=False)
-            keep(run, self._stage, min(size for size in run.processes.gather(fits) if size != before))
-
-    def _attempt(
-        self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch, pieces: list[tuple[int, int, bool]], fits: int
-    ) -> tuple[Any, int]:
-        """Make the parts of a batch. Returns what the step returned for them, and how many samples fit."""
-        run, outputs, sizes, fitted = self._run, [], [], True
-        for begin, end, is_dummy in pieces:
-            size = run.log.batch_samples = end - begin
-            part, rejoins = batch if size == micro.samples else cut(batch, micro.samples, begin, end), fitted
-            if fitted:
-                try:
-                    with unnoticed(run) if is_dummy else nullcontext(), run.strategy.gradient_sync(False):
-                        output = step(part)
-                    if self._wanted and not is_dummy:
-                        outputs.append(output)
-                        sizes.append(size)
-                except RuntimeError as error:
-                    fits, fitted = smaller(error, size), False
-            if not fitted:
-                fits = keep_pace(run, partial(self._for_nothing, step, part, size), size, fits, rejoins=rejoins)
-        if not outputs or not fitted:
-            return None, fits
-        return joined(outputs, sizes, averages=self._stage != "predict") if len(outputs) > 1 else outputs[0], fits
-
-    def _for_nothing(self, step: Callable[[Any], Any], batch: Any, size: int, samples: int) -> None:
-        with unnoticed(self._run), self._run.strategy.gradient_sync(False):
-            step(cut(batch, size, 0, samples))
 
 
 def mark_values(run: Run, metrics: Sequence[Metric]) -> Callable[[], None]:

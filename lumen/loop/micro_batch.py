@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -98,6 +97,9 @@ def backward_of_zero(run: Run, micro: MicroBatch, batch: Any, weighting: LossWei
         micro: Its micro-batch, which counts nothing.
         batch: It; None where there is none; where forwards communicate, one of another process.
         weighting: The weighting of the losses of the step.
+
+    Raises:
+        TrainingError: `training_step` called no unit for any batch.
     """
     strategy = run.strategy
     refuse_synced_norms(run)
@@ -107,31 +109,14 @@ def backward_of_zero(run: Run, micro: MicroBatch, batch: Any, weighting: LossWei
         backward(run, micro, loss * 0.0, weighting)
         return
     with unnoticed(run):  # the backward too: it reads buffers that the forward has moved
-        loss, _ = loss_for_nothing(run, ((batch, micro) if borrows else None, run.step.dummy))
-        backward(run, micro, loss * 0.0, weighting)
-
-
-def loss_for_nothing(run: Run, given: Iterable[tuple[Any, MicroBatch] | None]) -> tuple[torch.Tensor, float | None]:
-    """Forward a batch for the sake of the other processes.
-
-    Args:
-        run: The run that trains.
-        given: Batches with their micro-batches; the first that `training_step` calls a unit for is taken.
-
-    Returns:
-        The loss, and the weight that the task returned with it.
-
-    Raises:
-        TrainingError: It called none for any of them.
-    """
-    for batch, of in filter(None, given):
-        with run.precision.forward():
-            arguments = run.calls.arguments("training_step", batch, of.index, of.loader)
-            output = run.strategy.call("training_step", *arguments)
-        loss, weight = read_output(output)
-        loss = run.strategy.zero_loss() if loss is None else loss
-        if loss is not None:
-            return loss, weight
+        for given, of in filter(None, ((batch, micro) if borrows else None, run.step.dummy)):
+            with run.precision.forward():
+                arguments = run.calls.arguments("training_step", given, of.index, of.loader)
+                loss, _ = read_output(strategy.call("training_step", *arguments))
+            loss = strategy.zero_loss() if loss is None else loss
+            if loss is not None:
+                backward(run, micro, loss * 0.0, weighting)
+                return
     raise TrainingError(
         f"training_step returned None for the first micro-batch of rank {run.processes.rank}, and this "
         "strategy needs a forward of every rank. Return (loss, 0) for a batch to leave out."

@@ -15,8 +15,7 @@ from lumen.internals.tensors import writes_to
 from lumen.loop.around_step import EpochSkipped, weigh
 from lumen.loop.micro_batch import accumulate
 from lumen.loop.own_update import update_by_task
-from lumen.loop.parts_together import PartsTogether
-from lumen.loop.step_in_parts import Parts, StepInParts, agree_on_size, say_size
+from lumen.loop.step_in_parts import StepInParts, agree_on_size, say_size
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
 from lumen.random import GeneratorStates
@@ -39,7 +38,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
     run.step.begin()
     micro_batches, weighting = weigh(run, window), run.step.weighting
     closure = Closure(run, weighting) if run.optim.needs_closure else None
-    parts = in_parts(run, window) if run.plan.halve_on_oom and closure is None else None
+    parts = StepInParts(run, window) if run.plan.halve_on_oom and closure is None else None
     for micro in micro_batches:
         run.step.seed(micro)
         run.log.batch_samples, run.log.batch_index = micro.samples, micro.index
@@ -66,11 +65,6 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
                 hook(output, batch, micro.index)
     run.log.in_train_step, run.log.batch_index = False, None
     return updated
-
-
-def in_parts(run: Run, window: AccumulationWindow) -> Parts:
-    """What makes the micro-batches of a step again where they do not fit into memory."""
-    return (PartsTogether if run.strategy.communicates_in("forward") else StepInParts)(run, window)
 
 
 def skip(run: Run, window: AccumulationWindow, micro: MicroBatch) -> None:

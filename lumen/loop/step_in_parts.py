@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -26,17 +25,20 @@ _HINT = (
     "Trainer(halve_on_oom=True) makes a micro-batch that does not fit in halves, with the gradient of the whole; a "
     "smaller batch_size with the same global_batch_size does so too."
 )
-_SYNCED = (
-    "halve_on_oom: SyncBatchNorm communicates in each forward, so no process can make one again alone. Leave it out, "
-    "and make batch_size of the training loader smaller; global_batch_size keeps what a step is."
+_REFUSED = (
+    "halve_on_oom: the processes communicate in each forward (FSDP, SyncBatchNorm), so a process without memory "
+    "cannot repeat one alone. Leave halve_on_oom out, or use strategy: ddp; a smaller batch_size of the loader with "
+    "the same global_batch_size gives the same step."
 )
 
 
-class Parts(ABC):
+@final
+class StepInParts:
     """Makes the micro-batches of one step, and again in parts where memory does not suffice.
 
-    What an attempt has logged, added to metrics, drawn and moved in buffers is put back; the gradients of the step so
-    far are made again, unnoticed.
+    Lumen restores what an attempt has logged, added to metrics, drawn and moved in buffers, and makes the gradients of
+    the step so far again, unnoticed. Each process does so alone: processes communicate gradients after the last
+    backward, not in it. There they exchange what has fitted, for all later steps.
 
     Args:
         run: The run that trains.
@@ -48,29 +50,17 @@ class Parts(ABC):
         self._wanted = bool(run.hooks.on_train_batch_end)
         self._made: list[tuple[MicroBatch, Any, GeneratorStates]] = []
 
-    @abstractmethod
     def accumulate(self, micro: MicroBatch, batch: Any) -> Any:
         """Add the gradient of a micro-batch; of the last one communicate them.
 
         Returns:
-            What `training_step` returned; of parts, put together along dimension 0.
+            What `training_step` returned; outputs of parts are joined along dimension 0.
 
         Raises:
             RuntimeError: A single sample does not fit; on accelerators a torch.OutOfMemoryError.
             DataError: It is not known where the samples of the batch are.
-            ConfigError: What the step returned of parts cannot be put together.
+            ConfigError: What the step returned of parts cannot be joined.
         """
-
-
-@final
-class StepInParts(Parts):
-    """By this process alone: all communicate gradients after the last backward, not in it.
-
-    There they tell each other what has fitted, for all steps after.
-    """
-
-    def accumulate(self, micro: MicroBatch, batch: Any) -> Any:
-        """See `Parts.accumulate`."""
         output = None
         if not micro.is_dummy:
             self._made.append((micro, batch, GeneratorStates()))
@@ -118,6 +108,8 @@ class StepInParts(Parts):
         run, samples = self._run, micro.samples
         parts = [*spans(0, samples, run.step.fits or samples)]
         outputs, sizes = [], []
+        if len(parts) > 1:
+            run.step.weighting.plan_with_guess()
         for begin, end in parts:
             of_part, weight = batch, micro.weight
             if len(parts) > 1:
@@ -194,14 +186,15 @@ def say_size(run: Run, ranks: set[int]) -> None:
 
 
 def check_halving(run: Run) -> None:
-    """Make ready for `halve_on_oom`, or refuse it.
+    """Refuse `halve_on_oom` where a process cannot repeat a forward alone.
 
     Raises:
-        ConfigError: No micro-batch can be made again.
+        ConfigError: The strategy (FSDP), or SyncBatchNorm in training, communicates in forwards.
     """
-    run.strategy.allow_retries()
-    if run.processes.world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in run.task.modules()):
-        raise ConfigError(_SYNCED)
+    strategy, trains = run.strategy, run.stage == "fit" and run.processes.world_size > 1
+    synced = trains and any(isinstance(module, nn.SyncBatchNorm) for module in run.task.modules())
+    if synced or strategy.communicates_in("forward") or strategy.communicates_in("evaluation"):
+        raise ConfigError(_REFUSED)
 
 
 def explain(run: Run, error: RuntimeError) -> None:

@@ -127,6 +127,12 @@ class LossWeighting:
         self.total += weight
         return self._in_loss * weight / self._planned if self._planned else 0.0
 
+    def plan_with_guess(self) -> None:
+        """A single micro-batch of a step is made in parts, whose weights are unknown: the first may weigh nothing."""
+        self._alone = False
+        if self._returned:
+            self._planned = self._guess
+
     def mark(self) -> tuple[float, int]:
         """What is counted of this process by now, for `go_back`."""
         return self.total, len(self.losses or ())
@@ -147,11 +153,6 @@ class LossWeighting:
         if self._begin_sum is not None:
             told = self.total, self._returned is True, self._returned is False, *wishes
             self._sums = self._begin_sum(list(map(float, told)))
-
-    @property
-    def is_agreeing(self) -> bool:
-        """Whether `begin_agreement` was called, and what the others say is not read yet."""
-        return self._sums is not None
 
     def agree(self) -> list[bool]:
         """Wait for the sums over the processes.

@@ -156,8 +156,6 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
             "each would move the other on. Give a loader to each."
         )
     communicates = run.strategy.communicates_in("evaluation")
-    if communicates and run.plan.halve_on_oom:
-        run.strategy.allow_retries()
     rank_slice = _rank_slice(run, communicates)
     seeds = [make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number) for number in range(len(loaders))]
     adapters = [

@@ -26,7 +26,7 @@ from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.fsdp_units import find_units, modules_of, outermost
 from lumen.strategies.late_parameters import Additions
 from lumen.strategies.step_module import sparse_parameters
-from lumen.strategies.strategy import Abandon, Alike, Strategy, sync_buffers
+from lumen.strategies.strategy import Alike, Strategy, sync_buffers
 
 _log = logging.getLogger("lumen")
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -312,26 +312,6 @@ class FSDP(Strategy):
                 "they are never trained, or use strategy: {class_path: lumen.FSDP, init_args: {find_unused_parameters: "
                 "true}}."
             )
-
-    def allow_retries(self) -> Abandon:
-        """See `Strategy.allow_retries`; each micro-batch then begins with all parameters cut up.
-
-        Raises:
-            ConfigError: Parameters have copies, or this torch cannot drop a forward that has failed.
-        """
-        assert self.device_mesh is not None
-        if self.device_mesh.ndim > 1 and self.device_mesh.size(0) > 1:
-            raise ConfigError(
-                f"halve_on_oom: with sharding_strategy {self._kind} copies of the parameters sum gradients: once "
-                "done, that cannot be left out. Use full_shard or shard_grad_op; or leave halve_on_oom out, and make "
-                "batch_size of the training loader smaller; global_batch_size keeps what a step is."
-            )
-        self._sharded.allow_retries()
-        return self._abandon
-
-    def _abandon(self, rejoins: bool) -> None:
-        self._made_zero = True  # what was in the loss of a micro-batch that is dropped is not missing
-        self._sharded.abandon(rejoins)
 
     def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
         """See `Strategy.alike`: the norm is that of all parts."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lumen.data.nested import convert, tensors
 from lumen.errors import ConfigError, TrainingError
-from lumen.internals.fully_shard import Exchanges, forget_iteration, prepare_roots, sum_unused
+from lumen.internals.fully_shard import forget_iteration, prepare_roots, sum_unused
 from lumen.internals.tensors import Hooks, give_hooks, hooks_of, is_view, own_parameters, writes_to
 from lumen.metrics.torchmetrics_states import metrics_of
 from lumen.strategies.fsdp_units import outermost
@@ -77,7 +77,6 @@ class ShardedTask:
         self._reshards = reshard
         self._syncs = True
         self._has_run = False
-        self._exchanges: Exchanges | None = None
         offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
         names = {id(module): name for name, module in task.named_modules()}
         modules = [*task.modules()]
@@ -244,19 +243,6 @@ class ShardedTask:
                 unit.set_requires_gradient_sync(sync, recurse=False)
             unit.set_reshard_after_backward(not keep, recurse=False)
         self._syncs = sync
-        if self._exchanges is not None:  # each process begins alike, one that has abandoned another too
-            self.reshard()
-            self._exchanges.begin()
-
-    def allow_retries(self) -> None:
-        """See `Strategy.allow_retries`: count what is communicated from here on."""
-        self._exchanges = self._exchanges or Exchanges(self.units)
-
-    def abandon(self, rejoins: bool) -> None:
-        """Drop an attempt that failed; see `Strategy.allow_retries`."""
-        self.reset(repeats=rejoins)
-        self.arrived.clear()
-        self._versions.clear()
 
     def look_again(self) -> None:
         """Set units up anew if parameters were frozen or unfrozen. Collective, if any were."""
@@ -302,13 +288,11 @@ class ShardedTask:
                 unit.set_reshard_after_forward(True, recurse=False)
         self.reset()
 
-    def reset(self, *, repeats: bool = False) -> None:
-        """Drop whatever an interrupted step has left behind; the next may repeat what it has communicated."""
+    def reset(self) -> None:
+        """Drop whatever an interrupted step has left behind."""
         if self._has_run:
             for root in self._roots:
                 forget_iteration(root)
-        if self._exchanges is not None:
-            self._exchanges.end(repeats=repeats)
         self.reshard()
 
 

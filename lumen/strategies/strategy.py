@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Alike = Literal["gradient norm", "sum of the parameters' norms"]
-Abandon = Callable[[bool], None]
 SAME = 1e-5  # relative difference of norms that devices of different kinds may compute of the same numbers
 _ALONE = Processes()
 _REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}  # gloo has no mean
@@ -102,10 +101,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """The context of one micro-batch's forward and backward; ranks communicate gradients only in the last.
-
-        Of a forward of an evaluation too, where `allow_retries` was called.
-        """
+        """The context of one micro-batch's forward and backward; ranks communicate gradients only in the last."""
 
     def zero_loss(self) -> torch.Tensor | None:
         """A loss of 0 whose backward does this rank's part in that of the others, when it has no loss of its own.
@@ -118,25 +114,6 @@ class Strategy(ABC):
 
     def after_backward(self) -> None:
         """Called after the backward that communicates: check that all gradients have arrived."""
-
-    def allow_retries(self) -> Abandon:
-        """Make ready for micro-batches that are made again where memory does not suffice, in steps and evaluations.
-
-        Returns:
-            What drops all that an attempt that failed has left behind in this process. It is given whether the next
-            attempt goes on in its place: what was communicated in the first is then not done again, since other
-            processes expect it once. Here it does nothing: attempts leave nothing behind.
-
-        Raises:
-            ConfigError: They cannot be made again; here, if ranks wait for each other in forwards.
-        """
-        if self.communicates_in("forward") or self.communicates_in("evaluation"):
-            raise ConfigError(
-                f"halve_on_oom: under {type(self).__name__} all processes communicate in each forward, so none can "
-                "make one again alone. Leave it out, and make batch_size of the training loader smaller; "
-                "global_batch_size keeps what a step is."
-            )
-        return lambda rejoins: None
 
     def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
         """Numbers that all ranks must have alike after an update; here none.

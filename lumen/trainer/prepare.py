@@ -21,6 +21,7 @@ from lumen.checkpoint import (
     modes_of,
 )
 from lumen.internals.garbage import only_young_collected
+from lumen.loop.step_in_parts import check_halving
 from lumen.random import Domain, make_key, seed_generators
 from lumen.run.configure_optimizers import build_optimizers
 from lumen.run.manual import ManualOptimization, check_plan
@@ -73,6 +74,8 @@ def prepare(
     if not strategy.shards:
         layers.materialize(run.seed, strategy.parameter_device)
     strategy.setup(task)
+    if run.plan.halve_on_oom:
+        check_halving(run)
     layers.materialize(run.seed, strategy.parameter_device)  # what the strategy has cut up
     home = trainer.run_directory or trainer.default_root_dir / str(trainer.name)
     found: Checkpoint | None = trainer.origin.fill(run, ckpt_path, home, checkpoints_of(trainer, home), average)

@@ -113,7 +113,7 @@ class Trainer(RunView):
         profiler: `simple`: a table of where the time goes; `advanced`: by function; `torch`: traces; or a `Profiler`.
         inference_mode: Evaluate under `torch.inference_mode`, else under `torch.no_grad`; `on_validation_start` and
             `_end`, and those of test and predict, under the latter. What modules hold can be trained with afterwards.
-        halve_on_oom: Make what does not fit into memory in halves, these again; in training with the same gradient.
+        halve_on_oom: Repeat what does not fit into memory in halves, with the same gradient; not under FSDP.
         gc_every_n_steps: Let Python look for garbage (objects that refer to each other in circles) after every n-th
             optimizer step, in an evaluation after every n-th batch, and at no other time: so no process makes the
             others wait at a moment of its own. Default: whenever Python wants to.

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lumen import DDP
-from lumen.errors import TrainingError
+from lumen import DDP, FSDP
+from lumen.errors import ConfigError, TrainingError
 from tests.helpers.cramped_training import Cramped, Weighed, WeighedBefore
 from tests.helpers.tasks import bare_trainer, loader, weights
 
@@ -74,3 +74,17 @@ def forget(folder):
 
 def test_a_parameter_without_a_gradient_is_still_an_error(group, tmp_path):
     assert group(2).run(forget, tmp_path) == [True, True]
+
+
+def refuse(folder):
+    """Sizes of the batches that the task gets under FSDP, in training and in an evaluation."""
+    task = Cramped()
+    for stage in ("fit", "validate"):
+        trainer = bare_trainer(folder, strategy=FSDP(), halve_on_oom=True, max_steps=1, precision="fp64")
+        with pytest.raises(ConfigError, match="halve_on_oom: the processes communicate in each forward"):
+            getattr(trainer, stage)(task, loader(8, dtype=torch.float64))
+    return task.sizes
+
+
+def test_strategies_whose_forwards_communicate_refuse_halving(group, tmp_path):
+    assert group(2).run(refuse, tmp_path) == [[], []]

@@ -6,11 +6,12 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.errors import DataError
 from tests.helpers.cramped_training import Cramped, Weighed, WeighedBefore
-from tests.helpers.tasks import bare_trainer, loader, quiet_trainer, weights
+from tests.helpers.tasks import bare_trainer, loader, quiet_trainer, regression_data, weights
 
 
 def data(batch_size, dtype=torch.float64):
@@ -42,13 +43,50 @@ def test_the_run_is_bit_for_bit_that_of_micro_batches_that_fit(tmp_path, where, 
     train(tmp_path, small, 4, "small")
     trainer = train(tmp_path, cramped, batch_size, "cramped", halve_on_oom=True)
     assert trainer.global_step == 12
-    # a single micro-batch of unknown weight needs no guess of it, and several are multiplied by one
-    same = {"rtol": 1e-12, "atol": 1e-14} if (batch_size, kind) == (16, Weighed) else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close(weights(cramped), weights(small), **same)
-    torch.testing.assert_close([*cramped.buffers()], [*small.buffers()], **same)
+    assert torch.equal(weights(cramped), weights(small))
+    torch.testing.assert_close([*cramped.buffers()], [*small.buffers()], rtol=0, atol=0)
     for one, other in zip(rows(tmp_path, "small"), rows(tmp_path, "cramped"), strict=True):
         for key in ("error", "loss_epoch", "loss_step", "most", "step"):
             assert one[key] == other[key] or float(one[key]) == pytest.approx(float(other[key]), rel=1e-12)
+
+
+class Uneven(Cramped):
+    """Weighs samples whose first feature is positive, and a little the others."""
+
+    little = 0.0
+
+    def training_step(self, batch):
+        weight = float((batch[0][:, 0] > 0).sum() * 2000 + self.little)
+        return super().training_step(batch), weight
+
+
+def light_first(dtype=torch.float64):
+    """Eight samples; of halves the first weighs little or nothing."""
+    inputs, targets = regression_data(8, dtype)
+    inputs[:4, 0], inputs[4:, 0] = -inputs[:4, 0].abs(), inputs[4:, 0].abs()
+    return inputs, targets
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_first_half_of_weight_0_changes_nothing(tmp_path, where):
+    halved, by_hand, (inputs, targets) = Uneven(4, where), Cramped(), light_first()
+    batches = DataLoader(TensorDataset(inputs, targets), 8)
+    bare_trainer(tmp_path, max_steps=1, precision="fp64", halve_on_oom=True).fit(halved, batches)
+    optimizer = by_hand.configure_optimizers()
+    torch.nn.functional.mse_loss(by_hand(inputs[4:]), targets[4:]).backward()
+    optimizer.step()
+    torch.testing.assert_close(weights(halved), weights(by_hand), rtol=1e-12, atol=1e-14)
+
+
+def test_a_light_first_half_skips_no_more_updates_in_fp16(tmp_path):
+    seen = []
+    for fits in (10**6, 4):
+        task, notes = Uneven(fits).float(), Notes()
+        task.little = 1.0
+        options = {"max_steps": 4, "precision": "fp16", "halve_on_oom": True, "callbacks": notes}
+        bare_trainer(tmp_path, **options).fit(task, DataLoader(TensorDataset(*light_first(torch.float32)), 8))
+        seen.append(len(notes.losses))
+    assert seen[1] <= seen[0] + 1
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
