@@ -50,10 +50,6 @@ def main(args: list[str] | None = None) -> int:
         of Lumen; 130 for Ctrl-C. An error of the user's own code is 1 too, and shown without the frames of libraries;
         it is raised where words are given, and where a debugger waits for it.
     """
-    if args is None and "_ARGCOMPLETE" in os.environ:  # a shell asks, at each TAB
-        from lumen.cli.completion.answer import answer
-
-        answer()
     try:
         return _dispatch(sys.argv[1:], own=True) if args is None else _dispatch(args, own=False)
     except KeyboardInterrupt:
@@ -136,4 +132,4 @@ def _command(name: str) -> Callable[[list[str]], int]:
 
 def place_of(name: str) -> str:
     """The module of a command that is none of the four loops, below `lumen.cli`."""
-    return f"{name}.command" if name in ("completion", "init", "migrate", "runs", "submit") else name
+    return f"{name}.command" if name in ("init", "migrate", "runs", "submit") else name

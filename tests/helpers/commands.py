@@ -106,7 +106,6 @@ PLACEHOLDERS = {
 def make_home(home):
     """Fill a directory with a checkout's examples and with the files of users that pages name."""
     (home / "runs").mkdir()
-    (home / ".config/fish/completions").mkdir(parents=True)  # fish itself makes this directory
     for name in ("models", "datamodules", "docs"):
         (home / name).symlink_to(ROOT / name)
     for name in ("line", "mine"):

@@ -508,8 +508,7 @@ OTHERS = {
     "_distributed",  # Hugging Face's data sets
     "_strip_protocol",  # fsspec
     "_current_frames", "_exit",  # sys and os, which document them
-    "_actions", "_typehint", "_ActionConfigLoad",  # argparse and jsonargparse
-    "_ARGCOMPLETE", "_ARGCOMPLETE_SHELL", "_display_completions",  # argcomplete
+    "_actions", "_typehint",  # argparse and jsonargparse
     "_computed", "_defaults", "_forward_cache", "_reductions", "_sync_dist", "_to_sync",  # torchmetrics
     "_update_count",
 }  # fmt: skip
