@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+_reentrant: list[int] = []
 _OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
 
 
@@ -15,6 +19,20 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def drop_failed_backward() -> None:
     """Free what a backward of this thread that has failed did not come to: autograd holds it until the next one."""
     torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+
+
+def count_reentrant_checkpoints() -> int:
+    """Return how many forwards of reentrant activation checkpoints this process has made since the first call."""
+    if not _reentrant:
+        _reentrant.append(0)
+        plain = CheckpointFunction.forward
+
+        def counted(ctx: Any, *args: Any) -> Any:
+            _reentrant[0] += 1
+            return plain(ctx, *args)  # type: ignore[no-untyped-call]
+
+        CheckpointFunction.forward = staticmethod(counted)  # type: ignore[method-assign]
+    return _reentrant[0]
 
 
 def empty_host_cache() -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
+from lumen.internals.memory import count_reentrant_checkpoints
 from lumen.internals.process_groups import end_backward, leave_out_expanded_buffers, need_reducer
 from lumen.internals.tensors import norms, own_buffers
 from lumen.strategies.average import average
@@ -81,6 +82,8 @@ class DDP(Strategy):
         self._by_hand = False
         self._ddp: DistributedDataParallel | None = None
         self._has_begun = False  # whether the step has a backward that does not communicate
+        self._checkpoints = 0  # reentrant ones, before the forward in progress
+        self._sums_later = False
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
         self._frozen: list[nn.Parameter] = []
@@ -132,6 +135,7 @@ class DDP(Strategy):
             # a parameter that no rank has used must be without a gradient even where a rank had no batch
             steps = Steps(self._task, anchored=self._options["find_unused_parameters"]).to(self.device)
             leave_out_expanded_buffers(steps)  # `sync_buffers` can
+            steps.register_forward_hook(self._postpone)
             self._ddp = DistributedDataParallel(
                 steps, process_group=self.processes.gradient_group, **self._options, **_NO_BUFFERS
             )
@@ -160,7 +164,9 @@ class DDP(Strategy):
     def begin_step(self) -> None:
         """Wrap the task anew if parameters were frozen, unfrozen or added, which torch's wrapper does not notice."""
         assert self._task is not None
-        self._has_begun = False
+        self._has_begun = self._sums_later = False
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = True  # also after a step that has failed
         if self._broadcast_buffers and any(self._buffers):
             sync_buffers(self, self._task)
         if self._trained != [parameter.requires_grad for parameter in self._parameters] or self._finds_others():
@@ -182,8 +188,20 @@ class DDP(Strategy):
     def call(self, step: str, *args: Any) -> Any:
         """Run a training step through DDP; any other on the task itself, without communication."""
         if step == "training_step" and self._ddp is not None:
+            self._checkpoints = count_reentrant_checkpoints()
             return self._ddp(step, *args)
         return getattr(self._task, step)(*args)
+
+    def _postpone(self, steps: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Sum the gradients after the backward if the forward had a reentrant checkpoint.
+
+        The backward of the checkpoint is a backward of its own, after which torch's wrapper takes all gradients to be
+        complete: a parameter that is used again outside of the checkpoint would differ between ranks.
+        """
+        if args[0] is None or self._ddp is None or self._options["static_graph"]:
+            return
+        if self._ddp.require_backward_grad_sync and self._checkpoints != count_reentrant_checkpoints():
+            self._ddp.require_backward_grad_sync, self._sums_later = False, True
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Communicate gradients in the last backward of a step only.
@@ -221,6 +239,9 @@ class DDP(Strategy):
             self._average()
             return
         self._refuse_unsummed()
+        if self._sums_later and self._ddp is not None:
+            self._ddp.require_backward_grad_sync, self._sums_later, self._has_begun = True, False, True
+            self.zero_loss().backward()  # type: ignore[no-untyped-call]
         if self._ddp is None or self._options["static_graph"]:
             return
         try:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
@@ -56,6 +57,30 @@ def test_every_option_trains_what_one_process_trains(group, tmp_path, options):
 
 def train_in_twos(folder, options):
     return train(folder, options, accumulate_grad_batches=2)
+
+
+class Reentrant(Regression):
+    """Uses a layer three times, twice under reentrant checkpointing."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float64)
+        self.mix = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, inputs):
+        inputs = self.mix(inputs)
+        for _ in range(2):
+            inputs = checkpoint(self.mix, inputs, use_reentrant=True)
+        return self.net(inputs)
+
+
+def train_reentrant(folder, batches):
+    torch.manual_seed(0)
+    return fit(folder, Reentrant(), accumulate_grad_batches=batches, max_epochs=1)[1]
+
+
+def test_reentrant_checkpoints_train_what_one_process_trains(group, tmp_path):
+    alone = train_reentrant(tmp_path, 4)
+    assert_equal(on_ranks(group, 2, train_reentrant, tmp_path, 2), alone)
 
 
 def test_every_process_begins_with_the_weights_of_the_first(group, tmp_path):
