@@ -66,7 +66,8 @@ class FSDP(Strategy):
         buffer_dtype: Floating-point buffers are kept in this dtype.
         activation_checkpointing: Name of a class, or several: their forward keeps only its inputs, and is run again in
             the backward.
-        find_unused_parameters: Allow steps that leave out parameters; costs one small message a step.
+        find_unused_parameters: Allow steps that leave out parameters, where all processes call the same units; costs a
+            small message a unit and step.
         broadcast_buffers: Buffers, such as BatchNorm's statistics, are those of rank 0 when a step begins.
         reduce_every_backward: Sum gradients in each backward of a step, not in the last one only: takes time, but a
             process never holds whole gradients.
@@ -208,6 +209,7 @@ class FSDP(Strategy):
         else:
             sharded.reset()
         self._sharded, self._additions = sharded, Additions()
+        sharded.sum = self.processes.sum if self._find_unused and self.processes.world_size > 1 else None
         self._gathers_once = self.device_mesh.size(-1) == 1 or self._unshards()
 
     def _cut_up(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:

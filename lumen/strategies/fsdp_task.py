@@ -47,6 +47,7 @@ class ShardedTask:
         units: All units, `root` last, if it is one.
         outputs: Outputs of units in the training forward in progress, those that require gradients.
         arrived: Names of the parameters that got a gradient since this was emptied.
+        sum: Sums numbers over the processes, where they may call different units; None: nobody compares.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ShardedTask:
         self._roots: list[Any] = outermost(task) if by_hand else [self.root]
         self.outputs: list[torch.Tensor] = []
         self.arrived: set[str] = set()
+        self.sum: Callable[[list[float]], list[float]] | None = None
         self.is_watched = mesh.size() > 1 and not by_hand
         self._in_forward = False
         self._versions: dict[str, tuple[nn.Parameter, int, bool]] = {}  # of whole parameters, when they became so
@@ -101,6 +103,7 @@ class ShardedTask:
             self._watch(unit, own, names)
             if not is_root:
                 unit.register_forward_hook(_not_compiled(self._capture))
+                unit.register_forward_pre_hook(_not_compiled(self._compare), prepend=True)
         prepare_roots(self._roots, self.units)
         for module, key, values in attributes:
             own_parameters(module)[key].__dict__.update(values)
@@ -199,6 +202,19 @@ class ShardedTask:
         if self._in_forward:
             self.outputs += [each for each in tensors(output) if each.requires_grad]
 
+    def _compare(self, unit: nn.Module | None, args: Any = ()) -> None:
+        """Refuse a step in which ranks call different units; None is the end of the forward. Collective."""
+        if self.sum is None or not self._in_forward:
+            return
+        number = float(len(self.units) if unit is None else self.units.index(unit))
+        total, squares, world = self.sum([number, number**2, 1.0])
+        if total**2 != world * squares:
+            raise TrainingError(
+                f"FSDP: the ranks call different units in one training_step, or in a different order. Units are "
+                f"{self._names()}. Let each rank call all of them, with a weight of 0 if need be; or choose units with "
+                "wrap so that both branches are in one; or use strategy: ddp."
+            )
+
     def _mark(self, name: str, parameter: nn.Parameter) -> None:
         self.arrived.add(name)
 
@@ -213,6 +229,7 @@ class ShardedTask:
         self._in_forward = step == "training_step"
         try:
             output = self.root(step, *args)
+            self._compare(None)
             if self._in_forward and any(isinstance(each, DTensor) for each in tensors(output)):
                 raise RuntimeError("the loss is made of mixed torch.Tensor and DTensor")
             return output

@@ -621,6 +621,27 @@ def train_branching(folder, users):
     return fit(folder, Branching(users), strategy=lumen.FSDP(find_unused_parameters=True))
 
 
+class Forked(Regression):
+    """Calls another block for every other batch, which is another one on each rank."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float64)
+        self.forks = nn.ModuleList([nn.Linear(FEATURES, size, dtype=torch.float64) for size in (6, 60)])
+
+    def training_step(self, batch, batch_idx):
+        return self.forks[batch_idx % 2](batch[0]).square().mean()
+
+
+def refuse_forks(folder):
+    with pytest.raises(TrainingError, match=r"FSDP: the ranks call different units .* forks\.0, forks\.1"):
+        fit(folder, Forked(), strategy=lumen.FSDP(wrap="Linear", find_unused_parameters=True))
+    return True
+
+
+def test_ranks_that_call_different_units_are_refused(group, tmp_path):
+    assert group(2).run(refuse_forks, tmp_path) == [True, True]
+
+
 def test_parameters_without_gradients_are_named(group, tmp_path):
     group(2).run(name_unused, tmp_path)
 
