@@ -32,7 +32,8 @@ def manual_step(run: Run, window: AccumulationWindow) -> bool:
     for hook in hooks.on_before_zero_grad:
         hook(run.optim.optimizer)
     run.strategy.begin_step()
-    manual.begin(weighting.loss_factor(micro.weight, None), is_dummy=micro.is_dummy)
+    factor = weighting.loss_factor(micro.weight, None)
+    manual.begin(factor, is_dummy=micro.is_dummy, has_weight=weighting.planned != 0.0)
     with (
         unnoticed(run) if micro.is_dummy else nullcontext(),
         run.strategy.gradient_sync(True),

@@ -131,6 +131,7 @@ def complete_gradients(run: Run, weighting: LossWeighting) -> None:
     for hook in run.hooks.on_before_optimizer_step:
         hook(run.optim.optimizer)
     if run.optim.own & {"configure_gradient_clipping", "clip_gradients"}:
+        run.step.grad_norm = None  # it may clip in some steps only
         value = plan.clip_norm if plan.clip_value is None else plan.clip_value
         algorithm = None if value is None else "norm" if plan.clip_value is None else "value"
         run.task.configure_gradient_clipping(run.optim.optimizer, value, algorithm)
@@ -195,6 +196,7 @@ class Closure:
     @torch.enable_grad()
     def _evaluate(self) -> torch.Tensor:
         run, weighting = self._run, copy(self._unused_weighting)
+        weighting.losses = None  # those of the first evaluation are the step's
         run.optim.zero_grad(run.progress.epoch, self._micro_batches[0][0].index)
         parts = []
         for micro, batch, states in self._micro_batches:

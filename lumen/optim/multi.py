@@ -24,14 +24,16 @@ class MultiOptimizer(Optimizer):
 
     Args:
         optimizers: At least one; no two of them may hold the same parameter.
+        by_hand: The optimizers are stepped one by one: then they may share parameters, and need closures.
 
     Raises:
         ConfigError: There is none, one is no optimizer or needs a closure, or two hold the same parameter.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], *, by_hand: bool = False) -> None:
         self.optimizers = list(optimizers)
-        _check(self.optimizers)
+        if not by_hand:
+            _check(self.optimizers)
         common = set.intersection(*(set(each.defaults) for each in self.optimizers))
         defaults = {key: value for key, value in self.optimizers[0].defaults.items() if key in common}
         super().__init__(_groups(self.optimizers), defaults)
@@ -133,8 +135,8 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         return parameter in self._owners and parameter in self._owners[parameter].state
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        keys = chain(*(optimizer.state for optimizer in self._optimizers))
-        return (key for key in keys if key in self._owners)  # what is of none of them is the optimizer's own
+        # an entry that is of no parameter, or of one that another optimizer owns, is the optimizer's own
+        return (key for each in self._optimizers for key in each.state if self._owners.get(key) is each)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -56,11 +56,18 @@ def build_optimizers(
             "Give it self.parameters(); if layers are built in configure_model, build the optimizer from them."
         ) from error
     optimizers, schedulers = _unpack(returned)
-    if strangers := [in_words(each) for each in optimizers if not isinstance(each, Optimizer)]:
+    if strangers := [in_words(each) for each in optimizers if not _is_optimizer(each)]:
         raise ConfigError(
             f"configure_optimizers returned {strangers[0]}; expected a torch.optim.Optimizer, "
             '([optimizer], [scheduler]), or {"optimizer": ..., "lr_scheduler": ...}.'
         )
+    for each in (inside for given in optimizers for inside in getattr(given, "optimizers", [given])):
+        if callable(getattr(each, "train", None)) and callable(getattr(each, "eval", None)):
+            raise ConfigError(
+                f"{type(each).__name__} has a train() and an eval(), which exchange the parameters for others: what is "
+                "validated, saved as best and exported would not be the same. Use another optimizer with lumen.EMA, "
+                "which validates, saves and exports its average."
+            )
     by_hand = not task.automatic_optimization
     if len(optimizers) != 1 and not (by_hand and optimizers):
         raise ConfigError(
@@ -69,12 +76,10 @@ def build_optimizers(
             "all shall step together, return lumen.optim.MultiOptimizer([...]) of them; several learning rates are "
             "parameter groups of one optimizer."
         )
-    optimizer = optimizers[0] if len(optimizers) == 1 else MultiOptimizer(optimizers)
-    if precision.handles_overflow and needs_closure(optimizer):
-        raise ConfigError(
-            f"{type(optimizer).__name__} evaluates the loss several times in one step, which a gradient scaler cannot "
-            "follow: no scaled step can be skipped halfway. Use precision: bf16 or fp32."
-        )
+    optimizer = optimizers[0] if len(optimizers) == 1 else MultiOptimizer(optimizers, by_hand=True)
+    for each in optimizers if precision.handles_overflow else ():
+        if needs_closure(each):
+            raise evaluates_in_fp16(each)
     check_held(task, optimizer)
     _warn_of_left_out(task, optimizer)
     if by_hand:
@@ -91,6 +96,18 @@ def build_optimizers(
     if not by_hand:
         _refuse_overwriting([config.scheduler for config in configs])
     return optimizer, configs
+
+
+def _is_optimizer(given: Any) -> bool:
+    return isinstance(given, Optimizer) and hasattr(given, "param_groups")
+
+
+def evaluates_in_fp16(optimizer: Optimizer) -> ConfigError:
+    """Error for an optimizer whose step has several evaluations, where a gradient scaler is at work."""
+    return ConfigError(
+        f"{type(optimizer).__name__} evaluates the loss several times in one step, which a gradient scaler cannot "
+        "follow: no scaled step can be skipped halfway. Use precision: bf16 or fp32."
+    )
 
 
 def _moved_by_hand(schedulers: Sequence[Any]) -> list[SchedulerConfig]:

@@ -38,6 +38,7 @@ class LossWeighting:
 
     Attributes:
         by_task: The known weights are the task's `batch_weight`, not numbers of samples: a returned one must agree.
+        planned: The sum of the weights that the losses of the step are divided by.
         losses: What the micro-batches of this process have added to the step's loss, detached; None: nobody asks.
         unseeded: The guess is to be made of the first weight, by `seed`.
         total: The sum of the weights of this process; once they have agreed, of all.
@@ -73,7 +74,7 @@ class LossWeighting:
         self.total = 0.0
         if self.losses is not None:
             self.losses = []
-        self._planned = planned
+        self.planned = planned
         self._alone = micro_batches == self._world == 1
         self._micro_batches, self._guess = micro_batches, guess or 1.0
         # 16 bits alone mind how large what is summed becomes, and several processes would have to tell each other
@@ -123,9 +124,9 @@ class LossWeighting:
         if self._returned is None:
             self._returned = returned is not None
             if self._returned:
-                self._planned = weight if self._alone else self._guess
+                self.planned = weight if self._alone else self._guess
         self.total += weight
-        return self._in_loss * weight / self._planned if self._planned else 0.0
+        return self._in_loss * weight / self.planned if self.planned else 0.0
 
     def plan_with_guess(self) -> None:
         """A single micro-batch of a step is made in parts, whose weights are unknown: the first may weigh nothing."""
@@ -172,7 +173,7 @@ class LossWeighting:
         if returned or plain:
             self._returned = bool(returned)
         if self._returned:
-            self._planned = self._guess  # of a process that counted nothing, too
+            self.planned = self._guess  # of a process that counted nothing, too
         return [wish > 0 for wish in wishes]
 
     @property
@@ -183,7 +184,7 @@ class LossWeighting:
     @property
     def correction(self) -> float:
         """What to multiply the gradients with after the last backward; 1.0 where nothing is left to do."""
-        late = 1.0 if self.total in (0.0, self._planned) else self._planned / self.total
+        late = 1.0 if self.total in (0.0, self.planned) else self.planned / self.total
         return late * self._in_gradients
 
     def mean(self, part: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, final
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from lumen.internals.optimizers import bare_step, has_stepped
 from lumen.internals.tensors import multiply
 from lumen.optim import needs_closure
 from lumen.precision import Precision
+from lumen.run.configure_optimizers import evaluates_in_fp16
 from lumen.run.gradients import largest
 from lumen.run.plan import Plan, by_epoch
 from lumen.run.step_context import StepContext
@@ -24,6 +26,9 @@ from lumen.strategies import Strategy
 from lumen.task.hooks import Hooks, overrides
 from lumen.task.step_output import without_gradient
 from lumen.task.task_module import TaskModule
+
+if TYPE_CHECKING:
+    from lumen.run.optimization import Optimization
 
 _log = logging.getLogger("lumen")
 
@@ -57,34 +62,55 @@ class ManualOptimizer:
 
     Attributes:
         optimizer: Torch's own optimizer.
+        is_known: A backward was ever made for what it moves.
+        was_called: A step of it was called.
+        has_warned: A step of it was called where nothing has a gradient, which was said.
+        needs_closure: Its step evaluates the loss.
+        is_open: A backward was made for it since its gradients were used or dropped.
+        has_weight: One of these backwards was of a batch whose weights do not sum to 0.
     """
 
     def __init__(self, manual: ManualOptimization, optimizer: Optimizer) -> None:
         self._manual = manual
-        self.optimizer = optimizer
+        self.optimizer, self.needs_closure = optimizer, needs_closure(optimizer)
+        self.is_known = self.was_called = self.has_warned = False
+        self.forget()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
+        found = getattr(self.optimizer, name)
+        if name.endswith("_step") and callable(found) and not hasattr(Optimizer, name):  # the parts of SAM's step
+            return partial(self._manual.step_part, self, found)
+        return found
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Update the parameters, unless gradients overflowed in fp16.
+        """Update the parameters, unless gradients overflowed in fp16 or a hook asks for no update.
 
         Args:
             closure: Computes loss and gradients and returns the loss.
             options: Passed on to the optimizer's own `step`.
 
         Returns:
-            The loss that the closure returned; None without one.
+            The loss that the closure returned, of an optimizer that needs one the mean over the batches of all
+            processes; None without a closure.
         """
-        return self._manual.step(self.optimizer, closure, options)
+        return self._manual.step(self, closure, options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of what this optimizer moves."""
         self.optimizer.zero_grad(set_to_none)
-        self._manual.forget(self.optimizer)
+        self.forget()
+
+    def forget(self) -> None:
+        """Note that the gradients are used, or dropped."""
+        self.is_open = self.has_weight = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer moves now."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
@@ -111,7 +137,7 @@ class ManualOptimization:
 
     Args:
         task: The task that optimizes by hand.
-        optimizers: Those that its `configure_optimizers` returned.
+        optim: The optimizers of the run.
         hooks: Those of the run.
         precision: Scales losses in fp16.
         strategy: Sums gradients over the processes.
@@ -120,41 +146,37 @@ class ManualOptimization:
     Attributes:
         handles: The optimizers as the task has them, in the same order.
         has_tried: A step of an optimizer was called in the step in progress.
-        is_updating: A step of an optimizer is being made.
     """
 
     def __init__(
         self,
         task: TaskModule,
-        optimizers: Sequence[Optimizer],
+        optim: Optimization,
         hooks: Hooks,
         precision: Precision,
         strategy: Strategy,
         step: StepContext,
     ) -> None:
-        self._task, self._optimizers = task, list(optimizers)
+        self._task, self._optim = task, optim
         self._hooks, self._precision, self._strategy, self._step = hooks, precision, strategy, step
         self._backward = task.backward if overrides(task, "backward") else torch.Tensor.backward
         self._sums = strategy.processes.world_size > 1 or strategy.shards
-        self._factor, self._is_dummy = 1.0, False
+        self._factor, self._is_dummy, self._has_weight = 1.0, False, True
         self.has_tried = self._has_moved = self._has_overflowed = False
-        self._toggled: Optimizer | None = None
-        self._open = set[int]()  # ids of the optimizers for which a backward was made since they have moved
-        self._known = set[int]()  # or ever
+        self._toggled: ManualOptimizer | None = None
         self._frozen: list[nn.Parameter] = []
         self._parts: list[Optimizer] = []  # what was unscaled since the scale changed last
-        self._moved, self._told = set[int](), set[int]()  # ids of optimizers
-        self.handles = [ManualOptimizer(self, each) for each in optimizers]
-        self.is_updating = False
+        self.handles = [ManualOptimizer(self, each) for each in optim.optimizers]
 
-    def begin(self, factor: float, *, is_dummy: bool) -> None:
+    def begin(self, factor: float, *, is_dummy: bool, has_weight: bool) -> None:
         """A step begins.
 
         Args:
             factor: What each loss is multiplied by, for the part that this process has of the batch.
             is_dummy: This process has no part of the batch.
+            has_weight: The weights of the batch, over all processes, do not sum to 0.
         """
-        self._factor, self._is_dummy = factor, is_dummy
+        self._factor, self._is_dummy, self._has_weight = factor, is_dummy, has_weight
         self.has_tried = self._has_moved = self._has_overflowed = False
         self._step.grad_norm = None  # of a step in which nothing is clipped there is none
 
@@ -164,8 +186,7 @@ class ManualOptimization:
         if self.has_tried and self._precision.handles_overflow:
             number = nn.Parameter(torch.zeros(1, device=self._strategy.device))
             number.grad = torch.full_like(number, math.inf if self._has_overflowed else 0.0)
-            told = SGD([number], lr=0.0)
-            self._precision.step(told)  # the scaler looks at all that was unscaled
+            self._precision.step(SGD([number], lr=0.0))  # the scaler looks at all that was unscaled
             self._parts.clear()
         return self._has_moved
 
@@ -180,9 +201,9 @@ class ManualOptimization:
         """
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise without_gradient(self._task)
-        meant = {*map(id, self._optimizers if self._toggled is None else [self._toggled])}
-        self._open |= meant
-        self._known |= meant
+        for each in self.handles if self._toggled is None else [self._toggled]:
+            each.is_known = each.is_open = True
+            each.has_weight |= self._has_weight
         if not self._is_dummy:
             if loss.numel() == 1:
                 self._step.check_loss(loss, self._factor)
@@ -221,102 +242,137 @@ class ManualOptimization:
         if given:
             self._parts.append(SGD(given, lr=0.0))
             self._precision.unscale(self._parts[-1])
-            world = self._strategy.processes.world_size
+            world = self._strategy.data_world_size
             if world > 1:
                 multiply([parameter.grad for parameter in given if parameter.grad is not None], world)
 
     def kept_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """The gradients that a later update may need: those of optimizers that have not moved since a backward."""
-        kept = [each for each in self._optimizers if id(each) in self._open]
-        held = [parameter for each in kept for group in each.param_groups for parameter in group["params"]]
+        held = [parameter for each in self.handles if each.is_open for parameter in each.parameters]
         return {parameter: parameter.grad for parameter in held if parameter.grad is not None}
 
     def keep(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Go on with the gradients that `kept_gradients` gave."""
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
-        self._known = {*map(id, self._optimizers)}
-        self._open = {*self._known} if gradients else set()
-
-    def forget(self, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer are used, or dropped."""
-        self._open.discard(id(optimizer))
+        for each in self.handles:
+            each.is_known, each.is_open, each.has_weight = True, bool(gradients), bool(gradients)
 
     # ------------------------------------------------------------------ updates
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+    def step(self, of: ManualOptimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         """Make a step of an optimizer. Returns what the closure returned.
 
         Raises:
             TrainingError: Its gradients come from a backward that was not summed over the processes, or not scaled.
         """
-        loss = None
-        if closure is not None and not needs_closure(optimizer):
+        optimizer, loss = of.optimizer, None
+        if of.needs_closure:
+            if closure is None:
+                raise TrainingError(
+                    f"{type(optimizer).__name__}.step evaluates the loss: give it a function that calls zero_grad() "
+                    "and self.manual_backward(loss), and returns the loss."
+                )
+            return self._move(of, partial(optimizer.step, self._evaluation(of, closure), **options), evaluates=True)
+        if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            closure = None
-        self._refuse_plain_backward(optimizer)
-        if closure is None:
-            self._say_if_nothing_moves(optimizer)
-        for hook in self._hooks.on_before_optimizer_step:
-            hook(optimizer)
-        self.has_tried = True
-        self._moved.add(id(optimizer))
-        if self._precision.handles_overflow and self._overflows(optimizer):
-            has_stepped(optimizer)
-            self._has_overflowed = True
-            self.forget(optimizer)
-            return loss
-        self.is_updating = True
-        with self._outside_autocast():
-            if closure is not None or options:
-                loss = optimizer.step(closure, **options)
-            else:
-                bare_step(optimizer)()
-        self.is_updating, self._has_moved = False, True
-        self.forget(optimizer)
-        if torch.is_autocast_enabled(self._strategy.device.type):
-            torch.clear_autocast_cache()  # it holds the parameters in 16 bits as they were
+        self._move(of, partial(optimizer.step, **options) if options else bare_step(optimizer))
         return loss
 
-    def _overflows(self, optimizer: Optimizer) -> bool:
-        found = largest(parameter for group in optimizer.param_groups for parameter in group["params"])
+    def step_part(self, of: ManualOptimizer, part: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Make a part of a step that an optimizer makes in several, as SAM its `first_step` and `second_step`.
+
+        Raises:
+            ConfigError: A gradient scaler is at work.
+        """
+        if self._precision.handles_overflow:
+            raise evaluates_in_fp16(of.optimizer)
+        return self._move(of, partial(part, *args, **options))
+
+    def _move(self, of: ManualOptimizer, update: Callable[[], Any], *, evaluates: bool = False) -> Any:
+        """Make an update, unless it is to be left out. Returns what it returned."""
+        self._refuse_plain_backward(of)
+        self.has_tried = of.was_called = True
+        skips = not (self._has_weight if evaluates else of.has_weight or not of.is_open)
+        if skips:
+            _log.warning("a step of %s was skipped: the weights of its batches sum to 0", type(of.optimizer).__name__)
+        elif not evaluates:
+            self._say_if_nothing_moves(of)
+            for hook in self._hooks.on_before_optimizer_step:
+                hook(of.optimizer)
+            skips, self._step.skips_update = self._step.skips_update, False
+            if self._precision.handles_overflow and self._overflows(of):
+                has_stepped(of.optimizer)
+                self._has_overflowed = skips = True
+        of.forget()
+        if skips:
+            return None
+        self._optim.is_updating = True
+        with self._outside_autocast():
+            found = update()
+        self._optim.is_updating, self._has_moved = False, True
+        of.forget()  # what a closure has left
+        if torch.is_autocast_enabled(self._strategy.device.type):
+            torch.clear_autocast_cache()  # it holds the parameters in 16 bits as they were
+        return found
+
+    def _evaluation(self, of: ManualOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure as an optimizer has it: in the autocast of the step, and with the mean loss of all processes."""
+        kind = self._strategy.device.type
+        casts, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+        def evaluate() -> Any:
+            if casts:
+                torch.clear_autocast_cache()  # the optimizer has moved parameters
+            with torch.enable_grad(), torch.autocast(kind, dtype, enabled=casts):
+                loss = closure()
+            self._refuse_plain_backward(of)
+            for hook in self._hooks.on_before_optimizer_step:
+                hook(of.optimizer)
+            if self._strategy.processes.world_size == 1:
+                return loss
+            own = torch.as_tensor(loss).detach().reshape(())
+            part = own.double() * self._factor
+            return self._strategy.reduce(torch.zeros_like(part) if self._is_dummy else part, "mean").to(own.dtype)
+
+        return evaluate
+
+    def _overflows(self, of: ManualOptimizer) -> bool:
+        found = largest(of.parameters)
         if found is None:
             return False
         if self._strategy.shards:
             found = self._strategy.reduce(found.nan_to_num(math.inf), "max")
         return not math.isfinite(found.item())
 
-    def _refuse_plain_backward(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._known or not (self._sums or self._precision.handles_overflow):
+    def _refuse_plain_backward(self, of: ManualOptimizer) -> None:
+        if of.is_known or not (self._sums or self._precision.handles_overflow):
             return
-        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+        if any(parameter.grad is not None for parameter in of.parameters):
             raise TrainingError(
-                f"{type(optimizer).__name__}.step: no manual_backward was called for what it moves, so its "
+                f"{type(of.optimizer).__name__}.step: no manual_backward was called for what it moves, so its "
                 "gradients are neither summed over the processes nor scaled for fp16. Call "
                 "self.manual_backward(loss) instead of loss.backward()."
             )
 
-    def _say_if_nothing_moves(self, optimizer: Optimizer) -> None:
+    def _say_if_nothing_moves(self, of: ManualOptimizer) -> None:
         """Say once of an optimizer that a step of it changes nothing."""
-        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if id(optimizer) not in self._told and all(parameter.grad is None for parameter in held):
-            self._told.add(id(optimizer))
+        if not of.has_warned and all(parameter.grad is None for parameter in of.parameters):
+            of.has_warned = True
             _log.warning(
                 "%s.step was called where no parameter of it has a gradient: nothing moves. Call "
-                "self.manual_backward(loss) before it, and zero_grad before that",
-                type(optimizer).__name__,
-            )
+                "self.manual_backward(loss) before it, and zero_grad before that", type(of.optimizer).__name__,
+            )  # fmt: skip
 
     def say_idle(self) -> None:
         """Say which optimizers nobody has moved."""
-        for number, optimizer in enumerate(self._optimizers):
-            if id(optimizer) not in self._moved and not optimizer.state:
+        for number, each in enumerate(self.handles):
+            if not each.was_called and not each.optimizer.state:
                 _log.warning(
                     "optimizer %d of configure_optimizers (%s) was never moved: training_step has not called its step",
-                    number,
-                    type(optimizer).__name__,
-                )
+                    number, type(each.optimizer).__name__,
+                )  # fmt: skip
 
     def _outside_autocast(self) -> AbstractContextManager[Any]:
         """The context of what is not a forward: torch wants autocast to end before."""
@@ -328,14 +384,12 @@ class ManualOptimization:
     def toggle(self, optimizer: Any) -> None:
         """Freeze what the other optimizers move, and this one does not."""
         self.untoggle()
-        self._toggled = next((each for each in self._optimizers if each.param_groups is optimizer.param_groups), None)
+        self._toggled = next((each for each in self.handles if each.param_groups is optimizer.param_groups), None)
         kept = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for other in self._optimizers:
-            for group in other.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in kept and parameter.requires_grad:
-                        self._frozen.append(parameter)
-                        parameter.requires_grad_(False)
+        for parameter in (parameter for each in self.handles for parameter in each.parameters):
+            if id(parameter) not in kept and parameter.requires_grad:
+                self._frozen.append(parameter)
+                parameter.requires_grad_(False)
 
     def untoggle(self) -> None:
         """Put `requires_grad` back to what it was."""

@@ -41,7 +41,7 @@ class Optimization:
         schedulers: When each is moved, by what.
         manual: What the task calls where it optimizes by hand; None: the run does.
         needs_closure: The optimizer evaluates a step's loss several times.
-        is_updating: The run calls the optimizer's `step` now.
+        is_updating: The run calls the `step` of an optimizer now.
         backward: The task's own; None: it has none.
         own: Names of the parts of a step that the task overrides.
         built_groups: Names of the parameters in each of its groups, when it was built.
@@ -58,8 +58,7 @@ class Optimization:
         self._guards: list[StepGuard] = []
         self.schedulers: list[SchedulerConfig] = []
         self.manual: ManualOptimization | None = None
-        self.needs_closure = False
-        self.is_updating = False
+        self.needs_closure = self.is_updating = False
         self.backward: Callable[[torch.Tensor], None] | None = None
         self.own: frozenset[str] = frozenset()
         self.teachers: list[Teacher] = []
@@ -72,29 +71,25 @@ class Optimization:
         optimizer: Optimizer,
         schedulers: list[SchedulerConfig],
         *,
-        in_step: Callable[[], bool],
-        by_hand: Callable[[list[Optimizer]], ManualOptimization],
+        may_step: Callable[[], bool],
+        by_hand: Callable[[Optimization], ManualOptimization],
     ) -> None:
         """Take what `configure_optimizers` gave.
 
         Args:
             optimizer: The optimizer that trains the task.
             schedulers: Configured schedulers of the optimizer.
-            in_step: Tells whether a training step is in progress: then nobody but the run may move the optimizer.
-            by_hand: Makes what a task calls that optimizes by hand, of its optimizers.
+            may_step: Asked when somebody calls an optimizer's `step`: in a training step only the run may.
+            by_hand: Makes what a task calls that optimizes by hand.
         """
         task = self._task
         self.optimizer, self.schedulers = optimizer, schedulers
         if not task.automatic_optimization:
-            self.manual = manual = by_hand(self.optimizers)
-
-            def allowed() -> bool:
-                return manual.is_updating or not in_step()
-
-            self._guards = [guard(each, allowed, by_hand=True) for each in self.optimizers]
+            self.manual = by_hand(self)
+            self._guards = [guard(each, may_step, by_hand=True) for each in self.optimizers]
             return
         self.needs_closure = needs_closure(optimizer)
-        self._guards = [guard(optimizer, lambda: self.is_updating or not in_step(), by_hand=False)]
+        self._guards = [guard(optimizer, may_step, by_hand=False)]
         self.own = frozenset(name for name in OWN_STEPS if overrides(task, name))
         self.backward = task.backward if "backward" in self.own else None
         if "lr_scheduler_step" in self.own:

@@ -100,7 +100,7 @@ class StepContext:
 
     def begin(self) -> None:
         """Count micro-batches from here."""
-        self.skips_epoch = False
+        self.skips_epoch = self.skips_update = False
         self.fits = self._progress.fits
         self._first_micro_batch = self._progress.micro_batches
 

@@ -102,8 +102,9 @@ def prepare_training(run: Run, configure_optimizers: Callable[[], Any], checkpoi
     by_hand = partial(
         ManualOptimization, task, hooks=run.hooks, precision=run.precision, strategy=run.strategy, step=run.step
     )
-    optim.take(*built, in_step=lambda: run.log.in_train_step, by_hand=by_hand)
-    run.strategy.check_optimizer(optim.optimizer)
+    optim.take(*built, may_step=lambda: optim.is_updating or not run.log.in_train_step, by_hand=by_hand)
+    for each in optim.optimizers:
+        run.strategy.check_optimizer(each)
     optim.built_groups = groups_of(task, optim.optimizer)
     optim.configured, optim.built = configured(run), modes_of(task)
     origin = trainer.origin

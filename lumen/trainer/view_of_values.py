@@ -99,8 +99,13 @@ class ViewOfValues(ViewBase):
         """The mean loss of the step over all processes, in `on_before_optimizer_step`: a scalar tensor. Collective.
 
         Raises:
-            ConfigError: No callback has `reads_step_loss = True`, so it was not kept.
+            ConfigError: No callback has `reads_step_loss = True`, so it was not kept; or the task optimizes by hand.
         """
+        if self.run.optim.manual is not None:
+            raise ConfigError(
+                f"trainer.step_loss(): {type(self.run.task).__name__} optimizes by hand, so that Lumen does not know "
+                "which of its losses is the step's. Log that one, and read trainer.callback_metrics."
+            )
         parts = self.run.step.weighting.losses
         if parts is None:
             raise ConfigError(
@@ -112,7 +117,7 @@ class ViewOfValues(ViewBase):
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm of the step's gradient, in `on_before_optimizer_step` that before clipping: a scalar. Collective."""
-        return total_norm(self.run.optim.parameters)
+        return total_norm(dict.fromkeys(self.run.optim.parameters))  # optimizers by hand may share some
 
     def log_system(self, values: Mapping[str, float]) -> None:
         """Give every logger values that no two runs share: times, speeds, memory."""

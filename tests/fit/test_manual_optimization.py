@@ -515,15 +515,6 @@ def test_a_loss_without_a_gradient_and_an_infinite_one_are_errors(tmp_path):
         bare_trainer(tmp_path, max_steps=1).fit(Infinite(), pair_loader())
 
 
-def test_parameters_of_two_optimizers_are_refused(tmp_path):
-    class Sharing(Gan):
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.critic.parameters(), 0.1)
-
-    with pytest.raises(ConfigError, match="hold the same parameters"):
-        bare_trainer(tmp_path, max_steps=1).fit(Sharing(), pair_loader())
-
-
 def test_several_optimizers_without_manual_optimization_are_told_both_ways(tmp_path):
     class Automatic(Gan):
         def __init__(self):
@@ -532,3 +523,165 @@ def test_several_optimizers_without_manual_optimization_are_told_both_ways(tmp_p
 
     with pytest.raises(ConfigError, match=r"automatic_optimization = False.*MultiOptimizer"):
         bare_trainer(tmp_path, max_steps=1).fit(Automatic(), pair_loader())
+
+
+# ---------------------------------------------------------------------- where features meet
+
+
+class ByHand(Regression):
+    """The step of a `Regression`, by hand; subclasses change a part of it."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__(dtype=dtype)
+        self.automatic_optimization = False
+
+    def loss(self, batch):
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        optimizers = self.optimizers()
+        optimizer = optimizers[batch_idx % 2] if isinstance(optimizers, list) else optimizers
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class Sharing(ByHand):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 0.01), torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+
+
+def test_optimizers_may_share_parameters_and_resume(tmp_path):
+    data = loader(24, 4, shuffle=False, dtype=torch.float64)
+    for name, cuts in (("whole", (9,)), ("parts", (4, 9))):
+        for max_steps in cuts:
+            task = Sharing()
+            quiet_trainer(tmp_path / name, max_steps=max_steps, resume="auto").fit(task, data)
+        expected = Sharing()
+        optimizers = expected.configure_optimizers()
+        batches = list(data)
+        for step in range(9):
+            optimizer = optimizers[step % 6 % 2]
+            optimizer.zero_grad()
+            expected.loss(batches[step % 6]).backward()
+            optimizer.step()
+        assert torch.equal(weights(task), weights(expected)), name
+
+
+class SkipsSome(lumen.Callback):
+    def on_before_optimizer_step(self, trainer, task, optimizer):
+        if trainer.progress.batches % 2:
+            trainer.skip_update()
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp16"])
+def test_skip_update_leaves_out_an_update_by_hand(tmp_path, precision):
+    task = ByHand(torch.float32)
+    trainer = bare_trainer(tmp_path, max_epochs=1, callbacks=[SkipsSome()], precision=precision)
+    trainer.fit(task, loader(24, 4, shuffle=False, dtype=torch.float64 if precision == "fp64" else torch.float32))
+    assert trainer.global_step == 3
+    if precision == "fp64":
+        expected = ByHand()
+        expected.load_state_dict(ByHand(torch.float32).state_dict())
+        optimizer = expected.configure_optimizers()
+        for number, batch in enumerate(loader(24, 4, shuffle=False, dtype=torch.float64)):
+            if number % 2 == 0:
+                optimizer.zero_grad()
+                expected.loss(batch).backward()
+                optimizer.step()
+        assert torch.equal(weights(task), weights(expected))
+
+
+class Weighed(ByHand):
+    def __init__(self, weights_):
+        super().__init__()
+        self.weights, self.step_every = weights_, 1
+
+    def batch_weight(self, batch):
+        return self.weights[int(self.trainer.progress.batches)]
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+        if batch_idx % self.step_every == self.step_every - 1:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def test_batches_that_weigh_nothing_make_no_update(tmp_path, caplog):
+    task = Weighed([1.0, 0.0, 0.0])
+    before = []
+    task.on_train_batch_end = lambda *_: before.append(weights(task))
+    trainer = bare_trainer(tmp_path, max_epochs=1, log_level="WARNING")
+    with caplog.at_level(logging.WARNING, logger="lumen"):
+        trainer.fit(task, loader(12, 4, dtype=torch.float64))
+    assert trainer.global_step == 1
+    assert torch.equal(before[0], before[2])
+    assert "a step of AdamW was skipped: the weights of its batches sum to 0" in caplog.text
+
+
+def test_an_accumulated_gradient_is_used_after_a_weightless_batch(tmp_path):
+    task = Weighed([1.0, 0.0])
+    task.step_every = 2
+    before = weights(task)
+    trainer = bare_trainer(tmp_path, max_epochs=1)
+    trainer.fit(task, loader(8, 4, dtype=torch.float64))
+    assert trainer.global_step == 1
+    assert not torch.equal(weights(task), before)
+
+
+class ReadsLoss(lumen.Callback):
+    reads_step_loss = True
+
+    def on_before_optimizer_step(self, trainer, task, optimizer):
+        trainer.step_loss()
+
+
+def test_step_loss_is_refused_by_hand(tmp_path):
+    with pytest.raises(ConfigError, match="ByHand optimizes by hand, so that Lumen does not know which of its losses"):
+        bare_trainer(tmp_path, max_steps=2, callbacks=[ReadsLoss()]).fit(ByHand(), loader(dtype=torch.float64))
+
+
+class Searching(ByHand):
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            predicted = self(batch[0])
+            self.seen.append(predicted.dtype)
+            loss = nn.functional.mse_loss(predicted.float(), batch[1].float())
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4)
+
+
+def test_a_closure_by_hand_runs_under_autocast(tmp_path):
+    task = Searching(torch.float32)
+    task.seen = []
+    bare_trainer(tmp_path, max_steps=2, precision="bf16").fit(task, loader(16, 8, shuffle=False))
+    expected = Searching(torch.float32)
+    optimizer = expected.configure_optimizers()
+    for inputs, targets in loader(16, 8, shuffle=False):
+
+        def closure(inputs=inputs, targets=targets):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.mse_loss(expected(inputs).float(), targets)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert {*task.seen} == {torch.bfloat16}
+    assert torch.equal(weights(task), weights(expected))
+
+
+def test_a_step_without_its_closure_is_one_error(tmp_path):
+    class Forgetting(Searching):
+        training_step = ByHand.training_step
+
+    with pytest.raises(TrainingError, match=r"LBFGS.step evaluates the loss: give it a function"):
+        bare_trainer(tmp_path, max_steps=1).fit(Forgetting(), loader(dtype=torch.float64))
