@@ -38,6 +38,21 @@ def average(parameters: Sequence[nn.Parameter], world: int, compression: str | N
             gradient.copy_(part.view_as(gradient))
 
 
+def match_layout(parameter: nn.Parameter, *, is_sparse: bool) -> None:
+    """Give a parameter a gradient of the layout that the other processes have, of zeros where it has none.
+
+    Args:
+        parameter: A parameter that some process has used.
+        is_sparse: All the gradients of it that there are, are sparse.
+    """
+    if parameter.grad is None and is_sparse:
+        no_rows = parameter.new_zeros(1, 0, dtype=torch.long)  # of as many dimensions as an embedding gives
+        values = parameter.new_zeros(0, *parameter.shape[1:])
+        parameter.grad = torch.sparse_coo_tensor(no_rows, values, parameter.shape, check_invariants=True)
+    elif parameter.grad is not None and parameter.grad.is_sparse and not is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+
+
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Gradients that are communicated together: of one dtype, up to some size; a sparse one alone."""
     open_buckets: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -18,7 +18,7 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.internals.memory import count_reentrant_checkpoints
 from lumen.internals.process_groups import end_backward, leave_out_expanded_buffers, need_reducer
 from lumen.internals.tensors import norms, own_buffers
-from lumen.strategies.average import average
+from lumen.strategies.average import average, match_layout
 from lumen.strategies.late_parameters import Additions
 from lumen.strategies.step_module import Steps, sparse_parameters
 from lumen.strategies.strategy import SAME, Alike, Strategy, sync_buffers
@@ -257,11 +257,15 @@ class DDP(Strategy):
         parameters = list(self._task.parameters())
         if self.processes.world_size == 1:
             return
-        used = self.processes.sum([float(parameter.grad is not None) for parameter in parameters])
-        average(
-            [parameter for parameter, count in zip(parameters, used, strict=True) if count],
-            self.processes.world_size, self._compression, self.processes.gradient_group,
-        )  # fmt: skip
+        gradients = [parameter.grad for parameter in parameters]
+        kinds = [(each is not None, each is not None and each.is_sparse) for each in gradients]
+        counts = iter(self.processes.sum([float(kind) for both in kinds for kind in both]))
+        used = []
+        for parameter, count, sparse in zip(parameters, counts, counts, strict=True):
+            if count:
+                used.append(parameter)
+                match_layout(parameter, is_sparse=count == sparse)
+        average(used, self.processes.world_size, self._compression, self.processes.gradient_group)
 
     def _refuse_unsummed(self) -> None:
         """Refuse parameters that were unfrozen in the middle of a step, after the task was wrapped for it."""

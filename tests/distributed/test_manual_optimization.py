@@ -269,3 +269,69 @@ def own_parameter(folder):
 
 def test_parameters_that_no_module_gathers_are_refused_under_fsdp(group, tmp_path):
     group(2).run(own_parameter, tmp_path)
+
+
+class Searching(Gan):
+    """The critic alone, by an optimizer that evaluates the loss."""
+
+    def training_step(self, batch, batch_idx):
+        self.indices.append(batch_idx)
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = critic_loss(self.generator, self.critic, *batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.critic.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+
+
+def test_a_line_search_by_hand_sees_the_loss_of_the_whole_batch(group, tmp_path):
+    alone = train_by(tmp_path / "alone", "auto", Searching)
+    for each in group(2).run(train_by, tmp_path, "ddp", Searching):
+        torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-9)
+        assert each[1:3] == alone[1:3]
+
+
+class SparseByHand(lumen.TaskModule):
+    """A sparse embedding that the loss of some parts of a batch leaves out, or looks up densely."""
+
+    def __init__(self, sparse, mixed):
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.words = nn.Embedding(6, 3, sparse=sparse, dtype=torch.float64)
+        self.head = nn.Linear(3, 1, dtype=torch.float64)
+        self.mixed = mixed
+
+    def training_step(self, batch, batch_idx):
+        words, targets = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        found = self.words(words)
+        if int(words[0]) % 2:
+            found = self.words.weight[words] if self.mixed else torch.ones_like(found)
+        self.manual_backward(nn.functional.mse_loss(self.head(found), targets))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def train_sparse(folder, sparse, mixed):
+    words = torch.tensor([0, 2, 4, 2, 1, 0, 3, 2, 0, 5, 2, 4, 1, 3, 5, 1])  # a process has each second one
+    data = DataLoader(TensorDataset(words, words.double().unsqueeze(1).sin()), 1)
+    task = SparseByHand(sparse, mixed)
+    bare_trainer(folder, max_epochs=1, strategy="ddp").fit(task, data)
+    return values(task)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_sparse_gradient_that_one_process_lacks_is_summed(group, tmp_path, mixed):
+    dense = group(2).run(train_sparse, tmp_path / "dense", False, mixed)
+    assert group(2).run(train_sparse, tmp_path / "sparse", True, mixed) == dense
+    assert dense[0] == dense[1]
