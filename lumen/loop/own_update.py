@@ -18,6 +18,8 @@ def update_by_task(run: Run, window: AccumulationWindow, closure: Evaluate | Non
     handle = OptimizerOfStep(run, closure)
     last = window.first_index + window.batches - 1
     run.task.optimizer_step(run.progress.epoch, last, handle, closure or handle.loss)
+    if not handle.was_called:
+        run.precision.leave_out(run.optim.optimizer)
     return handle.has_moved
 
 
@@ -31,11 +33,12 @@ class OptimizerOfStep:
 
     Attributes:
         has_moved: It has made an update.
+        was_called: True once `step` was called.
     """
 
     def __init__(self, run: Run, closure: Evaluate | None) -> None:
         self._run, self._closure = run, closure
-        self.has_moved = False
+        self.has_moved = self.was_called = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run.optim.optimizer, name)
@@ -43,7 +46,11 @@ class OptimizerOfStep:
     def step(self, closure: Evaluate | None = None) -> Any:
         """Update the parameters, unless gradients overflowed in fp16. Returns the loss that `closure` returned."""
         loss = None if closure in (None, self._closure) else closure()
-        self.has_moved |= self._run.precision.step(self._run.optim.optimizer, self._closure)
+        if not self.was_called:
+            self.has_moved = self._run.precision.step(self._run.optim.optimizer, self._closure)
+        elif self.has_moved:  # a scaler steps once: it would divide the gradients again
+            self._run.optim.optimizer.step(self._closure)
+        self.was_called = True
         return loss
 
     def loss(self) -> torch.Tensor | None:
