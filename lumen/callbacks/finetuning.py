@@ -12,6 +12,7 @@ from torch import nn
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked
+from lumen.optim import MultiOptimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -133,15 +134,23 @@ class BaseFinetuning(Callback, ABC):
             ConfigError: The optimizer moves all of it already.
         """
         _train(each for each in _flat(modules) if train_bn or not isinstance(each, _NORMS))
+        new = cls._left_out(modules, optimizer, train_bn, requires_grad=True)
+        rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr
+        optimizer.add_param_group({"params": new, "lr": rate} | ({} if name is None else {"name": name}))
+
+    @classmethod
+    def _left_out(
+        cls, modules: Modules, optimizer: Optimizer, train_bn: bool, *, requires_grad: bool
+    ) -> list[nn.Parameter]:
+        """Return the parameters that the optimizer does not move yet; refuse an optimizer that moves all."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        new = [each for each in cls.filter_params(modules, train_bn) if id(each) not in held]
-        if not new:
+        found = [each for each in cls.filter_params(modules, train_bn, requires_grad) if id(each) not in held]
+        if not found:
             raise ConfigError(
                 f"{cls.__name__}: the optimizer has all parameters of what is unfrozen already. Give it in "
                 "configure_optimizers those that are trained: [p for p in self.parameters() if p.requires_grad]."
             )
-        rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr
-        optimizer.add_param_group({"params": new, "lr": rate} | ({} if name is None else {"name": name}))
+        return found
 
 
 @final
@@ -208,12 +217,16 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(backbone, self.train_bn)
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Refuse several optimizers: a parameter is moved by one."""
-        if len(trainer.optimizers) > 1:
+        """Refuse optimizers that cannot take the backbone later: several, and those that move it already."""
+        optimizer, *others = trainer.optimizers
+        if others or isinstance(optimizer, MultiOptimizer):
             raise ConfigError(
-                f"BackboneFinetuning: there are {len(trainer.optimizers)} optimizers, and the backbone is moved by "
-                "one. Derive from BaseFinetuning, whose finetune_function is told which one it is called for."
+                "BackboneFinetuning: configure_optimizers returned several optimizers, and the backbone is moved by "
+                "one. Return a single optimizer; or, with automatic_optimization = False, derive from BaseFinetuning, "
+                "whose finetune_function is called for each of them."
             )
+        if not any(group.get("name") == "backbone" for group in optimizer.param_groups):
+            self._left_out(task.backbone, optimizer, self.train_bn, requires_grad=False)
 
     def finetune_function(self, task: TaskModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the backbone, or raise its rate."""

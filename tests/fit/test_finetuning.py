@@ -140,6 +140,12 @@ class Several(Backbone):
         return torch.optim.SGD(self.head.parameters(), lr=0.1), torch.optim.SGD(self.backbone[1].parameters(), lr=0.1)
 
 
+class Joined(Backbone):
+    def configure_optimizers(self):
+        held = [each for each in self.parameters() if each.requires_grad]
+        return lumen.optim.MultiOptimizer([torch.optim.SGD(held, lr=0.1)])
+
+
 class Without(Backbone):
     def __init__(self):
         super().__init__()
@@ -150,13 +156,14 @@ class Without(Backbone):
     ("task", "said"),
     [
         (Everything, "has all parameters of what is unfrozen already. Give it in configure_optimizers those"),
-        (Several, "there are 2 optimizers, and the backbone is moved by one"),
+        (Several, "returned several optimizers, and the backbone is moved by one"),
+        (Joined, "returned several optimizers, and the backbone is moved by one"),
         (Without, "Without has no module called backbone"),
     ],
 )
 def test_what_cannot_be_finetuned_says_why(tmp_path, task, said):
     with pytest.raises(ConfigError, match=said):
-        finetune(tmp_path, lumen.BackboneFinetuning(0), task())
+        finetune(tmp_path, lumen.BackboneFinetuning(100), task())
 
 
 class Scheduled(Backbone):
