@@ -29,6 +29,7 @@ from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.reshard import read_beside, states_of
 from lumen.distributed.dtensor import is_sharded, local_tensor
 from lumen.errors import CheckpointError, CheckpointMismatch
+from lumen.internals.optimizers import torchs_state_dict
 
 Groups = list[list[str]]
 
@@ -145,7 +146,7 @@ def _inside_state(
 
 def _own_state(optimizer: Optimizer) -> dict[str, Any]:
     """Entries of an optimizer's own `state_dict` that differ from torch's, and the keys of those that do not."""
-    given, plain = optimizer.state_dict(), Optimizer.state_dict(optimizer)
+    given, plain = optimizer.state_dict(), torchs_state_dict(optimizer)
     if not isinstance(given, dict):
         raise CheckpointError(
             f"state_dict of {type(optimizer).__name__} returns a {type(given).__name__}. Let it return a dictionary of "
@@ -309,7 +310,7 @@ def _load_own(optimizers: Mapping[str, Optimizer], own: Mapping[str, Mapping[str
     """
     exact = {place: _groups_and_states(optimizer) for place, optimizer in optimizers.items()}
     for place, given in own.items():
-        plain = Optimizer.state_dict(optimizers[place])
+        plain = torchs_state_dict(optimizers[place])
         optimizers[place].load_state_dict({key: plain[key] for key in given["as torch"]} | given["rest"])
     for optimizer in reversed([*optimizers.values()]):
         if isinstance(optimizer, SHARING):

@@ -11,7 +11,7 @@ _reentrant: list[int] = []
 _OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that memory has not sufficed; for the CPU, and within cuDNN, torch has no class for it."""
     return isinstance(error, torch.OutOfMemoryError) or any(said in str(error) for said in _OUT_OF_MEMORY)
 

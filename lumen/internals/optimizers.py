@@ -84,6 +84,11 @@ def has_state_dict_hooks(optimizer: Optimizer) -> bool:
     return any(getattr(optimizer, f"_optimizer_{kind}_hooks", None) for kind in kinds)
 
 
+def torchs_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what torch would save; nothing for a class that leaves out `Optimizer.__init__`."""
+    return Optimizer.state_dict(optimizer) if hasattr(optimizer, "_optimizer_state_dict_pre_hooks") else {}
+
+
 @cache
 def attributes_of_all_optimizers() -> frozenset[str]:
     """Names of the attributes that every optimizer of torch has, and of those that schedulers set on it."""

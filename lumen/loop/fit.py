@@ -100,7 +100,7 @@ def train_epoch(run: Run) -> None:
         except EpochSkipped:
             run.log.in_train_step, run.log.batch_index, skipped = False, None, True
             break
-        except RuntimeError as error:
+        except Exception as error:
             explain(run, error)
             raise
         if updated and run.saves.checks_update:

@@ -197,8 +197,19 @@ def check_halving(run: Run) -> None:
         raise ConfigError(_REFUSED)
 
 
-def explain(run: Run, error: RuntimeError) -> None:
-    """Say what helps in the error of a step, if that ran out of memory."""
+def explain(run: Run, error: Exception) -> None:
+    """Say what helps in the error of a step, if that ran out of memory or an optimizer cannot serve here."""
+    name = type(run.optim.optimizer).__name__
+    if run.optim.is_updating and run.strategy.shards:
+        error.add_note(
+            f"{name} failed on parameters that are cut up over processes. Write lumen.optim.WholeMatrices({name}(...))"
+            ", which gives it whole ones, if it treats each parameter by itself; or use strategy: ddp."
+        )
+    if run.optim.is_updating and "does not require grad" in str(error):
+        error.add_note(
+            f"If {name} computes second derivatives, let the task's backward(self, loss, *args, **kwargs) call "
+            "loss.backward(create_graph=True)."
+        )
     if not is_out_of_memory(error):
         return
     if not run.plan.halve_on_oom:

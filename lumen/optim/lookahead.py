@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -11,11 +13,22 @@ from torch.optim import Optimizer
 
 from lumen.errors import ConfigError
 
+_REFUSAL = re.compile(r"assert closure(?! is None)|if (closure is None|not closure):(\s*#.*)?\s*raise ")
+
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its `step` asks for a closure that evaluates loss and gradients anew, as that of LBFGS does."""
+    """Return True if its `step` asks for a closure that evaluates loss and gradients, as those of LBFGS and SAM do."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
+    return closure is not None and (closure.default is closure.empty or _refuses_none(type(optimizer).step))
+
+
+@cache
+def _refuses_none(step: Callable[..., Any]) -> bool:
+    """Return True if a `step(closure=None)` raises without a closure, as its source says."""
+    try:
+        return bool(_REFUSAL.search(inspect.getsource(step)))
+    except (OSError, TypeError):  # there is no source
+        return False
 
 
 @final

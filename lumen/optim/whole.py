@@ -89,7 +89,8 @@ class WholeMatrices(Optimizer):
                 after: dict[str, Any] = {}
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        after = self._step(parameter, group, state)
+                        other, after = after, self._step(parameter, group, state)
+                        self._refuse({key for key in other if key != "params" and _differ(other[key], after[key])})
                 group.update({key: value for key, value in after.items() if key != "params"})
         finally:
             optimizer.param_groups, optimizer.state = groups, state
@@ -140,13 +141,20 @@ def muons_on_parts(optimizer: Optimizer) -> Iterator[Optimizer]:
     if isinstance(optimizer, WholeMatrices):
         return
     if isinstance(optimizer, getattr(torch.optim, "Muon", ())) and any(
-        _is_cut(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        each.is_shard()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for each in getattr(parameter, "placements", ())
     ):
         yield optimizer
     inside = [getattr(optimizer, "optimizer", None), *getattr(optimizer, "optimizers", ())]
     for each in inside:
         if isinstance(each, Optimizer):
             yield from muons_on_parts(each)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
 
 
 def _is_cut(tensor: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from lumen.strategies.late_parameters import Additions
 from lumen.strategies.step_module import sparse_parameters
 from lumen.strategies.strategy import Alike, Strategy, sync_buffers
 
-_log = logging.getLogger("lumen")
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard",
                 "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]  # fmt: skip
@@ -232,14 +230,14 @@ class FSDP(Strategy):
     # ------------------------------------------------------------------ training
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that flattens parameters, such as LBFGS: each process has a part of them only."""
+        """Refuse an optimizer that needs whole parameters: each process has a part of them only."""
         if needs_closure(optimizer):
             raise ConfigError(
-                f"FSDP: {type(optimizer).__name__} works on all parameters as one vector, which no process has here. "
-                "Use strategy: ddp, or another optimizer."
+                f"FSDP: {type(optimizer).__name__} evaluates the loss within its step, where it needs all parameters "
+                "as they are on one process. Use strategy: ddp, or another optimizer."
             )
         if any(muons_on_parts(optimizer)):
-            _log.warning(
+            raise ConfigError(
                 "FSDP: torch.optim.Muon on parts of matrices makes other updates than on whole ones, and fails where "
                 "there are fewer rows than processes. Write lumen.optim.WholeMatrices(torch.optim.Muon(...))."
             )

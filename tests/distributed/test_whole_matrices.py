@@ -1,7 +1,5 @@
 """Optimizers that see whole matrices under FSDP: the updates of one process, checkpoints that any strategy reads."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -129,19 +127,28 @@ def test_a_run_in_parts_ends_with_the_bits_of_a_whole_one(group, tmp_path, kind)
     assert same(contents(tmp_path / "parts")[0], contents(tmp_path / "whole")[0])
 
 
-class Counting(Optimizer):
-    """Keeps a counter of all parameters, in one of two places."""
+class Averaging(Matrices):
+    """Its optimizer cannot move what is cut up."""
 
-    def __init__(self, params, shared):
-        super().__init__(params, {"lr": 0.1})
-        self.shared, self.calls = shared, 0
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters())
+
+
+class Counting(Optimizer):
+    """Keeps a number of all parameters, in one of three places."""
+
+    def __init__(self, params, place):
+        super().__init__(params, {"lr": 0.1, "calls": 0})
+        self.place, self.calls = place, 0
 
     @torch.no_grad()
     def step(self, closure=None):
-        if self.shared:
+        if self.place == "state":
             self.state["calls"] = self.state.get("calls", 0) + 1
-        else:
+        elif self.place == "attribute":
             self.calls += 1
+        else:
+            self.param_groups[0]["calls"] = sum(p.grad.numel() for p in self.param_groups[0]["params"])
         for group in self.param_groups:
             for p in group["params"]:
                 p.sub_(p.grad, alpha=group["lr"])
@@ -149,10 +156,10 @@ class Counting(Optimizer):
 
 def refusals():
     found = []
-    for shared in (False, True):
+    for place in ("attribute", "state", "group"):
         net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
         fully_shard(net)
-        optimizer = WholeMatrices(Counting(net.parameters(), shared))
+        optimizer = WholeMatrices(Counting(net.parameters(), place))
         net(torch.ones(2, 6)).sum().backward()
         with pytest.raises(ConfigError) as caught:
             optimizer.step()
@@ -162,22 +169,16 @@ def refusals():
 
 def test_what_an_optimizer_keeps_of_all_parameters_together_is_refused(group):
     for found in group(2).run(refusals):
-        assert [each.partition(" of all")[0] for each in found] == ["WholeMatrices: Counting keeps calls"] * 2
+        assert [each.partition(" of all")[0] for each in found] == ["WholeMatrices: Counting keeps calls"] * 3
 
 
-def warned(folder, wraps):
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("lumen").addHandler(handler)
-    trainer = bare_trainer(folder, strategy="fsdp", max_steps=1, log_level="WARNING")
-    trainer.fit(Matrices("Muon", wraps), loader(16, dtype=torch.float64))
-    logging.getLogger("lumen").removeHandler(handler)
-    return [each for each in said if "Muon" in each]
+def refused(folder):
+    with pytest.raises(ConfigError, match=r"Write lumen.optim.WholeMatrices\(torch.optim.Muon\(...\)\)"):
+        bare_trainer(folder, strategy="fsdp", max_steps=1).fit(Matrices("Muon", False), loader(dtype=torch.float64))
+    with pytest.raises(RuntimeError) as caught:
+        bare_trainer(folder, strategy="fsdp", max_steps=1).fit(Averaging("Muon"), loader(dtype=torch.float64))
+    assert "Write lumen.optim.WholeMatrices(Adafactor(...))" in caught.value.__notes__[0]
 
 
-def test_muon_on_parts_is_said_to_be_another_one(group, tmp_path):
-    for wraps in (True, False):  # a matrix with fewer rows than processes is left out: torch's own fails
-        for said in group(2).run(warned, tmp_path, wraps):
-            assert len(said) == (0 if wraps else 1)
-            assert all("Write lumen.optim.WholeMatrices(torch.optim.Muon(...))" in each for each in said)
+def test_optimizers_that_need_whole_parameters_are_named(group, tmp_path):
+    group(2).run(refused, tmp_path)

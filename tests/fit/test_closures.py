@@ -422,3 +422,107 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
         quiet_trainer(tmp_path, max_steps=4, resume="auto").fit(
             with_optimizer(lambda parameters: SGD(parameters, lr=0.1)), data()
         )
+
+
+class ReadsLoss(lumen.Callback):
+    reads_step_loss = True
+
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        self.losses.append((float(trainer.step_loss()), float(outputs)))
+
+
+def test_the_loss_of_a_step_is_that_of_its_first_evaluation(tmp_path):
+    callback = ReadsLoss()
+    fit(tmp_path, Evaluated(), data(16), callbacks=[callback], max_epochs=1)
+    assert all(shown == returned for shown, returned in callback.losses)
+    assert len(callback.losses) == 2
+
+
+class Sharp(torch.optim.Optimizer):
+    """Moves where the loss is larger, takes the gradient there, and moves back by it, as SAM does."""
+
+    def __init__(self, parameters, **options):
+        super().__init__(parameters, {"rho": 0.05})
+        self.base = SGD(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        held = [each for group in self.param_groups for each in group["params"]]
+        norm = torch.stack([each.grad.norm() for each in held]).norm()
+        for each in held:
+            self.state[each]["old"] = each.clone()
+            each.add_(each.grad * (self.defaults["rho"] / norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.copy_(self.state[each]["old"])
+        self.base.step()
+
+    def step(self, closure=None):
+        assert closure is not None, "Sharp needs a closure"
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+def sharp(parameters):
+    return Sharp(parameters, lr=0.05, momentum=0.9)
+
+
+class SharpByHand(Regression):
+    """The two steps of `Sharp`, in manual optimization."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch):
+        optimizer = self.optimizers()
+        for step in (optimizer.first_step, optimizer.second_step):
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1]))
+            step()
+
+    def configure_optimizers(self):
+        return sharp(self.parameters())
+
+
+@pytest.mark.parametrize("build", [lambda: with_optimizer(sharp), SharpByHand], ids=["automatic", "by hand"])
+def test_an_optimizer_with_two_steps_trains_and_resumes(tmp_path, build):
+    whole, parts, expected = build(), build(), build()
+    data = DataLoader(TensorDataset(*regression_data(48)), 8)
+    quiet_trainer(tmp_path / "whole", max_steps=9, logger=False).fit(whole, data)
+    for task, steps in ((build(), 4), (parts, 9)):
+        quiet_trainer(tmp_path / "parts", max_steps=steps, resume="auto", logger=False).fit(task, data)
+    optimizer, batches = sharp(expected.parameters()), list(data)
+    for step in range(9):
+        for move in (optimizer.first_step, optimizer.second_step):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(expected(batches[step % 6][0]), batches[step % 6][1]).backward()
+            move()
+    assert torch.equal(weights(whole), weights(expected))
+    assert torch.equal(weights(parts), weights(expected))
+
+
+class TwoModes(SGD):
+    """Exchanges its parameters for others, as the optimizers of schedulefree do."""
+
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+@pytest.mark.parametrize("wrap", [lambda each: each, lambda each: lumen.optim.MultiOptimizer([each])])
+def test_an_optimizer_with_modes_is_refused(tmp_path, wrap):
+    task = with_optimizer(lambda parameters: wrap(TwoModes(parameters, 0.1)))
+    with pytest.raises(ConfigError, match=r"TwoModes has a train\(\) and an eval\(\).*lumen.EMA"):
+        fit(tmp_path, task, data())

@@ -212,3 +212,39 @@ def test_parameters_and_leaves_in_a_state_are_such_again(tmp_path):
             "leaf": (torch.Tensor, True),
             "plain": (torch.Tensor, False),
         }
+
+
+class Outer(torch.optim.Optimizer):
+    """Leaves out `Optimizer.__init__`, as some wrappers of pytorch_optimizer do."""
+
+    def __init__(self, parameters):
+        self.optimizer, self.calls = AdamW(parameters, lr=0.01), 0
+        self.defaults = self.optimizer.defaults
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.calls += 1
+        return self.optimizer.step(closure)
+
+    def state_dict(self):
+        return {"inside": self.optimizer.state_dict(), "calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state["inside"])
+        self.calls = state["calls"]
+
+
+def test_a_wrapper_without_torchs_constructor_resumes(tmp_path):
+    (whole, _), (parts, optimizer) = resumed(tmp_path, lambda: own(Outer), cuts=(2, 5))
+    assert torch.equal(weights(whole), weights(parts))
+    assert optimizer.calls == 5

@@ -120,6 +120,44 @@ def test_clipping_of_ones_own_and_the_norm_that_is_shown(tmp_path):
     assert [round(float(each), 4) for each in task.norms] == [0.01, 0.02]
 
 
+def test_fp16_trains_with_updates_left_out_and_made_twice(tmp_path):
+    class Uneven(Regression):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            for _ in range(batch_idx % 3):
+                optimizer.step(closure=optimizer_closure)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.05)
+
+    task, trainer = train(tmp_path, Uneven, loader(48, shuffle=False), max_epochs=1, max_steps=-1, precision="fp16")
+    assert trainer.global_step == 4
+    expected = Uneven()
+    optimizer = expected.configure_optimizers()
+    for number, (inputs, targets) in enumerate(loader(48, shuffle=False)):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = nn.functional.mse_loss(expected(inputs), targets)
+        (loss * 65536.0).backward()
+        for parameter in expected.parameters():
+            parameter.grad /= 65536.0
+        for _ in range(number % 3):
+            optimizer.step()
+    assert torch.equal(weights(task), weights(expected))
+
+
+def test_a_step_that_clips_nothing_shows_no_norm(tmp_path):
+    class Sometimes(Regression):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+            if self.global_step % 2 == 0:
+                self.clip_gradients(optimizer, 0.05, "norm")
+
+        def on_train_batch_end(self, *_):
+            self.norms = [*getattr(self, "norms", []), self.trainer.run.step.grad_norm is not None]
+
+    task, _ = train(tmp_path, Sometimes)
+    assert task.norms == [True, False] * 3
+
+
 def test_clip_gradients_alone_may_be_overridden(tmp_path):
     class Sign(Regression):
         def clip_gradients(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
@@ -162,6 +200,41 @@ def test_an_optimizer_with_a_closure_gets_lumens(tmp_path):
 
     task, _ = train(tmp_path, Own, max_steps=3)
     assert torch.equal(weights(task), weights(train(tmp_path, Searching, max_steps=3)[0]))
+
+
+class Curved(torch.optim.SGD):
+    """Divides each gradient by its own derivative, as the optimizers with second derivatives do."""
+
+    def step(self, closure=None):
+        held = [each for group in self.param_groups for each in group["params"]]
+        second = torch.autograd.grad(sum(each.grad.sum() for each in held), held)
+        for parameter, curve in zip(held, second, strict=True):
+            parameter.data.sub_(0.01 * parameter.grad.detach() / (1.0 + curve.abs()))
+
+
+class Curving(Regression):
+    def configure_optimizers(self):
+        return Curved(self.parameters())
+
+
+class CurvingTwice(Curving):
+    def backward(self, loss, *args, **kwargs):
+        loss.backward(create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_second_derivatives_are_for_a_backward_that_keeps_its_graph(tmp_path):
+    task, _ = train(tmp_path, CurvingTwice, loader(48, shuffle=False))
+    expected = CurvingTwice()
+    optimizer = expected.configure_optimizers()
+    for inputs, targets in loader(48, shuffle=False):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(expected(inputs), targets).backward(create_graph=True)
+        optimizer.step()
+    assert torch.equal(weights(task), weights(expected))
+    with pytest.raises(RuntimeError) as caught:
+        train(tmp_path, Curving)
+    assert "If Curved computes second derivatives, let the task's backward" in caught.value.__notes__[0]
 
 
 def test_arguments_of_lightning_1_are_refused_before_anything_runs(tmp_path):
