@@ -44,7 +44,7 @@ def test_twenty_steps_in_float64_agree_to_ten_digits(tmp_path):
         assert abs(loss / alone - 1) < 1e-10
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.time_limit(1500)
 def test_the_whole_demo_in_float32_agrees_within_half_a_percent(tmp_path):
     alone = last_val_loss(tmp_path, "alone", LUMEN)
