@@ -17,6 +17,7 @@ from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
 from lumen.loggers.base import Logger, told
 
 _P = ParamSpec("_P")
+_COPIES_PER_ROW = 8
 _CURES = {
     errno.ENOENT: "It was removed while its run was writing to it. Start the run anew.",
     errno.ENOSPC: "Make room; what was saved is whole, and the run can be resumed.",
@@ -48,12 +49,16 @@ class _Table:
         self._beside = path.with_suffix(".csv.tmp")
         self._beside.unlink(missing_ok=True)  # of one that was killed
         self._columns: dict[str, None] = {}  # in order; a name is found without looking at the others
+        self._width = 0  # columns of the file
+        self._waiting: list[Mapping[str, Any]] = []
+        self._copies = 0  # rows that may be copied
         self._file: IO[str] | None = None
         if path.exists():
             with path.open(newline="") as file:
                 reader = csv.reader(file)
                 self._columns = dict.fromkeys(next(reader, []))
-                self.rows = sum(1 for _ in reader)
+                self._width = len(self._columns)
+                self.rows = self._copies = sum(1 for _ in reader)
 
     @property
     def columns(self) -> list[str]:
@@ -62,17 +67,32 @@ class _Table:
 
     @_explained
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row; a name not seen before rewrites the file with one more column."""
-        new = [name for name in row if name not in self._columns]
-        if new:
-            self.rewrite([*self._columns, *new], self.rows)
+        """Write one row; a name not seen before copies the file, with one more column.
+
+        Rows wait in memory where new names come so often that copies of the file would cost more than the rows.
+        """
+        self._columns.update(dict.fromkeys(row))
+        self._waiting.append(row)
+        self._copies += _COPIES_PER_ROW
+        if len(self._columns) == self._width or self._copies >= self.rows:
+            self.write()
+
+    @_explained
+    def write(self) -> None:
+        """Write the rows that wait."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        if len(self._columns) > self._width:
+            self._copies = 0
+            self.rewrite(self.columns, self.rows)
         if self._file is None:
             self._file = self.path.open("a", newline="")
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "removed")
-        csv.writer(self._file).writerow([row.get(name, "") for name in self._columns])
+        csv.writer(self._file).writerows([row.get(name, "") for name in self._columns] for row in waiting)
         self._file.flush()
-        self.rows += 1
+        self.rows += len(waiting)
 
     @_explained
     def rewrite(self, columns: list[str], rows: int) -> None:
@@ -92,10 +112,11 @@ class _Table:
         finally:
             self._beside.unlink(missing_ok=True)
         self._columns, self.rows = dict.fromkeys(columns), min(rows, self.rows)
+        self._width = len(columns)
 
     def _read(self, columns: list[str], rows: int) -> Iterator[list[str]]:
         """The first `rows` rows, each cut to the given columns; cells that a row lacks are empty."""
-        if not self._columns:
+        if not self._width:
             return
         with self.path.open(newline="") as file:
             reader = csv.reader(file)
@@ -109,6 +130,7 @@ class _Table:
     @_explained
     def flush(self) -> None:
         """Write what is buffered to the disk."""
+        self.write()
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -125,8 +147,8 @@ class CSVLogger(Logger):
     """Writes `metrics.csv`, which repeats bit for bit in a repeated run, and `system.csv` in the run directory.
 
     One row per logged event: `step`, `epoch`, then one column per name in order of first appearance. Numbers are
-    written with all their digits. Images, histograms, text and hyperparameters have no place in a table: they are
-    ignored.
+    written with all their digits. Where every step has new names, rows wait in memory, until a checkpoint at most.
+    Images, histograms, text and hyperparameters have no place in a table: they are ignored.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_LOGGERS | {
@@ -165,6 +187,8 @@ class CSVLogger(Logger):
 
     def state_dict(self) -> dict[str, Any]:
         """Rows and columns of each file."""
+        for table in self._tables():
+            table.write()
         return {table.path.name: {"rows": table.rows, "columns": table.columns} for table in self._tables()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -177,6 +201,7 @@ class CSVLogger(Logger):
     def finalize(self, status: str) -> None:
         """See `Logger.finalize`."""
         for table in self._tables():
+            table.write()
             table.close()
         self._metrics = self._system = None
 

@@ -55,6 +55,22 @@ def test_a_row_of_the_csv_compares_each_name_a_few_times_however_many_there_are(
     assert compared(2000) <= 5 * 2000
 
 
+def test_a_new_name_in_each_step_copies_few_rows(tmp_path):
+    logger, path = lumen.CSVLogger(), tmp_path / "metrics.csv"
+    logger.open(tmp_path, resumed=False)
+    file, copied = None, 0
+    for step in range(300):
+        logger.log_metrics({f"sample/{step}": 0.5}, step, 0)
+        if (now := path.stat().st_ino) != file:
+            file, copied = now, copied + step
+    logger.save()
+    assert copied <= 10 * 300
+    columns, *rows = read(path)
+    assert columns == ["step", "epoch", *(f"sample/{step}" for step in range(300))]
+    assert [[place for place, cell in enumerate(row) if cell] for row in rows] == [[0, 1, 2 + n] for n in range(300)]
+    logger.finalize("success")
+
+
 # ---------------------------------------------------------------------- the file is never held, and never damaged
 
 
