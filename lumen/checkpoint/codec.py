@@ -34,6 +34,10 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], str]]] = {
     torch.device: ("$device", str),
 }
 _SEQUENCES: dict[type, str] = {tuple: "$tuple", torch.Size: "$size", set: "$set", frozenset: "$frozenset"}
+_SCALARS: dict[str, Any] = {  # numpy scalars whose arithmetic is not Python's
+    kind.__name__: kind
+    for kind in (np.float16, np.float32, np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32, np.uint64)
+}
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _KEYS = (str, int, float, bool, type(None), tuple)
@@ -43,8 +47,8 @@ def encode(value: Any, tensors: Tensors, where: str) -> JSON:
     """Turn plain data into JSON, and collect its tensors.
 
     Plain data: None, bool, int, float, str, bytes, list, tuple, dict (keys: str, int, float, bool, None, tuple), set,
-    frozenset, `pathlib.Path`, `torch.dtype`, `torch.device`, `torch.Size`, numpy scalars (they become Python scalars),
-    numeric numpy arrays and tensors. Ordered, default and counting dictionaries become plain ones.
+    frozenset, `pathlib.Path`, `torch.dtype`, `torch.device`, `torch.Size`, numpy scalars (those as wide as Python's
+    become Python scalars), numeric numpy arrays and tensors. Ordered, default and counting dictionaries become plain ones.
 
     Args:
         value: Plain data, as listed above.
@@ -65,8 +69,10 @@ def _encode(value: Any, tensors: Tensors, where: str, above: tuple[int, ...]) ->
     if len(above) > _MAX_DEPTH:
         raise CheckpointError(f"{where}: nested more than {_MAX_DEPTH} deep. Flatten it.")
     inside = (*above, id(value))
-    value = _python_scalar(value)
-    kind = type(value)
+    scalar = _python_scalar(value)
+    if _SCALARS.get(type(value).__name__) is type(value):
+        return {"$scalar": [type(value).__name__, _encode(scalar, tensors, where, inside)]}
+    value, kind = scalar, type(scalar)
     if value is None or kind in (bool, str):
         return value
     if kind is int:  # Python refuses to print or parse decimal integers of more than 4300 digits
@@ -215,5 +221,6 @@ _DECODERS: dict[str, Callable[[JSON, Mapping[str, torch.Tensor]], Any]] = {
     "$leaf": lambda name, tensors: tensors[name].requires_grad_(),
     "$parameter": lambda name, tensors: nn.Parameter(tensors[name]),
     "$frozen_parameter": lambda name, tensors: nn.Parameter(tensors[name], requires_grad=False),
+    "$scalar": lambda pair, tensors: _SCALARS[pair[0]](_decode(pair[1], tensors)),
     "$array": lambda name, tensors: tensors[name].cpu().numpy(),
 }
