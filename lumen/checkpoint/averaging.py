@@ -32,10 +32,10 @@ def averaged(
         checkpoint: All of its sections can be read, but for means of checkpoints.
         average: "last:5": the mean of this checkpoint and the four before it in its directory; "best:3": the mean of
             the three best there, by the monitor; paths: the mean of these checkpoints, runs (their newest valid one) or
-            safetensors files. Of a mean, what is no floating-point number is as in `checkpoint`. "EMA", "SWA" or
-            another callback whose state holds tensors by the parameters' names (of several in one state, where it is
-            in the checkpoint), "Lookahead" for its slow weights: what has no average is as in `checkpoint`. None:
-            nothing is averaged.
+            safetensors files. Of a mean, integers and buffers other than running statistics are as in `checkpoint`.
+            "EMA", "SWA" or another callback whose state holds tensors by the parameters' names (of several in one
+            state, where it is in the checkpoint), "Lookahead" for its slow weights: what has no average is as in
+            `checkpoint`. None: nothing is averaged.
         processes: Those that read together; default: this one alone.
 
     Raises:
@@ -104,7 +104,7 @@ def _best(checkpoint: Checkpoint) -> list[PurePath]:
 
 
 def _mean_of(checkpoint: Checkpoint, others: Mapping[str, Checkpoint]) -> Checkpoint:
-    """A checkpoint whose floating-point tensors are the means of those of others, which are given by where they lie.
+    """A checkpoint whose parameters and running statistics are the means of those of others, given by their places.
 
     Raises:
         CheckpointMismatch: The others have tensors that the first has not, or the reverse, or of another shape.
@@ -119,6 +119,8 @@ def _mean_of(checkpoint: Checkpoint, others: Mapping[str, Checkpoint]) -> Checkp
         )
     _log.info("the mean of %s", ", ".join(others))
     kinds = {name: checkpoint.spec("model", name)[0] for name in checkpoint.names("model")}
+    for name in checkpoint.info.get("copied", ()):
+        kinds.pop(name, None)
     numbers = [name for name, dtype in kinds.items() if dtype.is_floating_point or dtype.is_complex]
     return checkpoint.with_averages({name: [(each, "model", name) for each in others.values()] for name in numbers})
 

@@ -27,6 +27,7 @@ from lumen.errors import LumenError, NonFiniteLoss
 from lumen.run.run import Run
 from lumen.strategies import by_data_rank, sync_buffers
 from lumen.task.hyperparameters import HasHyperparameters
+from lumen.task.teacher import is_running_statistic
 
 # ---------------------------------------------------------------------- names
 
@@ -100,6 +101,12 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
     is_cut_up = any(is_sharded(tensor) for tensor in model.values())
     state["sharded"] = {"optimizer": _sharded(optimizer), "extra": _sharded(extra)} if is_cut_up else None
     return {"model": model, "optimizer": optimizer, "extra": extra}, aliases, state
+
+
+def _copied_buffers(task: nn.Module) -> list[str]:
+    """Names of the floating-point buffers that a mean of checkpoints does not average."""
+    buffers = [(name, each) for name, each in task.named_buffers() if each.is_floating_point()]
+    return [name for name, each in buffers if not is_running_statistic(name, each)]
 
 
 def _sharded(tensors: Tensors) -> dict[str, bool]:
@@ -230,7 +237,7 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
         sections,
         aliases,
         state,
-        info={**counts, "metrics": dict(run.values.newest), **info},
+        info={**counts, "metrics": dict(run.values.newest), "copied": _copied_buffers(run.task), **info},
         trained=_trained(run),
     )
 

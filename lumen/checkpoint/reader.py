@@ -167,7 +167,8 @@ class Checkpoint:
     def with_averages(self, averages: Mapping[str, Sequence[tuple[Checkpoint, str, str]]]) -> Checkpoint:
         """This checkpoint, in which tensors of the section "model" are read as the mean of others, of the same shape.
 
-        Sums are in float64, in the order given, and rounded once, to the dtype of the first; nothing is read yet.
+        Sums are in float64, in the order given, and rounded to the dtype of the first, or to float32 if that is
+        narrower; nothing is read yet.
 
         Args:
             averages: By name of a tensor of this checkpoint: checkpoints, sections and names of the others.
@@ -281,7 +282,7 @@ def _present(path: PurePath) -> Iterator[None]:
 
 
 def _mean(blocks: Iterator[torch.Tensor]) -> torch.Tensor:
-    """The mean of some blocks; only one of them is in memory beside the sum."""
+    """The mean of some blocks, in float32 at least; only one of them is in memory beside the sum."""
     total = next(blocks)
     dtype, count = total.dtype, 1
     for block in blocks:
@@ -289,7 +290,7 @@ def _mean(blocks: Iterator[torch.Tensor]) -> torch.Tensor:
             total = total.to(torch.complex128 if dtype.is_complex else torch.float64, copy=True)
         total += block.double() if dtype.itemsize == 1 else block  # torch adds no float8
         count += 1
-    return total if count == 1 else total.div_(count).to(dtype)
+    return total if count == 1 else total.div_(count).to(torch.float32 if dtype.itemsize < 4 else dtype)
 
 
 @final

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import lumen
 from lumen.checkpoint import find_checkpoints
+from lumen.checkpoint.export import export
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 from tests.helpers.checkpoints import save
@@ -100,6 +101,40 @@ def test_the_last_are_those_up_to_the_one_that_is_named_and_the_best_are_by_the_
     assert same(read(RUN, average="best:2").state_dict(), best | whole_numbers)
     one = read(RUN, average="best:1").state_dict()
     assert same(one, states[6] | whole_numbers)
+
+
+class Buffered(Normed):
+    """Has vectors of a power iteration and a queue."""
+
+    def __init__(self):
+        super().__init__()
+        torch.nn.utils.parametrizations.spectral_norm(self.net[0])
+        self.register_buffer("queue", torch.zeros(3, dtype=torch.float64))
+
+    def training_step(self, batch):
+        self.queue += 1.0
+        return super().training_step(batch)
+
+
+def test_a_mean_of_checkpoints_copies_buffers_but_running_statistics():
+    states = train(task=Buffered())
+    found, by_hand = (
+        Buffered.load_from_checkpoint(RUN, average="last:3").state_dict(),
+        mean([states[step] for step in (4, 6, 8)]),
+    )
+    copied = {name for name in found if name.endswith(("._u", "._v", "queue", "batches_tracked"))}
+    assert len(copied) == 4
+    assert same(found, by_hand | {name: states[8][name] for name in copied})
+
+
+def test_a_mean_of_bfloat16_checkpoints_is_exported_in_float32():
+    states = train()
+    halves = [{name: each.bfloat16() for name, each in states[step].items()} for step in (6, 8)]
+    for step, state in enumerate(halves):
+        save(Path(f"half/step-{step}"), model=state)
+    export("half", Path("wide.safetensors"), average="last:2", dtype=torch.float32)
+    expected = {name: ((one.double() + halves[1][name].double()) / 2).float() for name, one in halves[0].items()}
+    assert same(load_file("wide.safetensors"), expected)
 
 
 def test_paths_and_files_of_others_have_a_mean_too(capsys):
@@ -250,16 +285,6 @@ def test_saving_after_a_validation_keeps_parameters(hook):
 
 @pytest.mark.parametrize("callback", [lumen.EMA(decay=0.8), lumen.SWA(0.02, 0)], ids=["EMA", "SWA"])
 def test_only_running_statistics_of_buffers_are_averaged(callback):
-    class Buffered(Normed):
-        def __init__(self):
-            super().__init__()
-            torch.nn.utils.parametrizations.spectral_norm(self.net[0])
-            self.register_buffer("queue", torch.zeros(3, dtype=torch.float64))
-
-        def training_step(self, batch):
-            self.queue += 1.0
-            return super().training_step(batch)
-
     kept = Kept()
     fit(Path(), callback, kept, task=Buffered(), resume=None, max_steps=12)
     vectors = {name for name in kept.states[-1] if name.endswith(("._u", "._v"))}
