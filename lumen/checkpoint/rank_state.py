@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
+from torch import nn
 
 from lumen.checkpoint.codec import JSON, Tensors, decode, encode
 from lumen.checkpoint.reader import Checkpoint
+from lumen.errors import CheckpointMismatch
 from lumen.metrics.accumulator import Accumulator
 from lumen.metrics.stages import updates_seen
 from lumen.metrics.torchmetrics_states import load_metric_state, merged_state, metric_state, metrics_of
@@ -29,6 +32,8 @@ def own_values(run: Run) -> tuple[JSON, Tensors]:
         "logged": run.log.train.state_dict(lambda metric: names.get(id(metric))),
         "torchmetrics": {name: metric_state(metric) for name, metric in metrics.items()},
         "seen": updates_seen(run.task),
+        "attributes": {name: _attributes(metric) for name, metric in metrics.items()},  # as of MinMaxMetric
+        "trackers": {name: len(tracker) for name, tracker in _trackers(run.task).items()},
     }
     tensors: Tensors = {}
     encoded = encode(values, tensors, f"ranks[{run.processes.rank}]")
@@ -39,25 +44,57 @@ def load_values(run: Run, checkpoint: Checkpoint) -> None:
     """Restore logged values: each data rank its own, or data rank 0 all of them if their number has changed."""
     rank, world = run.strategy.data_rank, run.strategy.data_world_size
     ranks, extra = checkpoint.state["ranks"], checkpoint.tensors("extra")
+    for name, tracker in _trackers(run.task).items():
+        while len(tracker) < ranks[0].get("trackers", {}).get(name, 0):
+            tracker.increment()
     metrics = metrics_of(run.task)
     if len(ranks) == world:
         values = decode(ranks[rank], extra)
     elif rank == 0:
-        values = _merged([decode(each, extra) for each in ranks], metrics)
+        values = _merged([decode(each, extra) for each in ranks], metrics, checkpoint.path)
     else:
         values = {"logged": {}, "torchmetrics": {}, "seen": {}}
     for name, metric in metrics.items():
         metric.reset()
         if name in values["torchmetrics"]:
             load_metric_state(metric, values["torchmetrics"][name])
+        for key, value in decode(ranks[0].get("attributes", {}), extra).get(name, {}).items():
+            setattr(metric, key, value.to(metric.device))
     seen = updates_seen(run.task)
     seen.clear()
     seen.update(values["seen"])
     run.log.train.load_state_dict(values["logged"], metrics.__getitem__, run.strategy.device)
 
 
-def _merged(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of all ranks, merged into those that one process would have."""
+def _attributes(metric: Any) -> dict[str, torch.Tensor]:
+    """Tensors that a metric keeps as plain attributes."""
+    return {
+        name: value
+        for name, value in vars(metric).items()
+        if isinstance(value, torch.Tensor) and not name.startswith("_") and name not in metric._defaults
+    }
+
+
+def _trackers(task: nn.Module) -> dict[str, Any]:
+    """The objects of `torchmetrics.MetricTracker`, which have a metric for each `increment()`."""
+    return {name: module for name, module in task.named_modules() if type(module).__name__ == "MetricTracker"}
+
+
+def _merged(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any], path: PurePath) -> dict[str, Any]:
+    """The values of all ranks, merged into those that one process would have.
+
+    Raises:
+        CheckpointMismatch: A metric has states of several ranks that nothing but its `compute` merges.
+    """
+    for name, metric in metrics.items():
+        updated = [states for values in ranks for count, states in [values["torchmetrics"].get(name, (0, {}))] if count]
+        apart = [key for key, reduction in metric._reductions.items() if reduction is None]
+        if len(updated) > 1 and any(isinstance(updated[0][key], torch.Tensor) for key in apart):
+            raise CheckpointMismatch(
+                f"{path}: the {type(metric).__name__} {name} was in the middle of an epoch on {len(ranks)} processes, "
+                f"and its states cannot be merged (dist_reduce_fx=None). Resume on {len(ranks)} processes, or from a "
+                "checkpoint of an epoch's end."
+            )
     logged: dict[str, list[Any]] = {}
     for values in ranks:
         for name, entry in values["logged"].items():

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torchmetrics.regression import PearsonCorrCoef
 from torchmetrics.retrieval import RetrievalMRR
 
 import lumen
-from lumen.errors import ConfigError, TrainingError
+from lumen.errors import CheckpointMismatch, ConfigError, TrainingError
 from tests.helpers.logged import CLASSES, Memory, numbers, predictions
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
@@ -860,3 +861,31 @@ def reduce_all(folder):
         with pytest.raises(ConfigError, match="reduce_op is one of sum, mean, max, min, prod, and dst a rank, 0 to 1"):
             strategy.reduce(mine, **wrong)
     return to_all, to_one
+
+
+# ---------------------------------------------------------------------- a resume on another number of processes
+
+
+class Correlated(Regression):
+    def __init__(self):
+        super().__init__()
+        self.correlation = PearsonCorrCoef()
+
+    def training_step(self, batch):
+        self.correlation.update(batch[1].flatten(), batch[0].sum(1))
+        self.log("correlation", self.correlation, on_step=False, on_epoch=True)
+        return super().training_step(batch)
+
+
+def stopped_at(folder, steps):
+    saver = lumen.ModelCheckpoint(every_n_train_steps=steps, at_end=False)
+    quiet_trainer(folder, strategy="ddp", max_steps=steps, callbacks=[saver]).fit(Correlated(), loader(48, 4))
+
+
+@pytest.mark.parametrize("steps", [2, 6], ids=["in mid-epoch", "at the end of an epoch"])
+def test_states_without_a_reduction_are_refused_on_another_world(group, tmp_path, steps):
+    group(2).run(stopped_at, tmp_path, steps)
+    said = r"the PearsonCorrCoef correlation was in the middle of an epoch on 2 processes, .* Resume on 2 processes, or"
+    with pytest.raises(CheckpointMismatch, match=said) if steps == 2 else nullcontext():
+        trainer = quiet_trainer(tmp_path, max_steps=steps + 1, resume="auto", global_batch_size=8)
+        trainer.fit(Correlated(), loader(48, 4))

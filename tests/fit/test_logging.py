@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricCollection
+from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricCollection, MetricTracker, MinMaxMetric
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassConfusionMatrix,
@@ -883,3 +883,37 @@ def test_options_that_cannot_be_kept_are_one_clear_error(tmp_path):
 
     with pytest.raises(ConfigError, match=r"reduce_fx=.*expected one of mean, sum, min, max"):
         bare_trainer(tmp_path, max_steps=1).fit(Task(), loader(8, 4))
+
+
+# ---------------------------------------------------------------------- wrappers of torchmetrics over a resume
+
+
+def test_trackers_and_bounds_of_metrics_are_resumed(tmp_path):
+    class Tracked(Regression):
+        def __init__(self):
+            super().__init__()
+            self.tracker = MetricTracker(MeanMetric(), maximize=True)
+            self.bounds = MinMaxMetric(MeanMetric())
+
+        def on_train_epoch_start(self):
+            self.tracker.increment()
+
+        def training_step(self, batch):
+            loss = super().training_step(batch)
+            self.tracker.update(loss.detach())
+            self.bounds.update(loss.detach())
+            return loss
+
+        def on_train_epoch_end(self):
+            self.log("best", self.tracker.best_metric())
+            self.log("members", float(self.tracker.n_steps))
+            self.log_dict({f"bounds_{name}": value for name, value in self.bounds.compute().items()})
+            self.bounds.reset()
+
+    def rows(folder, *parts):
+        for steps in parts:
+            trainer = quiet_trainer(tmp_path / folder, max_steps=steps, resume="auto", log_every_n_steps=1)
+            trainer.fit(Tracked(), loader())
+        return (trainer.run_directory / "metrics.csv").read_text()
+
+    assert rows("parts", 10, 17, 28) == rows("whole", 28)
