@@ -48,7 +48,7 @@ def encode(value: Any, tensors: Tensors, where: str) -> JSON:
 
     Plain data: None, bool, int, float, str, bytes, list, tuple, dict (keys: str, int, float, bool, None, tuple), set,
     frozenset, `pathlib.Path`, `torch.dtype`, `torch.device`, `torch.Size`, numpy scalars (those as wide as Python's
-    become Python scalars), numeric numpy arrays and tensors. Ordered, default and counting dictionaries become plain ones.
+    become Python scalars), numeric numpy arrays and tensors. Ordered, default and counting dictionaries become plain.
 
     Args:
         value: Plain data, as listed above.

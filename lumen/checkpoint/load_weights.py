@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 from torch import nn
@@ -87,7 +88,13 @@ def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> No
 def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes: Processes, *, cast: bool) -> None:
     """Find the source of every tensor, refuse what does not fit, and only then copy. Collective."""
     tensors, aliases = model_tensors(model)
-    sources = processes.together(lambda: _match(tensors, aliases, checkpoint, weights, cast=cast))
+    try:
+        sources = processes.together(lambda: _match(tensors, aliases, checkpoint, weights, cast=cast))
+    except CheckpointMismatch:
+        if not processes.together(lambda: _call_load_hooks(model, checkpoint)):
+            raise
+        tensors, aliases = model_tensors(model)
+        sources = processes.together(lambda: _match(tensors, aliases, checkpoint, weights, cast=cast))
     processes.together(lambda: _copy(tensors, sources, checkpoint))
     casts = Counter(
         f"{dtype} to {tensors[name].dtype}"
@@ -97,6 +104,22 @@ def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes:
     if casts:
         kinds = ", ".join(f"{count} tensors from {kind}" for kind, count in casts.items())
         _log.info("%s: cast %s", weights.path, kinds)
+
+
+def _call_load_hooks(model: nn.Module, checkpoint: Checkpoint) -> bool:
+    """Let modules whose own hooks of `load_state_dict` resize their tensors do so; return True if there are any."""
+    hooked = {
+        f"{name}." if name else "": module
+        for name, module in model.named_modules()
+        if module._load_state_dict_pre_hooks
+        or type(module)._load_from_state_dict.__module__.partition(".")[0] not in ("torch", "torchmetrics")
+    }
+    for prefix, module in hooked.items():
+        device = next((each.device for each in chain(module.buffers(), module.parameters())), None)
+        names = [name for name in checkpoint.names("model") if name.startswith(prefix)]
+        state = {name: checkpoint.tensor("model", name).to(device) for name in names}
+        module._load_from_state_dict(state, prefix, {}, False, [], [], [])
+    return bool(hooked)
 
 
 def _copy(tensors: Tensors, sources: dict[str, str], checkpoint: Checkpoint) -> None:
