@@ -101,6 +101,7 @@ NOT_CALLED: Mapping[str, Mapping[str, str]] = {
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _OF_DATA = tuple(name for name in vars(DataHooks) if not name.startswith("_"))
 #: Names that a misspelt method may have meant.
+_LIBRARIES = ("torch", "torchmetrics", "lumen")
 _MEANT: Mapping[str, tuple[str, ...]] = {
     "task": (*HOOKS, *MODE_HOOKS, *_STEPS, *_OF_DATA, "configure_optimizers", "configure_model", "configure_callbacks"),
     "data module": (*_OF_DATA, "setup", "teardown", "state_dict", "load_state_dict"),
@@ -224,7 +225,17 @@ def misspelt_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: I
             near = difflib.get_close_matches(name, lacking, n=1, cutoff=_ALIKE)
             if near and name[-1].isalpha():  # `train_dataloader_` is a helper's name
                 found.append(f"{type(owner).__name__}.{name} is not called. Is it meant to be {near[0]}?")
+    ignoring = {type(module) for module in task.modules() if _owner_of(type(module).state_dict) not in _LIBRARIES}
+    found += [
+        f"{kind.__name__}.state_dict is not called: checkpoints have all parameters and buffers. Leave a buffer out by "
+        "register_buffer(persistent=False), a frozen module by keeping it in a list that is no ModuleList."
+        for kind in ignoring
+    ]
     return found
+
+
+def _owner_of(method: Any) -> str:
+    return str(method.__module__.partition(".")[0])
 
 
 def _owners(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:

@@ -363,3 +363,82 @@ def test_a_path_is_a_path_also_with_the_name_of_a_setting(tmp_path, monkeypatch,
         Regression(), loader()
     )
     Regression.load_from_checkpoint(name)
+
+
+# ---------------------------------------------------------------------- hooks of modules
+
+
+class Growing(nn.Module):
+    """A memory bank that has a row for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 1)
+        self.register_buffer("bank", torch.empty(0, FEATURES))
+
+    def forward(self, inputs):
+        if self.training:
+            self.bank = torch.cat([self.bank, inputs.detach()])
+        return self.layer(inputs)
+
+
+class Resizing(Growing):
+    def _load_from_state_dict(self, state, prefix, *rest):
+        self.bank = torch.empty_like(state[prefix + "bank"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Hooked(Growing):
+    def __init__(self):
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self.resize)
+
+    @staticmethod
+    def resize(module, state, prefix, *_):
+        module.bank = torch.empty_like(state[prefix + "bank"])
+
+
+class Banked(lumen.TaskModule):
+    def __init__(self, kind=Growing):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = kind()
+
+    def training_step(self, batch):
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch):
+        self.log("rows", float(len(self.net.bank)))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("kind", [Resizing, Hooked])
+def test_hooks_of_modules_resize_tensors_before_they_are_loaded(tmp_path, kind):
+    def fit(folder, steps):
+        task = Banked(kind)
+        trainer = quiet_trainer(tmp_path / folder, max_steps=steps, resume="auto")
+        trainer.fit(task, loader())
+        return task, trainer
+
+    whole, _ = fit("whole", 9)
+    fit("parts", 4)
+    resumed, trainer = fit("parts", 9)
+    assert whole.state_dict().keys() == resumed.state_dict().keys()
+    assert all(torch.equal(each, resumed.state_dict()[name]) for name, each in whole.state_dict().items())
+    loaded = Banked.load_from_checkpoint(trainer.run_directory, kind=kind)
+    assert torch.equal(loaded.net.bank, whole.net.bank)
+    found = bare_trainer(tmp_path).validate(Banked(kind), loader(), trainer.run_directory)
+    assert found[0]["rows"] == len(whole.net.bank)
+    with pytest.raises(CheckpointMismatch, match=r"net\.bank: .* saved, \(0, .* in the model"):
+        Banked.load_from_checkpoint(trainer.run_directory)
+
+
+def test_an_overridden_state_dict_is_named(tmp_path, caplog):
+    class Part(Regression):
+        def state_dict(self, *args, **kwargs):
+            return {"only": torch.zeros(1)}
+
+    quiet_trainer(tmp_path, max_steps=1, log_level="WARNING").fit(Part(), loader())
+    assert caplog.text.count("Part.state_dict is not called: checkpoints have all parameters and buffers.") == 1
