@@ -124,7 +124,7 @@ def merged_state(metric: Metric, ranks: Sequence[MetricState]) -> MetricState:
     """The state of a metric over the updates of all ranks, merged by the metric's own reductions."""
     from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-    ranks = [state for state in ranks if state[0]] or ranks[:1]  # what has seen nothing has no part in a mean or a minimum
+    ranks = [state for state in ranks if state[0]] or ranks[:1]  # what has seen nothing has no part in a mean
     if len(ranks) == 1:
         return ranks[0]
     counts = [count for count, _ in ranks]
