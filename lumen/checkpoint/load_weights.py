@@ -21,7 +21,7 @@ from lumen.distributed.dtensor import local_block, local_tensor
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointMismatch
 from lumen.errors.arguments import local_path
-from lumen.internals.tensors import own_parameters, own_persistent_buffers
+from lumen.internals.tensors import call_load_hooks, has_load_hooks, own_parameters, own_persistent_buffers
 
 
 def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
@@ -108,17 +108,12 @@ def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes:
 
 def _call_load_hooks(model: nn.Module, checkpoint: Checkpoint) -> bool:
     """Let modules whose own hooks of `load_state_dict` resize their tensors do so; return True if there are any."""
-    hooked = {
-        f"{name}." if name else "": module
-        for name, module in model.named_modules()
-        if module._load_state_dict_pre_hooks
-        or type(module)._load_from_state_dict.__module__.partition(".")[0] not in ("torch", "torchmetrics")
-    }
+    hooked = {f"{name}." if name else "": module for name, module in model.named_modules() if has_load_hooks(module)}
     for prefix, module in hooked.items():
         device = next((each.device for each in chain(module.buffers(), module.parameters())), None)
         names = [name for name in checkpoint.names("model") if name.startswith(prefix)]
         state = {name: checkpoint.tensor("model", name).to(device) for name in names}
-        module._load_from_state_dict(state, prefix, {}, False, [], [], [])
+        call_load_hooks(module, state, prefix)
     return bool(hooked)
 
 

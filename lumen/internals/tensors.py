@@ -14,7 +14,8 @@ from lumen.internals.torch_versions import need
 with suppress(ImportError):
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-need("Lumen", nn.Module(), "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+need("Lumen", nn.Module(), "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
+     "_load_state_dict_pre_hooks", "_load_from_state_dict")  # fmt: skip
 need("Lumen", torch.Tensor, "_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
 need("Lumen", torch.UntypedStorage, "_cdata")
 need("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm", "_foreach_copy_",
@@ -142,3 +143,14 @@ def lerp(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -
 def largest_elements(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The largest absolute value in each of one or more tensors; NaN where there is one."""
     return torch._foreach_norm(tensors, torch.inf)
+
+
+def has_load_hooks(module: nn.Module) -> bool:
+    """Return True if a module of the user's changes how it is loaded from a state dict."""
+    owner = type(module)._load_from_state_dict.__module__.partition(".")[0]
+    return bool(module._load_state_dict_pre_hooks) or owner not in ("torch", "torchmetrics")
+
+
+def call_load_hooks(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Load a module, without the modules in it, from a state dict as torch does; what does not fit is left alone."""
+    module._load_from_state_dict(state, prefix, {}, False, [], [], [])

@@ -225,17 +225,18 @@ def misspelt_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: I
             near = difflib.get_close_matches(name, lacking, n=1, cutoff=_ALIKE)
             if near and name[-1].isalpha():  # `train_dataloader_` is a helper's name
                 found.append(f"{type(owner).__name__}.{name} is not called. Is it meant to be {near[0]}?")
-    ignoring = {type(module) for module in task.modules() if _owner_of(type(module).state_dict) not in _LIBRARIES}
-    found += [
-        f"{kind.__name__}.state_dict is not called: checkpoints have all parameters and buffers. Leave a buffer out by "
-        "register_buffer(persistent=False), a frozen module by keeping it in a list that is no ModuleList."
-        for kind in ignoring
-    ]
     return found
 
 
-def _owner_of(method: Any) -> str:
-    return str(method.__module__.partition(".")[0])
+def overridden_state_dicts(task: TaskModule) -> list[str]:
+    """Return a sentence for each class in a task whose `state_dict` is not that of its library."""
+    kinds = dict.fromkeys(type(module) for module in task.modules())
+    return [
+        f"{kind.__name__}.state_dict is not called: checkpoints have all parameters and buffers. Leave a buffer out by "
+        "register_buffer(persistent=False), a frozen module by keeping it in a list that is no ModuleList."
+        for kind in kinds
+        if kind.state_dict.__module__.partition(".")[0] not in _LIBRARIES
+    ]
 
 
 def _owners(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:

@@ -42,7 +42,7 @@ from lumen.strategies import check_data_ranks
 from lumen.strategies.factory import unused_devices
 from lumen.task.data_module import DataModule
 from lumen.task.given import check_task
-from lumen.task.hooks import check_hooks, fitted, misspelt_hooks
+from lumen.task.hooks import check_hooks, fitted, misspelt_hooks, overridden_state_dicts
 from lumen.task.task_module import TaskModule
 from lumen.trainer import process_settings
 from lumen.trainer.debugging import debuggable
@@ -107,7 +107,7 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
             _log.info("detect_anomaly looks at every operation: nothing is compiled in this run")
         if names := ", ".join(type(each).__name__ for each in replaced):
             _log.info("the callbacks of %s.configure_callbacks take the place of: %s", type(task).__name__, names)
-        for notice in misspelt_hooks(task, datamodule, trainer.callbacks):
+        for notice in [*misspelt_hooks(task, datamodule, trainer.callbacks), *overridden_state_dicts(task)]:
             _log.warning(notice)
         closing.enter_context(processes.explained())
         strategy.connect()
