@@ -8,8 +8,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 import lumen
 from lumen.errors import TrainingError
-from tests.helpers.by_hand import Gan, critic_loss, pair_loader, pairs
-from tests.helpers.tasks import bare_trainer, quiet_trainer
+from tests.helpers.by_hand import Gan, SharpByHand, critic_loss, pair_loader, pairs
+from tests.helpers.tasks import bare_trainer, loader, quiet_trainer
 
 
 def values(task):
@@ -335,3 +335,16 @@ def test_a_sparse_gradient_that_one_process_lacks_is_summed(group, tmp_path, mix
     dense = group(2).run(train_sparse, tmp_path / "dense", False, mixed)
     assert group(2).run(train_sparse, tmp_path / "sparse", True, mixed) == dense
     assert dense[0] == dense[1]
+
+
+def train_sharp(folder, strategy):
+    task = SharpByHand(torch.float64)
+    trainer = bare_trainer(folder, max_steps=6, strategy=strategy, global_batch_size=8)
+    trainer.fit(task, loader(48, dtype=torch.float64))
+    return values(task)
+
+
+def test_an_optimizer_with_two_steps_trains_the_same(group, tmp_path):
+    alone = train_sharp(tmp_path / "alone", "auto")
+    for each in group(2).run(train_sharp, tmp_path, "ddp"):
+        torch.testing.assert_close(each, alone, rtol=0, atol=1e-13)

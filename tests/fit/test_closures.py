@@ -11,6 +11,7 @@ import lumen
 from lumen.checkpoint import find_checkpoints
 from lumen.data.permutation import epoch_order
 from lumen.errors import CheckpointMismatch, ConfigError, TrainingError
+from tests.helpers.by_hand import SharpByHand, sharp
 from tests.helpers.tasks import Regression, network, quiet_trainer, regression_data, weights
 
 SEED = 3
@@ -439,59 +440,6 @@ def test_the_loss_of_a_step_is_that_of_its_first_evaluation(tmp_path):
     fit(tmp_path, Evaluated(), data(16), callbacks=[callback], max_epochs=1)
     assert all(shown == returned for shown, returned in callback.losses)
     assert len(callback.losses) == 2
-
-
-class Sharp(torch.optim.Optimizer):
-    """Moves where the loss is larger, takes the gradient there, and moves back by it, as SAM does."""
-
-    def __init__(self, parameters, **options):
-        super().__init__(parameters, {"rho": 0.05})
-        self.base = SGD(self.param_groups, **options)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def first_step(self):
-        held = [each for group in self.param_groups for each in group["params"]]
-        norm = torch.stack([each.grad.norm() for each in held]).norm()
-        for each in held:
-            self.state[each]["old"] = each.clone()
-            each.add_(each.grad * (self.defaults["rho"] / norm))
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self):
-        for group in self.param_groups:
-            for each in group["params"]:
-                each.copy_(self.state[each]["old"])
-        self.base.step()
-
-    def step(self, closure=None):
-        assert closure is not None, "Sharp needs a closure"
-        self.first_step()
-        closure()
-        self.second_step()
-
-
-def sharp(parameters):
-    return Sharp(parameters, lr=0.05, momentum=0.9)
-
-
-class SharpByHand(Regression):
-    """The two steps of `Sharp`, in manual optimization."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch):
-        optimizer = self.optimizers()
-        for step in (optimizer.first_step, optimizer.second_step):
-            optimizer.zero_grad()
-            self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1]))
-            step()
-
-    def configure_optimizers(self):
-        return sharp(self.parameters())
 
 
 @pytest.mark.parametrize("build", [lambda: with_optimizer(sharp), SharpByHand], ids=["automatic", "by hand"])

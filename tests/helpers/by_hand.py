@@ -6,6 +6,7 @@ from torch.nn.functional import softplus
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
+from tests.helpers.tasks import Regression
 
 
 def pairs(samples=50, dtype=torch.float64):
@@ -81,3 +82,56 @@ class Gan(lumen.TaskModule):
 
     def configure_optimizers(self):
         return optimizers_of(self.generator, self.critic)
+
+
+class Sharp(torch.optim.Optimizer):
+    """Moves where the loss is larger, takes the gradient there, and moves back by it, as SAM does."""
+
+    def __init__(self, parameters, **options):
+        super().__init__(parameters, {"rho": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        held = [each for group in self.param_groups for each in group["params"]]
+        norm = torch.stack([each.grad.norm() for each in held]).norm()
+        for each in held:
+            self.state[each]["old"] = each.clone()
+            each.add_(each.grad * (self.defaults["rho"] / norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.copy_(self.state[each]["old"])
+        self.base.step()
+
+    def step(self, closure=None):
+        assert closure is not None, "Sharp needs a closure"
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+def sharp(parameters):
+    return Sharp(parameters, lr=0.05, momentum=0.9)
+
+
+class SharpByHand(Regression):
+    """The two steps of `Sharp`, in manual optimization."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__(dtype=dtype)
+        self.automatic_optimization = False
+
+    def training_step(self, batch):
+        optimizer = self.optimizers()
+        for step in (optimizer.first_step, optimizer.second_step):
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1]))
+            step()
+
+    def configure_optimizers(self):
+        return sharp(self.parameters())
