@@ -157,6 +157,15 @@ class Callback:
         keep what belongs to parameters in such dictionaries, not in lists.
         """
 
+    @property
+    def evaluated_state(self) -> str | None:
+        """Key of the tensors in `state_dict`, by name, that `around_validation` puts in the place of the parameters.
+
+        A checkpoint is then read with these tensors, by all that ask for weights. None: validations evaluate the
+        parameters.
+        """
+        return None
+
     def on_save_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
         """Add plain data and tensors to a checkpoint; also called once when training begins, as a trial.
 

@@ -24,9 +24,9 @@ class EMA(ParameterAverage):
     average, so monitors, the best checkpoint and early stopping are too; training goes on with the parameters. When
     `fit` is over, the task holds the average.
 
-    Checkpoints hold both: a run resumes exactly, under any strategy; `lumen export RUN --average EMA --output FILE`
-    writes the average, and `load_from_checkpoint(path, average="EMA")` builds the task with it. Under FSDP each
-    process keeps the average of its shards.
+    Checkpoints hold both: a run resumes exactly, under any strategy. Whatever asks for weights (`ckpt_path`,
+    `load_from_checkpoint`, `init_from`, `lumen export`) gets the average, with `average="parameters"` the parameters.
+    Under FSDP each process keeps the average of its shards.
 
     Args:
         decay: Share of the average that is kept, in [0, 1).
@@ -84,17 +84,17 @@ class EMA(ParameterAverage):
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Move the average after an update, unless a validation of this step has."""
-        self._look(trainer, task)
+        self.update(trainer, task)
 
-    def _look(self, trainer: Trainer, task: TaskModule) -> None:
+    def update(self, trainer: Trainer, task: TaskModule) -> None:
         """Move the average if there was an update since it was looked at, and it is due."""
         if trainer.global_step == self._seen:
             return
         self._seen = step = trainer.global_step
         begins_at, epoch = self.update_starting_at_step or 0, self.update_starting_at_epoch or 0
         if step <= begins_at or trainer.progress.epochs_begun <= epoch:
-            self._move(task, 0.0)
+            self._averages.move(0.0)
         elif step % self.update_every_n_steps == 0:
             decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay
             self._updates += 1
-            self._move(task, decay)
+            self._averages.move(decay)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from lumen.callbacks.base import Callback
+from lumen.console import logger as _log
 from lumen.data.nested import fill
-from lumen.distributed.dtensor import local_tensor
 from lumen.errors import ConfigError
-from lumen.internals.tensors import lerp
 from lumen.strategies import sync_buffers
-from lumen.task.teacher import is_running_statistic
+from lumen.task.averages import Averages, Place, places_of
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
@@ -35,6 +34,8 @@ class ParameterAverage(Callback, ABC):
         self.use_buffers = use_buffers
         self._average: dict[str, torch.Tensor] = {}  # empty until it begins
         self._updates = 0  # how often it has moved
+        self._places: dict[str, Place] = {}  # of what is averaged
+        self._averages = Averages({}, {})
         self._parameters: dict[str, torch.Tensor] = {}  # while the average is in their place, if it is of another dtype
         self._is_swapped = False  # a validation holds the average in the place of the parameters
 
@@ -42,6 +43,11 @@ class ParameterAverage(Callback, ABC):
     def average(self) -> Mapping[str, torch.Tensor]:
         """The averages, by name of parameter and buffer; under FSDP in shards. Empty until there are any."""
         return self._average
+
+    @property
+    def evaluated_state(self) -> str | None:
+        """The averages, once there are any."""
+        return "average" if self._average else None
 
     def _average_to_save(self) -> dict[str, torch.Tensor]:
         if self._is_swapped:
@@ -53,57 +59,59 @@ class ParameterAverage(Callback, ABC):
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Forget the average of an earlier fit."""
-        if stage == "fit":
-            self.load_state_dict({"average": {}, "updates": 0, "seen": 0, "rates": []})
+        if stage != "fit":
+            return
+        kept = [type(each).__name__ for each in trainer.callbacks if isinstance(each, ParameterAverage)]
+        if len(kept) > 1:
+            raise ConfigError(
+                f"callbacks: {' and '.join(kept)} each put an average in the place of the parameters, and validations "
+                "and checkpoints have room for one. Keep one of them."
+            )
+        self.load_state_dict({"average": {}, "updates": 0, "seen": 0, "rates": []})
 
     def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Begin, or find the averages of the checkpoint on the devices of what they are of."""
-        if not self._average:
+        if self._average:
+            self._find(task)
+        else:
             self._begin(trainer, task)
-            return
-        found = self._of(task)
-        self._average = {name: self._average[name].to(each.device, _exact(each.dtype)) for name, each in found.items()}
+
+    def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Find what is averaged, which hooks may have changed."""
+        if self._average:
+            self._find(task)
 
     def _begin(self, trainer: Trainer, task: TaskModule) -> None:
         """A run begins anew."""
 
     @abstractmethod
-    def _look(self, trainer: Trainer, task: TaskModule) -> None:
-        """Move the average if it is due, before it is evaluated."""
+    def update(self, trainer: Trainer, task: TaskModule) -> None:
+        """Move the average if it is due: before it is evaluated, and before the parameters change but by training."""
 
     def _copy(self, task: TaskModule) -> None:
         """Begin with the parameters as they are."""
+        found = places_of(task, buffers=self.use_buffers, persistent=True)
         self._average = {
-            name: tensor.detach().to(_exact(tensor.dtype), copy=True) for name, tensor in self._of(task).items()
+            name: held[key].detach().to(_exact(held[key].dtype), copy=True) for name, (held, key) in found.items()
         }
+        self._find(task)
 
-    def _of(self, task: TaskModule) -> dict[str, torch.Tensor]:
-        """What is averaged: parameters, and buffers that are saved."""
-        found = dict[str, torch.Tensor](task.named_parameters())
-        if self.use_buffers:
-            saved = task.state_dict(keep_vars=True).keys()
-            found |= {name: buffer for name, buffer in task.named_buffers() if name in saved}
-        if self._average and (differing := found.keys() ^ self._average.keys()):
+    def _find(self, task: TaskModule) -> None:
+        """Find what is averaged: parameters, and buffers that are saved."""
+        self._places = places_of(task, buffers=self.use_buffers, persistent=True)
+        if differing := self._places.keys() ^ self._average.keys():
             raise ConfigError(
                 f"{type(self).__name__}: the model and the average have different tensors: "
                 f"{', '.join(sorted(differing)[:8])}. Resume with the model and the use_buffers it was saved with; add "
                 "layers in configure_model, before the average begins."
             )
-        return found
+        for name, tensor in self._tensors():
+            self._average[name] = self._average[name].to(tensor.device, _exact(tensor.dtype))
+        self._averages = Averages({name: (self._average, name) for name in self._average}, self._places)
 
-    @torch.no_grad()
-    def _move(self, task: TaskModule, decay: float) -> None:
-        averages, values, rest = [], [], []
-        for name, tensor in self._of(task).items():
-            averaged = tensor.is_floating_point() or tensor.is_complex()
-            if averaged and (isinstance(tensor, torch.nn.Parameter) or is_running_statistic(name, tensor)):
-                averages.append(local_tensor(self._average[name]))
-                values.append(local_tensor(tensor.detach()).to(averages[-1].dtype))
-            else:
-                rest.append((self._average[name], tensor))
-        lerp(averages, values, 1.0 - decay)
-        for average, tensor in rest:
-            average.copy_(tensor)
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is averaged, by name."""
+        return ((name, held[key]) for name, (held, key) in self._places.items())
 
     def around_validation(self, trainer: Trainer, task: TaskModule) -> AbstractContextManager[None]:
         """The average stands in the place of the parameters."""
@@ -111,21 +119,23 @@ class ParameterAverage(Callback, ABC):
 
     @contextmanager
     def _swapped(self, trainer: Trainer, task: TaskModule) -> Iterator[None]:
-        self._look(trainer, task)
-        self._swap(task)
+        self.update(trainer, task)
+        if self._average:
+            self._find(task)
+        self._swap()
         self._is_swapped = True
         try:
             if self._average:
                 sync_buffers(trainer.strategy, task)  # each rank has averaged its own
             yield
         finally:
-            self._swap(task)
+            self._swap()
             self._is_swapped = False
 
     @torch.no_grad()
-    def _swap(self, task: TaskModule) -> None:
+    def _swap(self) -> None:
         """Exchange the averages, if there are any, with what they are of."""
-        for name, tensor in self._of(task).items() if self._average else ():
+        for name, tensor in self._tensors() if self._average else ():
             average, before = self._average[name], tensor.detach().clone()
             fill(tensor, self._parameters.pop(name, average))
             if average.dtype == before.dtype:
@@ -136,9 +146,14 @@ class ParameterAverage(Callback, ABC):
     @torch.no_grad()
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Leave the average in the task, if there is one."""
+        if not self._updates:
+            _log.warning(
+                "%s: the run ended before its average began, so the task keeps its parameters", type(self).__name__
+            )
         if not self._average:
             return
-        for name, tensor in self._of(task).items():
+        self._find(task)
+        for name, tensor in self._tensors():
             fill(tensor, self._average[name])
         sync_buffers(trainer.strategy, task)
 

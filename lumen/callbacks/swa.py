@@ -27,8 +27,9 @@ class SWA(ParameterAverage):
     BatchNorm, are averaged too, so no pass over the data is needed for them. Once there is a mean, validations in
     `fit` are of it; training goes on with the parameters. When `fit` is over, the task holds the mean.
 
-    Checkpoints hold both: a run resumes exactly, under any strategy; `lumen export RUN --average SWA --output FILE`
-    writes the mean, and `load_from_checkpoint(path, average="SWA")` builds the task with it.
+    Checkpoints hold both: a run resumes exactly, under any strategy. Whatever asks for weights (`ckpt_path`,
+    `load_from_checkpoint`, `init_from`, `lumen export`) gets the mean, with `average="parameters"` the parameters. The
+    epoch in whose middle a run ends is not in the mean.
 
     Args:
         swa_lrs: The learning rate in the end, > 0: of all parameter groups, or of each.
@@ -108,15 +109,16 @@ class SWA(ParameterAverage):
             raise ConfigError(f"SWA: swa_lrs has {len(rates)} rates, and there are {groups} parameter groups.")
         return rates
 
-    def _look(self, trainer: Trainer, task: TaskModule) -> None:
-        """Nothing is due in a validation: the ends of epochs move the mean."""
-
     def on_train_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Take the parameters into the mean."""
-        if trainer.current_epoch - self._first < self._updates:
+        """Take the parameters into the mean, unless the validation at the end of the epoch has."""
+        self.update(trainer, task)
+
+    def update(self, trainer: Trainer, task: TaskModule) -> None:
+        """Take the parameters into the mean, once, when all batches of an epoch are done."""
+        if not trainer.is_epoch_end or trainer.current_epoch - self._first < self._updates:
             return
         if self._average:
-            self._move(task, self._updates / (self._updates + 1))
+            self._averages.move(self._updates / (self._updates + 1))
         else:
             self._copy(task)
         self._updates += 1

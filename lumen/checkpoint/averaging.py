@@ -13,11 +13,12 @@ import torch
 from lumen.checkpoint.folder import find_moments, read_info
 from lumen.checkpoint.places import as_place
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.weights_source import open_here
+from lumen.checkpoint.weights_source import WEIGHTS, open_here
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 
+PARAMETERS = "parameters"
 _SEVERAL = re.compile(r"(last|best):([0-9]+)")
 _PACKED = torch.float4_e2m1fn_x2  # two numbers in a byte, which torch does not cast
 _KEPT_BY = {"last": "keep_last", "best": "save_top_k"}
@@ -35,7 +36,8 @@ def averaged(
             safetensors files. Of a mean, integers and buffers other than running statistics are as in `checkpoint`.
             "EMA", "SWA" or another callback whose state holds tensors by the parameters' names (of several in one
             state, where it is in the checkpoint), "Lookahead" for its slow weights: what has no average is as in
-            `checkpoint`. None: nothing is averaged.
+            `checkpoint`. "parameters": the parameters of training. None: what the run's validations evaluated, its
+            average if it had one.
         processes: Those that read together; default: this one alone.
 
     Raises:
@@ -45,6 +47,8 @@ def averaged(
     """
     processes = Processes() if processes is None else processes
     if average is None:
+        return evaluated(checkpoint)
+    if average == PARAMETERS:
         return checkpoint
     if not isinstance(average, str):
         return _mean_of(checkpoint, {str(each): open_here(as_place(str(each)), processes) for each in average})
@@ -52,6 +56,15 @@ def averaged(
         found = _several(checkpoint, several[1], int(several[2]), processes)
         return _mean_of(checkpoint, {str(each.path): each for each in found})
     return processes.together(partial(_kept, checkpoint, average))
+
+
+def evaluated(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint that is read with the weights that validations evaluated: an average, or the parameters."""
+    if (where := checkpoint.info.get("evaluated")) is None:
+        return checkpoint
+    kept, names = set(checkpoint.names("extra")), checkpoint.names("model")
+    places = {name: f"{where}.{name}" for name in names}
+    return checkpoint.with_averages({name: [(checkpoint, "extra", at)] for name, at in places.items() if at in kept})
 
 
 def is_mean(average: str | Sequence[str] | None) -> bool:
@@ -68,7 +81,7 @@ def _several(checkpoint: Checkpoint, which: str, count: int, processes: Processe
     found: list[Checkpoint] = []
     for path in processes.on_rank_zero(look) if count else ():
         try:
-            found.append(Checkpoint.open(path, sections=("model",), processes=processes))
+            found.append(Checkpoint.open(path, sections=WEIGHTS, processes=processes))
         except CheckpointDamaged as error:
             _log.warning("%s is damaged and is not in the mean: %s", path.name, error)
         if len(found) == count:
@@ -111,6 +124,7 @@ def _mean_of(checkpoint: Checkpoint, others: Mapping[str, Checkpoint]) -> Checkp
     """
     if not others:
         raise ConfigError("average: there is no checkpoint in the list. Give the paths of several.")
+    checkpoint, others = evaluated(checkpoint), {where: evaluated(each) for where, each in others.items()}
     if wrong := [problem for where, other in others.items() for problem in _differences(checkpoint, where, other)]:
         more = "; ..." if len(wrong) > 4 else ""
         raise CheckpointMismatch(

@@ -17,7 +17,7 @@ from lumen.checkpoint.config_diff import data_read, modes_of, trainer_settings
 from lumen.checkpoint.load_weights import model_tensors
 from lumen.checkpoint.optimizer_state import capture_optimizer, parameter_names
 from lumen.checkpoint.rank_state import own_values
-from lumen.checkpoint.state_keys import states_of
+from lumen.checkpoint.state_keys import key_of, states_of
 from lumen.checkpoint.user_state import added_to_checkpoint
 from lumen.checkpoint.write_plan import check_same, check_tensors
 from lumen.console import logger as _log
@@ -237,9 +237,22 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
         sections,
         aliases,
         state,
-        info={**counts, "metrics": dict(run.values.newest), "copied": _copied_buffers(run.task), **info},
+        info={
+            **counts,
+            "metrics": dict(run.values.newest),
+            "copied": _copied_buffers(run.task),
+            **_evaluated(run),
+            **info,
+        },
         trained=_trained(run),
     )
+
+
+def _evaluated(run: Run) -> dict[str, str]:
+    """Where the state holds what validations evaluate in the place of the parameters, for the manifest."""
+    kept = ((key_of(each), getattr(each, "evaluated_state", None)) for each in run.trainer.callbacks)
+    found = [f"callbacks.{key}.{state}" for key, state in kept if state]
+    return {"evaluated": found[-1]} if found else {}
 
 
 def moving_tensors(run: Run) -> tuple[dict[str, Tensors], list[str]]:

@@ -30,6 +30,7 @@ from lumen.checkpoint.weights_source import (
     INDEX,
     PICKLES,
     SINGLE,
+    WEIGHTS,
     find_checkpoint,
     find_named,
     is_weights,
@@ -100,7 +101,7 @@ def export(
     _check_output(output, max_shard_bytes)
     with (
         _beside(output) as temporary,
-        _opened(source, which, ("model", STATE) if average is None or is_mean(average) else None) as checkpoint,
+        _opened(source, which, (*WEIGHTS, STATE) if average is None or is_mean(average) else None) as checkpoint,
     ):
         _report_extra_state(checkpoint, module)
         read = averaged(checkpoint, average)

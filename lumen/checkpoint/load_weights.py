@@ -14,7 +14,7 @@ from torch import nn
 from lumen.checkpoint.averaging import averaged
 from lumen.checkpoint.codec import Tensors
 from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.weights_source import Weights, open_weights, unwrapped
+from lumen.checkpoint.weights_source import WEIGHTS, Weights, open_weights, unwrapped
 from lumen.console import logger as _log
 from lumen.data.nested import fill
 from lumen.distributed.dtensor import local_block, local_tensor
@@ -79,7 +79,7 @@ def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> No
         CheckpointMismatch: Names (if strict), shapes or kinds of numbers differ; nothing was changed.
         CheckpointError: There are no weights there, they cannot be fetched or are not whole; nothing was changed.
     """
-    sections = ("model",) if weights.average is None else None
+    sections = WEIGHTS if weights.average is None else None
     with open_weights(str(weights.path), processes, sections) as checkpoint:
         _fill(model, averaged(checkpoint, weights.average, processes), weights, processes, cast=True)
         _log.info("parameters from %s", checkpoint.path if local_path(weights.path).is_dir() else weights.path)

@@ -27,6 +27,7 @@ from lumen.internals.compiler import WRAPPED
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+WEIGHTS = ("model", "extra")  # sections that hold parameters and the averages of callbacks
 _OF_HUBS = (INDEX, SINGLE)
 _OF_DDP = "module."
 _WORDS = ("auto", "last", "best")
@@ -210,7 +211,7 @@ def _check_none_needed(where: str, folders: Sequence[PurePath]) -> None:
 
 
 @contextmanager
-def open_weights(path: str, processes: Processes, sections: Sequence[str] | None = ("model",)) -> Iterator[Checkpoint]:
+def open_weights(path: str, processes: Processes, sections: Sequence[str] | None = WEIGHTS) -> Iterator[Checkpoint]:
     """Open what `Weights.path` names, for as long as the `with` block lasts; tensors are read one by one.
 
     All processes verify it together; weights at a URL are fetched once per node. Collective: every rank must call this.
@@ -255,7 +256,7 @@ def check_there(path: str | PurePath) -> None:
         refuse_pickle(str(pickle))
 
 
-def open_here(path: PurePath, processes: Processes, sections: Sequence[str] | None = ("model",)) -> Checkpoint:
+def open_here(path: PurePath, processes: Processes, sections: Sequence[str] | None = WEIGHTS) -> Checkpoint:
     """The opened weights at a path that all processes can read; see `open_weights`. Collective."""
     kind = processes.on_rank_zero(partial(_kind, path))
     if kind == "checkpoint":
@@ -277,7 +278,7 @@ def _kind(path: PurePath) -> Literal["checkpoint", "files", "run"]:
 def _open(path: PurePath, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
     """Open a checkpoint's parameters, or anyone's safetensors files, in this process alone."""
     if exists(path / MANIFEST):
-        return Checkpoint.open(path, verify, sections=("model",))
+        return Checkpoint.open(path, verify, sections=WEIGHTS)
     if is_file(path):
         return _open_files(path.parent, [path.name])
     if not exists(path / INDEX):
@@ -327,8 +328,9 @@ def _fetch(url: str, folder: Path) -> Path:
         root = root.rstrip("/")
         if files.exists(f"{root}/{MANIFEST}"):
             files.get_file(f"{root}/{MANIFEST}", str(folder / MANIFEST))
-            names = [file for file in read_manifest(folder).contents if file.startswith("model/")]
-            (folder / "model").mkdir()
+            names = [file for file in read_manifest(folder).contents if file.partition("/")[0] in WEIGHTS]
+            for section in WEIGHTS:
+                (folder / section).mkdir()
         elif files.exists(f"{root}/{INDEX}"):
             files.get_file(f"{root}/{INDEX}", str(folder / INDEX))
             names = sorted(set(_read_index(folder).values()))

@@ -52,9 +52,9 @@ def options() -> Words:
     parser.add_argument(
         "--average",
         metavar="NAME",
-        help="Averages in place of the parameters: EMA, SWA or another callback whose state holds tensors by the "
-        "parameters' names, Lookahead for its slow weights; last:5 for the mean of the newest five checkpoints, best:3 "
-        "for that of the best three.",
+        help="parameters; EMA, SWA or another callback whose state holds tensors by the parameters' names; Lookahead "
+        "for its slow weights; last:5 for the mean of the newest five checkpoints, best:3 for that of the best three. "
+        "Default: what validations evaluated, the average of a run with EMA or SWA.",
     )
     parser.add_argument(
         "--max_shard_size",
@@ -121,7 +121,8 @@ def _show(output: Path, exported: Exported, dtype: str | None, average: str | No
     print(f"{output}: {what.removesuffix(' in 1 files')}, from {exported.source}", file=stdout)
     if dtype and (others := total - kinds.get(dtype, 0)):
         print(f"{others} of them hold no floating-point numbers and are as saved", file=stdout)
-    if average:
-        print(f"{exported.averaged} of them are averages of {average}, the others are as saved", file=stdout)
+    if exported.averaged:
+        what = f"averages of {average}" if average else "averages, as validations evaluated them"
+        print(f"{exported.averaged} of them are {what}, the others are as saved", file=stdout)
     for name, same in exported.tied.items():
         print(f"{name} is tied to {same} and is written under both names", file=stdout)

@@ -39,8 +39,8 @@ class Options:
     Args:
         seed_everything: The run's seed. Default, and true: drawn and recorded.
         ckpt_path: best, last, the path of a checkpoint or run, or weights as trainer.init_from has them.
-        average: What to take in place of the parameters at ckpt_path: EMA, SWA, last:5 or best:3 for the mean of
-            checkpoints, or a list of paths.
+        average: parameters, EMA, SWA, last:5 or best:3 for the mean of checkpoints, or a list of paths. Default: what
+            validations evaluated, the average of a run with EMA or SWA.
         output: Where results are written: .json, .jsonl, .safetensors.
     """
 

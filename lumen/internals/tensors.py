@@ -37,7 +37,12 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 def own_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """A module's own buffers that are saved in its `state_dict`."""
-    return {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    return {name: b for name, b in module._buffers.items() if is_saved(module, name)}
+
+
+def is_saved(module: nn.Module, name: str) -> bool:
+    """Return True if `state_dict` of a module has its own parameter or buffer of this name."""
+    return name not in module._non_persistent_buffers_set
 
 
 def persistent_buffers(module: nn.Module) -> list[torch.Tensor]:

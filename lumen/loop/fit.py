@@ -157,7 +157,7 @@ def say_empty_epoch(run: Run, *, skipped: bool) -> None:
 
 def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
     """Validate if it is due, then reach the boundary, unless the epoch's end comes first. Returns whether to end."""
-    validates = run.progress.validation_due
+    validates, run.ending.ends_epoch = run.progress.validation_due, last
     if validates:
         with run.records.goodput.within("evaluation"):
             complete = evaluate(run, "validate")
@@ -212,7 +212,7 @@ def end_epoch(run: Run, *, complete: bool) -> None:
 
     Where it is not complete, because the run ends in its middle, progress keeps its place for a longer run to go on.
     """
-    progress = run.progress
+    progress, run.ending.ends_epoch = run.progress, complete
     run.records.write_row()
     run.step.seed_hooks(1)
     run.log.batch_samples = 1

@@ -24,6 +24,7 @@ class Ending:
     Attributes:
         vote: The time and the stop request that all processes act on.
         finished: The run is over.
+        ends_epoch: All batches of the epoch are done.
         is_asked: A callback has asked on all ranks, in `on_step_end`, to agree on the end at this boundary.
         asks_each_step: A rank has hooks between the last backward of a step and its end, in which it may wish to stop.
         is_decided: Whether the run ends here is decided, as callbacks that save have to know.
@@ -35,7 +36,7 @@ class Ending:
     def __init__(self, plan: Plan, progress: Progress, processes: Processes) -> None:
         self._plan, self._progress, self._processes = plan, progress, processes
         self.vote = StopVote(processes)
-        self.finished = self._time_is_up = False
+        self.finished = self.ends_epoch = self._time_is_up = False
         self._stop_agreed = True  # all know of the wish: one that comes from a checkpoint is that of all
         self.is_asked = self.asks_each_step = False
         self.is_decided = False

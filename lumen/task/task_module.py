@@ -303,9 +303,10 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, OfRu
             strict: Missing and unexpected names are errors; otherwise they are reported and left alone. A shape or
                 dtype that differs is an error always. Default: `strict_loading` of the task.
             weights_only: Accepted for users of Lightning; nothing is ever unpickled.
-            average: What to take in place of the parameters: "EMA", "SWA", another callback whose state holds tensors
-                by the parameters' names, or "Lookahead" for its slow weights; or the mean of several checkpoints:
-                "last:5" of this one and the four before it, "best:3" of the three best beside it, or a list of paths.
+            average: Default: the weights that validations evaluated, which of a run with EMA or SWA are the average.
+                "parameters": the parameters of training; "EMA", "SWA", another callback whose state holds tensors by
+                the parameters' names, or "Lookahead" for its slow weights; or the mean of several checkpoints:
+                "last:5" of this one and the four before it, "best:3" of the three best in its folder, or paths.
             overrides: Constructor arguments that replace saved ones.
 
         Raises:

@@ -13,7 +13,7 @@ from torch import nn
 from lumen.distributed.dtensor import local_tensor
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least
-from lumen.internals.tensors import lerp
+from lumen.task.averages import Averages, places_of
 from lumen.task.optimizer_hooks import OptimizerHooks
 
 
@@ -86,6 +86,7 @@ class Teacher(nn.Module):
         self.use_buffers = eval_mode if use_buffers is None else use_buffers
         self._student = (student,)  # in a tuple: no module of this one, which would be saved twice
         self._steps = steps
+        self._averages: Averages | None = None  # resolved at the first update of a run
         self.train(self.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +115,7 @@ class Teacher(nn.Module):
             ConfigError: The student is no part of the task, the parameters are in bfloat16, or the length of the run is
                 not known and is needed.
         """
-        (student,) = self._student
+        (student,), self._averages = self._student, None
         known = set(task.modules())
         if student not in known:
             raise ConfigError(
@@ -151,23 +152,16 @@ class Teacher(nn.Module):
         done = min(1.0, step / (self._steps or 1))
         return self.final_decay - (self.final_decay - self.decay) * (math.cos(math.pi * done) + 1.0) / 2.0
 
-    @torch.no_grad()
     def follow(self, step: int) -> None:
         """Move towards the student once, as a run does when it has made an update.
 
         Args:
             step: Steps that the run had completed before.
         """
-        (student,), decay = self._student, self.decay_at(step)
-        pairs: list[tuple[torch.Tensor, torch.Tensor]]
-        pairs = [*zip(self.module.parameters(), student.parameters(), strict=True)]
-        names = dict(self.module.named_buffers()) if self.use_buffers else {}
-        others = dict(student.named_buffers())
-        pairs += [(own, others[name]) for name, own in names.items() if is_running_statistic(name, own)]
-        lerp([local_tensor(own) for own, _ in pairs], [local_tensor(other) for _, other in pairs], 1.0 - decay)
-        for name, own in names.items():
-            if not is_running_statistic(name, own):
-                own.copy_(others[name])
+        if self._averages is None:
+            modules = (self.module, *self._student)
+            self._averages = Averages(*(places_of(each, buffers=self.use_buffers) for each in modules))
+        self._averages.move(self.decay_at(step))
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -176,11 +170,6 @@ class Teacher(nn.Module):
         own, others = ([*module.parameters(), *module.buffers()] for module in (self.module, student))
         for mine, other in zip(own, others, strict=True):
             local_tensor(mine).copy_(local_tensor(other))
-
-
-def is_running_statistic(name: str, buffer: torch.Tensor) -> bool:
-    """Return True if averages average a buffer; a mean of vectors of power iteration or of queues has no meaning."""
-    return name.rpartition(".")[2].startswith("running_") and buffer.is_floating_point()
 
 
 def teachers_of(task: nn.Module) -> list[Teacher]:

@@ -324,7 +324,7 @@ class Trainer(RunView):
             verbose: Let the progress bar show the values at the end.
             datamodule: A data module, in place of loaders.
             weights_only: Accepted for users of Lightning; nothing is ever unpickled.
-            average: What to evaluate in place of the parameters at `ckpt_path`, such as "EMA" or "last:5"; see
+            average: What to evaluate of the checkpoint at `ckpt_path`, such as "parameters" or "last:5"; see
                 `load_from_checkpoint`. The task then holds it.
 
         Returns:

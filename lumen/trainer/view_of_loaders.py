@@ -134,6 +134,11 @@ class ViewOfLoaders(ViewBase):
         others = run.strategy.data_world_size - 1 if run.task.automatic_optimization else 0
         return run.progress.batches + begun_in_step(run.step) + others >= batches
 
+    @property
+    def is_epoch_end(self) -> bool:
+        """All batches of the epoch are done, in a validation or `on_train_epoch_end`; False if the run ends before."""
+        return self.run.ending.ends_epoch
+
     def _source(self, stage: str) -> Any:
         return None if self._run is None else self._run.loaders.sources.get(stage)
 

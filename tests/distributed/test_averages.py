@@ -35,13 +35,15 @@ def test_averages_are_read_by_any_strategy_with_the_same_bits(group, tmp_path, w
         train(tmp_path, writer)
     else:
         group(2).run(train, tmp_path, writer)
-    for average in ("EMA", "last:3"):
+    for average in ("EMA", "last:3", "parameters"):
         expected = evaluate(tmp_path, "auto", average)
         for reader in ("ddp", "fsdp"):
             for found in group(2).run(evaluate, tmp_path, reader, average):
                 assert found[1] == expected[1]
                 assert found[0][0]["val_loss"] == pytest.approx(expected[0][0]["val_loss"], abs=1e-13)
-    assert evaluate(tmp_path, "auto", "EMA") != evaluate(tmp_path, "auto", "last:3")
+    found = {average: evaluate(tmp_path, "auto", average) for average in (None, "EMA", "last:3", "parameters")}
+    assert found.pop("EMA") == found[None]
+    assert all(one != found[None] for average, one in found.items() if average)
 
 
 def refused(path):

@@ -280,7 +280,7 @@ def test_saving_after_a_validation_keeps_parameters(hook):
         ),
     )
     fit(Path(), lumen.EMA(decay=0.8), kept, saver, resume=None, max_steps=6, val_check_interval=1.0)
-    assert same(Normed.load_from_checkpoint("mine").state_dict(), kept.states[-1])
+    assert same(Normed.load_from_checkpoint("mine", average="parameters").state_dict(), kept.states[-1])
 
 
 @pytest.mark.parametrize("callback", [lumen.EMA(decay=0.8), lumen.SWA(0.02, 0)], ids=["EMA", "SWA"])
@@ -293,7 +293,38 @@ def test_only_running_statistics_of_buffers_are_averaged(callback):
     assert equal == vectors | {"queue", "net.1.num_batches_tracked"}
 
 
+def test_several_averages_are_refused():
+    with pytest.raises(ConfigError, match=r"SWA and EMA each put an average in the place .* Keep one of them"):
+        fit(Path(), lumen.SWA(0.02, 0), lumen.EMA(), resume=None)
+
+
 # ---------------------------------------------------------------------- evaluations
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+@pytest.mark.parametrize("callback", [lumen.EMA(decay=0.9), lumen.SWA(0.02, 1, 1)], ids=["EMA", "SWA"])
+def test_best_is_what_was_validated(callback, precision, caplog):
+    saver, data = lumen.ModelCheckpoint(monitor="val_loss"), loader(**DATA)
+    options = {"resume": None, "max_steps": 24, "val_check_interval": 1.0, "precision": precision}
+    trainer, _ = fit(Path(), saver, callback, log_level="INFO", **options)
+    best, score = saver.best_model_path, float(saver.best_model_score)
+    assert [trainer.validate(Normed(), data, ckpt_path=each)[0]["val_loss"] for each in ("best", best)] == [score] * 2
+    assert trainer.validate(Normed(), data, ckpt_path="best", average="parameters")[0]["val_loss"] != score
+    weights = Normed.load_from_checkpoint(best, dtype=torch.float64).state_dict()
+    [line] = [each.getMessage() for each in caplog.records if each.getMessage().startswith("weights: lumen ")]
+    assert main(line.split()[2:]) == 0
+    exported = load_file(line.split()[-1])
+
+    class Seeing(lumen.Callback):
+        def on_fit_start(self, trainer, task):
+            self.state = {name: each.clone() for name, each in task.state_dict().items()}
+
+    seen = Seeing()
+    bare = bare_trainer(Path(), init_from=best, max_steps=1, precision=precision, callbacks=[seen])
+    bare.fit(Normed(), loader(48, dtype=torch.float64))
+    for name, each in seen.state.items():
+        assert torch.equal(each, weights[name])
+        assert torch.equal(each, exported[name].to(each.dtype))
 
 
 def test_an_evaluation_may_be_of_what_a_callback_has_averaged():
@@ -305,7 +336,7 @@ def test_an_evaluation_may_be_of_what_a_callback_has_averaged():
     task, data = Normed(), loader(**DATA)
     assert trainer.validate(task, data, RUN, average="EMA") == expected
     assert same(task.state_dict(), dict(ema.average))
-    assert trainer.validate(task, data, RUN) == plain
+    assert trainer.validate(task, data, RUN, average="parameters") == plain
     assert trainer.validate(task, data, lumen.Weights(RUN, average="EMA")) == expected
     found = trainer.predict(task, data, ckpt_path=RUN, average="callbacks.EMA.average", return_predictions=False)
     assert found is None
@@ -351,7 +382,8 @@ def test_the_command_line_validates_averages_as_python_does(capsys):
     assert main(["validate", "--ckpt_path", "runs/begun", "--output", "v.json"]) == 0
     assert json.loads(Path("v.json").read_text())[0]["val_loss"] == pytest.approx(found["last:3"], rel=1e-5)
     assert "average last:3" in capsys.readouterr().out
-    assert len({*found.values(), value()}) == 3
+    assert value() == found["EMA"]
+    assert len({*found.values(), value("--average", "parameters")}) == 3
     for average, expected in found.items():
         assert main(["export", "runs/line", "--average", average, "--output", f"{average}.safetensors"]) == 0
         words = ["validate", "--config", "line.yaml", "--ckpt_path", f"{average}.safetensors", "--output", "v.json"]

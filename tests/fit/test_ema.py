@@ -129,10 +129,11 @@ def test_a_task_that_optimizes_by_hand_is_averaged_once_a_step(tmp_path):
 def test_checkpoints_hold_both_and_each_way_out_gives_the_average(tmp_path):
     ema, kept = lumen.EMA(decay=0.8), Kept()
     trainer, _ = fit(tmp_path, ema, kept)
-    plain = Normed.load_from_checkpoint(newest(trainer))
+    plain = Normed.load_from_checkpoint(newest(trainer), average="parameters")
     assert same(plain.state_dict(), kept.states[-1])
-    task = Normed.load_from_checkpoint(newest(trainer), average="EMA")
-    assert same(task.state_dict(), dict(ema.average))
+    for average in ("EMA", None):
+        task = Normed.load_from_checkpoint(newest(trainer), average=average)
+        assert same(task.state_dict(), dict(ema.average))
     export(str(newest(trainer)), tmp_path / "average.safetensors", average="EMA")
     assert same(load_file(tmp_path / "average.safetensors"), dict(ema.average))
     with pytest.raises(ConfigError, match=r"average SWA: .* has no average of that name. It has callbacks.EMA.average"):

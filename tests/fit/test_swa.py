@@ -62,7 +62,7 @@ def test_validations_are_of_the_mean_once_there_is_one(tmp_path):
 
     average(tmp_path, lumen.SWA(0.02, 3, 2), kept, Watching(), num_sanity_val_steps=0)
     ends = [kept.states[6 * epoch - 1]["net.0.weight"] for epoch in range(1, EPOCHS + 1)]
-    expected = [*ends[:4], ends[3], (ends[3] + ends[4]) / 2]
+    expected = [*ends[:4], (ends[3] + ends[4]) / 2, (ends[3] + ends[4] + ends[5]) / 3]
     torch.testing.assert_close(seen, expected, rtol=0, atol=1e-15)
 
 
@@ -72,7 +72,7 @@ def test_checkpoints_hold_both_and_before_the_first_mean_none(tmp_path):
     mean = Scheduled.load_from_checkpoint(newest, average="SWA").state_dict()
     assert mean.keys() == swa.average.keys()
     assert all(torch.equal(each, swa.average[name]) for name, each in mean.items())
-    plain = Scheduled.load_from_checkpoint(newest)
+    plain = Scheduled.load_from_checkpoint(newest, average="parameters")
     assert not torch.equal(plain.net[0].weight, mean["net.0.weight"])
     _, trainer = average(tmp_path / "early", lumen.SWA(0.02, START, 2), steps=12)
     newest = find_checkpoints(trainer.run_directory / "checkpoints")[-1]
@@ -80,10 +80,23 @@ def test_checkpoints_hold_both_and_before_the_first_mean_none(tmp_path):
         Scheduled.load_from_checkpoint(newest, average="SWA")
 
 
-def test_a_run_that_ends_before_the_first_mean_keeps_its_parameters(tmp_path):
+def test_a_run_that_ends_before_the_first_mean_keeps_its_parameters(tmp_path, caplog):
     kept = Kept()
-    end, _ = average(tmp_path, lumen.SWA(0.02, START), kept, steps=12)
+    end, _ = average(tmp_path, lumen.SWA(0.02, START), kept, steps=12, log_level="WARNING")
     assert_equal(end, {name: each.numpy() for name, each in kept.states[-1].items()}, 0.0)
+    assert "SWA: the run ended before its average began, so the task keeps its parameters" in caplog.text
+
+
+@pytest.mark.parametrize("steps", [26, 33])
+def test_an_unfinished_epoch_is_not_in_the_mean(tmp_path, steps):
+    kept = Kept()
+    end, trainer = average(tmp_path, lumen.SWA(0.02, START, 2), kept, steps=steps)
+    ends = [kept.states[6 * epoch - 1] for epoch in range(START + 1, steps // 6 + 1)]
+    expected = {name: sum(state[name] for state in ends) / len(ends) for name in ("net.0.weight", "net.4.bias")}
+    assert_equal({name: end[name] for name in expected}, {name: each.numpy() for name, each in expected.items()})
+    newest = find_checkpoints(trainer.run_directory / "checkpoints")[-1]
+    saved = Scheduled.load_from_checkpoint(newest).state_dict()
+    assert_equal({name: each.numpy() for name, each in saved.items()}, end, 0.0)
 
 
 @pytest.mark.parametrize(

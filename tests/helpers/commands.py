@@ -81,10 +81,6 @@ def _filter(texts):
 
 EVALUATION = ["--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
 TWO_EPOCHS = ["--trainer.max_steps=8", "--trainer.limit_train_batches=4"]
-AVERAGES = [
-    "--trainer.callbacks+=EMA", "--trainer.callbacks+=SWA", "--trainer.callbacks.swa_lrs=0.01",
-    "--trainer.callbacks.swa_epoch_start=0",
-]  # fmt: skip
 SEVERAL_CHECKPOINTS = [
     "--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=2",
     "--trainer.callbacks.keep_last=3",
@@ -180,4 +176,4 @@ def train(name):
     if first != name:
         train(first)
     words = ["fit", "--config", config, f"--trainer.name={name}", *TWO_EPOCHS, *EVALUATION]
-    assert _exit_code([*words, *AVERAGES, *(SEVERAL_CHECKPOINTS if name == "kept" else [])]) == 0
+    assert _exit_code([*words, *(SEVERAL_CHECKPOINTS if name == "kept" else [])]) == 0

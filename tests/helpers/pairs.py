@@ -233,12 +233,12 @@ def train_by_hand(features):
                 if features.average == "EMA":
                     for mean, each in zip(average, net.parameters(), strict=True):
                         mean.lerp_(each.detach(), 1 - DECAY)
-            validated = average if features.average == "EMA" or means else net.parameters()
-            val_loss = mean_loss(validated, tensors)
             if features.average == "SWA" and epoch >= 1:
                 means += 1
                 for mean, each in zip(average, net.parameters(), strict=True):
                     mean.lerp_(each.detach(), 1 / means)
+            validated = average if features.average == "EMA" or means else net.parameters()
+            val_loss = mean_loss(validated, tensors)
         if features.average != "none":
             for mean, each in zip(average, net.parameters(), strict=True):
                 each.data.copy_(mean)
