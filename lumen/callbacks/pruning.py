@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrize import is_parametrized
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.parameter_average import ParameterAverage
@@ -17,7 +19,9 @@ from lumen.data.nested import fill
 from lumen.distributed.dtensor import is_sharded, local_tensor, placed_like
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked
+from lumen.internals.tensors import own_parameters
 from lumen.random import Domain, make_key, preserved_generators, seed_generators
+from lumen.task.teacher import teachers_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -53,7 +57,8 @@ class ModelPruning(Callback):
         pruning_fn: `l1_unstructured`, `random_unstructured`, `ln_structured`, `random_structured`, or a class derived
             from `torch.nn.utils.prune.BasePruningMethod`.
         parameters_to_prune: Pairs of a module and the name of its parameter, or names in the task, such as
-            `net.0.weight`. Default: all called as in `parameter_names`, but for those of the task itself.
+            `net.0.weight`. Default: all called as in `parameter_names`, but for those of the task itself and of a
+            `Teacher`, which follows what is pruned.
         parameter_names: Of `weight` and `bias`, what is pruned where `parameters_to_prune` does not say it.
         use_global_unstructured: Compare the elements of all parameters with each other; False: of each parameter.
         amount: Share of the elements, or with structured pruning of the channels, that are left, from 0.0 to 1.0; an
@@ -125,7 +130,7 @@ class ModelPruning(Callback):
         self._first: dict[str, torch.Tensor] = {}  # the parameters when training began
         self._pruned: dict[str, nn.Parameter] = {}
         self._hooks: list[Any] = []
-        self._is_due = False
+        self._due_epoch: int | None = None
         self._seed = 0
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
@@ -187,28 +192,30 @@ class ModelPruning(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Prune, if that is to be done here."""
-        if self.prune_on_train_epoch_end:
-            self._prune(trainer, task)
+        if self.prune_on_train_epoch_end and trainer.is_epoch_end:
+            self._prune(trainer, task, trainer.current_epoch)
 
     def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
         """An average may stand in the task: prune when the step ends."""
-        self._is_due = not (self.prune_on_train_epoch_end or trainer.sanity_checking)
+        if not (self.prune_on_train_epoch_end or trainer.sanity_checking):
+            self._due_epoch = trainer.current_epoch
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Prune after a validation."""
-        if self._is_due:
-            self._is_due = False
-            self._prune(trainer, task)
+        if self._due_epoch is not None:
+            self._prune(trainer, task, self._due_epoch)
+            self._due_epoch = None
 
-    def _prune(self, trainer: Trainer, task: TaskModule) -> None:
-        epoch = trainer.current_epoch
-
+    def _prune(self, trainer: Trainer, task: TaskModule, epoch: int) -> None:
         def said(given: Any) -> Any:
             return given(epoch) if callable(given) else given
 
         amount = said(self.amount)
         if not (said(self.apply_pruning) and amount):
             return
+        averages = [each for each in trainer.callbacks if isinstance(each, ParameterAverage)]
+        for each in averages:
+            each.update(trainer, task)  # by what training has made, not by what is left of it
         before = {name: _zeros(mask) for name, mask in self.masks.items()}
         with preserved_generators(), torch.no_grad():  # the same on all processes
             seed_generators(make_key(self._seed, Domain.HOOK, trainer.global_step, _PLACE))
@@ -216,9 +223,8 @@ class ModelPruning(Callback):
             if said(self.use_lottery_ticket_hypothesis):
                 self._set_back(task)
         self._apply_to(self._pruned)
-        for each in trainer.callbacks:
-            if isinstance(each, ParameterAverage):
-                self._apply_to(each.average)
+        for each in averages:
+            self._apply_to(each.average)
         if self.verbose:
             self._say(before)
 
@@ -265,11 +271,13 @@ class ModelPruning(Callback):
         """The parameters to prune, by name, each once."""
         names = {id(parameter): name for name, parameter in task.named_parameters()}
         found: dict[str, nn.Parameter] = {}
-        for parameter in self._given(task):
-            if id(parameter) not in names:
+        following = {id(each) for teacher in teachers_of(task) for each in teacher.parameters()}
+        for parameter in self._given(task, following):
+            if id(parameter) not in names or id(parameter) in following:
                 raise ConfigError(
-                    f"ModelPruning: parameters_to_prune has what is no parameter of {type(task).__name__}. Give pairs "
-                    "of a module of the task and the name of its parameter, or names such as net.0.weight."
+                    f"ModelPruning: parameters_to_prune has what is no parameter of {type(task).__name__}, or one of a "
+                    "Teacher. Give pairs of a module of the task and the name of its parameter, or names such as "
+                    "net.0.weight."
                 )
             found[names[id(parameter)]] = parameter
         if not found:
@@ -279,15 +287,21 @@ class ModelPruning(Callback):
             )
         return found
 
-    def _given(self, task: TaskModule) -> Iterator[Any]:
+    def _given(self, task: TaskModule, following: set[int]) -> Iterator[Any]:
         named = dict(task.named_parameters(remove_duplicate=False))
         for given in self.parameters_to_prune:
             yield named.get(given) if isinstance(given, str) else getattr(*given, None)
         if not self.parameters_to_prune:
             layers = [each for each in task.modules() if each is not task and not isinstance(each, _CONTAINERS)]
-            for name in self.parameter_names:
-                held = (dict(layer.named_parameters(recurse=False)).get(name) for layer in layers)
-                yield from (each for each in held if each is not None)
+            for name, layer in product(self.parameter_names, layers):
+                held = own_parameters(layer).get(name)
+                if is_parametrized(layer, name) or isinstance(vars(layer).get(name), torch.Tensor):
+                    raise ConfigError(
+                        f"ModelPruning: {name} of a {type(layer).__name__} is computed, as by weight_norm, and is no "
+                        "parameter that can be 0. Name others by parameters_to_prune."
+                    )
+                if held is not None and id(held) not in following:
+                    yield held
 
     def _say(self, before: Mapping[str, int]) -> None:
         """Log how much is pruned; `before`: how many elements of each parameter were. Collective under FSDP."""

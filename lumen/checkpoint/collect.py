@@ -26,8 +26,8 @@ from lumen.distributed.processes import Processes
 from lumen.errors import LumenError, NonFiniteLoss
 from lumen.run.run import Run
 from lumen.strategies import by_data_rank, sync_buffers
+from lumen.task.averages import is_running_statistic
 from lumen.task.hyperparameters import HasHyperparameters
-from lumen.task.teacher import is_running_statistic
 
 # ---------------------------------------------------------------------- names
 

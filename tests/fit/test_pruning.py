@@ -133,6 +133,62 @@ def test_it_prunes_after_a_validation_and_says_how_much(tmp_path, caplog):
     assert sum(int((each == 0).sum()) for name, each in ours.items() if "weight" in name) == 111
 
 
+@pytest.mark.parametrize("ema_first", [True, False])
+def test_averages_move_before_a_reset(tmp_path, ema_first):
+    pruning, ema = lumen.ModelPruning("l1_unstructured", amount=0.3), lumen.EMA(0.9)
+    average = {name: each.detach().clone() for name, each in task_with().named_parameters()}
+
+    class ByHand(lumen.Callback):
+        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+            for name, each in task.named_parameters():
+                average[name].lerp_(each.detach(), 1.0 - 0.9)
+
+        def on_train_epoch_end(self, trainer, task):
+            for name, mask in pruning.masks.items():
+                average[name] *= mask
+
+    callbacks = [ema, pruning] if ema_first else [pruning, ema]
+    ours, _ = pruned(tmp_path, *callbacks, ByHand(), limit_val_batches=0)
+    assert_equal(ours, {name: each.numpy() for name, each in average.items()}, 0.0)
+
+
+class Taught(Regression):
+    def __init__(self):
+        super().__init__(dtype=torch.float64, optimizer="SGD")
+        self.teacher = lumen.Teacher(self.net, decay=0.9)
+
+
+def test_teachers_are_not_pruned(tmp_path):
+    pruning = lumen.ModelPruning("l1_unstructured", **LEFT)
+    pruned(tmp_path, pruning, task=Taught())
+    assert {*pruning.masks} == {name for name, _ in Taught().named_parameters() if name.startswith("net.")}
+    with pytest.raises(ConfigError, match="or one of a Teacher"):
+        pruned(tmp_path / "named", lumen.ModelPruning("l1_unstructured", ["teacher.module.0.weight"]), task=Taught())
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_computed_weights_are_refused(tmp_path, norm):
+    task = task_with()
+    norm(task.net[0])
+    with pytest.raises(ConfigError, match=r"weight of a .*Linear is computed, as by weight_norm"):
+        pruned(tmp_path, lumen.ModelPruning("l1_unstructured"), task=task)
+
+
+@pytest.mark.parametrize("at_epoch_end", [True, False])
+def test_functions_are_given_the_epoch_that_ends(tmp_path, at_epoch_end):
+    """An epoch has six steps; the third is not complete."""
+    epochs = []
+
+    def amount(epoch):
+        epochs.append(epoch)
+        return 0.1
+
+    pruning = lumen.ModelPruning("l1_unstructured", amount=amount, prune_on_train_epoch_end=at_epoch_end, **LEFT)
+    pruned(tmp_path, pruning, steps=14)
+    assert epochs == [0, 1]
+
+
 def test_without_pruning_nothing_changes(tmp_path):
     never = lumen.ModelPruning("l1_unstructured", apply_pruning=False)
     ours, trainer = pruned(tmp_path / "never", never)
