@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class RayTrainReportCallback(Callback):
     """Reports metrics and checkpoints to Ray Train, in a run that is one of its workers.
 
-    A report has all values of `trainer.callback_metrics`, `epoch` (completed ones) and `step`, and the newest
+    A report has all values of `trainer.newest_values`, `epoch` (completed ones) and `step`, and the newest
     checkpoint that the run has on a disk, if there is one since the report before. Ray copies that from the first
     worker to its own storage; the run's own stays where it is, and is the one from which the run goes on. A report
     waits for the save under way.
@@ -112,14 +112,14 @@ class RayTrainReportCallback(Callback):
         """Report. Collective: every rank must call this."""
         trainer.checkpoints.settle()
         self._told = trainer.current_epoch, trainer.global_step
-        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         newest, checkpoint = "", None
         if trainer.is_global_zero:
             paths = [saver.last_model_path for saver in _savers(trainer) if isinstance(saver.dirpath, Path)]
             newest = max(paths, key=lambda path: Path(path).name, default="")
         if newest and newest != self._checkpoint:
             self._checkpoint, checkpoint = newest, self._train.Checkpoint.from_directory(os.path.abspath(newest))
-        self._train.report({**metrics, "epoch": self._told[0], "step": self._told[1]}, checkpoint=checkpoint)
+        values = {**trainer.newest_values, "epoch": self._told[0], "step": self._told[1]}
+        self._train.report(values, checkpoint=checkpoint)
 
 
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -106,8 +106,8 @@ class Recorder(Callback):
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Note what was logged, and close the step."""
         if self._step is not None:
-            for name, value in trainer.callback_metrics.items():
-                self._note("logged", name, value, step=True)
+            for name, value in trainer.newest_values.items():
+                self._note("logged", name, torch.tensor(value, dtype=torch.float64), step=True)
             self._step = None
         if self._last is not None and trainer.global_step >= self._last:
             trainer.should_stop = True

@@ -23,21 +23,31 @@ class ViewOfValues(ViewBase):
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The newest value of every logged name: float64 without dimensions, on the CPU. Waits for the device.
+        """The newest value of every logged name: a tensor without dimensions, on the CPU. Waits for the device.
 
-        Those of an epoch or a validation are the same on every rank, of what all have seen; those of the step in
-        progress are of this rank's micro-batches. What is logged as `x_step` and `x_epoch` is there as `x` too: the
-        newest of both.
+        Tensors are float64 if a parameter of the task is, else float32; `newest_values` has all digits.
         """
         if self._run is None:
             return {}
-        run, steps = self._run, dict[str, Any](self._run.log.train.step_values())
+        is_double = any(parameter.dtype is torch.float64 for parameter in self._run.task.parameters())
+        dtype = torch.float64 if is_double else torch.float32
+        return {name: torch.tensor(value, dtype=dtype) for name, value in self.newest_values.items()}
+
+    @property
+    def newest_values(self) -> dict[str, float]:
+        """The newest value of every logged name, with all digits. Waits for the device.
+
+        Values of an epoch or a validation are the same on every rank, of what all ranks have seen; values of the step
+        in progress are of this rank's micro-batches. A name logged as `x_step` and `x_epoch` is there as `x` too: the
+        newest of both.
+        """
+        run, steps = self.run, dict[str, Any](self.run.log.train.step_values())
         values = run.values.newest | steps if run.log.in_train_step else steps | run.values.newest
         for name, (of_step, of_epoch) in run.values.forks(run.log.train).items():
             ended = of_epoch in run.values.updated or not (run.progress.in_epoch and of_step in steps)
             if newest := [each for each in (of_epoch, of_step) if each in values]:
                 values[name] = values[newest[0] if ended else newest[-1]]
-        return {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
+        return {name: float(value) for name, value in values.items()}
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ def train(folder, strategy, max_steps=6, world=1):
     options = {"max_steps": max_steps, "callbacks": [ema], "strategy": strategy, "resume": "auto"}
     trainer = quiet_trainer(folder, global_batch_size=12, val_check_interval=3, log_every_n_steps=1, **options)
     trainer.fit(task, loader(50, 4, dtype=torch.float64), loader(20, shuffle=False, dtype=torch.float64))
-    return values(ema.average), float(trainer.callback_metrics["val_loss"]), values(dict(task.named_parameters()))
+    return values(ema.average), trainer.newest_values["val_loss"], values(dict(task.named_parameters()))
 
 
 def close(ours, theirs):
@@ -54,7 +54,7 @@ def test_a_run_goes_on_with_its_average_under_any_strategy(group, tmp_path, befo
 def train_normed(folder):
     ema = lumen.EMA(decay=0.7)
     trainer, task = fit(folder, ema, task=Normed(), strategy="ddp", resume=None, max_steps=4)
-    return float(trainer.callback_metrics["val_loss"]), values(task.state_dict())
+    return trainer.newest_values["val_loss"], values(task.state_dict())
 
 
 def test_statistics_of_batch_norm_are_those_of_the_first_process(group, tmp_path):

@@ -794,7 +794,7 @@ def run_stages(folder, options, samples):
     if options is None:
         task.on_step_end = lambda: None
     trainer.fit(task, data(), val_dataloaders=evaluated)
-    values = {"fitted": float(trainer.callback_metrics["val_loss"]), "gathered": all(task.gathered)}
+    values = {"fitted": trainer.newest_values["val_loss"], "gathered": all(task.gathered)}
     values["validated"] = trainer.validate(task, evaluated)[0]["val_loss"]
     other = bare_trainer(folder, strategy="single" if options is None else lumen.FSDP(**options))
     values["tested"] = other.test(task, evaluated)[0]["test_loss"]

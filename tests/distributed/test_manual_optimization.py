@@ -23,7 +23,7 @@ def train(folder, strategy, task=None, data=None, **options):
     options = {"max_epochs": 3, "strategy": strategy, "global_batch_size": 16} | options
     trainer = bare_trainer(folder, **options)
     trainer.fit(task, pair_loader(shuffle=True) if data is None else data)
-    means = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    means = dict(trainer.newest_values)
     return values(task), task.indices, trainer.global_step, means
 
 

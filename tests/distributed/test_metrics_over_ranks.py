@@ -144,7 +144,7 @@ def log_steps(folder, strategy, accumulate):
         accumulate_grad_batches=accumulate,
     )  # fmt: skip
     trainer.fit(Logs(in_training=step), numbers(23, batch_size=2))
-    return memory.rows, {name: float(value) for name, value in trainer.callback_metrics.items() if name == "x_epoch"}
+    return memory.rows, {name: value for name, value in trainer.newest_values.items() if name == "x_epoch"}
 
 
 def log_steps_with_ddp(folder):
@@ -181,14 +181,14 @@ def read_in_the_middle(folder):
 
     class Reader(lumen.Callback):
         def on_train_epoch_end(self, trainer, task):
-            reads.append(float(trainer.callback_metrics["x"]))
+            reads.append(trainer.newest_values["x"])
             if rank() == 0:
                 task.log("x", 100.0, on_epoch=True, on_step=False, weight=4)
 
     task = Logs(in_training=lambda task, batch: task.log("x", batch.mean(), on_epoch=True, on_step=False))
     trainer = bare_trainer(folder, strategy="ddp", max_epochs=1, callbacks=[Reader()])
     trainer.fit(task, numbers(4))
-    return [*reads, float(trainer.callback_metrics["x"])]
+    return [*reads, trainer.newest_values["x"]]
 
 
 def test_values_read_before_the_end_of_an_epoch_do_not_change_what_it_ends_with(group, tmp_path):
@@ -232,7 +232,7 @@ def log_at_the_end(folder, at_end, count, callback=None):
         val_check_interval=1,
     )  # fmt: skip
     _, messages = told(lambda: trainer.fit(task, numbers(4), val_dataloaders=numbers(count)))
-    return {name: value.item() for name, value in trainer.callback_metrics.items()}, messages
+    return dict(trainer.newest_values), messages
 
 
 def log_of_own_samples(folder):
@@ -702,7 +702,7 @@ def evaluate_with_buffers(folder):
     trainer = bare_trainer(folder, strategy=strategy, max_steps=1, num_sanity_val_steps=0, callbacks=[Differ()])
     trainer.fit(task, numbers(2), val_dataloaders=numbers(4))
     kept = float(task.own) == rank() and float(task.metrics["mean"].mean_value) == rank()
-    return float(trainer.callback_metrics["seen"]), int(task.norm.num_batches_tracked), bool(task.mask), kept
+    return trainer.newest_values["seen"], int(task.norm.num_batches_tracked), bool(task.mask), kept
 
 
 def test_an_evaluation_takes_the_persistent_buffers_of_rank_0(group, tmp_path):

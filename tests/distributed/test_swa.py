@@ -22,7 +22,7 @@ class Plain(Scheduled):
 def train(folder, strategy, steps=None):
     swa = lumen.SWA(0.02, 3, 2)
     end, trainer = average(folder, swa, steps=steps, task=Plain(), strategy=strategy, global_batch_size=8)
-    return end | {"val_loss": float(trainer.callback_metrics["val_loss"])}
+    return end | {"val_loss": trainer.newest_values["val_loss"]}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

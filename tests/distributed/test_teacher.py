@@ -26,7 +26,7 @@ def train(folder, strategy, max_steps=6, kind=Byol):
     state = {
         name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in task.state_dict().items()
     }
-    seen = float(trainer.callback_metrics["val_loss"]) if kind is Byol else 0.0
+    seen = trainer.newest_values["val_loss"] if kind is Byol else 0.0
     sizes = [each.to_local().numel() for each in task.teacher.parameters() if hasattr(each, "to_local")]
     return seen, {name: each.tolist() for name, each in state.items()}, sum(sizes)
 

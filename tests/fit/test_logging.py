@@ -662,7 +662,7 @@ def test_callback_metrics_hold_the_newest_value_of_every_name(tmp_path):
     class Look(lumen.Callback):
         def note(self, trainer):
             values = trainer.callback_metrics
-            assert all(value.dtype == torch.float64 and value.dim() == 0 for value in values.values())
+            assert all(value.dtype == torch.float32 and value.dim() == 0 for value in values.values())
             found.append({name: value.item() for name, value in values.items()})
 
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
@@ -685,6 +685,17 @@ def test_callback_metrics_hold_the_newest_value_of_every_name(tmp_path):
     assert found == [step[0], step[0], step[1], {**step[1], "v": 2.0}, {**step[1], **epoch}]
     assert {name: value.item() for name, value in trainer.callback_metrics.items()} == {**step[1], **epoch}
     assert memory.of("hidden") == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_callback_metrics_have_the_precision_of_the_task(tmp_path, dtype):
+    count = 2.0**24 + 1  # float32 has no such number
+    task = Logs(lambda task, batch: task.log("count", count)).to(dtype)
+    memory, trainer = fit(tmp_path, task, loader(16, 8, dtype=dtype))
+    for values in (trainer.callback_metrics, trainer.logged_metrics):
+        torch.testing.assert_close(values["count"], torch.tensor(count, dtype=dtype))
+    assert trainer.newest_values["count"] == count
+    assert {value for _, value in memory.of("count")} == {count}
 
 
 def test_the_learning_rate_monitor_logs_the_rate_each_update_used(tmp_path):

@@ -186,7 +186,7 @@ def test_a_plateau_is_given_its_value(tmp_path):
     trainer = bare_trainer(tmp_path, max_epochs=3)
     trainer.fit(task, loader(), loader(shuffle=False))
     assert len(task.seen) == 3
-    assert task.seen[-1] == float(trainer.callback_metrics["val_loss"])
+    assert task.seen[-1] == trainer.newest_values["val_loss"]
 
 
 def test_an_optimizer_with_a_closure_gets_lumens(tmp_path):

@@ -140,7 +140,7 @@ def evaluate(folder, kind, count, strategy):
     }
     fitting = trainer(max_steps=3, global_batch_size=12, val_check_interval=3)
     fitting.fit(Classifier(), training_loader(), val_dataloaders=loader_of(kind, count))
-    found["fit"] = {name: float(fitting.callback_metrics[name]) for name in found["validate"]}
+    found["fit"] = {name: fitting.newest_values[name] for name in found["validate"]}
     two = trainer().predict(Classifier(), [loader_of(kind, count), loader_of(kind, 3)])
     found["two loaders"] = joined(two[0]) | {f"{name} of the second": part for name, part in joined(two[1]).items()}
     return found
