@@ -74,7 +74,7 @@ class Asked(NamedTuple):
         return self._parser_of(name).parse_object(plain({name: self.given[name]}, self.path))[name]
 
     def _takes_null(self, name: str) -> bool:
-        """Whether the word null on the command line means None."""
+        """Return True if the word null on the command line means None."""
         word, parser = {name: "null"}, self._parser_of(name)
         return _takes(parser, word) and parser.parse_object(word)[name] is None
 

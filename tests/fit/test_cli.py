@@ -75,7 +75,7 @@ def test_arguments_that_a_callback_only_takes_to_refuse_them_are_no_options(caps
 # ---------------------------------------------------------------------- layers
 
 
-def test_null_in_a_file_is_none_and_beats_an_earlier_file():
+def test_null_in_a_file_overrides_earlier_files():
     write("first.yaml", {"trainer": {"gradient_clip_val": 0.5}, "model": {"label": "a", "widths": [1]}})
     write("second.yaml", {"trainer": {"gradient_clip_val": None}, "model": {"label": None}})
     trainer, task = fit("--config", "first.yaml", "--config", "second.yaml")

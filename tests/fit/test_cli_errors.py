@@ -304,7 +304,7 @@ trainer:
         "trainer.strategy.timeout_s", "trainer.callbacks.stop.patience",
     ],
 )  # fmt: skip
-def test_a_config_file_refuses_what_the_command_line_refuses(refused, key, value):
+def test_files_refuse_what_the_command_line_refuses(refused, key, value):
     names, config = key.split("."), value
     for name in reversed(names):
         config = f"{{{name}: {config}}}"

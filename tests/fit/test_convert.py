@@ -81,7 +81,7 @@ def test_a_part_of_it_by_the_names_it_has_there_and_other_names():
     assert torch.equal(tensors["first.weight"], net.model[0].weight)
 
 
-def test_a_run_begins_with_what_a_ddp_loop_saved(tmp_path, capsys):
+def test_a_run_starts_from_a_ddp_checkpoint(tmp_path, capsys):
     old = Regression()
     torch.save({f"module.{name}": value for name, value in old.state_dict().items()}, "ddp.pt")
     convert("ddp.pt", "out.safetensors")
@@ -137,7 +137,7 @@ def test_names_lose_the_prefix_of_wrappers(capsys, prefix):
     assert torch.equal(tensors["weight"], net.weight)
 
 
-def test_module_and_rename_mean_the_names_in_the_file(capsys):
+def test_module_and_rename_use_names_of_the_file(capsys):
     torch.save({"module.a.w": torch.ones(1), "module.b.w": torch.zeros(1)}, "ddp.pt")
     for request, names in [
         ({"module": "module.a"}, {"w"}),

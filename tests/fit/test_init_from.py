@@ -106,7 +106,7 @@ def test_a_run_begins_with_the_parameters_of_a_checkpoint_and_with_nothing_else_
         assert (trainer.global_step, trainer.run.seed, task.hparams.lr) == (3, 9, 0.5)
 
 
-def test_weights_begin_as_built_unless_init_from_or_resume(tmp_path):
+def test_weights_are_as_built_without_init_from(tmp_path):
     trained(tmp_path)
     built, where = Untrained().state_dict(), tmp_path / "source"
     assert not equal(begin(where, None, resume="auto", max_steps=99), built)
@@ -333,7 +333,7 @@ class Wrapping(Untrained):
         return self.module(x)
 
 
-def test_a_model_with_a_part_called_module_keeps_its_names(tmp_path, caplog):
+def test_a_layer_called_module_keeps_its_name(tmp_path, caplog):
     own = other_weights(Wrapping())
     assert all(name.startswith("module.") for name in own)
     save_file(own, path := tmp_path / "wrapping.safetensors")

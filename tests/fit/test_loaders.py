@@ -203,7 +203,7 @@ def test_a_distributed_sampler_is_replaced_because_lumen_deals_the_samples(tmp_p
 
 
 @pytest.mark.parametrize("kept_by", ["loader", "sampler"])
-def test_the_seed_of_a_loaders_generator_decides_its_order(tmp_path, kept_by):
+def test_a_generators_seed_decides_the_order(tmp_path, kept_by):
     def orders(seed, run_seed):
         data, generator = numbers(), torch.Generator().manual_seed(seed)
         if kept_by == "loader":
@@ -880,7 +880,7 @@ ADVICE = {
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow) if "workers" in kind else kind for kind in ADVICE]
 )
-def test_the_advice_for_a_stream_without_a_state_works(tmp_path, caplog, kind):
+def test_advice_for_streams_without_state_works(tmp_path, caplog, kind):
     make, advice, advised = ADVICE[kind]
     seen(tmp_path, make(), max_steps=2, callbacks=[Saving(2, tmp_path / "step-2")])
     seen(tmp_path, make(), resume=tmp_path / "step-2", log_level="WARNING")
