@@ -17,7 +17,8 @@ from jsonargparse import Namespace, set_loader
 from lumen.callbacks import Callback
 from lumen.cli import COMMANDS, tell, without_launchers
 from lumen.cli.building import as_list, build, explained_paths, is_plain, take
-from lumen.cli.config_checks import Check, without_defaults
+from lumen.cli.class_defaults import without_defaults
+from lumen.cli.config_checks import Check
 from lumen.cli.config_layers import Settings, Tree
 from lumen.cli.help import show_help
 from lumen.cli.interpolation import escaped, resolve

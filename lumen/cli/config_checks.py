@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from types import NoneType
 from typing import Any, NamedTuple, final, get_args, get_origin
@@ -20,12 +19,13 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import get_import_path  # type: ignore[attr-defined]
 
 import lumen.trainer.tuner  # noqa: F401 (its callbacks have short names too)
+from lumen.cli.class_defaults import settable_defaults, takes
 from lumen.cli.config_layers import Added, Keys, Settings, is_class, plain
 from lumen.cli.find_class import classes_by_name, find_class, of_lightning
 from lumen.cli.meant import callback_hint, option_hint
 from lumen.cli.optimization import Schedule
 from lumen.cli.options import OPTIONS, SUPPLIED, OptionParser, Options, short_key
-from lumen.cli.type_hints import bases_in, classes_in, hints_in, in_words, may_be_true
+from lumen.cli.type_hints import bases_in, classes_in, hints_in, in_words, is_mapping, item_of, may_be_true, members_of
 from lumen.cli.yaml_text import as_written
 from lumen.errors import ConfigError
 from lumen.errors.arguments import did_you_mean, says_nothing
@@ -62,7 +62,7 @@ class Asked(NamedTuple):
         if value is None:
             return parameter.default is None or self._takes_null(name)
         is_read = isinstance(value, dict | str) or not is_dataclass(parameter.annotation)
-        return is_read and _takes(self._parser_of(name), plain({name: value}, self.path))
+        return is_read and takes(self._parser_of(name), plain({name: value}, self.path))
 
     def unchecked(self) -> list[str]:
         """Names of parameters of which jsonargparse takes null, or any value, whatever their type is."""
@@ -76,7 +76,7 @@ class Asked(NamedTuple):
     def _takes_null(self, name: str) -> bool:
         """Return True if the word null on the command line means None."""
         word, parser = {name: "null"}, self._parser_of(name)
-        return _takes(parser, word) and parser.parse_object(word)[name] is None
+        return takes(parser, word) and parser.parse_object(word)[name] is None
 
     def _parser_of(self, name: str) -> ArgumentParser:
         parser = ArgumentParser(exit_on_error=False)
@@ -153,11 +153,13 @@ class Check:
         self._try_values()
         raise ConfigError("\n".join(self._problems.values()) or str(refused)) from refused
 
-    def _ask(self, path: Keys, kind: type, given: dict[str, Any], *, needy: bool = True) -> list[str]:
+    def _ask(
+        self, path: Keys, kind: type, given: dict[str, Any], *, needy: bool = True, default: Any = None
+    ) -> list[str]:
         """Look at the names that a class is given, and into their values; return those that it lacks."""
         parser = ArgumentParser(exit_on_error=False)
         options = parser.add_class_arguments(kind, skip=_supplied(path), fail_untyped=False)
-        parameters = _parameters(kind, options)
+        parameters, defaults = _parameters(kind, options), parser.get_defaults().as_dict() | (default or {})
         self._asked.append(Asked(path, kind, given, parameters))
         linked = {
             name: source for name in parameters if (source := self._top.linked.get(short_key(".".join((*path, name)))))
@@ -178,22 +180,26 @@ class Check:
             if self._settings.is_bare((*path, name)) and not may_be_true(parameters[name].annotation):
                 self._say_that_it_is_bare((*path, name), in_words(parameters[name].annotation))
                 continue
-            if isinstance(value, Added) and isinstance(default := parser.get_defaults().get(name), list | tuple):
-                value[:0] = default
-            self._look_into(value, (*path, name), parameters[name].annotation)
+            usual, hint = defaults.get(name), parameters[name].annotation
+            if is_class(usual) and isinstance(value, str) and _names_a_class(value, hint):
+                value = given[name] = {"class_path": value}
+            if isinstance(value, Added) and isinstance(usual, list | tuple):
+                value[:0] = usual
+            self._look_into(value, (*path, name), hint, usual)
         empty = inspect.Parameter.empty
-        missing = [name for name, each in parameters.items() if each.default is empty and name not in {*given, *linked}]
+        filled = {*given, *linked, *(default or {})}
+        missing = [name for name, each in parameters.items() if each.default is empty and name not in filled]
         where = self._settings.where((*path[:-1], "class_path") if path[-1:] == ("init_args",) else path)
         for name in missing if needy else ():
             self._problems[*path, name] = f"{where}: {kind.__name__} needs {name}. Set it."
         return missing
 
-    def _look_into(self, value: Any, path: Keys, hint: Any) -> None:
+    def _look_into(self, value: Any, path: Keys, hint: Any, default: Any = None) -> None:
         """Find the classes in a value."""
-        records = [each for each in bases_in(hint) if is_dataclass(each)]
+        records: list[Any] = [each for each in members_of(hint) if is_dataclass(each) or is_mapping(each)]
         if is_class(value) or (isinstance(value, str) and _names_a_class(value, hint)):
-            self._enter(path, value, hint)
-        elif isinstance(value, dict) and len(records) == 1:
+            self._enter(path, value, hint, default)
+        elif isinstance(value, dict) and len(records) == 1 and is_dataclass(records[0]):
             self._ask(path, records[0], value)
         elif isinstance(value, str) and _MINUTES.fullmatch(value) and {int, float} & {*classes_in(hint)}:
             meant = f"{value} would mean {yaml.safe_load(value)}. For a duration write 0{value}."
@@ -202,10 +208,11 @@ class Check:
             text = f"a key is a whole number, found {found[0]}. Write it as one."  # it would be cut off
             self._problems[path] = f"{self._settings.where(path)}: {text}"
         elif isinstance(value, dict | list):
+            inner = item_of(hint, value)
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                self._look_into(item, (*path, str(key)), hint)
+                self._look_into(item, (*path, str(key)), inner)
 
-    def _enter(self, path: Keys, node: Mapping[str, Any] | str, hint: Any) -> None:
+    def _enter(self, path: Keys, node: Mapping[str, Any] | str, hint: Any, default: Any = None) -> None:
         """Find a class, and look at what it is given."""
         if self._settings.is_bare(path):
             self._say_that_it_is_bare(path, "a class")
@@ -229,8 +236,12 @@ class Check:
             linked = path == ("model",) and self._has_data
             # the class that gets it builds it, with what is missing
             built_later = any(get_origin(part) is Callable for part in hints_in(hint))
-            given = node.get("init_args") or {}
-            missing = self._ask((*path, "init_args"), kind, given, needy=not (linked or built_later))
+            given, usual = node.get("init_args") or {}, None
+            if is_class(default) and default["class_path"] == get_import_path(kind):
+                usual = default.get("init_args")
+            elif is_class(default) and isinstance(node, dict):  # jsonargparse would keep those of the other class
+                node["init_args"] = given = {**settable_defaults(kind, default.get("init_args") or {}), **given}
+            missing = self._ask((*path, "init_args"), kind, given, needy=not (linked or built_later), default=usual)
             self.links = missing if linked else self.links
 
     @property
@@ -294,7 +305,7 @@ class Check:
             keys, place = tuple(name.split(".")), self._settings.tree
             for key in keys[:-1]:
                 place = place[key] if isinstance(place.get(key), dict) else {}
-            if (given := place.get(keys[-1])) is not None and not _takes(parser, {"value": given}):
+            if (given := place.get(keys[-1])) is not None and not takes(parser, {"value": given}):
                 found = f"{in_words(hint)}, found {as_written(given)}"
                 self._problems[keys] = f"{self._settings.where(keys)}: expected {found}."
 
@@ -329,14 +340,6 @@ def _counts(hint: Any) -> bool:
     return {get_args(each)[0] for each in hints_in(hint) if get_origin(each) is dict} == {int}
 
 
-def _takes(parser: ArgumentParser, values: Any) -> bool:
-    try:
-        parser.parse_object(values)
-    except ArgumentError:
-        return False
-    return True
-
-
 def _supplied(path: Keys) -> set[str]:
     """The arguments of a class that Lumen gives it."""
     key = _ONE_OF_SEVERAL.sub("lr_scheduler", ".".join(path).removesuffix(".init_args"))
@@ -362,38 +365,3 @@ def _names_a_class(text: str, hint: Any) -> bool:
     if not bases or str in parts or text in parts or not text.replace(".", "").isidentifier():
         return False
     return "." in text or text in classes_by_name(bases)
-
-
-def without_defaults(record: Mapping[str, Any], top: OptionParser) -> dict[str, Any]:
-    """Settings as plain data, of which what options and classes have by default is left out.
-
-    Objects that the script sets anything of stay as they are: their classes' defaults are not theirs.
-    """
-    defaults, left = top.get_defaults().as_dict(), deepcopy(dict(record))
-    groups, chosen = {*top.classes, *top.fixed}, top.script.keys() & top.bases.keys()
-    for node in _nodes({key: value for key, value in left.items() if key not in chosen}):
-        kind, given = find_class(node["class_path"]), node.pop("init_args", None) or {}
-        parser = ArgumentParser(exit_on_error=False)
-        if inspect.isclass(kind):
-            parser.add_class_arguments(kind, fail_untyped=False)
-        if given := _differing(given, parser.get_defaults().as_dict()):
-            node["init_args"] = given
-    for key in groups & left.keys():
-        left[key] = _differing(left[key], defaults[key])
-    if isinstance(several := left.get("lr_scheduler"), list):
-        usual = defaults["lr_scheduler"].values()
-        left["lr_scheduler"] = [_differing(*each) for each in zip(several, usual, strict=True)]
-    return {key: value for key, value in _differing(left, defaults).items() if value != {}}
-
-
-def _differing(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    known = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
-    return {name: value for name, value in given.items() if name not in known or value != known[name]}
-
-
-def _nodes(value: Any) -> Iterator[dict[str, Any]]:
-    """Every class in plain data, from the outside in."""
-    if is_class(value):
-        yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _nodes(item)

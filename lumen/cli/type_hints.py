@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from types import NoneType, UnionType
-from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Protocol, TypeVar, Union, get_args, get_origin
 
 from torch import Tensor
 
@@ -18,6 +18,35 @@ def hints_in(hint: Any) -> Iterator[Any]:
     yield hint
     for each in get_args(hint):
         yield from hints_in(each)
+
+
+def members_of(hint: Any) -> Iterator[Any]:
+    """The alternatives of a type: the members of a union, or the type alone."""
+    if get_origin(hint) in (Union, UnionType, Annotated):
+        for each in get_args(hint)[: 1 if get_origin(hint) is Annotated else None]:
+            yield from members_of(each)
+    else:
+        yield hint
+
+
+def is_mapping(hint: Any) -> bool:
+    """Return True if a type is that of dictionaries."""
+    kind = get_origin(hint) or hint
+    return inspect.isclass(kind) and issubclass(kind, Mapping)
+
+
+def item_of(hint: Any, value: Any) -> Any:
+    """Return the type of the items of a dictionary or list, of the type of the whole; which it is if that is unknown.
+
+    Args:
+        hint: The type of the whole.
+        value: A dictionary or a list.
+    """
+    typed = [each for each in members_of(hint) if inspect.isclass(get_origin(each))]
+    containers = [each for each in typed if issubclass(get_origin(each), Iterable)]
+    fitting = [each for each in containers if is_mapping(each) is isinstance(value, dict)]
+    inner = [part for each in fitting for part in get_args(each)[1 if is_mapping(each) else 0 :] if part is not ...]
+    return Union[tuple(inner)] if inner else hint  # noqa: UP007
 
 
 def bases_in(hint: Any) -> list[type]:

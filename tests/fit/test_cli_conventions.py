@@ -1,11 +1,18 @@
 """What users of LightningCLI type works, or gets an answer that says what to type."""
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from jsonargparse import lazy_instance
+from torch import nn
+from torch.optim import Optimizer
 
+import lumen
 from lumen.cli import main
 from tests.helpers.cli_tasks import Slope, Spy
 from tests.helpers.workplace import LINE as CONFIG
@@ -254,3 +261,65 @@ def test_a_variable_of_scripts_is_told_to_a_command(monkeypatch, capsys):
     assert main(["fit", "--model", "tests.helpers.cli_tasks.Line"]) == 2
     said = capsys.readouterr().err
     assert "variable LUMEN_TRAINER__MAX_STEPS is not read. Write LUMEN_FIT__TRAINER__MAX_STEPS, or unset it." in said
+
+
+@dataclass
+class Augmentation:
+    p: float = 0.5
+
+
+class Built(lumen.TaskModule):
+    def __init__(
+        self,
+        chosen: Callable[[Iterable[Any]], Optimizer] = torch.optim.Adam,
+        called: Callable[[Iterable[Any]], Optimizer] = lambda params: torch.optim.SGD(params, lr=0.3),
+        drop: nn.Module = lazy_instance(nn.Dropout, p=0.3),  # noqa: B008 (as LightningCLI's users write defaults)
+        named: dict[str, Augmentation] = {},  # noqa: B006
+        several: list[Augmentation] = [],  # noqa: B006
+        perhaps: Augmentation | None = None,
+        either: Augmentation | str = "none",
+        mixed: Augmentation | dict[str, int] | None = None,
+    ):
+        self.given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def build_model(**init_args):
+    config = yaml.safe_load(CONFIG) | {"model": {"class_path": f"{__name__}.Built", "init_args": init_args}}
+    Path("built.yaml").write_text(yaml.safe_dump(config))
+    assert main(["fit", "--config", "built.yaml"]) == 0
+    return Spy.task.given
+
+
+def test_another_class_starts_with_its_own_defaults():
+    """jsonargparse keeps the values of the class that is replaced, where both have an argument of that name."""
+    given = build_model(
+        chosen={"class_path": "torch.optim.AdamW", "init_args": {"lr": 3e-4}},
+        called="torch.optim.AdamW",
+        drop={"class_path": "torch.nn.AlphaDropout"},
+    )
+    optimizers = [given[name]([nn.Parameter(torch.ones(1))]) for name in ("chosen", "called")]
+    own = torch.optim.AdamW([nn.Parameter(torch.ones(1))]).defaults
+    assert [each.defaults for each in optimizers] == [own | {"lr": 3e-4}, own]
+    assert given["drop"].p == nn.AlphaDropout().p
+    assert build_model(drop={"class_path": "torch.nn.Dropout", "init_args": {"inplace": True}})["drop"].p == 0.3
+
+
+def test_dataclasses_are_read_inside_any_type(capsys):
+    half, record = {"p": 0.25}, Augmentation(0.25)
+    given = build_model(named={"a": half}, several=[half, half], perhaps=half, either=half, mixed=half)
+    assert [given[name] for name in ("named", "several", "perhaps", "either", "mixed")] == [
+        {"a": record}, [record, record], record, record, record,
+    ]  # fmt: skip
+    assert build_model(mixed={"q": 2}, either="more")["mixed"] == {"q": 2}
+    capsys.readouterr()
+    with pytest.raises(AssertionError):
+        build_model(named={"a": {"q": 0.25}})
+    assert "model.named.a.q (built.yaml): Augmentation has no option q." in capsys.readouterr().err
