@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +130,10 @@ class Callback:
     stops_at_steps: bool = True
     #: It asks for `trainer.step_loss()`: the parts of each step's loss are then kept for it.
     reads_step_loss: bool = False
+
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = " Write task.log(name, value)." if name in ("log", "log_dict") else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}.{hint}")
 
     @property
     def state_key(self) -> str:

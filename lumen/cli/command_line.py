@@ -26,7 +26,7 @@ from lumen.cli.optimization import configure_optimizers
 from lumen.cli.options import Offer, OptionParser
 from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
 from lumen.cli.seeds import seed_of
-from lumen.cli.words import Shown, check_methods, default_files, read_words
+from lumen.cli.words import Shown, check_methods, default_files, no_subcommands, read_words, script_command
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stdout
 from lumen.distributed.launch import launch, relaunch
@@ -88,6 +88,7 @@ class CLI:
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_CLI
     _is_for_elsewhere = False  # then what this machine has says nothing
+    subcommands = staticmethod(no_subcommands)
 
     @checked
     def __init__(
@@ -123,7 +124,7 @@ class CLI:
         self._script: Tree = {"trainer": defaults} if defaults else {}
         if seed_everything_default not in (None, True):
             self._script["seed_everything"] = seed_everything_default
-        self._parser_kwargs = parser_kwargs or {}
+        self._parser_kwargs, self._reads_words = parser_kwargs or {}, args is None
         self._links: list[str] = []
         self.subcommand: str | None = None
         with _told() if args is None else nullcontext():
@@ -245,6 +246,10 @@ class CLI:
         """What the command line begins with."""
         return os.path.basename(sys.argv[0])
 
+    def _fit_command(self) -> str:
+        """What a command line that trains begins with; empty if the script gives the words itself."""
+        return script_command(self.subcommand is not None) if self._reads_words else ""
+
     # ------------------------------------------------------------------ running
 
     def _own(self, config: Namespace) -> Namespace:
@@ -301,6 +306,7 @@ class CLI:
         seed_for_building(seed)
         self.instantiate_classes()
         self.trainer.seed, self.trainer._given = seed, None  # the whole config is kept, or nothing
+        self.trainer._command = self._fit_command()
         for name in self._links:
             with suppress(yaml.YAMLError):  # what is no plain data is taken from the data again
                 yaml.safe_dump(value := getattr(self.datamodule, name))
@@ -346,6 +352,9 @@ class LumenCommand(CLI):
 
     def _program(self) -> str:
         return "lumen"
+
+    def _fit_command(self) -> str:
+        return "lumen fit"
 
     def _start_workers(self, workers: int, max_restarts: int) -> None:
         raise SystemExit(launch(workers, ["-m", "lumen", str(self.subcommand), *self._asked.words], max_restarts))

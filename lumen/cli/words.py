@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import shlex
+import sys
 from collections.abc import Mapping
 from glob import glob
-from typing import Any, NamedTuple, final
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, final
 
 from lumen.cli import COMMANDS
 from lumen.cli.config_layers import Tree, parse_words
@@ -123,6 +126,25 @@ def default_files(given: Mapping[str, Any], command: str | None) -> list[str]:
                 "variables are always there; leave it out."
             )
     return [file for pattern in given.get("default_config_files", ()) for file in sorted(glob(str(pattern)))]
+
+
+def script_command(has_commands: bool) -> str:
+    """Return the words that a command line of this process's script begins with, if the script trains.
+
+    Args:
+        has_commands: The script has the commands `fit`, `validate`, `test` and `predict`.
+    """
+    words = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    return shlex.join([Path(sys.executable).name, *words, *["fit"] * has_commands])
+
+
+def no_subcommands() -> NoReturn:
+    """Refuse to name the commands, as LightningCLI does.
+
+    Raises:
+        ConfigError: Always; the message says which commands there are.
+    """
+    raise ConfigError(f"CLI.subcommands: {NOT_IN_CLI['subcommands']}")
 
 
 def check_methods(kind: type) -> None:

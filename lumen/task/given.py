@@ -35,6 +35,9 @@ def check_task(task: Any, data: Any = None) -> None:
             f"{type(task).__name__}.__init__ does not call super().__init__(), which makes it a torch.nn.Module. Call "
             "it first."
         )
+    for name in ("configure_optimizers", "predict_step"):
+        if getattr(task, name) is None:
+            raise ConfigError(f"{type(task).__name__}.{name} is None. Define it, or delete the line that sets it.")
 
 
 def check_loaders(where: str, loaders: Any) -> None:

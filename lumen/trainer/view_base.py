@@ -41,6 +41,7 @@ class ViewBase(ABC):
     _fn: str | None
     _given_optimizers: Callable[[], Any] | None = None
     _counted: Progress | None = None  # of the newest fit
+    _command = ""  # what a command line that trains begins with, such as "lumen fit"
 
     def __getattr__(self, name: str) -> NoReturn:
         """Say what is read in place of an attribute that only Lightning's trainer has.
@@ -53,6 +54,19 @@ class ViewBase(ABC):
         near = difflib.get_close_matches(name, [each for each in dir(type(self)) if not each.startswith("_")])
         hint = ATTRIBUTES.get(name) or (f"Did you mean {' or '.join(near)}?" if near else "")
         raise AttributeError(f"{type(self).__name__} has no attribute {name}. {hint}".rstrip())
+
+    def __getstate__(self) -> Any:
+        """Refuse to pickle a run, whose data, devices and processes stay where they are.
+
+        Raises:
+            ConfigError: The trainer has run.
+        """
+        if self._run is not None:
+            raise ConfigError(
+                "a Trainer that has run cannot be pickled or copied. Pickle what is needed of it, such as "
+                "trainer.callback_metrics or task.state_dict(), or make a new Trainer with the same arguments."
+            )
+        return super().__getstate__()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what a run would never read.

@@ -1,8 +1,11 @@
 """Bad input gets one clear error, before anything is trained, and nothing is written that was not there."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 import lumen
 from lumen.errors import ConfigError, DataError, LumenError
@@ -43,9 +46,19 @@ class WrongStep(Regression):
         return None
 
 
+class NoneForOptimizers(Regression):
+    configure_optimizers = None
+
+
+class NoneForPredictions(Regression):
+    predict_step = None
+
+
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
+        (NoneForOptimizers, {}, "NoneForOptimizers.configure_optimizers is None. Define it, or delete the line"),
+        (NoneForPredictions, {}, "NoneForPredictions.predict_step is None. Define it, or delete the line"),
         (NoTrainingStep, {}, "NoTrainingStep has no training_step. Define"),
         (NoOptimizer, {}, "NoOptimizer has no configure_optimizers"),
         (NoParameters, {}, "an optimizer without parameters"),
@@ -172,3 +185,54 @@ def test_a_second_run_inside_a_run_is_refused(tmp_path):
     trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[Nesting()])
     trainer.fit(Regression(), loader())
     assert trainer.validate(Regression(), loader())
+
+
+class Logs(lumen.Callback):
+    def on_train_epoch_end(self, trainer, task):
+        self.log("value", 1.0)
+
+
+def test_calls_of_lightning_alone_say_what_to_write(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=Logs())
+    with pytest.raises(AttributeError, match=r"Logs has no attribute log\. Write task\.log\(name, value\)\."):
+        trainer.fit(Regression(), loader())
+    with pytest.raises(ConfigError, match="a Trainer that has run cannot be pickled or copied"):
+        pickle.dumps(trainer)
+    with pytest.raises(ConfigError, match="The commands are fit, validate, test and predict"):
+        lumen.CLI.subcommands()
+
+
+def fail_in_place():
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    y.add_(1)
+    y.sum().backward()
+
+
+TORCH_ERRORS = {
+    "collate_fn that pads": lambda: default_collate([torch.ones(1), torch.ones(2)]),
+    "detect_anomaly=True": fail_in_place,
+    "drop_last=True": lambda: nn.BatchNorm1d(2)(torch.ones(1, 2)),
+    "self.dtype": lambda: torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, 2),
+    "target.long()": lambda: nn.functional.cross_entropy(torch.ones(2, 2), torch.ones(2, dtype=torch.int32)),
+    "torch.enable_grad()": lambda: torch.autograd.grad(torch.ones(1).sum(), torch.ones(1)),
+    "use self.all_gather": lambda: torch.distributed.all_reduce(torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("advice", TORCH_ERRORS)
+def test_errors_of_torch_say_what_to_do(tmp_path, advice):
+    task = Regression()
+    task.training_step = lambda batch: TORCH_ERRORS[advice]()
+    trainer = quiet_trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        trainer.fit(task, loader())
+    assert advice in "".join(caught.value.__notes__)
+
+
+def test_gradients_in_evaluations_say_what_to_do(tmp_path):
+    task = Regression()
+    task.validation_step = lambda batch: torch.autograd.grad(task(batch[0]).sum(), task.parameters())
+    with pytest.raises(RuntimeError) as caught:
+        quiet_trainer(tmp_path).validate(task, loader())
+    assert "Evaluations run without gradients" in "".join(caught.value.__notes__)
