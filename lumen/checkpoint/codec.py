@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,7 +48,8 @@ def encode(value: Any, tensors: Tensors, where: str) -> JSON:
 
     Plain data: None, bool, int, float, str, bytes, list, tuple, dict (keys: str, int, float, bool, None, tuple), set,
     frozenset, `pathlib.Path`, `torch.dtype`, `torch.device`, `torch.Size`, numpy scalars (those as wide as Python's
-    become Python scalars), numeric numpy arrays and tensors. Ordered, default and counting dictionaries become plain.
+    become Python scalars), numeric numpy arrays and tensors. Ordered, default and counting dictionaries become plain,
+    and so do other mappings and sequences, such as those of OmegaConf.
 
     Args:
         value: Plain data, as listed above.
@@ -91,6 +92,9 @@ def _encode(value: Any, tensors: Tensors, where: str, above: tuple[int, ...]) ->
         return {tag: text(value)}
     if kind is np.ndarray:
         return {"$array": _collect(_array_as_tensor(value, where), tensors, where)}
+    if isinstance(value, Mapping | Sequence) and not isinstance(value, dict | list | tuple | str | bytes):
+        plain = dict(value) if isinstance(value, Mapping) else list(value)  # of OmegaConf, for example
+        return _encode(plain, tensors, where, inside)
     raise _refusal(value, where)
 
 

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Integral, Real
 from pathlib import Path, PurePath
@@ -56,16 +56,28 @@ def checked(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concaten
             elif name not in signature.parameters and not (takes_more and name not in getattr(kind, "INSTEAD", {})):
                 raise ConfigError(_unknown(kind, name, list(signature.parameters)[1:]))
         try:
-            given = signature.bind(self, *args, **kwargs).arguments
+            bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:
             hint = getattr(kind, "INSTEAD", {}).get("*") or f"See help(lumen.{kind.__name__})."
             raise ConfigError(f"{kind.__name__}: {error}. {hint}") from None
+        given = bound.arguments
         for name, hint in _hints(constructor).items():
             if name in given and not _fits(given[name], hint):
-                raise ConfigError(f"{kind.__name__}: {name}: {_expected(hint, given[name])}")
-        constructor(self, *args, **kwargs)
+                if not _fits(plain := _builtin(given[name]), hint):
+                    raise ConfigError(f"{kind.__name__}: {name}: {_expected(hint, given[name])}")
+                given[name] = plain
+        constructor(*bound.args, **bound.kwargs)
 
     return checking
+
+
+def _builtin(value: Any) -> Any:
+    """Return other kinds of mappings and sequences, such as OmegaConf's, as dictionaries and lists, paths as `Path`."""
+    if isinstance(value, os.PathLike):
+        return Path(value)
+    if isinstance(value, Mapping):
+        return {key: _builtin(item) for key, item in value.items()}
+    return [*map(_builtin, value)] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
 
 
 def says_nothing(kind: type, name: str, value: Any) -> bool:

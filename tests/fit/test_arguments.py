@@ -1,10 +1,12 @@
 """What fit and the other calls take, under Lightning's names too; what a constructor does not take is told in words."""
 
 import re
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 import lumen
@@ -158,6 +160,40 @@ def test_an_argument_that_only_lightnings_trainer_has_says_what_to_write(name):
 def test_a_wrong_argument_is_one_error_before_anything_starts(arguments, message):
     with pytest.raises(ConfigError, match=message):
         lumen.Trainer(**arguments)
+
+
+class Home:
+    def __fspath__(self):
+        return "somewhere"
+
+
+def test_containers_and_paths_of_other_kinds_are_accepted():
+    """As Hydra's `instantiate` gives them."""
+    given = {"callbacks": [lumen.Timer()], "accumulate_grad_batches": {1: 2}, "logger": [lumen.CSVLogger()]}
+    given = OmegaConf.create(given, flags={"allow_objects": True})
+    trainer = lumen.Trainer(max_epochs=1, default_root_dir=Home(), **{name: given[name] for name in given})
+    assert trainer.default_root_dir == Path("somewhere")
+    assert [type(each) for each in trainer.loggers] == [lumen.CSVLogger]
+    assert [type(each) for each in trainer.callbacks if isinstance(each, lumen.Timer)] == [lumen.Timer]
+    assert trainer.plan.accumulate == {0: 1, 1: 2}
+    with pytest.raises(ConfigError, match=r"callbacks: expected a list of a Callback, .*, found \[1\]\."):
+        lumen.Trainer(max_epochs=1, callbacks=OmegaConf.create([1]))
+
+
+class Configured(Regression):
+    def __init__(self, config):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyperparameters_of_omegaconf_are_saved_as_plain_data(tmp_path):
+    config = OmegaConf.create({"net": {"widths": [4, 2]}, "depth": "${net.widths[1]}"})
+    trainer, task = quiet_trainer(tmp_path, max_steps=1), Configured(config)
+    trainer.fit(task, loader(16, 8))
+    assert task.hparams.config.net.widths[0] == 4
+    loaded = Configured.load_from_checkpoint(trainer.checkpoint_callback.last_model_path)
+    assert loaded.hparams.config == {"net": {"widths": [4, 2]}, "depth": 2}
+    assert type(loaded.hparams.config) is dict
 
 
 def test_an_argument_without_its_name_is_one_error():
