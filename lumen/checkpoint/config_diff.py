@@ -15,6 +15,7 @@ from lumen.errors import CheckpointError
 from lumen.internals.optimizers import set_by_hand
 from lumen.run.plan import Plan, by_epoch
 from lumen.run.run import Run
+from lumen.run.schedule_checks import lengths_of
 
 Setting: TypeAlias = bool | int | float | str | None
 HOW_TO_STEP = ("params", "fused", "foreach", "capturable", "differentiable")  # how a step is computed, not which step
@@ -39,7 +40,7 @@ def configured(run: Run) -> dict[str, Setting]:
         state = dict(config.scheduler.state_dict()) if hasattr(config.scheduler, "state_dict") else {}
         found[f"schedulers[{number}]"] = config.describe(run.optim.optimizer)
         found |= settings(f"schedulers[{number}]", set_by_hand(state))
-    return found
+    return found | lengths_of(run.optim.schedulers)
 
 
 def settings(where: str, value: Any) -> dict[str, Setting]:

@@ -233,10 +233,16 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
         optimizer = getattr(config.scheduler, "optimizer", None)
         if run.progress.step and optimizer is not None:
             has_stepped(optimizer)
+    lengths = {where: value for where, value in configuration.items() if where.startswith("lengths")}
+    for old, new in differences(lengths, run.optim.configured).values():
+        _log.warning(
+            "lr_scheduler: the schedule ends after %s moves in %s, and after %s here. The new length counts from the "
+            "next move on, at which the learning rate jumps.", old, checkpoint.path, new,
+        )  # fmt: skip
     goes_on = {
         where: value
         for where, value in configuration.items()
-        if exact or where.startswith("schedulers") or where.rpartition(".")[2] in _RATES
+        if where not in lengths and (exact or where.startswith("schedulers") or where.rpartition(".")[2] in _RATES)
     }
     if changed := differences(goes_on, run.optim.configured):
         _log.warning(

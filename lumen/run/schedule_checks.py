@@ -83,6 +83,22 @@ def unfinished(run: Run) -> Iterator[tuple[str, int, int]]:
                 yield type(part).__name__, begin + length, moves
 
 
+def may_move_further(schedulers: list[SchedulerConfig]) -> bool:
+    """Return True if no scheduler fails where its run becomes longer."""
+    return not any(isinstance(part, OneCycleLR) for each in schedulers for part, _ in _parts(each.scheduler, 0))
+
+
+def lengths_of(schedulers: list[SchedulerConfig]) -> dict[str, int]:
+    """Return after how many moves each schedule of `lumen.optim` ends: the configuration's, not a checkpoint's."""
+    parts = {f"lengths[{n}]": [*_parts(each.scheduler, 0)] for n, each in enumerate(schedulers)}
+    return {
+        name: begin + part.total_steps
+        for name, found in parts.items()
+        for part, begin in found
+        if isinstance(part, Schedule) and part.total_steps is not None
+    }
+
+
 def _horizon(run: Run) -> _Horizon:
     plan, lengths = run.plan, run.loaders.epoch_lengths()
     if lengths is not None and not lengths.of(0):  # then no epoch has steps

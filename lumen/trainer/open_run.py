@@ -291,7 +291,7 @@ def _failure_recorded(trainer: Trainer, directory: Path) -> Iterator[None]:
         if _is_by_signal(error):
             raise
         step, folders = trainer.run.progress.step if trainer._started else 0, checkpoints_of(trainer, directory)
-        tell_failure(error, step, directory, folders, stays=_stays(trainer), ranks=trainer.world_size)
+        tell_failure(error, step, trainer, directory, folders, stays=_stays(trainer))
         raise
 
 

@@ -20,26 +20,31 @@ from lumen.console import in_notebook
 from lumen.strategies import Strategy
 
 
-def resume_command(run_directory: Path) -> str:
-    """The command, or in a notebook the line, that goes on from where a run stopped."""
+def resume_command(run_directory: Path, command: str) -> str:
+    """Return the command, or in a notebook the line, that resumes a run.
+
+    Args:
+        run_directory: The run's directory.
+        command: The words that a command line for such a run begins with, such as `lumen fit`; empty: it has none.
+    """
     trainer = _resuming_trainer(run_directory)
     if in_notebook:
         return f"{trainer}.fit(...)"
-    if (run_directory / "config.yaml").exists():
-        return _resuming_fit(run_directory)
+    if command and (run_directory / "config.yaml").exists():
+        return _resuming_fit(run_directory, command)
     script = " ".join(shlex.quote(word) for word in [Path(sys.executable).name, *sys.orig_argv[1:]])
     return f"{script}   # with {trainer}"
 
 
-def longer_command(run_directory: Path, limit: str, value: int | str) -> str:
-    """The command, or of a script the line, that trains on from where a run has reached a limit, to a later one."""
-    if not in_notebook and (run_directory / "config.yaml").exists():
-        return f"{_resuming_fit(run_directory)} --trainer.{limit} {value}"
+def longer_command(run_directory: Path, command: str, limit: str, value: int | str) -> str:
+    """Return the command, or of a script the line, that trains a run beyond the limit that it has reached."""
+    if not in_notebook and command and (run_directory / "config.yaml").exists():
+        return f"{_resuming_fit(run_directory, command)} --trainer.{limit} {value}"
     return f"{_resuming_trainer(run_directory, f', {limit}={json.dumps(value)}')}.fit(...)"
 
 
-def _resuming_fit(run_directory: Path) -> str:
-    return f"lumen fit --config {shlex.quote(str(run_directory / 'config.yaml'))} --trainer.resume auto"
+def _resuming_fit(run_directory: Path, command: str) -> str:
+    return f"{command} --config {shlex.quote(str(run_directory / 'config.yaml'))} --trainer.resume auto"
 
 
 def _resuming_trainer(run_directory: Path, more: str = "") -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,10 +27,14 @@ from lumen.errors.arguments import did_you_mean
 from lumen.internals.stop_signals import REQUEUE
 from lumen.run.goodput import goodput
 from lumen.run.run import Run
+from lumen.run.schedule_checks import may_move_further
 from lumen.strategies import Strategy
 from lumen.task.given import texts_of
 from lumen.trainer.logs import record
 from lumen.trainer.process_settings import longer_command, resume_command
+
+if TYPE_CHECKING:
+    from lumen.trainer.trainer import Trainer
 
 _WORTH_TELLING_S = 60.0
 _NEARLY_THE_SAME = 0.85  # val_los and val_loss are; _loss, as in f"{stage}_loss", is not
@@ -126,7 +131,7 @@ def _what_now(run: Run, directory: Path, newest: PurePath | None) -> Iterator[st
     elif best or saved is not None:
         yield "; ".join([f"best: {best}"] * bool(best) + [f"newest checkpoint: {saved}"] * (saved is not None))
     if newest is not None and (limit := _longer(run)) is not None:
-        yield f"longer: {longer_command(directory, *limit)}"
+        yield f"longer: {longer_command(directory, run.trainer._command, *limit)}"
     shell = "!" if in_notebook else ""
     if run.trainer.loggers:
         yield f"curves: {shell}lumen report {shlex.quote(str(directory))}"
@@ -136,8 +141,10 @@ def _what_now(run: Run, directory: Path, newest: PurePath | None) -> Iterator[st
 
 
 def _longer(run: Run) -> tuple[str, int | str] | None:
-    """The limit that has ended a run, with twice its value; None: it was none."""
+    """The limit that has ended a run, with twice its value; None: the run cannot be resumed beyond a limit."""
     plan, progress = run.plan, run.progress
+    if progress.should_stop or not may_move_further(run.optim.schedulers):
+        return None
     if plan.max_steps is not None and progress.step >= plan.max_steps > 0:
         return "max_steps", 2 * plan.max_steps
     if plan.max_epochs is not None and progress.epoch >= plan.max_epochs > 0:
@@ -171,32 +178,40 @@ def tell_stop(
         record("%s; no checkpoint was saved", at)
         return
     again = f"; exit code {REQUEUE}: to be put back into the queue" if number == signal.SIGUSR1 else ""
-    record("%s; newest checkpoint: %s%s. Go on with:\n  %s", at, newest.name, again, resume_command(directory))
+    record(
+        "%s; newest checkpoint: %s%s. Go on with:\n  %s",
+        at,
+        newest.name,
+        again,
+        resume_command(directory, run.trainer._command),
+    )
 
 
 def tell_failure(
-    error: BaseException, step: int, directory: Path, folders: Iterable[PurePath], *, stays: bool, ranks: int
+    error: BaseException, step: int, trainer: Trainer, directory: Path, folders: Iterable[PurePath], *, stays: bool
 ) -> None:
     """Write what a run fails by into its logs; the error says where these are, and how to go on.
 
     Args:
         error: What it fails by, which gets notes: they are shown below its traceback.
         step: The one that it fails in, as many are done.
+        trainer: The trainer of the run.
         directory: The one that the run writes to.
         folders: Where its checkpoints lie.
         stays: The directory is kept.
-        ranks: Processes of the run.
     """
     first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
     record("failed: %s (step %d)", first_line, step, error=error)
     if not stays:
         return
-    if ranks > 1:
+    if trainer.world_size > 1:
         error.add_note(f"The tracebacks of all ranks are in {directory / 'logs'}.")
     else:
         error.add_note(f"The log of the run is {directory / 'run.log'}.")
     if (newest := _newest(folders)) is not None:
-        error.add_note(f"Its newest checkpoint is {newest}. Go on with:\n  {resume_command(directory)}")
+        error.add_note(
+            f"Its newest checkpoint is {newest}. Go on with:\n  {resume_command(directory, trainer._command)}"
+        )
 
 
 def _newest(folders: Iterable[PurePath]) -> PurePath | None:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+import lumen
 from lumen.errors import ConfigError
 from lumen.optim import Warmup, constant, cosine, inverse_sqrt, linear, wsd
 from tests.helpers.tasks import Regression, loader, quiet_trainer
@@ -224,6 +225,12 @@ def test_a_run_that_goes_on_longer_may_follow_a_longer_schedule(tmp_path, caplog
     with caplog.at_level(logging.WARNING, "lumen"):
         train_to(tmp_path, cosine, 4)
         train_to(tmp_path, cosine, 12, resume="auto")
+    (said,) = [record.getMessage() for record in caplog.records if "lr_scheduler" in record.getMessage()]
+    assert "the schedule ends after 4 moves in " in said
+    assert "and after 12 here" in said
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "lumen"):
+        train_to(tmp_path, cosine, 12, resume="auto", callbacks=lumen.ModelCheckpoint(every_n_train_steps=1))
     assert not [record for record in caplog.records if "lr_scheduler" in record.getMessage()]
 
 

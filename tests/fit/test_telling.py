@@ -2,17 +2,19 @@
 
 import re
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.utils.data import DataLoader, IterableDataset
 
 import lumen
 from lumen.cli import main
+from tests.helpers.cli_tasks import Line, Points
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
 from tests.helpers.workplace import LINE
-
-CONFIG = LINE.replace("max_steps: 2", "max_epochs: 1")
 
 
 class Judged(Regression):
@@ -92,12 +94,51 @@ def test_a_monitor_that_has_had_a_value_is_not_told(tmp_path, capsys):
     assert "had no value" not in capsys.readouterr().err
 
 
+CONFIG = LINE.replace("max_steps: 2", "max_epochs: 1")
+CYCLE = "{class_path: OneCycleLR, init_args: {max_lr: 0.1, total_steps: 3}}"
+STOPS = "{stops: {class_path: EarlyStopping, init_args: {monitor: val_loss, mode: max, patience: 1}}}"
+SITUATIONS = {
+    "plain": (),
+    "cycle": ("--optimizer", "SGD", "--lr_scheduler", CYCLE, "--lr_schedule.interval", "step"),
+    "cosine": ("--optimizer", "SGD", "--lr_scheduler", "CosineAnnealingLR", "--lr_scheduler.T_max", "2"),
+    "stopped": ("--trainer.callbacks", STOPS, "--trainer.max_epochs", "2", "--model.lr", "0"),
+    "averaged": ("--trainer.callbacks+", "{class_path: EMA, init_args: {decay: 0.5}}"),
+    "best": ("--trainer.callbacks+", "{class_path: ModelCheckpoint, init_args: {monitor: val_loss}}"),
+}
+
+
+def commands_in(text):
+    """Every command that a run has printed, by the word before it."""
+    return dict(re.findall(r"^(\w+): ((?:lumen|python\S*) .*)$", text, re.MULTILINE))
+
+
 @pytest.mark.usefixtures("workplace")
-def test_the_command_that_trains_longer_does(capsys):
-    assert main(["fit", "--config", "line.yaml"]) == 0
-    (longer,) = re.findall("^longer: lumen (.*)$", capsys.readouterr().err, re.MULTILINE)
-    assert main(shlex.split(longer)) == 0
-    assert "\nfinished: max_epochs=2 reached" in capsys.readouterr().err
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_every_printed_command_runs(capsys, situation):
+    assert main(["fit", "--config", "line.yaml", *SITUATIONS[situation]]) == 0
+    printed = commands_in(capsys.readouterr().err)
+    expected = {"curves", "weights"} | ({"longer"} if situation not in ("cycle", "stopped") else set())
+    assert printed.keys() == expected
+    for name, command in printed.items():
+        assert main(shlex.split(command)[1:]) == 0, command
+        if name == "longer":
+            assert "\nfinished: max_epochs=2 reached" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_longer_command_of_a_script_names_the_script(monkeypatch, capsys):
+    """`lumen fit` knows neither the script's classes nor its options."""
+    ended, words = [], ["train.py", "fit", "--config", "own.yaml"]
+    own = yaml.safe_load(CONFIG)
+    del own["model"]["class_path"], own["data"]["class_path"]
+    Path("own.yaml").write_text(yaml.safe_dump(own | {"model": own["model"]["init_args"], "data": {}}))
+    for last in (1, 2):
+        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-u", *words])
+        ended.append(lumen.CLI(Line, Points).trainer.global_step)
+        program, *words = shlex.split(commands_in(capsys.readouterr().err)["longer"])
+        assert [program, words.pop(0)] == [Path(sys.executable).name, "-u"], last
+    assert ended[1] == 2 * ended[0]
 
 
 def test_a_time_limit_is_doubled_as_it_is_written(tmp_path, capsys):
@@ -114,6 +155,7 @@ def test_nothing_is_named_that_does_not_exist(tmp_path, capsys):
         ({"enable_checkpointing": False, "callbacks": stops}, ["best", "curves"]),
         ({"logger": False}, ["newest checkpoint", "longer", "weights"]),
         ({"callbacks": stops, "max_epochs": 3}, ["best", "curves", "weights"]),  # it was no limit that ended it
+        ({"callbacks": stops, "max_epochs": 2}, ["best", "curves", "weights"]),  # a longer run would end there too
     ):
         task = Judged(1.0, 2.0, 3.0)
         quiet_trainer(tmp_path, **{"log_level": "INFO", "max_epochs": 1} | options).fit(task, loader(), loader())
