@@ -14,6 +14,7 @@ from lumen.data.dataloader_workers import prepared
 from lumen.data.fingerprint import reads_once
 from lumen.data.generators import OwnGenerators
 from lumen.data.orders import begin_epoch
+from lumen.data.rank_checks import digest
 from lumen.data.seeded_dataset import early_end
 from lumen.data.windows import ALONE, LoadedBatch, RankSlice
 from lumen.errors import DataError
@@ -53,7 +54,7 @@ class ResumableIterator:
         self._count = SampleCounter(loader)
         self._iterator: Iterator[Any] | None = None
         self._opened = self._exhausted = self._was_read = False
-        self._read = self._samples = 0
+        self._read = self._samples = self._digest = 0
         self.cut = {name: getattr(loader, name) for name in _CUTTING} if isinstance(loader, DataLoader) else {}
         self._stands_at: dict[str, Any] | None = None  # the state that the loader itself is in, if it is in one
         part_of_loader = self._stateful is not None and self._stateful is not loader
@@ -75,7 +76,7 @@ class ResumableIterator:
         begin_epoch(self._loader, self._own, self._seed, epoch, position)
         found = not fresh and self.go_to(state)  # only now: its generators are not those of the epoch's beginning
         self._begin(epoch, position)
-        self._read, self._samples = number, state["samples"] if number else 0
+        self._read, self._samples, self._digest = number, state["samples"] if number else 0, 0
         if number and not found:
             self._read_again(position.key(epoch), number, state)
         may_end_at_once = not fresh or "loader" not in state or (stands_there and state["exhausted"])
@@ -102,10 +103,22 @@ class ResumableIterator:
             if batch is _END:
                 raise DataError(self._misread(number, f"but now it has only {again}"))
             samples += self._count(batch)
+            self._note(batch)
         if samples != state["samples"]:
             raise DataError(
                 self._misread(number, f"which held {state['samples']} samples, but they now hold {samples}")
             )
+        if state.get("digest", self._digest) != self._digest:
+            _log.warning(
+                "%s gives other batches when it is read again: the first %d of this epoch are not those that were "
+                "trained on, so that samples are left out or come twice. Draw its order from torch's, numpy's or "
+                "Python's global generator, which Lumen seeds, or %s.", name, number, remedy,
+            )  # fmt: skip
+
+    def _note(self, batch: Any) -> None:
+        """Add a batch to the digest of the epoch, by which it is known when the epoch is read again."""
+        if self._stateful is None and not self._rewinds:
+            self._digest = digest(batch, self._digest, most=64)
 
     def _misread(self, number: int, what: str) -> str:
         name, remedy = self._stateless()
@@ -122,6 +135,11 @@ class ResumableIterator:
         is_stream = bool(self.cut) and isinstance(self._source, IterableDataset)
         owner = self._source if is_stream and not hasattr(self._source, "load_state_dict") else self._loader
         name, steps = type(owner).__name__, list[str]()
+        if _has_buffer(self._source):
+            return (
+                "the shuffle buffer of Hugging Face's datasets",
+                "shuffle shards alone, or a data set that is no stream",
+            )
         if owner is self._source or not is_stream:
             steps.append(f"give {name} state_dict and load_state_dict")
         if is_stream and self.cut["num_workers"]:
@@ -140,6 +158,7 @@ class ResumableIterator:
             samples = self._count(batch)
             self._read += 1
             self._samples += samples
+            self._note(batch)
             yield LoadedBatch(batch, samples)
             batch = self._next(key, self._read)
 
@@ -181,7 +200,9 @@ class ResumableIterator:
         """What `items` needs to go on from here: plain data and tensors."""
         state: dict[str, Any] = {"kind": "stream", "read": self._read, "exhausted": self._exhausted}
         state |= {"samples": self._samples, "cut": self.cut}
-        if self._stateful is not None:  # a copy: it may be made of what the next batch changes
+        if self._stateful is None:
+            state["digest"] = self._digest
+        else:  # a copy: it may be made of what the next batch changes
             state["loader"] = deepcopy(self._stateful.state_dict())
         return state
 
@@ -226,11 +247,20 @@ _CUTTING = ("batch_size", "num_workers", "drop_last")
 def _stateful_part(loader: Any) -> Any:
     """Return the loader or its data set, if that has `load_state_dict`; else None.
 
-    The state of torchdata's loader counts only where its stream has one: without, it can be restored only once.
+    The state of torchdata's loader counts only where its stream has one: without, it can be restored only once. That
+    of Hugging Face's streams lacks the samples in the buffer that they shuffle, so it does not count.
     """
     stream = loader.dataset if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) else None
     is_torchdatas = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
-    if stream is not None and is_torchdatas and not hasattr(stream, "load_state_dict"):
+    if stream is not None and (_has_buffer(stream) or (is_torchdatas and not hasattr(stream, "load_state_dict"))):
         return None
     candidates = [stream, loader] if stream is not None and loader.num_workers == 0 else [loader]
     return next((part for part in candidates if hasattr(part, "load_state_dict")), None)
+
+
+def _has_buffer(stream: Any) -> bool:
+    """Return True for a stream of Hugging Face's that shuffles samples in a buffer."""
+    part = getattr(stream, "_ex_iterable", None)
+    while part is not None and "BufferShuffled" not in type(part).__name__:
+        part = getattr(part, "ex_iterable", None)
+    return part is not None

@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import os
+import random
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ import time
 from importlib.util import find_spec
 from itertools import count
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -786,6 +788,36 @@ def test_a_stream_without_a_state_is_read_again_with_one_clear_warning(tmp_path,
     assert stream.read == 20
     assert caplog.text.count("3 batches of this epoch are read once more") == 1
     assert "state_dict" in caplog.text
+
+
+def test_a_stream_read_again_in_another_order_is_reported(tmp_path, caplog):
+    class Unseeded(IterableDataset):
+        def __iter__(self):
+            return iter(random.Random().sample(range(64), 64))
+
+    path = tmp_path / "step"
+    seen(tmp_path, DataLoader(Unseeded(), 4), max_steps=8, callbacks=[Saving(8, path)])
+    seen(tmp_path, DataLoader(Unseeded(), 4), max_steps=9, resume=path, log_level="WARNING")
+    assert caplog.text.count("Unseeded gives other batches when it is read again: the first 8 of this epoch") == 1
+
+
+def test_a_shuffle_buffer_of_hugging_face_resumes_exactly(tmp_path, caplog):
+    """The buffer is not part of the state of its data set."""
+
+    def shuffled():
+        stream = datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
+        return DataLoader(stream.shuffle(seed=1, buffer_size=10).with_format("torch"), 4, collate_fn=numbers_of)
+
+    whole, path = seen(tmp_path, shuffled(), max_epochs=2), tmp_path / "step"
+    seen(tmp_path, shuffled(), max_steps=13, callbacks=[Saving(13, path)])
+    rest = seen(tmp_path, shuffled(), max_epochs=2, resume=path, log_level="WARNING")
+    assert plain(rest.epochs[1]) == plain(whole.epochs[1])[3:]
+    assert caplog.text.count("3 batches of this epoch are read once more") == 1
+    assert "other batches" not in caplog.text
+
+
+def numbers_of(samples):
+    return torch.stack([each["x"] for each in samples])
 
 
 class Plainly(IterableDataset):
