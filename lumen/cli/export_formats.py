@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -246,7 +247,7 @@ def _write_pretrained(model: Model, _: Call, output: Path) -> str:
     if len(outermost) != 1:
         there = f"has {', '.join(outermost)}. Choose one by --module" if found else "has none"
         raise ConfigError(f"--format huggingface: it writes one model of transformers, and the task {there}.")
-    chosen: Any = found[outermost[0]]
+    chosen: Any = _merged(model.part, found[outermost[0]])
     chosen.save_pretrained(output)
     for owner in (model.task, model.data):
         for value in vars(owner).values() if owner is not None else ():
@@ -256,6 +257,20 @@ def _write_pretrained(model: Model, _: Call, output: Path) -> str:
     if not all(torch.equal(value, read[name]) for name, value in chosen.state_dict().items()):
         raise ConfigError("--format huggingface: from_pretrained would read other numbers.")
     return f"checked, {type(chosen).__name__}.from_pretrained reads the same bits"
+
+
+def _merged(part: nn.Module, chosen: nn.Module) -> nn.Module:
+    """Return a model of transformers with the adapter of peft that it has, if it has one, merged into its weights."""
+    wraps = getattr(sys.modules.get("peft"), "PeftModel", ())
+    for each in part.modules():
+        if isinstance(each, wraps) and chosen in each.modules():
+            if not hasattr(each, "merge_and_unload"):
+                raise ConfigError(
+                    "--format huggingface: this adapter of peft cannot be merged into its model. Write the adapter "
+                    "alone, by its save_pretrained."
+                )
+            return each.merge_and_unload()  # type: ignore[no-any-return, operator]
+    return chosen
 
 
 _CALLED = ("torch-export", "onnx")  # they follow what is computed

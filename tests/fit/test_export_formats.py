@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -49,6 +50,23 @@ class Writer(lumen.TaskModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Adapted(Writer):
+    """A model of transformers with an adapter of peft."""
+
+    def __init__(self, layers: int = 1):
+        super().__init__(layers)
+        lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+        self.gpt = get_peft_model(self.gpt, lora)
+
+
+class Prompted(Writer):
+    """A model of transformers with a prompt of peft that is trained."""
+
+    def __init__(self, layers: int = 1):
+        super().__init__(layers)
+        self.gpt = get_peft_model(self.gpt, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
 
 
 def fit(model=None):
@@ -103,6 +121,24 @@ def test_a_directory_is_what_from_pretrained_reads(capsys):
     assert "lm_head.weight" not in load_file("gpt/model.safetensors")  # tied, and written once
     assert export("--format", "huggingface", "--output", "half", "--module", "gpt", "--dtype", "bfloat16")
     assert GPT2LMHeadModel.from_pretrained("half", dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_is_merged_into_its_model(capsys):
+    fit("Adapted")
+    assert export("--format", "huggingface", "--output", "gpt")
+    read, notes = GPT2LMHeadModel.from_pretrained("gpt", output_loading_info=True)
+    assert not any(notes.values())
+    ids = torch.tensor([[1, 2, 3]])
+    task = trained(Adapted).eval()
+    torch.testing.assert_close(read.eval()(ids).logits, task.gpt(ids).logits)
+    with task.gpt.disable_adapter():
+        assert not torch.allclose(read(ids).logits, task.gpt(ids).logits, atol=1e-3)
+    assert export("--format", "huggingface", "--output", "part", "--module", "gpt")
+    fit("Prompted")
+    capsys.readouterr()
+    assert main(["export", "runs/line-2", "--format", "huggingface", "--output", "prompted"]) == 2
+    assert "this adapter of peft cannot be merged into its model. Write the adapter alone" in capsys.readouterr().err
 
 
 def test_a_program_of_onnx_gives_the_tasks_numbers():
