@@ -199,7 +199,7 @@ class Check:
         records: list[Any] = [each for each in members_of(hint) if is_dataclass(each) or is_mapping(each)]
         if is_class(value) or (isinstance(value, str) and _names_a_class(value, hint)):
             self._enter(path, value, hint, default)
-        elif isinstance(value, dict) and len(records) == 1 and is_dataclass(records[0]):
+        elif isinstance(value, dict) and len(records) == 1 and not is_mapping(records[0]):
             self._ask(path, records[0], value)
         elif isinstance(value, str) and _MINUTES.fullmatch(value) and {int, float} & {*classes_in(hint)}:
             meant = f"{value} would mean {yaml.safe_load(value)}. For a duration write 0{value}."

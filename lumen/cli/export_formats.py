@@ -269,7 +269,7 @@ def _merged(part: nn.Module, chosen: nn.Module) -> nn.Module:
                     "--format huggingface: this adapter of peft cannot be merged into its model. Write the adapter "
                     "alone, by its save_pretrained."
                 )
-            return each.merge_and_unload()  # type: ignore[no-any-return, operator]
+            return each.merge_and_unload()  # type: ignore[no-any-return]
     return chosen
 
 

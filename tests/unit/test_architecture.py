@@ -506,7 +506,7 @@ def test_nothing_is_defined_where_the_class_test_does_not_look():
 #: Underscore names that are neither Lumen's nor torch's.
 OTHERS = {
     "_asdict", "_fields", "_make", "_replace",  # named tuples
-    "_distributed",  # Hugging Face's data sets
+    "_distributed", "_ex_iterable",  # Hugging Face's data sets
     "_strip_protocol",  # fsspec
     "_current_frames", "_exit",  # sys and os, which document them
     "_actions", "_typehint",  # argparse and jsonargparse
