@@ -196,7 +196,7 @@ def train(folder, features):
     if features.end == "second fit":
         trainer = fit("second")
     whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in task.parameters()]
-    return [each.tolist() for each in whole], float(trainer.callback_metrics["val_loss"])
+    return [each.tolist() for each in whole], trainer.newest_values["val_loss"]
 
 
 @torch.no_grad()
