@@ -140,7 +140,7 @@ def written(folder):
 )
 def test_a_mesh_trains_as_one_process(group, tmp_path, shape, weighs):
     weights, values, predictions = train(tmp_path / "one", None, weighs, 7)
-    ranks = group(shape[0] * shape[1]).run(train, tmp_path / "mesh", shape, weighs, 7)
+    ranks = group(shape[0] * shape[1]).run(train, tmp_path / "mesh", shape, weighs, 7, limit_s=180)
     for theirs, their_values, their_predictions in ranks:
         torch.testing.assert_close(theirs, weights, rtol=0, atol=1e-11)
         torch.testing.assert_close(their_predictions, predictions, rtol=0, atol=1e-11)
@@ -150,7 +150,7 @@ def test_a_mesh_trains_as_one_process(group, tmp_path, shape, weighs):
     assert [line["index"] for line in written(tmp_path / "mesh/predictions-7")] == [*range(SAMPLES)]
     # the checkpoint of one is read by the other, within an epoch
     ended = train(tmp_path / "mesh", None, weighs, 10)
-    ranks = group(shape[0] * shape[1]).run(train, tmp_path / "one", shape, weighs, 10)
+    ranks = group(shape[0] * shape[1]).run(train, tmp_path / "one", shape, weighs, 10, limit_s=180)
     for theirs, their_values, _ in ranks:
         torch.testing.assert_close(theirs, ended[0], rtol=0, atol=1e-11)
         assert their_values == pytest.approx(ended[1], rel=1e-11)

@@ -13,7 +13,7 @@ TOLERANCE = {"64-true": 1e-12, "32-true": 1e-5, "bf16-mixed": 0.05, "16-mixed": 
 def run(group, folder, features):
     if features.strategy == "auto":
         return train(folder, features)
-    ranks = group(2).run(train, folder, features)
+    ranks = group(2).run(train, folder, features, limit_s=180)
     assert ranks[0] == ranks[1]
     return ranks[0]
 
