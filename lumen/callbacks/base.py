@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -131,9 +131,10 @@ class Callback:
     #: It asks for `trainer.step_loss()`: the parts of each step's loss are then kept for it.
     reads_step_loss: bool = False
 
-    def __getattr__(self, name: str) -> NoReturn:
-        hint = " Write task.log(name, value)." if name in ("log", "log_dict") else ""
-        raise AttributeError(f"{type(self).__name__} has no attribute {name}.{hint}")
+    def __getattr__(self, name: str) -> Any:
+        if name in ("log", "log_dict"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}. Write task.{name}(...).")
+        return object.__getattribute__(self, name)  # raises the error that a property of a subclass had
 
     @property
     def state_key(self) -> str:

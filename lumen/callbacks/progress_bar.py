@@ -243,9 +243,8 @@ class ProgressBar(Callback):
         self._due_at_s = perf_counter() + self._display.interval_s
 
     def _count_batch(self, trainer: Trainer) -> None:
-        done = (
-            self._evaluation.done + trainer.strategy.data_world_size
-        )  # the other processes had theirs at the same time
+        together = trainer.strategy.data_world_size  # the other processes had theirs at the same time
+        done = self._evaluation.done + together
         self._evaluation.done = done if self._evaluation.total is None else min(done, self._evaluation.total)
         if perf_counter() >= self._due_at_s:
             self._take_in_look()

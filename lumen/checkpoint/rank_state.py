@@ -59,7 +59,8 @@ def load_values(run: Run, checkpoint: Checkpoint) -> None:
         if name in values["torchmetrics"]:
             load_metric_state(metric, values["torchmetrics"][name])
         for key, value in decode(ranks[0].get("attributes", {}), extra).get(name, {}).items():
-            setattr(metric, key, value.to(metric.device))
+            if key in _attributes(metric):
+                setattr(metric, key, value.to(metric.device))
     seen = updates_seen(run.task)
     seen.clear()
     seen.update(values["seen"])

@@ -132,7 +132,7 @@ class LossWeighting:
         """A single micro-batch of a step is made in parts, whose weights are unknown: the first may weigh nothing."""
         self._alone = False
         if self._returned:
-            self._planned = self._guess
+            self.planned = self._guess
 
     def mark(self) -> tuple[float, int]:
         """What is counted of this process by now, for `go_back`."""
