@@ -55,6 +55,8 @@ class ResumableIterator:
         self._iterator: Iterator[Any] | None = None
         self._opened = self._exhausted = self._was_read = False
         self._read = self._samples = self._digest = 0
+        self._first: int | None = None  # digest of the batch that the newest pass began with, if passes repeat
+        self._has_warned = False
         self.cut = {name: getattr(loader, name) for name in _CUTTING} if isinstance(loader, DataLoader) else {}
         self._stands_at: dict[str, Any] | None = None  # the state that the loader itself is in, if it is in one
         part_of_loader = self._stateful is not None and self._stateful is not loader
@@ -154,6 +156,8 @@ class ResumableIterator:
             batch = self._next(key, self._read)
         if batch is _END and self._was_read and self._iterator is self._loader:
             raise self._read_before()  # its __iter__ does not begin anew
+        if self._rewinds and not self._read and batch is not _END:
+            self._compare(batch)
         while batch is not _END:
             samples = self._count(batch)
             self._read += 1
@@ -161,6 +165,16 @@ class ResumableIterator:
             self._note(batch)
             yield LoadedBatch(batch, samples)
             batch = self._next(key, self._read)
+
+    def _compare(self, batch: Any) -> None:
+        """Warn once if a pass that repeats the pass before begins with a different batch."""
+        before, self._first = self._first, digest(batch, most=64)
+        if before not in (None, self._first) and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s gives different batches in each pass, though evaluations and overfit_batches repeat the batches of "
+                "the first pass. Let its __iter__ begin at the first batch.", type(self._loader).__name__,
+            )  # fmt: skip
 
     def _begin(self, epoch: int, position: Position) -> None:
         own: list[int] = []

@@ -801,6 +801,21 @@ def test_a_stream_read_again_in_another_order_is_reported(tmp_path, caplog):
     assert caplog.text.count("Unseeded gives other batches when it is read again: the first 8 of this epoch") == 1
 
 
+class KeepsIterator(DataLoader):
+    """Has one iterator for all epochs, as timm's MultiEpochsDataLoader."""
+
+    def __iter__(self):
+        self.kept = vars(self).get("kept") or super().__iter__()
+        yield from (next(self.kept) for _ in range(2))
+
+
+@pytest.mark.parametrize(("kind", "warnings"), [(KeepsIterator, 1), (DataLoader, 0)])
+def test_overfitting_on_changing_batches_is_reported(tmp_path, caplog, kind, warnings):
+    loader = kind(list(range(24)), 4)
+    seen(tmp_path, loader, max_epochs=3, overfit_batches=2, log_level="WARNING")
+    assert caplog.text.count(f"{kind.__name__} gives different batches in each pass") == warnings
+
+
 def test_a_shuffle_buffer_of_hugging_face_resumes_exactly(tmp_path, caplog):
     """The buffer is not part of the state of its data set."""
 
