@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 if TYPE_CHECKING:
     import torch
 
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
+
+
+@final
+class _OfTask:
+    """A method that a task has and a callback has not."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, callback: object, owner: type) -> NoReturn:
+        raise AttributeError(f"{owner.__name__} has no attribute {self._name}. Write task.{self._name}(...).")
 
 
 class Callback:
@@ -131,10 +142,7 @@ class Callback:
     #: It asks for `trainer.step_loss()`: the parts of each step's loss are then kept for it.
     reads_step_loss: bool = False
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("log", "log_dict"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name}. Write task.{name}(...).")
-        return object.__getattribute__(self, name)  # raises the error that a property of a subclass had
+    log, log_dict = _OfTask(), _OfTask()
 
     @property
     def state_key(self) -> str:

@@ -277,7 +277,8 @@ class ManualOptimization:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._move(of, partial(optimizer.step, **options) if options else bare_step(optimizer))
+        # Hooks before the update may add hooks to the optimizer, which `bare_step` looks for.
+        self._move(of, partial(optimizer.step, **options) if options else lambda: bare_step(optimizer)())
         return loss
 
     def step_part(self, of: ManualOptimizer, part: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -7,7 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from lumen.callbacks import Callback, ModelCheckpoint
 from lumen.errors import ConfigError
@@ -55,6 +55,11 @@ class ViewBase(ABC):
         hint = ATTRIBUTES.get(name) or (f"Did you mean {' or '.join(near)}?" if near else "")
         raise AttributeError(f"{type(self).__name__} has no attribute {name}. {hint}".rstrip())
 
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
     def __getstate__(self) -> Any:
         """Refuse to pickle a run, whose data, devices and processes stay where they are.
 
@@ -63,7 +68,7 @@ class ViewBase(ABC):
         """
         if self._run is not None:
             raise ConfigError(
-                "a Trainer that has run cannot be pickled or copied. Pickle what is needed of it, such as "
+                "a Trainer that has run cannot be pickled. Pickle what is needed of it, such as "
                 "trainer.callback_metrics or task.state_dict(), or make a new Trainer with the same arguments."
             )
         return super().__getstate__()

@@ -112,7 +112,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_interrupted(tmp_path, 
         trainer = quiet_trainer(tmp_path / name, max_steps=steps, resume="auto")
         trainer.fit(task, loader(dtype=F64), loader(dtype=F64))
         last = trainer.checkpoint_callback.last_model_path
-        trained = bringing(bring).load_from_checkpoint(last)  # the task itself holds the average by now
+        trained = bringing(bring).load_from_checkpoint(last, average="parameters")
         counting = next(each for each in trainer.callbacks if isinstance(each, Counting))
         return weights(task), weights(trained), kinds(trainer), counting.steps
 
