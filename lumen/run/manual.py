@@ -380,8 +380,6 @@ class ManualOptimization:
         kind = self._strategy.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
-    # ------------------------------------------------------------------ which parameters are trained
-
     def toggle(self, optimizer: Any) -> None:
         """Freeze what the other optimizers move, and this one does not."""
         self.untoggle()
