@@ -365,7 +365,7 @@ REFUSED = [
     (Scalar, {}, "scale has no dimension.*shape \\(1,\\)"),
     (Lazy, {}, "more.weight has no shape"),
     (Mixed, {}, "several dtypes: net.blocks.0.up.weight in float32, net.blocks.0.down.weight in float64"),
-    (Quadratic, {}, "LBFGS works on all parameters as one vector"),
+    (Quadratic, {}, "LBFGS evaluates the loss within its step"),
 ]
 
 

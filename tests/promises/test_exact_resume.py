@@ -263,7 +263,7 @@ def hunted(directory, nursery, seed, kills):
 
 @pytest.mark.slow
 @pytest.mark.time_limit(900)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.torture)])
 def test_kills_at_random_moments_leave_no_trace(tmp_path, nursery, seed):
     assert hunted(tmp_path / "run", nursery, seed, kills=10).victims
 
