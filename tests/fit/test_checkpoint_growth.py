@@ -147,10 +147,11 @@ def test_more_files_than_may_be_open_are_read(tmp_path):
     tensors = {str(number): torch.full((2,), float(number)) for number in range(150)}
     path = tmp_path / "step-1"
     write_checkpoint(path, {"model": tensors}, {}, info={}, max_file_bytes=1)
+    before = len(os.listdir("/proc/self/fd"))  # earlier tests of this process leave some open
     checkpoint = Checkpoint.open(path)
     for _ in range(2):
         assert same(dict(checkpoint.tensors("model")), tensors)
-    assert len(os.listdir("/proc/self/fd")) < 120
+    assert len(os.listdir("/proc/self/fd")) - before < 100
 
 
 def test_a_save_makes_a_bounded_number_of_calls_for_a_small_tensor(tmp_path):
