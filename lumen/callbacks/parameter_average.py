@@ -34,7 +34,7 @@ class ParameterAverage(Callback, ABC):
         self.use_buffers = use_buffers
         self._average: dict[str, torch.Tensor] = {}  # empty until it begins
         self._updates = 0  # how often it has moved
-        self._places: dict[str, Place] = {}  # of what is averaged
+        self._places: dict[str, Place] = {}  # of the parameters and buffers that the average follows
         self._averages = Averages({}, {})
         self._parameters: dict[str, torch.Tensor] = {}  # while the average is in their place, if it is of another dtype
         self._is_swapped = False  # a validation holds the average in the place of the parameters
@@ -77,7 +77,7 @@ class ParameterAverage(Callback, ABC):
             self._begin(trainer, task)
 
     def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Find what is averaged, which hooks may have changed."""
+        """Find the parameters and buffers again, since hooks may have replaced some."""
         if self._average:
             self._find(task)
 
@@ -97,7 +97,7 @@ class ParameterAverage(Callback, ABC):
         self._find(task)
 
     def _find(self, task: TaskModule) -> None:
-        """Find what is averaged: parameters, and buffers that are saved."""
+        """Find the places of all parameters, and of buffers that are saved."""
         self._places = places_of(task, buffers=self.use_buffers, persistent=True)
         if differing := self._places.keys() ^ self._average.keys():
             raise ConfigError(
@@ -110,7 +110,7 @@ class ParameterAverage(Callback, ABC):
         self._averages = Averages({name: (self._average, name) for name in self._average}, self._places)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is averaged, by name."""
+        """Yield the parameters and buffers that the average follows, by name."""
         return ((name, held[key]) for name, (held, key) in self._places.items())
 
     def around_validation(self, trainer: Trainer, task: TaskModule) -> AbstractContextManager[None]:

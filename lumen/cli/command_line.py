@@ -247,7 +247,7 @@ class CLI:
         return os.path.basename(sys.argv[0])
 
     def _fit_command(self) -> str:
-        """What a command line that trains begins with; empty if the script gives the words itself."""
+        """Return the first words of a command that trains; empty if the script passes the arguments itself."""
         return script_command(self.subcommand is not None) if self._reads_words else ""
 
     # ------------------------------------------------------------------ running

@@ -79,7 +79,7 @@ def is_cut(tensor: torch.Tensor, whole: torch.Size | None = None) -> bool:
 
 
 def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
-    """Which replica of its shard this process holds, from 0, and how many there are; nothing is communicated.
+    """Return the number of the replica that this process holds of its shard, and the count; without communication.
 
     Returns:
         The number of the replica, or -1 on a mesh of some of the processes that lacks rank 0, and their count.

@@ -23,7 +23,7 @@ class AimLogger(Service):
     parameters, nested as they are: `lr` of the task is `run["model"]["lr"]`. Images, histograms and texts are
     sequences. How the run ended is `run["status"]`.
 
-    The hash of the run is in `aim.json` in the run directory; a resumed run goes on in it; see `Service`. Aim keeps the
+    The hash of the run is in `aim.json` in the run directory; a resumed run continues it; see `Service`. Aim keeps the
     newest value of a step.
 
     `experiment` is the `aim.Run`, `name` the experiment's, `version` the hash of the run.

@@ -32,7 +32,7 @@ class MLFlowLogger(Service):
     task is `model/lr`. MLflow never changes one; those that have changed when a run is resumed are tags,
     `changed/model/lr`. Images and texts are artifacts; histograms have no place.
 
-    The id of the run is in `mlflow.json` in the run directory; a resumed run goes on in it; see `Service`.
+    The id of the run is in `mlflow.json` in the run directory; a resumed run continues it; see `Service`.
 
     `experiment` is an `mlflow.tracking.MlflowClient`, `name` the id of the experiment, `version` that of the run.
 

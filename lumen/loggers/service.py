@@ -160,7 +160,7 @@ class Service(Logger):
             self._before_fit = {**self._before_fit, **(params if isinstance(params, Mapping) else vars(params))}
 
     def is_new(self, name: str, step: int) -> bool:
-        """Whether an image, a histogram or a text is not recorded yet, or is of a step that is recorded again."""
+        """Return True if the service lacks an image, histogram or text, or records its step again."""
         return self._is_marked or (name, step) not in self._later
 
     def attempt(self, call: Callable[..., None], *args: Any) -> bool:
@@ -180,7 +180,7 @@ class Service(Logger):
         return True
 
     def save(self) -> None:
-        """See `Logger.save`; a service that has not answered is asked again.
+        """Record everything that was logged, and ask a service again that has not answered.
 
         One that could not be connected makes training wait for a time-out: it is asked at the checkpoints 1, 2, 4, 8,
         and so on after that.

@@ -41,7 +41,7 @@ class ViewBase(ABC):
     _fn: str | None
     _given_optimizers: Callable[[], Any] | None = None
     _counted: Progress | None = None  # of the newest fit
-    _command = ""  # what a command line that trains begins with, such as "lumen fit"
+    _command = ""  # first words of a command that trains, such as "lumen fit"
 
     def __getattr__(self, name: str) -> NoReturn:
         """Say what is read in place of an attribute that only Lightning's trainer has.

@@ -290,7 +290,7 @@ class Searching(Gan):
         return torch.optim.LBFGS(self.critic.parameters(), max_iter=3, line_search_fn="strong_wolfe")
 
 
-def test_a_line_search_by_hand_sees_the_loss_of_the_whole_batch(group, tmp_path):
+def test_manual_line_search_sees_the_global_batch_loss(group, tmp_path):
     alone = train_by(tmp_path / "alone", "auto", Searching)
     for each in group(2).run(train_by, tmp_path, "ddp", Searching):
         torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-9)
@@ -331,7 +331,7 @@ def train_sparse(folder, sparse, mixed):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_sparse_gradient_that_one_process_lacks_is_summed(group, tmp_path, mixed):
+def test_sparse_gradients_missing_on_one_rank_are_summed(group, tmp_path, mixed):
     dense = group(2).run(train_sparse, tmp_path / "dense", False, mixed)
     assert group(2).run(train_sparse, tmp_path / "sparse", True, mixed) == dense
     assert dense[0] == dense[1]

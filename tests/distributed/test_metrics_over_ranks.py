@@ -883,7 +883,7 @@ def stopped_at(folder, steps):
 
 
 @pytest.mark.parametrize("steps", [2, 6], ids=["in mid-epoch", "at the end of an epoch"])
-def test_states_without_a_reduction_are_refused_on_another_world(group, tmp_path, steps):
+def test_unreduced_metric_states_are_refused_on_another_world(group, tmp_path, steps):
     group(2).run(stopped_at, tmp_path, steps)
     said = r"the PearsonCorrCoef correlation was in the middle of an epoch on 2 processes, .* Resume on 2 processes, or"
     with pytest.raises(CheckpointMismatch, match=said) if steps == 2 else nullcontext():

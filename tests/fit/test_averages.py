@@ -116,7 +116,7 @@ class Buffered(Normed):
         return super().training_step(batch)
 
 
-def test_a_mean_of_checkpoints_copies_buffers_but_running_statistics():
+def test_checkpoint_means_average_only_running_statistics_of_buffers():
     states = train(task=Buffered())
     found, by_hand = (
         Buffered.load_from_checkpoint(RUN, average="last:3").state_dict(),
@@ -127,7 +127,7 @@ def test_a_mean_of_checkpoints_copies_buffers_but_running_statistics():
     assert same(found, by_hand | {name: states[8][name] for name in copied})
 
 
-def test_a_mean_of_bfloat16_checkpoints_is_exported_in_float32():
+def test_means_of_bfloat16_checkpoints_export_in_float32():
     states = train()
     halves = [{name: each.bfloat16() for name, each in states[step].items()} for step in (6, 8)]
     for step, state in enumerate(halves):

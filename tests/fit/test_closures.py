@@ -435,7 +435,7 @@ class ReadsLoss(lumen.Callback):
         self.losses.append((float(trainer.step_loss()), float(outputs)))
 
 
-def test_the_loss_of_a_step_is_that_of_its_first_evaluation(tmp_path):
+def test_step_loss_is_the_first_evaluations_loss(tmp_path):
     callback = ReadsLoss()
     fit(tmp_path, Evaluated(), data(16), callbacks=[callback], max_epochs=1)
     assert all(shown == returned for shown, returned in callback.losses)

@@ -415,7 +415,7 @@ class Banked(lumen.TaskModule):
 
 
 @pytest.mark.parametrize("kind", [Resizing, Hooked])
-def test_hooks_of_modules_resize_tensors_before_they_are_loaded(tmp_path, kind):
+def test_module_load_hooks_resize_tensors_before_loading(tmp_path, kind):
     def fit(folder, steps):
         task = Banked(kind)
         trainer = quiet_trainer(tmp_path / folder, max_steps=steps, resume="auto")

@@ -790,7 +790,7 @@ def test_a_stream_without_a_state_is_read_again_with_one_clear_warning(tmp_path,
     assert "state_dict" in caplog.text
 
 
-def test_a_stream_read_again_in_another_order_is_reported(tmp_path, caplog):
+def test_streams_reread_in_another_order_are_reported(tmp_path, caplog):
     class Unseeded(IterableDataset):
         def __iter__(self):
             return iter(random.Random().sample(range(64), 64))
