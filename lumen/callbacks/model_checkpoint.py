@@ -32,7 +32,7 @@ _SHORT_RUN_S = 10.0
 
 
 @final
-class ModelCheckpoint(LacksLightnings, Callback):
+class ModelCheckpoint(Callback, LacksLightnings):
     """Saves checkpoints and removes those that no rule keeps.
 
     Each is a directory `step-NNNNNNNN`, named by completed optimizer updates. One is never written twice, and none is

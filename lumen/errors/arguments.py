@@ -16,7 +16,6 @@ from typing import (
     ClassVar,
     Concatenate,
     Literal,
-    NoReturn,
     ParamSpec,
     TypeVar,
     Union,
@@ -115,14 +114,15 @@ class LacksLightnings:
 
     ATTRIBUTES: ClassVar[Mapping[str, str]] = {}
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Say what is read in place of an attribute that only Lightning's class has.
+    def __getattr__(self, name: str) -> Any:
+        """Say what to read in place of an attribute that only Lightning's class has.
 
         Raises:
-            AttributeError: There is none of this name.
+            AttributeError: The class has no such attribute; or the error of a property of this name.
         """
-        hint = type(self).ATTRIBUTES.get(name, "")
-        raise AttributeError(f"{type(self).__name__} has no attribute {name}. {hint}".rstrip())
+        if hint := type(self).ATTRIBUTES.get(name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}. {hint}")
+        return object.__getattribute__(self, name)
 
 
 @cache

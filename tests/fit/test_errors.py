@@ -236,3 +236,15 @@ def test_gradients_in_evaluations_say_what_to_do(tmp_path):
     with pytest.raises(RuntimeError) as caught:
         quiet_trainer(tmp_path).validate(task, loader())
     assert "Evaluations run without gradients" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", [lumen.Callback, lumen.CSVLogger])
+def test_errors_inside_properties_are_not_hidden(kind):
+    class Broken(kind):
+        @property
+        def shown(self):
+            return self.never_made
+
+    with pytest.raises(AttributeError, match="never_made"):
+        _ = Broken().shown
+    assert not hasattr(Broken(), "log_graph" if kind is lumen.CSVLogger else "log")
