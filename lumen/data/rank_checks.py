@@ -13,6 +13,8 @@ import torch
 from lumen.data.windows import LoadedBatch, RankSlice
 from lumen.errors import DataError
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def check_same(rank_slice: RankSlice, what: str, found: Any, advice: str) -> None:
     """Refuse data that is not the same in all processes. Collective: every rank must call this.
@@ -54,11 +56,12 @@ def digest(batch: Any, code: int = 0, most: int | None = None) -> int:
 
 def pieces(part: Any, most: int | None = None) -> Iterator[Any]:
     """The bytes of nested data, in their order; of what is neither plain data nor a tensor, the name of its class."""
-    if most is not None and isinstance(part, torch.Tensor | np.ndarray) and part.ndim and not _is_irregular(part):
-        yield str(tuple(part.shape)).encode()
-        part = part.reshape(-1)
-        part = part[:: max(1, len(part) // most)]
-    elif most is not None and isinstance(part, str | bytes):
+    if most is not None and isinstance(part, torch.Tensor | np.ndarray):
+        yield repr((part.dtype, *part.shape)).encode()
+        if (numbers := _on_host(part)) is not None:
+            yield numbers.flat[:: max(1, numbers.size // most)].tobytes()
+        return
+    if most is not None and isinstance(part, str | bytes):
         part = part[:most]
     if isinstance(part, torch.Tensor):
         yield f"{part.dtype}{tuple(part.shape)}".encode()
@@ -85,5 +88,10 @@ def pieces(part: Any, most: int | None = None) -> Iterator[Any]:
         yield type(part).__name__.encode()
 
 
-def _is_irregular(part: torch.Tensor | np.ndarray) -> bool:
-    return isinstance(part, torch.Tensor) and (part.layout is not torch.strided or part.is_nested)
+def _on_host(part: torch.Tensor | np.ndarray) -> np.ndarray[Any, Any] | None:
+    """Return the memory of an array or tensor; None for tensors that only a copy or a wait for a device would read."""
+    if isinstance(part, np.ndarray):
+        return None if part.dtype == object else part
+    if part.device.type != "cpu" or part.layout is not torch.strided or part.is_nested or part.is_complex():
+        return None
+    return part.detach().view(_BITS[part.itemsize]).numpy()

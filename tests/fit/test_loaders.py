@@ -34,6 +34,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import lumen
+from lumen.data.rank_checks import digest
 from lumen.errors import ConfigError, DataError
 from tests.helpers.pages import snippets
 from tests.helpers.streams import Buffered
@@ -799,6 +800,22 @@ def test_streams_reread_in_another_order_are_reported(tmp_path, caplog):
     seen(tmp_path, DataLoader(Unseeded(), 4), max_steps=8, callbacks=[Saving(8, path)])
     seen(tmp_path, DataLoader(Unseeded(), 4), max_steps=9, resume=path, log_level="WARNING")
     assert caplog.text.count("Unseeded gives other batches when it is read again: the first 8 of this epoch") == 1
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.randn(2, 3, 40, 40).to(memory_format=torch.channels_last),
+        torch.randn(9, 5).bfloat16(),
+        torch.randn(4, 1).expand(4, 6),
+        torch.randn(5, requires_grad=True),
+        torch.tensor(3.0),
+    ],
+    ids=["channels_last", "bfloat16", "expanded", "with gradient", "scalar"],
+)
+def test_digests_of_batches_depend_on_values_alone(batch):
+    assert digest(batch, most=64) == digest(batch.detach().clone(memory_format=torch.contiguous_format), most=64)
+    assert digest(batch, most=64) != digest(batch.detach() + 1, most=64)
 
 
 class KeepsIterator(DataLoader):
