@@ -120,7 +120,7 @@ class MLFlowLogger(Service):
         self._client.set_terminated(kept, "KILLED")
 
     def clean(self, name: str) -> str:
-        """See `Service.clean`."""
+        """Return the name with `_` in place of characters that MLflow does not allow."""
         return _name(name)
 
     def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:

@@ -619,7 +619,7 @@ def test_batches_that_weigh_nothing_make_no_update(tmp_path, caplog):
     assert "a step of AdamW was skipped: the weights of its batches sum to 0" in caplog.text
 
 
-def test_an_accumulated_gradient_is_used_after_a_weightless_batch(tmp_path):
+def test_accumulated_gradients_survive_a_weightless_batch(tmp_path):
     task = Weighed([1.0, 0.0])
     task.step_every = 2
     before = weights(task)

@@ -78,7 +78,7 @@ def test_a_first_half_of_weight_0_changes_nothing(tmp_path, where):
     torch.testing.assert_close(weights(halved), weights(by_hand), rtol=1e-12, atol=1e-14)
 
 
-def test_a_light_first_half_skips_no_more_updates_in_fp16(tmp_path):
+def test_light_first_halves_skip_no_fp16_updates(tmp_path):
     seen = []
     for fits in (10**6, 4):
         task, notes = Uneven(fits).float(), Notes()

@@ -120,7 +120,7 @@ def test_clipping_of_ones_own_and_the_norm_that_is_shown(tmp_path):
     assert [round(float(each), 4) for each in task.norms] == [0.01, 0.02]
 
 
-def test_fp16_trains_with_updates_left_out_and_made_twice(tmp_path):
+def test_fp16_trains_with_skipped_and_repeated_updates(tmp_path):
     class Uneven(Regression):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
             for _ in range(batch_idx % 3):
@@ -223,7 +223,7 @@ class CurvingTwice(Curving):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_second_derivatives_are_for_a_backward_that_keeps_its_graph(tmp_path):
+def test_second_derivatives_need_a_kept_graph(tmp_path):
     task, _ = train(tmp_path, CurvingTwice, loader(48, shuffle=False))
     expected = CurvingTwice()
     optimizer = expected.configure_optimizers()

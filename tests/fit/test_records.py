@@ -55,7 +55,7 @@ def test_a_row_of_the_csv_compares_each_name_a_few_times_however_many_there_are(
     assert compared(2000) <= 5 * 2000
 
 
-def test_a_new_name_in_each_step_copies_few_rows(tmp_path):
+def test_new_names_in_each_step_copy_few_rows(tmp_path):
     logger, path = lumen.CSVLogger(), tmp_path / "metrics.csv"
     logger.open(tmp_path, resumed=False)
     file, copied = None, 0

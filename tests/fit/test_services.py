@@ -150,7 +150,7 @@ def test_what_mlflow_missed_it_gets_when_it_answers_again_and_training_goes_on(t
     assert (trainer.run_directory / "run.log").read_text().count("MLflow has failed, and training goes on") == 1
 
 
-def test_mlflow_gets_a_row_that_was_lost_on_its_way(tmp_path, uri):
+def test_mlflow_gets_rows_lost_in_transit(tmp_path, uri):
     def statement(text):
         with closing(sqlite3.connect(tmp_path / "runs/mlflow.db")) as database:
             database.execute(text)
@@ -171,7 +171,7 @@ def test_mlflow_gets_a_row_that_was_lost_on_its_way(tmp_path, uri):
     assert {name: sorted(rows) for name, rows in record.items()} == of_csv(trainer.run_directory)
 
 
-def test_two_names_that_mlflow_would_make_one_are_refused(tmp_path, uri):
+def test_names_that_collide_in_mlflow_are_refused(tmp_path, uri):
     class Twice(Regression):
         def training_step(self, batch):
             self.log_dict({"acc@1": 1.0, "acc_1": 5.0})
@@ -181,7 +181,7 @@ def test_two_names_that_mlflow_would_make_one_are_refused(tmp_path, uri):
         fit(tmp_path, Twice(), max_steps=1, logger="mlflow", enable_checkpointing=False)
 
 
-def test_a_new_run_that_mlflow_refuses_does_not_begin_and_a_resumed_one_is_connected_later(tmp_path, uri):
+def test_resumed_runs_connect_to_mlflow_later(tmp_path, uri):
     there = lumen.MLFlowLogger(tracking_uri=uri)
     fit(tmp_path, max_steps=3, logger=there, **EVERY_STEP)
     (tmp_path / "text").write_text("This is no database. " * 100)
@@ -330,7 +330,7 @@ class Scaled(Regression):
         return loss
 
 
-def test_a_branch_that_was_given_up_is_not_kept_silently(tmp_path, uri):
+def test_abandoned_branches_are_sent_again_and_marked(tmp_path, uri):
     def end(trainer):
         raise InterruptedError
 
@@ -423,7 +423,7 @@ PIXELS = torch.zeros(2, 2)
         (lambda logger: logger.log_hyperparams(), "argument: 'params'. Write logger.log_hyperparams(params)"),
     ],
 )
-def test_lightnings_arguments_of_what_is_logged_are_answered_by_lumens(kind, call, said):
+def test_logger_calls_of_lightning_say_what_to_write(kind, call, said):
     with pytest.raises(AttributeError, match=r"no attribute log_graph\. .* logger\.experiment\.add_graph"):
         kind().log_graph(torch.nn.Linear(1, 1))
     with pytest.raises(ConfigError) as caught:

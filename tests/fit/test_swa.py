@@ -80,7 +80,7 @@ def test_checkpoints_hold_both_and_before_the_first_mean_none(tmp_path):
         Scheduled.load_from_checkpoint(newest, average="SWA")
 
 
-def test_a_run_that_ends_before_the_first_mean_keeps_its_parameters(tmp_path, caplog):
+def test_runs_without_a_mean_keep_their_parameters(tmp_path, caplog):
     kept = Kept()
     end, _ = average(tmp_path, lumen.SWA(0.02, START), kept, steps=12, log_level="WARNING")
     assert_equal(end, {name: each.numpy() for name, each in kept.states[-1].items()}, 0.0)

@@ -126,7 +126,7 @@ def test_every_printed_command_runs(capsys, situation):
 
 
 @pytest.mark.usefixtures("workplace")
-def test_the_longer_command_of_a_script_names_the_script(monkeypatch, capsys):
+def test_longer_commands_of_scripts_name_the_script(monkeypatch, capsys):
     """`lumen fit` knows neither the script's classes nor its options."""
     ended, words = [], ["train.py", "fit", "--config", "own.yaml"]
     own = yaml.safe_load(CONFIG)

@@ -277,7 +277,7 @@ def hung(stage, *numbers):
 @pytest.mark.parametrize(
     "stage", ["validate", "fit", *(pytest.param(stage, marks=pytest.mark.torture) for stage in ("test", "predict"))]
 )
-def test_a_second_signal_ends_a_hung_job_in_each_stage(stage):
+def test_second_signals_end_hung_jobs_in_each_stage(stage):
     code, output = hung(stage, signal.SIGTERM, signal.SIGINT)
     assert code == 143, output
     assert f"{'stopped at step 0' if stage == 'fit' else f'{stage} stopped'} by SIGINT, at once" in output

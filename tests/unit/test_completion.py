@@ -60,7 +60,7 @@ def test_a_shell_completes_what_lumen_takes(shell, tmp_path, capsys):
     ]  # fmt: skip
 
 
-def test_a_missing_shtab_is_an_error_with_the_command(monkeypatch, capsys):
+def test_missing_shtab_names_the_install_command(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
     assert "Install it with: pip install 'lumen[completion]'" in capsys.readouterr().err
