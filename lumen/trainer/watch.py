@@ -97,6 +97,7 @@ class _Watch:
         """Look until the run is over."""
         processes, vote = self._processes, self._run.ending.vote
         beats, idle_s, is_in_step, patience, warned = vote.polls, 0.0, False, 1, False
+        used = 0.0  # The share of the limit: a process that leaves a slow disk for a collective has that one's whole limit.
         period_s = min(_LONGEST_PERIOD_S, min(processes.timeout_s, processes.startup_timeout_s) / _LOOKS)
         while True:
             before_s = time.monotonic()
@@ -108,15 +109,17 @@ class _Watch:
             if vote.polls != beats:
                 if is_in_step or self._has_begun:  # what it takes to start says nothing of later
                     self._longest_s[is_in_step] = max(self._longest_s[is_in_step], idle_s)
-                beats, idle_s, patience, warned = vote.polls, 0.0, 1, False
+                beats, idle_s, used, patience, warned = vote.polls, 0.0, 0.0, 1, False
                 continue
             # not what the clock says: the time in which this process was itself stopped is not counted
-            idle_s += min(time.monotonic() - before_s, 2 * period_s)
+            passed_s = min(time.monotonic() - before_s, 2 * period_s)
             is_in_step, limit_s, is_asked = self._limit()
             if is_asked:
-                idle_s, warned = 0.0, False
+                idle_s, used, warned = 0.0, 0.0, False
                 continue
             limit_s *= patience
+            idle_s += passed_s
+            used += passed_s / limit_s
             if (pair := self._unmatched(idle_s)) is not None and (places := self._claim(beats)):
                 headline = name_unmatched(*(places[rank] for rank in pair))
                 if not self._is_looked_at(places):
@@ -125,14 +128,14 @@ class _Watch:
                 if not warned:
                     self._warn(f"{headline}. It is not ended: somebody may be looking at it.")
                 warned = True
-            if idle_s > limit_s and (places := self._claim(beats)):
+            if used > 1 and (places := self._claim(beats)):
                 headline = f"no step and no batch was done for {idle_s:.3g} s: {name_culprits(places)}"
                 if not self._is_looked_at(places):
                     self._end(places, headline)
                 self._give_up_claim()
-                patience, idle_s, warned = 2 * patience, 0.0, True
+                patience, idle_s, used, warned = 2 * patience, 0.0, 0.0, True
                 self._warn(f"{headline}. It is not ended: somebody may be looking at it.")
-            elif idle_s > limit_s / 2 and not warned:
+            elif used > 0.5 and not warned:
                 warned = True
                 self._warn(
                     f"rank {self._processes.rank} has done no step and no batch for {idle_s:.3g} s; the job is ended "

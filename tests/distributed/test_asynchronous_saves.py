@@ -126,13 +126,22 @@ def train_until_a_disk_is_full(tmp_path, strategy):
     return str(caught.value)
 
 
-def test_a_slow_disk_of_one_rank_is_waited_for_longer_than_a_rank_in_training(group, tmp_path):
+def test_slow_disks_leave_collectives_their_whole_limit(group, tmp_path):
     group(2).run(train_beside_a_slow_disk, tmp_path)
     assert names(tmp_path) == ["step-00000004"]
 
 
+class LateAtTheEnd(lumen.Callback):
+    """A collective at the end of the fit, to which rank 1 comes a second later."""
+
+    def on_fit_end(self, trainer, task):
+        if trainer.global_rank == 1:
+            time.sleep(1)
+        torch.distributed.barrier()
+
+
 def train_beside_a_slow_disk(tmp_path):
-    """It needs longer, once by far, than it takes a process that does not come to a collective to count as stuck."""
+    """The disk needs longer than `timeout_s`, once by far, and the next collective waits for rank 1 for a second."""
     fsync, slept, rests_s = os.fsync, [], iter((9.0, 4.0))
 
     def slow(descriptor):
@@ -145,7 +154,8 @@ def train_beside_a_slow_disk(tmp_path):
             patch.setattr(os, "fsync", slow)
         for part in ("before", "."):  # the group of the threads stays open from one run to the next
             slept.clear()
-            fit(tmp_path / part, saving(), max_steps=6, strategy=lumen.DDP(timeout_s=3.0), logger=False)
+            callbacks, strategy = [saving(), LateAtTheEnd()], lumen.DDP(timeout_s=3.0)
+            fit(tmp_path / part, callbacks, max_steps=6, strategy=strategy, logger=False)
     assert bool(slept) == (os.environ["RANK"] == "1")
 
 
