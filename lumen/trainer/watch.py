@@ -97,7 +97,7 @@ class _Watch:
         """Look until the run is over."""
         processes, vote = self._processes, self._run.ending.vote
         beats, idle_s, is_in_step, patience, warned = vote.polls, 0.0, False, 1, False
-        used = 0.0  # The share of the limit: a process that leaves a slow disk for a collective has that one's whole limit.
+        used = 0.0  # The share of the limit, since a slow disk may take longer than a collective that follows it.
         period_s = min(_LONGEST_PERIOD_S, min(processes.timeout_s, processes.startup_timeout_s) / _LOOKS)
         while True:
             before_s = time.monotonic()
