@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import re
+
 from lumen.errors import LumenError
 from lumen.run.run import Run
 
 _BEGIN = "This was in "
-_INFERENCE = (
-    "Evaluations run without gradients: compute what needs some inside `with torch.enable_grad():`, of tensors made "
-    "there, with Trainer(inference_mode=False)."
+_NO_GRADIENT = (
+    "A detached tensor has no gradient, and an evaluation makes none: compute it inside `with torch.enable_grad():` of "
+    "tensors made there, with Trainer(inference_mode=False)."
 )
-#: What to do about errors of torch that users of a trainer meet, by a part of their text.
+_DTYPE = "Create tensors in self.dtype and convert inputs, x.to(self.dtype), or use precision='bf16', which converts."
+_INTEGERS = "Convert what the function wants as other numbers: target.long() for class indices and embeddings."
+_FILES = "Call torch.multiprocessing.set_sharing_strategy('file_system') first, or raise the limit of `ulimit -n`."
+_KILLED = (
+    "A worker was killed, often for memory: num_workers=0 shows its error, fewer workers need less. A container may "
+    "have too little shared memory: docker run --shm-size=8g."
+)
+_DEVICE = "Train on the CPU, or with CUDA_LAUNCH_BLOCKING=1, to see the line: often a label or an index is too large."
+_LOGITS = "Give logits, without the sigmoid, to torch.nn.functional.binary_cross_entropy_with_logits."
+#: What to do about errors of torch that users of a trainer meet, by a pattern of their text.
 _ADVICE = {
-    "does not require grad and does not have a grad_fn": _INFERENCE,
-    "nference tensor": _INFERENCE,
-    "nference mode": _INFERENCE,
-    "InferenceMode": _INFERENCE,
+    "does not require grad and does not have a grad_fn|[Ii]nference tensor|[Ii]nference ?[Mm]ode": _NO_GRADIENT,
     "tensors to be on the same device": "Create tensors on self.device, and register constants as buffers.",
     "backward through the graph a second time": "Detach what one step keeps for the next: hidden = hidden.detach().",
+    "support the deepcopy protocol": "Detach the tensors that a module keeps from one step to the next.",
     "modified by an inplace operation": "Trainer(detect_anomaly=True) names the operation.",
-    "have the same dtype": "Create tensors in self.dtype, or use precision='bf16', which converts where needed.",
-    "expected scalar type": "Convert the input: x.to(self.dtype), or targets as the loss wants them.",
-    "expected target dtype": "Convert targets as the loss wants them: target.long() for class indices.",
+    "a leaf Variable that requires grad": "Change parameters by hand inside `with torch.no_grad():`.",
+    "have the same dtype|^Input type .* should be the same": _DTYPE,
+    "expected scalar type|target dtype|following scalar types|Expected dtype int|tensor of type Long": _INTEGERS,
+    r"Target -?\d+ is out of bounds": "Labels go from 0 to the number of classes less 1, but for ignore_index.",
+    "index out of range in self": "An index reaches nn.Embedding's num_embeddings, the size of the vocabulary.",
+    "input should be between 0 and 1|unsafe to autocast": _LOGITS,
     "stack expects each tensor to be equal size": "Samples differ in size: give the DataLoader a collate_fn that pads.",
     "more than 1 value per channel when training": "BatchNorm needs two samples: give the DataLoader drop_last=True.",
-    "exited unexpectedly": "A worker was killed, often for memory: num_workers=0 shows its error, fewer need less.",
-    "received 0 items of ancdata": "Call torch.multiprocessing.set_sharing_strategy('file_system') first.",
-    "device-side assert": "Train on the CPU, or with CUDA_LAUNCH_BLOCKING=1, to see the line: often a wrong label.",
+    "exited unexpectedly|killed by signal": _KILLED,
+    "DataLoader timed out": "A batch took longer than the DataLoader's timeout: num_workers=0 shows the slow line.",
+    "received 0 items of ancdata|unable to open shared memory|Too many open files": _FILES,
+    "[Cc]an't (pickle|get) (local|<)": "Spawned workers need classes and functions at the top of a module, no lambda.",
+    "CUDA in forked subprocess": "Lumen moves batches: let workers return tensors of the CPU, or spawn them.",
+    "device-side assert|CUBLAS_STATUS|illegal memory access": _DEVICE,
+    "not have a deterministic implementation": "Trainer(deterministic='warn') makes a warning of this error.",
+    "mixed torch.Tensor and DTensor": "FSDP shards parameters: use them in the forward of the module that owns them.",
+    "NCCL [Ee]rror|ncclUnhandled|ncclSystem": "NCCL_DEBUG=INFO shows the reason; NCCL_SOCKET_IFNAME sets the network.",
     "Default process group has not been initialized": "One process has none: use self.all_gather, which works there.",
 }
 
@@ -41,8 +59,9 @@ def note_place(run: Run, error: BaseException) -> None:
     is_users = isinstance(error, Exception) and not isinstance(error, LumenError)
     if is_users and not any(note.startswith(_BEGIN) for note in getattr(error, "__notes__", ())):
         error.add_note(f"{_BEGIN}{_told(run)}.")
-        if (found := next(filter(str(error).__contains__, _ADVICE), None)) is not None:
-            error.add_note(_ADVICE[found])
+        text = str(error)
+        if (found := next((advice for known, advice in _ADVICE.items() if re.search(known, text)), None)) is not None:
+            error.add_note(found)
 
 
 def _told(run: Run) -> str:

@@ -1,15 +1,19 @@
 """Bad input gets one clear error, before anything is trained, and nothing is written that was not there."""
 
+import os
 import pickle
+import signal
+import time
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import lumen
 from lumen.errors import ConfigError, DataError, LumenError
-from tests.helpers.tasks import Regression, loader, quiet_trainer
+from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
 
 
 class NoTrainingStep(lumen.TaskModule):
@@ -209,13 +213,32 @@ def fail_in_place():
     y.sum().backward()
 
 
+def change_a_leaf():
+    torch.ones(2, requires_grad=True).add_(1)
+
+
+def go_back_twice():
+    x = torch.ones(2, requires_grad=True).exp().sum()
+    x.backward()
+    x.backward()
+
+
 TORCH_ERRORS = {
     "collate_fn that pads": lambda: default_collate([torch.ones(1), torch.ones(2)]),
     "detect_anomaly=True": fail_in_place,
+    "deterministic='warn'": lambda: torch.ones(3).put_(torch.tensor([0]), torch.ones(1)),
+    "Detach the tensors that a module keeps": lambda: deepcopy(torch.ones(1, requires_grad=True).exp()),
+    "Detach what one step keeps": go_back_twice,
     "drop_last=True": lambda: nn.BatchNorm1d(2)(torch.ones(1, 2)),
-    "self.dtype": lambda: torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, 2),
+    "Labels go from 0": lambda: nn.functional.cross_entropy(torch.ones(2, 2), torch.tensor([0, 5])),
+    "logits": lambda: nn.functional.binary_cross_entropy(torch.full((2,), 3.0), torch.ones(2)),
+    "num_embeddings": lambda: nn.Embedding(3, 2)(torch.tensor([7])),
+    "self.dtype and": lambda: torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, 2),
+    "convert inputs": lambda: nn.Conv1d(1, 1, 1)(torch.ones(1, 1, 3, dtype=torch.float64)),
     "target.long()": lambda: nn.functional.cross_entropy(torch.ones(2, 2), torch.ones(2, dtype=torch.int32)),
+    "class indices and embeddings": lambda: nn.functional.embedding(torch.ones(1), torch.ones(2, 2)),
     "torch.enable_grad()": lambda: torch.autograd.grad(torch.ones(1).sum(), torch.ones(1)),
+    "torch.no_grad()": change_a_leaf,
     "use self.all_gather": lambda: torch.distributed.all_reduce(torch.ones(1)),
 }
 
@@ -224,9 +247,41 @@ TORCH_ERRORS = {
 def test_errors_of_torch_say_what_to_do(tmp_path, advice):
     task = Regression()
     task.training_step = lambda batch: TORCH_ERRORS[advice]()
-    trainer = quiet_trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
-    with pytest.raises((RuntimeError, ValueError)) as caught:
+    trainer = quiet_trainer(tmp_path, max_epochs=1, enable_checkpointing=False, deterministic=True)
+    with pytest.raises((RuntimeError, ValueError, IndexError)) as caught:
         trainer.fit(task, loader())
+    assert advice in "".join(caught.value.__notes__)
+
+
+class Samples(Dataset):
+    """Whose samples do what is asked."""
+
+    def __init__(self, do):
+        self.do = do
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.do()
+        return torch.ones(FEATURES), torch.ones(1)
+
+
+WORKER_ERRORS = {
+    "--shm-size": (lambda: os.kill(os.getpid(), signal.SIGBUS), {}),
+    "fewer workers need less": (lambda: os.kill(os.getpid(), signal.SIGKILL), {}),
+    "num_workers=0 shows the slow line": (lambda: time.sleep(60), {"timeout": 1}),
+    "top of a module": (lambda: None, {"multiprocessing_context": "spawn"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+@pytest.mark.parametrize("advice", WORKER_ERRORS)
+def test_errors_of_workers_say_what_to_do(tmp_path, advice):
+    do, options = WORKER_ERRORS[advice]
+    loaded = DataLoader(Samples(do), num_workers=1, **options)
+    with pytest.raises((RuntimeError, AttributeError, pickle.PicklingError)) as caught:
+        quiet_trainer(tmp_path, max_epochs=1, enable_checkpointing=False).fit(Regression(), loaded)
     assert advice in "".join(caught.value.__notes__)
 
 
@@ -235,7 +290,7 @@ def test_gradients_in_evaluations_say_what_to_do(tmp_path):
     task.validation_step = lambda batch: torch.autograd.grad(task(batch[0]).sum(), task.parameters())
     with pytest.raises(RuntimeError) as caught:
         quiet_trainer(tmp_path).validate(task, loader())
-    assert "Evaluations run without gradients" in "".join(caught.value.__notes__)
+    assert "an evaluation makes none" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("kind", [lumen.Callback, lumen.CSVLogger])
