@@ -2,17 +2,23 @@
 
 import csv
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 
 import lumen
 from datamodules.packed import PackedSurnames, request
+from lumen.cli import main
 from models.lora_gpt2 import LoraAnswers
 from models.packed_gpt2 import Answers
+from tests.helpers import ROOT
 from tests.helpers.cli import run_model
 from tests.helpers.tasks import quiet_trainer
+from tests.helpers.workplace import commands_in
 
 CONFIG = {"vocab_size": 256, "n_positions": 48, "n_embd": 16, "n_layer": 2, "n_head": 2}
 NAMES = {r"^gpt\.": "gpt.base_model.model.", r"\.(c_attn|c_fc)\.": r".\1.base_layer."}
@@ -65,6 +71,21 @@ def test_the_base_stays_to_the_bit_and_peft_reads_the_adapter_that_a_resumed_run
     read = PeftModel.from_pretrained(base.gpt, trainer.run_directory / "adapter").eval()
     assert torch.equal(read(ids).logits, whole.gpt.eval()(ids).logits)
     assert not torch.allclose(read(ids).logits, alone, atol=1e-3)
+
+
+@pytest.mark.filterwarnings(PEFT)
+@pytest.mark.usefixtures("for_programs")
+def test_commands_that_lora_runs_print_run(capsys):
+    config = yaml.safe_load((ROOT / "models/lora_gpt2.yaml").read_text())
+    config["model"]["init_args"]["config"] = CONFIG
+    config["data"]["init_args"] |= {"labelled": 48, "row": 48}
+    config["trainer"] |= {"init_from": None, "max_epochs": 1, "limit_val_batches": 1, "logger": True}
+    Path("lora.yaml").write_text(yaml.safe_dump(config))
+    assert main(["fit", "--config", "lora.yaml"]) == 0
+    printed = commands_in(capsys.readouterr().err)
+    assert printed.keys() >= {"curves", "weights"}
+    for command in printed.values():
+        assert main(shlex.split(command)[1:]) == 0, command
 
 
 class Failing(lumen.Callback):

@@ -1,7 +1,9 @@
 """What a run says of its beginning and of its end: only what is so, and commands that work."""
 
+import os
 import re
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import lumen
 from lumen.cli import main
 from tests.helpers.cli_tasks import Line, Points
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
-from tests.helpers.workplace import LINE
+from tests.helpers.workplace import LINE, commands_in
 
 
 class Judged(Regression):
@@ -107,11 +109,6 @@ SITUATIONS = {
 }
 
 
-def commands_in(text):
-    """Every command that a run has printed, by the word before it."""
-    return dict(re.findall(r"^(\w+): ((?:lumen|python\S*) .*)$", text, re.MULTILINE))
-
-
 @pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_every_printed_command_runs(capsys, situation):
@@ -123,6 +120,34 @@ def test_every_printed_command_runs(capsys, situation):
         assert main(shlex.split(command)[1:]) == 0, command
         if name == "longer":
             assert "\nfinished: max_epochs=2 reached" in capsys.readouterr().err
+
+
+class EndsOnce(lumen.Callback):
+    """The first life of a run ends at step 3: by an error, or by the signal of a scheduler."""
+
+    def __init__(self, by: str):
+        self.by, self.mark = by, Path("ended")
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        if trainer.global_step == 3 and not self.mark.exists():
+            self.mark.touch()
+            if self.by == "error":
+                raise KeyError("a mistake")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize("by", ["error", "signal"])
+def test_printed_resuming_commands_run(capsys, by):
+    saver = "{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2}}"
+    ends = f"{{class_path: tests.fit.test_telling.EndsOnce, init_args: {{by: {by}}}}}"
+    callbacks = ["--trainer.callbacks+", saver, "--trainer.callbacks+", ends]
+    with pytest.raises((KeyError, SystemExit)) as caught:
+        main(["fit", "--config", "line.yaml", *callbacks, "--trainer.max_epochs", "3"])
+    said = "\n".join([capsys.readouterr().err, *getattr(caught.value, "__notes__", [])])
+    (command,) = re.findall(r"Go on with:\n  (lumen .*)$", said, re.MULTILINE)
+    assert main(shlex.split(command)[1:]) == 0
+    assert "finished: max_epochs=3 reached" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("workplace")

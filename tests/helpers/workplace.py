@@ -1,6 +1,7 @@
 """Where the command line and programs are tried: a directory of their own, and no environment from outside."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -32,6 +33,11 @@ CONFIG = {
         "enable_model_summary": False,
     },
 }
+
+
+def commands_in(text):
+    """Every command that a run has printed, by the word before it."""
+    return dict(re.findall(r"^(\w+): ((?:lumen|python\S*) .*)$", text, re.MULTILINE))
 
 
 def alone(monkeypatch):

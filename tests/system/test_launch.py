@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ from lumen.distributed.cluster_environment import find
 from lumen.errors import ConfigError
 from lumen.strategies.factory import make_strategy, processes_of
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
-from tests.helpers.workplace import alone
+from tests.helpers.workplace import alone, commands_in
 
 SCRIPT = """
 import atexit, os, signal, sys, time
@@ -173,6 +174,16 @@ def test_one_flag_runs_a_command_in_two_processes_and_the_saved_config_runs_agai
     assert main([*words, "one.json", "--trainer.devices", "1"]) == 0
     one, two = (yaml.safe_load(Path(name).read_text())[0]["test_loss"] for name in ("one.json", "two.json"))
     assert one == pytest.approx(two, rel=1e-6)
+
+
+def test_commands_that_two_processes_print_run():
+    code, output = run("-m", "lumen", "fit", "--config", "line.yaml", "--trainer.devices", "2")
+    printed = commands_in(output)
+    assert (code, printed.keys()) == (0, {"longer", "curves", "weights"}), output
+    code, output = run("-m", *shlex.split(printed.pop("longer")))
+    assert (code, output.count("finished: max_epochs=4 reached")) == (0, 1), output
+    for command in printed.values():
+        assert main(shlex.split(command)[1:]) == 0, command
 
 
 def test_a_seed_that_nobody_set_is_the_same_in_all_processes():
