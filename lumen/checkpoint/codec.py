@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lumen.errors import CheckpointDamaged, CheckpointError
+from lumen.internals.masking import Reference
 
 JSON: TypeAlias = Any
 """What `json.dumps` writes and `json.loads` reads."""
@@ -32,6 +33,7 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], str]]] = {
     type(Path()): ("$path", str),
     torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
     torch.device: ("$device", str),
+    Reference: ("$env", str),
 }
 _SEQUENCES: dict[type, str] = {tuple: "$tuple", torch.Size: "$size", set: "$set", frozenset: "$frozenset"}
 _SCALARS: dict[str, Any] = {  # numpy scalars whose arithmetic is not Python's
@@ -216,6 +218,7 @@ _DECODERS: dict[str, Callable[[JSON, Mapping[str, torch.Tensor]], Any]] = {
     "$path": lambda text, _: Path(text),
     "$dtype": lambda text, _: named_dtype(text),
     "$device": lambda text, _: torch.device(text),
+    "$env": lambda text, _: Reference(text),
     "$tuple": lambda items, tensors: tuple(_decode_items(items, tensors)),
     "$size": lambda items, tensors: torch.Size(_decode_items(items, tensors)),
     "$set": lambda items, tensors: set(_decode_items(items, tensors)),

@@ -83,7 +83,7 @@ def changed_hyperparameters(run: Run, checkpoint: Checkpoint) -> dict[str, tuple
     changed: dict[str, tuple[Any, Any]] = {}
     for prefix, (entry, owner) in owners.items():
         old = decode(checkpoint.state[entry], checkpoint.tensors("extra"))
-        new = {} if owner is None else dict(owner.hparams)
+        new = {} if owner is None else owner.recorded_hparams
         for name in dict.fromkeys([*old, *new]):
             values = old.get(name, _ABSENT), new.get(name, _ABSENT)
             if _comparable(values[0]) != _comparable(values[1]):

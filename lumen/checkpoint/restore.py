@@ -38,6 +38,7 @@ from lumen.checkpoint.weights_source import find_named
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.internals.garbage import only_young_collected
+from lumen.internals.masking import Reference, is_masked, resolved
 from lumen.internals.optimizers import has_stepped
 from lumen.precision import convert_as_saved
 from lumen.run.progress import Progress
@@ -288,9 +289,26 @@ def load_datamodule(kind: type[Data], path: PurePath, *, overrides: Mapping[str,
 def _built(kind: type[Owner], checkpoint: Checkpoint, of: str, overrides: Mapping[str, Any]) -> Owner:
     """An object of a class, built from the hyperparameters of a checkpoint."""
     saved = decode(checkpoint.state[of], checkpoint.tensors("extra"))
-    hyperparameters = _without_those_of_bases(kind, saved) | dict(overrides)
+    kept = {name: value for name, value in _without_those_of_bases(kind, saved).items() if name not in overrides}
+    references: dict[tuple[Any, ...], Reference] = {}
+    for name, value in kept.items():
+        if is_masked(value):
+            raise CheckpointMismatch(
+                f"{checkpoint.path} does not hold the hyperparameter {name}: its name says that it is a secret, and it "
+                f"was masked. Give it: load_from_checkpoint(PATH, {name}=...)."
+            )
+        try:
+            kept[name] = resolved(value, (name,), references)
+        except LookupError as error:
+            raise CheckpointMismatch(
+                f"the hyperparameter {name} of {checkpoint.path} is {value!r}: {error.args[0]}, or give "
+                f"load_from_checkpoint(PATH, {name}=...)."
+            ) from None
+    hyperparameters = kept | dict(overrides)
     try:
-        return kind(**hyperparameters)
+        built = kind(**hyperparameters)
+        built.hparams_references = references
+        return built
     except TypeError as error:
         raise CheckpointMismatch(
             f"{kind.__name__} cannot be built from the hyperparameters of {checkpoint.path} "

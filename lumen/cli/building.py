@@ -7,14 +7,21 @@ import os
 import reprlib
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from lumen.cli.config_layers import is_class
+from lumen.cli.interpolation import escaped
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
+from lumen.internals.masking import References, masked
+from lumen.task.data_module import DataModule
+from lumen.task.hyperparameters import HasHyperparameters
+from lumen.task.task_module import TaskModule
 
 _log = logging.getLogger("lumen")
 
@@ -60,8 +67,34 @@ def take(name: str, data: Any) -> Any:
             f"{type(data).__name__} an attribute {name} to take it from."
         )
     value = getattr(data, name)
-    _log.info("model.%s is %s, from data.%s", name, reprlib.repr(value), name)
+    _log.info("model.%s is %s, from data.%s", name, reprlib.repr(masked(value, name)), name)
     return value
+
+
+def keep_given(
+    node: dict[str, Any], links: list[str], model: TaskModule, data: DataModule | None, references: References
+) -> None:
+    """Note where hyperparameters refer to the environment, and record what the model takes from the data.
+
+    Args:
+        node: What is recorded of the model: its class and arguments, or its arguments alone.
+        links: Names of the arguments that the model takes from the data.
+        model: The task that was built.
+        data: The data module that was built.
+        references: References to the environment by their place in the config.
+    """
+    for key, owner in (("model", model), ("data", data)):
+        if isinstance(owner, HasHyperparameters):
+            found = {path[2:]: each for path, each in references.items() if path[:2] == (key, "init_args")}
+            owner.hparams_references = found
+    for name in links:
+        if (reference := references.get(("data", "init_args", name))) is not None:
+            model.hparams_references = {**model.hparams_references, (name,): reference}
+            continue  # a repeated run takes the value from the data again
+        with suppress(yaml.YAMLError):  # what is no plain data is taken from the data again
+            yaml.safe_dump(value := getattr(data, name))
+            inside = node.setdefault("init_args", {}) if is_class(node) else node
+            inside[name] = escaped(value)
 
 
 def is_plain(value: Any) -> bool:

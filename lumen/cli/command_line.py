@@ -16,12 +16,12 @@ from jsonargparse import Namespace, set_loader
 
 from lumen.callbacks import Callback
 from lumen.cli import COMMANDS, tell, without_launchers
-from lumen.cli.building import as_list, build, explained_paths, is_plain, take
+from lumen.cli.building import as_list, build, explained_paths, is_plain, keep_given, take
 from lumen.cli.class_defaults import without_defaults
 from lumen.cli.config_checks import Check
 from lumen.cli.config_layers import Settings, Tree
 from lumen.cli.help import show_help
-from lumen.cli.interpolation import escaped, resolve
+from lumen.cli.interpolation import escaped, put_references, resolve
 from lumen.cli.optimization import configure_optimizers
 from lumen.cli.options import Offer, OptionParser
 from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
@@ -193,7 +193,7 @@ class CLI:
             raise Shown
         if asked.files and not settings.tree["trainer"].get("name"):
             settings.tree["trainer"]["name"] = Path(asked.files[0]).stem
-        resolve(settings)
+        self._references = resolve(settings)
         if isinstance(several := settings.tree.get("lr_scheduler"), list):
             self.parser = self._make_parser(len(several))
         config = self._checked(settings)
@@ -204,7 +204,7 @@ class CLI:
             record = self._recorded(skip_unset="unset" in asked.left_out, of_call=True)
             if "default" in asked.left_out:
                 record = without_defaults(record, self.parser)
-            print(dump_yaml(escaped(record)), end="", file=stdout)
+            print(dump_yaml(record), end="", file=stdout)
             raise Shown
 
     def _checked(self, settings: Settings) -> Namespace:
@@ -261,6 +261,8 @@ class CLI:
         record: dict[str, Any] = yaml.safe_load(self.parser.dump(self._own(self.config), skip_unset=skip_unset))
         if (several := record.get("lr_scheduler")) and "class_path" not in several:
             record["lr_scheduler"] = list(several.values())
+        record = escaped(record)
+        put_references(record, self._references)
         once = {key: record.pop(key, None) for key in ("config", "output", "ckpt_path", "average")}
         return record | {key: value for key, value in once.items() if of_call and key != "config" and value is not None}
 
@@ -307,13 +309,7 @@ class CLI:
         self.instantiate_classes()
         self.trainer.seed, self.trainer._given = seed, None  # the whole config is kept, or nothing
         self.trainer._command = self._fit_command()
-        for name in self._links:
-            with suppress(yaml.YAMLError):  # what is no plain data is taken from the data again
-                yaml.safe_dump(value := getattr(self.datamodule, name))
-                inside = (
-                    record["model"] if "model" in self.parser.fixed else record["model"].setdefault("init_args", {})
-                )
-                inside[name] = value
+        keep_given(record["model"], self._links, self.model, self.datamodule, self._references)
         return record
 
     def _class_of_model(self, config: Namespace) -> str:

@@ -1,17 +1,29 @@
-"""`${key.path}`, which stands for another setting, and `???`, which must be given; OmegaConf reads them."""
+"""`${key.path}`, which stands for another setting, and `???`, which must be given; OmegaConf reads them.
+
+What refers to the environment is used as its value and recorded as it is written: values there may be secrets.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import reduce
 from typing import Any, NamedTuple, final
 
+import yaml
+
 from lumen.cli.config_layers import Settings, is_class, merge
+from lumen.cli.yaml_text import load_yaml
 from lumen.errors import ConfigError
+from lumen.internals.masking import Reference, is_masked, what_is_missing
 
 _MISSING = "???"
 _SAID = {"Recursive interpolation detected": "it leads back to itself"}
+_ENVIRONMENT = "${oc.env:"
+_BRACE = re.compile(r"\$\{|[{}]")
+_HELD, _HELD_AS = re.compile("\ue000([0-9]+)\ue001"), "\ue000{}\ue001"  # no text of a config has these
 _REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 
 
@@ -24,22 +36,57 @@ class _Place(NamedTuple):
     text: str
 
 
-def resolve(settings: Settings) -> None:
+def resolve(settings: Settings) -> dict[tuple[Any, ...], Reference]:
     """Put values into the settings where they refer to each other.
+
+    Returns:
+        By path, what is recorded in place of values that the environment gave; other references in it are resolved.
 
     Raises:
         ConfigError: One that must be given is not, or one refers to nothing or to itself; says all that is wrong.
     """
-    places = [place for place in _texts(settings.tree) if place.text == _MISSING or "${" in place.text]
-    if not places:
-        return
-    missing = [(place, "it must be given. Set it.") for place in places if place.text == _MISSING]
-    references = [place for place in places if place.text != _MISSING]
+    texts = list(_texts(settings.tree))
+    missing = [(place, "it must be given. Set it.") for place in texts if place.text == _MISSING]
+    missing += [(place, _how_to_give(settings.where(place.path))) for place in texts if is_masked(place.text)]
+    references = [place for place in texts if "${" in place.text]
     unreadable = [(place, wrong) for place in references if (wrong := _wrong_alone(place.text))]
-    problems = [*missing, *unreadable] or list(_put(settings.tree, references))
+    problems, kept = [*missing, *unreadable], dict[tuple[Any, ...], Reference]()
+    if references and not problems:
+        held: list[str] = []
+        before = _as_written(settings.tree, held) if any(_ENVIRONMENT in place.text for place in references) else {}
+        problems = list(_put(settings.tree, references))
+        if held and not problems:
+            kept = _recorded(settings.tree, before, references, held)
     if problems:
         lines = [f"{settings.where(place.path)}: {place.text}: {wrong}" for place, wrong in problems]
         raise ConfigError("\n".join(lines))
+    return kept
+
+
+def put_references(record: dict[str, Any], references: Mapping[tuple[Any, ...], Reference]) -> None:
+    """Put references in place of their values where a record of the settings has these."""
+    inner = {path[:end] for path in references for end in range(len(path))}
+    for path, reference in references.items():
+        owner, key = record, path[-1]
+        for name in path[:-1]:
+            owner = _inside(owner, name)
+        if isinstance(owner, list) and isinstance(key, str):
+            owner = owner[0]
+        is_there = isinstance(owner, list) or (isinstance(owner, dict) and key in owner)
+        if is_there and not (path in inner and isinstance(owner[key], dict | list)):
+            owner[key] = str(reference)
+
+
+def _inside(owner: Any, name: Any) -> Any:
+    """What a name leads to: arguments of a class that a script fixes, or a callback that was alone, are one up."""
+    if isinstance(owner, list):
+        return _inside(owner[0], name) if isinstance(name, str) else owner[name]
+    return (owner.get(name, owner if name == "init_args" else None)) if isinstance(owner, dict) else None
+
+
+def _how_to_give(where: str) -> str:
+    option = where.partition(" ")[0]
+    return f"it was masked when it was recorded. Write --{option} '${{oc.env:NAME}}', and set NAME in the environment."
 
 
 def escaped(value: Any) -> Any:
@@ -78,9 +125,7 @@ def _put(tree: dict[str, Any], places: list[_Place]) -> Iterator[tuple[_Place, s
     written = OmegaConf.create(_as_written(tree))
     for place in places:
         try:
-            value = _value(written, place.path)
-            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            found = merge(None, plain, tuple(map(str, place.path)))
+            found = _value(written, place.path)
             if place.path[-1] == "class_path" and is_class(found):  # a class may be written as its name alone
                 place.owner.update(found)
             else:
@@ -88,29 +133,95 @@ def _put(tree: dict[str, Any], places: list[_Place]) -> Iterator[tuple[_Place, s
         except InterpolationKeyError as error:
             yield place, _nothing_there(str(error).partition("'")[2].partition("'")[0], tree)
         except OmegaConfBaseException as error:
-            yield place, f"{_SAID.get(said := str(error).partition(chr(10))[0], said)}."
+            said = what_is_missing(error)
+            yield place, f"{_SAID.get(said, said)}."
 
 
 def _value(written: Any, path: tuple[Any, ...]) -> Any:
+    """The value at a path, as plain settings."""
     from omegaconf import OmegaConf
 
     for key in path:
         if key != "init_args":
             written = written[key if OmegaConf.is_list(written) else str(key)]
-    return written
+    plain = OmegaConf.to_container(written, resolve=True) if OmegaConf.is_config(written) else written
+    return merge(None, plain, tuple(map(str, path)))
 
 
-def _as_written(node: Any) -> Any:
-    """Settings by the keys of the command line: the arguments of a class are beside its name."""
+def _recorded(
+    tree: dict[str, Any], before: dict[str, Any], places: list[_Place], held: list[str]
+) -> dict[tuple[Any, ...], Reference]:
+    """What is recorded in place of values of the environment.
+
+    Args:
+        tree: The settings with their values.
+        before: The settings as written, with `held` set apart.
+        places: The texts that have references.
+        held: References to the environment.
+    """
+    from omegaconf import OmegaConf
+
+    written, kept = OmegaConf.create(before), dict[tuple[Any, ...], Reference]()
+    for place in places:
+        found, path = _value(written, place.path), place.path
+        if path[-1] == "class_path" and is_class(found):
+            path = path[:-1]
+        for inner in _texts({path[-1]: found}, path[:-1]):
+            if _HELD.search(inner.text):
+                text = _HELD.sub(lambda each: held[int(each[1])], escaped(inner.text))
+                value = reduce(lambda node, key: node[key], inner.path, tree)
+                kept |= _references(text, value, inner.path)
+    return kept
+
+
+def _references(text: Any, value: Any, path: tuple[Any, ...]) -> dict[tuple[Any, ...], Reference]:
+    """A reference, and those in it where its type may read the text as a list or a mapping."""
+    if not isinstance(text, str):
+        both = zip(_texts({path[-1]: text}, path[:-1]), _texts({path[-1]: value}, path[:-1]), strict=False)
+        return {old.path: Reference(old.text, new.text) for old, new in both if _ENVIRONMENT in old.text}
+    found = {path: Reference(text, value if isinstance(value, str) else None)}
+    if text[:1] in "[{" and isinstance(value, str):
+        with suppress(yaml.YAMLError):
+            found |= _references(load_yaml(text), load_yaml(value), path)
+    return found
+
+
+def _set_apart(text: str, held: list[str]) -> str:
+    """A text in which what refers to the environment is numbered, so that OmegaConf leaves it alone."""
+    begin = 0
+    while (begin := text.find("${", begin)) >= 0:
+        depth, end = 0, len(text)
+        for brace in _BRACE.finditer(text, begin):
+            depth += -1 if brace[0] == "}" else 1
+            if not depth:
+                end = brace.end()
+                break
+        is_text = (begin - len(text[:begin].rstrip("\\"))) % 2
+        if is_text or _ENVIRONMENT not in text[begin:end]:
+            begin += 2
+            continue
+        held.append(text[begin:end])
+        text = f"{text[:begin]}{_HELD_AS.format(len(held) - 1)}{text[end:]}"
+    return text
+
+
+def _as_written(node: Any, held: list[str] | None = None) -> Any:
+    """Settings by the keys of the command line: the arguments of a class are beside its name.
+
+    Args:
+        node: Settings, or a part of them.
+        held: Receives what refers to the environment, which is then set apart.
+    """
     if isinstance(node, list):
-        return [_as_written(item) for item in node]
+        return [_as_written(item, held) for item in node]
     if isinstance(node, str):
+        node = node if held is None else _set_apart(node, held)
         return _REFERENCE.sub(lambda found: found[0].replace(".init_args.", "."), node)
     if not isinstance(node, dict):
         return node
     if is_class(node):
         node = {**(node.get("init_args") or {}), **{key: node[key] for key in node if key != "init_args"}}
-    return {str(key): _as_written(value) for key, value in node.items()}
+    return {str(key): _as_written(value, held) for key, value in node.items()}
 
 
 def _nothing_there(key: str, tree: dict[str, Any]) -> str:

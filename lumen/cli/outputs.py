@@ -20,7 +20,8 @@ from lumen.cli.interpolation import escaped
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError, DataError
-from lumen.internals.whole_files import replaced
+from lumen.internals.masking import masked
+from lumen.internals.whole_files import replaced, write_private
 from lumen.run.loaders import Loaders
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
@@ -42,12 +43,13 @@ class SaveConfig(Callback):
         """Write it, now that everything is loaded and fits: a resume that fails leaves the old one alone."""
         if trainer.run_directory is None or not trainer.is_global_zero:
             return
-        self._record["trainer"] |= {"name": trainer.run_directory.name, "resume": None, "resume_parts": None}
-        path, written = trainer.run_directory / "config.yaml", escaped(self._record)
+        of_run = {"name": escaped(trainer.run_directory.name), "resume": None, "resume_parts": None}
+        self._record["trainer"] |= of_run
+        path, written = trainer.run_directory / "config.yaml", masked(self._record)
         if path.exists() and not _means(before := path.read_text(encoding="utf-8"), written):
             kept = (path.with_name(f"config-{number}.yaml") for number in count(1))
-            _write(next(other for other in kept if not other.exists()), before)
-        _write(path, dump_yaml(written))
+            write_private(next(other for other in kept if not other.exists()), before)
+        write_private(path, dump_yaml(written))
 
 
 def _means(text: str, record: dict[str, Any]) -> bool:

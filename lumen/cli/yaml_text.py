@@ -103,7 +103,13 @@ class _Dumper(yaml.SafeDumper):
         """There are no aliases."""
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Represent a text; other quotes than these lose line breaks such as U+0085."""
+        style = None if data.replace("\n", "").isprintable() else '"'
+        return self.represent_scalar(f"{_YAML}str", data, style=style)
 
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 for each in (_Loader, _Dumper):
     each.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9][0-9_]*$"), list("-+0123456789"))
     each.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))

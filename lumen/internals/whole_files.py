@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from lumen.errors import RunDirectoryError
+
+_CURES = {
+    errno.ENOENT: "It was removed while its run was writing to it. Start the run again.",
+    errno.ENOSPC: "Make room; what was saved is whole, and the run can be resumed.",
+    errno.EDQUOT: "Make room; what was saved is whole, and the run can be resumed.",
+}
+
+
+@contextmanager
+def explained_writing(path: Path) -> Iterator[None]:
+    """The context in which an OSError becomes an error that names the file of a run and says what to do.
+
+    Raises:
+        RunDirectoryError: The file cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        cure = _CURES.get(error.errno or 0, "See that it can be written, and resume the run.")
+        raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}. {cure}") from error
 
 
 @contextmanager
@@ -24,3 +47,14 @@ def replaced(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file of a run that may hold a secret: whole or not at all, and readable by its owner alone.
+
+    Raises:
+        RunDirectoryError: The file cannot be written.
+    """
+    with explained_writing(path), replaced(path) as beside:
+        beside.touch(0o600)
+        beside.write_text(text, encoding="utf-8")

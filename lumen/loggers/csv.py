@@ -11,18 +11,13 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, ClassVar, Concatenate, ParamSpec, final
 
-from lumen.errors import RunDirectoryError
 from lumen.errors.arguments import checked
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
+from lumen.internals.whole_files import explained_writing
 from lumen.loggers.base import Logger, told
 
 _P = ParamSpec("_P")
 _COPIES_PER_ROW = 8
-_CURES = {
-    errno.ENOENT: "It was removed while its run was writing to it. Start the run anew.",
-    errno.ENOSPC: "Make room; what was saved is whole, and the run can be resumed.",
-    errno.EDQUOT: "Make room; what was saved is whole, and the run can be resumed.",
-}
 
 
 def _explained(write: Callable[Concatenate[_Table, _P], None]) -> Callable[Concatenate[_Table, _P], None]:
@@ -30,11 +25,8 @@ def _explained(write: Callable[Concatenate[_Table, _P], None]) -> Callable[Conca
 
     @wraps(write)
     def explained(table: _Table, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        try:
+        with explained_writing(table.path):
             write(table, *args, **kwargs)
-        except OSError as error:
-            cure = _CURES.get(error.errno or 0, "See that it can be written, and resume the run.")
-            raise RunDirectoryError(f"{table.path} cannot be written: {error.strerror or error}. {cure}") from error
 
     return explained
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
+from lumen.internals.masking import masked
 from lumen.internals.whole_files import replaced
 from lumen.loggers.base import Logger, Nothing, told
 
@@ -154,10 +155,11 @@ class Service(Logger):
     @told
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `Logger.log_hyperparams`; what is given before `fit` is recorded once that begins."""
+        given = masked(params if isinstance(params, Mapping) else vars(params))
         if self.is_open:
-            self.attempt(self.send_hyperparams, params)
+            self.attempt(self.send_hyperparams, given)
         else:
-            self._before_fit = {**self._before_fit, **(params if isinstance(params, Mapping) else vars(params))}
+            self._before_fit |= given
 
     def is_new(self, name: str, step: int) -> bool:
         """Return True if the service lacks an image, histogram or text, or records its step again."""

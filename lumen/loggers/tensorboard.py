@@ -12,6 +12,7 @@ import numpy as np
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
+from lumen.internals.masking import masked
 from lumen.loggers.base import Array, Logger, Nothing, told
 from lumen.loggers.values import as_array, as_pixels, entries
 
@@ -97,7 +98,7 @@ class TensorBoardLogger(Logger):
         resumed are recorded as a text, "hyperparameters".
         """
         flat = entries(params, ".")
-        plain = {name: value if type(value) in (int, float) else str(value) for name, value in flat}
+        plain = {name: value if type(value) in (int, float) else str(masked(value, name)) for name, value in flat}
         before, self._hyperparameters = self._hyperparameters, plain
         if before is None:
             if plain:

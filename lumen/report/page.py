@@ -19,6 +19,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from lumen import __version__
 from lumen.errors import RunDirectoryError
+from lumen.internals.masking import masked_words
 from lumen.internals.whole_files import replaced
 from lumen.report.curves import Curves, draw
 from lumen.report.record import Record, names_of, read_record
@@ -154,7 +155,7 @@ def _environments(records: Sequence[Record]) -> dict[str, list[str]]:
 def _entries(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
     told = {str(name).replace("_", " "): value for name, value in islice(environment.items(), 40)}
     if isinstance(command := told.get("command"), list):
-        told["command"] = shlex.join(map(str, command))
+        told["command"] = shlex.join(masked_words(list(map(str, command))))
     return [(name, _in_words(value)) for name, value in told.items()]
 
 

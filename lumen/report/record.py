@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from lumen.internals.masking import masked_text
 from lumen.report.media import Media, read_media
 from lumen.report.settings import settings_in
 from lumen.report.table import Table, read_table
@@ -137,7 +138,7 @@ def _configs(directory: Path) -> dict[str, str]:
     if own_file(directory, "config.yaml") is None:
         names = ["script.yaml"]
     files = {name: own_file(directory, name) for name in names}
-    texts = {name: _tail(file, _LONGEST_CONFIG)[0] for name, file in files.items() if file is not None}
+    texts = {name: masked_text(_tail(file, _LONGEST_CONFIG)[0]) for name, file in files.items() if file is not None}
     return {name: text for name, text in texts.items() if text}
 
 

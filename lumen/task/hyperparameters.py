@@ -6,10 +6,11 @@ import dataclasses
 import inspect
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from types import FrameType, SimpleNamespace
+from types import FrameType, MappingProxyType, SimpleNamespace
 from typing import Any, final
 
 from lumen.errors import ConfigError
+from lumen.internals.masking import References, masked
 
 
 @final
@@ -29,7 +30,13 @@ class Hyperparameters(dict[str, Any]):
 
 
 class HasHyperparameters:
-    """Mixin of `TaskModule` and `DataModule`."""
+    """Mixin of `TaskModule` and `DataModule`.
+
+    Attributes:
+        hparams_references: Which hyperparameters a config took from the environment, by their place in `hparams`.
+    """
+
+    hparams_references: References = MappingProxyType({})
 
     @property
     def hparams(self) -> Hyperparameters:
@@ -42,11 +49,15 @@ class HasHyperparameters:
         return Hyperparameters(self.__dict__.get("hparams_as_saved", {}))
 
     @property
+    def recorded_hparams(self) -> dict[str, Any]:
+        """The entries of `hparams` as files keep them: secrets are masked, references to the environment kept."""
+        return masked(self.hparams, references=self.hparams_references)  # type: ignore[no-any-return]
+
+    @property
     def logged_hparams(self) -> dict[str, Any]:
-        """The entries of `hparams` that loggers record."""
-        return {
-            name: value for name, value in self.hparams.items() if name not in vars(self).get("hparams_unlogged", ())
-        }
+        """The entries of `recorded_hparams` that loggers record."""
+        unlogged = vars(self).get("hparams_unlogged", ())
+        return {name: value for name, value in self.recorded_hparams.items() if name not in unlogged}
 
     def save_hyperparameters(
         self,

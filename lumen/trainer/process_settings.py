@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from lumen.console import in_notebook
+from lumen.internals.masking import masked_words
+from lumen.internals.whole_files import write_private
 from lumen.strategies import Strategy
 
 
@@ -102,7 +104,7 @@ def _float32_matmul(precision: str | None) -> Iterator[None]:
 def write_environment(directory: Path, strategy: Strategy) -> None:
     """Record what the run runs on, as `environment.json`."""
     record = {
-        "command": sys.orig_argv,
+        "command": masked_words(sys.orig_argv),
         "working_directory": os.getcwd(),
         "host": platform.node(),
         **_software(),
@@ -115,7 +117,7 @@ def write_environment(directory: Path, strategy: Strategy) -> None:
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         **({"slurm": _slurm_job(os.environ)} if "SLURM_JOB_ID" in os.environ else {}),
     }
-    (directory / "environment.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_private(directory / "environment.json", json.dumps(record, indent=2) + "\n")
 
 
 def _slurm_job(environment: Mapping[str, str]) -> dict[str, str | int]:

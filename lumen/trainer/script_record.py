@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Mapping
 from datetime import timedelta
 from numbers import Integral, Real
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lumen.internals.masking import masked
+from lumen.internals.whole_files import write_private
 from lumen.run.run import Run
 from lumen.task.hyperparameters import HasHyperparameters
 
@@ -61,10 +63,10 @@ def record_script(trainer: Trainer, run: Run) -> None:
         **({} if data is None else {"data": plain(data)}),
         "trainer": {name: value for name, value in settings.items() if name not in _LEFT_OUT},
     }
-    path: Path = trainer.run_directory / SCRIPT_FILE
     import yaml  # not before a run: a script imports little beside torch
 
-    path.write_text(_HEAD + yaml.safe_dump(found, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    text = yaml.safe_dump(masked(found), sort_keys=False, allow_unicode=True)
+    write_private(trainer.run_directory / SCRIPT_FILE, _HEAD + text)
 
 
 def _name(kind: Any) -> str:

@@ -1,14 +1,19 @@
 """`lumen submit` checks a command, writes one file in the words of an engine, and gives it to that."""
 
 import ast
+import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from lumen.cli import main
+from lumen.cli.submit import kubernetes, ray_train, skypilot, slurm
+from lumen.cli.submit.job import Job
 from tests.helpers import ROOT
 from tests.helpers.engine_tasks import CONFIG
 
@@ -119,6 +124,7 @@ def test_the_task_of_skypilot_has_fields_that_there_are_and_a_command_that_bash_
         (["--on", "k8s", *FIT], "--image: Kubernetes needs one"),
         (["--on", "sky", *FIT], "--gpu: SkyPilot must know the kind"),
         (["--on", "lsf", *FIT], "invalid choice"),
+        (["--on", "slurm", "--partition", "a\n#SBATCH -N 9", *FIT], "--partition: expected a word of printable ASCII"),
     ],
 )
 def test_what_is_wrong_is_an_error_before_anything_is_written(words, said, capsys):
@@ -140,6 +146,91 @@ def test_the_file_is_given_to_the_engines_own_program_whose_exit_code_counts(her
     assert main(["submit", "--on", "sky", "--gpu", "H100", "--file", "mine.yaml", *FIT]) == 7
     assert Path("asked").read_text() == "jobs launch mine.yaml\n"
     assert yaml.safe_load(Path("mine.yaml").read_text())["name"] == "run"
+
+
+def test_a_file_that_was_edited_is_kept(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    words = ["submit", "--on", "slurm"]
+    main([*words, *FIT])
+    file = Path("run.sbatch")
+    edited = file.read_text().replace("srun", "srun --exclusive")
+    file.write_text(edited)
+    capsys.readouterr()
+    assert main([*words, *FIT]) == 2
+    assert (
+        "run.sbatch is there, with other text than this job has. Submit it as it is: sbatch" in capsys.readouterr().err
+    )
+    assert file.read_text() == edited
+    main([*words, "--overwrite", *FIT])
+    main([*words, *FIT])  # the file has this text already
+    assert "written: run.sbatch" in capsys.readouterr().err
+    assert "--exclusive" not in file.read_text()
+
+
+def test_a_job_with_a_secret_is_private(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    os.umask(before := os.umask(0o022))
+    for number, label in enumerate(["https://a.org", "https://me:hunter2@a.org"]):
+        main(["submit", "--on", "slurm", "--file", f"{number}.sbatch", *FIT, f"--trainer.default_root_dir={label}"])
+    assert [Path(f"{number}.sbatch").stat().st_mode & 0o777 for number in (0, 1)] == [0o666 & ~before, 0o600]
+
+
+def in_bash(script, program, folder):
+    """The words that a script of bash gives a program."""
+    (folder / program).write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
+    (folder / program).chmod(0o755)
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "SKYPILOT_NODE_IPS": "1.2.3.4", "SKYPILOT_NUM_NODES": "1"}
+    done = subprocess.run(["bash"], input=script.encode(), env=environment, capture_output=True, check=True)
+    return [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]
+
+
+def expanded(text):
+    """A word of a container's command as Kubernetes has it: `$(NAME)` is a variable, and `$$` a `$`."""
+    return re.sub(r"\$(\$|\([^)]*\))", lambda found: "$" if found[1] == "$" else "VARIABLE", text)
+
+
+READERS = {
+    slurm: lambda text, folder: in_bash(text, "srun", folder),
+    skypilot: lambda text, folder: in_bash(yaml.safe_load(text)["run"], "torchrun", folder),
+    ray_train: lambda text, folder: next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "COMMAND"
+    ),
+    kubernetes: lambda text, folder: [
+        expanded(word)
+        for word in yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0][
+            "command"
+        ]
+    ],
+}
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+BYTES = st.binary().filter(lambda word: b"\0" not in word).map(os.fsdecode)
+
+
+@pytest.mark.parametrize("engine", READERS, ids=lambda engine: engine.__name__.rpartition(".")[2])
+def test_an_engine_reads_the_words_that_were_given(engine, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bin")
+
+    @settings(max_examples=60, deadline=None, database=None)
+    @given(words=st.lists(TEXTS if engine is kubernetes else TEXTS | BYTES, max_size=4))
+    @example(words=["a\nb", "x\u2028y", "$(HOME) $$(X) ${Y} `z`", "{0} {words}", '"""', "'\\''", "\x85 \t\r"])
+    def check(words):
+        job = Job("run", tuple(words), 1, 1, 1, 0, "python", "/", image="a/b:1", gpu="H100")
+        read = READERS[engine](engine.text(job), folder)
+        assert read[len(read) - len(words) :] == words
+
+    check()
+
+
+def test_words_reach_the_job_from_the_command_line(capsys):
+    word = "a\nb\u2028$(HOME)'"
+    assert main(["submit", "--on", "k8s", "--image", "a", "--dry-run", *FIT, f"--trainer.default_root_dir={word}"]) == 0
+    job = yaml.safe_load(capsys.readouterr().out)
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert f"--trainer.default_root_dir={word}" in map(expanded, container["command"])
+    assert main(["submit", "--on", "k8s", "--image", "a", *FIT, "--trainer.default_root_dir=\udcff"]) == 2
+    assert "a job of Kubernetes is YAML, which holds UTF-8 alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", re.findall(r"^lumen (submit .*)$", PAGE, re.M))

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -19,6 +19,8 @@ from lumen.cli.submit import kubernetes, ray_train, skypilot, slurm
 from lumen.cli.submit.job import Job
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError
+from lumen.internals.masking import masked_words
+from lumen.internals.whole_files import replaced
 
 _MORE = (
     "The command, such as `fit --config run.yaml`, stands after `--` and is checked first. One file is written, which "
@@ -84,6 +86,7 @@ def options() -> Words:
     parser.add_argument("--max-restarts", type=int, default=3, help="Restarts after failures. Default: 3. Not SLURM's.")
     parser.add_argument("--name", help="Name of the job. Default: the config's.")
     parser.add_argument("--file", help="File to write. Default: the job's name, with .sbatch, .ray.py, .k8s.yaml, ...")
+    parser.add_argument("--overwrite", action="store_true", help="Replace a file that has other text.")
     parser.add_argument("--dry-run", action="store_true", help="Print the file; write and submit nothing.")
     return parser
 
@@ -103,6 +106,9 @@ def run(words: list[str]) -> int:
     for option, instead in engine.without.items():
         if getattr(given, option) is not None:
             raise ConfigError(f"--{option}: not for --on {given.on}: {instead}. Leave it out.")
+    for option in ("gpu", "partition", "account", "image", "volume"):
+        if (text := getattr(given, option)) is not None and not re.fullmatch(r"[!-~]+", text):
+            raise ConfigError(f"--{option}: expected a word of printable ASCII characters, found {text!r}.")
     if given.time is not None and not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", given.time):
         raise ConfigError(f"--time: expected HH:MM:SS, found {given.time}.")
     if given.on == "k8s" and given.image is None:
@@ -121,7 +127,9 @@ def run(words: list[str]) -> int:
     if given.dry_run:
         print(engine.text(job), end="", file=stdout)
         return 0
-    return _submit(engine, Path(given.file or f"{name}{engine.suffix}"), engine.text(job))
+    path = Path(given.file or f"{name}{engine.suffix}")
+    _write(path, engine.text(job), [*engine.program, str(path)], job.words, overwrite=given.overwrite)
+    return _submit(engine, path)
 
 
 def _checked(inner: list[str], nodes: int, processes: int) -> tuple[str, list[str]]:
@@ -145,11 +153,27 @@ def _checked(inner: list[str], nodes: int, processes: int) -> tuple[str, list[st
     return trainer.name or inner[0], inner
 
 
-def _submit(engine: Engine, path: Path, text: str) -> int:
+def _write(path: Path, text: str, command: list[str], words: Sequence[str], *, overwrite: bool) -> None:
+    """Write a job, but over no file that somebody may have edited; readable by others only without secrets.
+
+    Raises:
+        ConfigError: The file has other text, or cannot be written.
+    """
+    wanted = text.encode()
     try:
-        path.write_text(text, encoding="utf-8")
+        if not overwrite and path.exists() and path.read_bytes() != wanted:
+            raise ConfigError(
+                f"{path} is there, with other text than this job has. Submit it as it is: {shlex.join(command)}; or "
+                "replace it: --overwrite; or write another file: --file PATH."
+            )
+        with replaced(path) as beside:
+            beside.touch(0o666 if masked_words(words) == [*words] else 0o600)
+            beside.write_bytes(wanted)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}. Say where: --file PATH.") from error
+
+
+def _submit(engine: Engine, path: Path) -> int:
     command = [*engine.program, str(path)]
     print(f"written: {path}; submitting: {shlex.join(command)}", file=stderr)
     needs = engine.needs

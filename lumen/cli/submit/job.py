@@ -7,6 +7,16 @@ from dataclasses import dataclass
 from typing import final
 
 
+def quoted(*words: str) -> str:
+    """Return words as bash reads them: printable and in one line, whatever bytes they have."""
+    return " ".join(shlex.quote(word) if word.isprintable() else f"$'{_escaped(word)}'" for word in words)
+
+
+def _escaped(word: str) -> str:
+    found = word.encode("utf-8", "surrogateescape")
+    return "".join(f"\\{byte:03o}" if byte in b"\\'" or not 32 <= byte < 127 else chr(byte) for byte in found)
+
+
 @final
 @dataclass(frozen=True)
 class Job:
@@ -45,11 +55,6 @@ class Job:
     image: str | None = None
     volume: str | None = None
     setup: str | None = None
-
-    @property
-    def command(self) -> str:
-        """The command as a shell reads it."""
-        return shlex.join(("lumen", *self.words))
 
     @property
     def seconds(self) -> int | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lumen.cli.submit.job import Job
 from lumen.cli.yaml_text import dump_yaml
+from lumen.errors import ConfigError
 
 _GRACE_S = 90
 
@@ -22,7 +23,7 @@ def text(job: Job) -> str:
     container: dict[str, Any] = {
         "name": "pytorch",  # the operator looks for this one
         "image": job.image,
-        "command": ["torchrun", f"--nproc-per-node={job.processes_per_node}", "-m", "lumen", *job.words],
+        "command": ["torchrun", f"--nproc-per-node={job.processes_per_node}", "-m", "lumen", *map(_literal, job.words)],
         "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(_GRACE_S - 10)}],  # else torchrun kills earlier
         "volumeMounts": mounts,
     }
@@ -50,3 +51,14 @@ def text(job: Job) -> str:
             },
         }
     )
+
+
+def _literal(word: str) -> str:
+    """A word in which Kubernetes replaces no `$(VARIABLE)`.
+
+    Raises:
+        ConfigError: The word has bytes that are no UTF-8.
+    """
+    if any("\ud800" <= letter <= "\udfff" for letter in word):
+        raise ConfigError(f"{word!r}: a job of Kubernetes is YAML, which holds UTF-8 alone. Rename what it names.")
+    return word.replace("$", "$$")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lumen.cli.submit.job import Job
 
 _PROGRAM = '''\
-"""Runs on Ray: {command}"""
+"""Runs a command of Lumen on Ray."""
 
 import os
 
@@ -41,7 +41,6 @@ def text(job: Job) -> str:
     if job.gpu is not None:
         devices += f", accelerator_type={job.gpu!r}"
     return _PROGRAM.format(
-        command=job.command.replace("\\", "\\\\").replace('"', "'"),
         directory=job.directory,
         words=list(job.words),
         workers=job.nodes * job.processes_per_node,

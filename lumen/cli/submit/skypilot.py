@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lumen.cli.submit.job import Job
+from lumen.cli.submit.job import Job, quoted
 from lumen.cli.yaml_text import dump_yaml
 
 
@@ -19,7 +19,7 @@ def text(job: Job) -> str:
         f'torchrun --nnodes="$SKYPILOT_NUM_NODES" --nproc-per-node={job.processes_per_node} \\\n'
         f"  --max-restarts={job.restarts} --rdzv-backend=c10d \\\n"
         '  --rdzv-endpoint="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):29400" \\\n'
-        f"  -m {job.command}\n"
+        f"  -m {quoted('lumen', *job.words)}\n"
     )
     task: dict[str, Any] = {"name": job.name, "workdir": ".", "num_nodes": job.nodes, "resources": resources}
     if job.setup is not None:

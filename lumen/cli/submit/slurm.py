@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-
-from lumen.cli.submit.job import Job
+from lumen.cli.submit.job import Job, quoted
 
 _NOTICE_S = 90
 _LAST_S = 300  # what rank 0 may still write when others are done; also how long lost ranks may hold the nodes
@@ -42,10 +40,10 @@ def text(job: Job) -> str:
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     script = _SCRIPT.format(
-        directory=shlex.quote(job.directory),
+        directory=quoted(job.directory),
         setup=f"{job.setup}\n" if job.setup else "",
         notice=_NOTICE_S,
         last=_LAST_S,
-        command=shlex.join((job.python, "-m", "lumen", *job.words)),
+        command=quoted(job.python, "-m", "lumen", *job.words),
     )
     return "\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue", script])

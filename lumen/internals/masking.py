@@ -1,0 +1,156 @@
+"""Secrets in what a run records: values of names such as `api_key` are masked, references to the environment stay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+MASK = "<masked>"
+_SECRETS = {"password", "passwd", "passphrase", "secret", "credential", "apikey"}
+_SOMETIMES = {"key", "token"}  # `sort_key` and `pad_token` are none
+_OWNERS = {
+    "access", "account", "api", "app", "auth", "bearer", "bot", "client", "encryption", "github", "hf", "hub", "id",
+    "license", "private", "refresh", "secret", "security", "service", "session", "signing", "ssh", "storage", "user",
+    "wandb",
+}  # fmt: skip
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_GENERATED = re.compile(r"(?=\S*[0-9])(?=\S*[A-Za-z])\S{16,}")
+_REFERENCE = re.compile(r"(?<!\\)\$\{")
+_IN_URL = re.compile(r"(?<=://)([^\s/:@{]*):[^\s/@{]+@")
+_NOT_FOUND = re.compile("Environment variable '(.*?)' not found")
+_ITEM = re.compile(r"""([\w.-]+)(["']?[ \t]*[:=][ \t]*)("[^"]*"|'[^']*'|[^\s,{}\[\]][^\s,}\]]*)""")
+
+
+@final
+class Reference(str):
+    """A text with references to the environment, such as `${oc.env:TOKEN}`, that is recorded in place of its value.
+
+    Attributes:
+        value: What the text was resolved to, or None if it was read from a record.
+    """
+
+    value: str | None
+
+    def __new__(cls, text: str, value: str | None = None) -> Reference:
+        """Make one of a text as it is written in a config."""
+        made = super().__new__(cls, text)
+        made.value = value
+        return made
+
+
+References: TypeAlias = Mapping[tuple[Any, ...], Reference]
+"""References by the keys and numbers that lead to their place in nested data."""
+
+
+def holds_secret(name: str, value: str) -> bool:
+    """Return True if a name says that its value is a secret: by its last word, split at `_`, `-`, `.` and case.
+
+    After another word than those of `_OWNERS`, `key` and `token` say so only of a value that looks generated.
+    """
+    words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
+    last = words[-1] if words else ""
+    if {last, last.removesuffix("s")} & _SECRETS:
+        return True
+    if last.removesuffix("s") not in _SOMETIMES:
+        return False
+    is_known = words[-2] in _OWNERS if len(words) > 1 else last in _SOMETIMES
+    return is_known or _GENERATED.fullmatch(value) is not None
+
+
+def masked(
+    value: Any,
+    name: str = "",
+    references: References | None = None,
+    *,
+    path: tuple[Any, ...] = (),
+    inside: bool = False,
+) -> Any:
+    """Return plain data in which every secret text is `MASK`, and every known reference stands for its value.
+
+    Args:
+        value: Nested mappings, lists and tuples; they are copied, whatever else they hold is not.
+        name: The name of the value.
+        references: References to the environment in it.
+        path: The place of the value in the whole.
+        inside: The value is part of a secret.
+    """
+    if isinstance(value, Mapping):
+        items = value.items()
+        return {
+            key: masked(item, str(key), references, path=(*path, key), inside=inside or holds_secret(name, ""))
+            for key, item in items
+        }
+    if type(value) in (list, tuple):
+        copies = (masked(item, name, references, path=(*path, i), inside=inside) for i, item in enumerate(value))
+        return type(value)(copies)
+    if type(value) is not str or not value:
+        return value
+    reference = (references or {}).get(path)
+    if reference is not None and reference.value == value:
+        return reference
+    if (inside or holds_secret(name, value)) and not _REFERENCE.search(value):
+        return MASK
+    return _IN_URL.sub(rf"\1:{MASK}@", value)
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with secrets masked: `--model.api_key TEXT`, `--data={token: TEXT}`."""
+    found, name = list[str](), ""
+    for word in words:
+        key, equals, text = word.partition("=")
+        if word.startswith("--"):
+            name = "" if equals else key
+            found.append(f"{key}={_masked_text(text, key)}" if equals else word)
+        else:
+            found.append(_masked_text(word, name))
+            name = ""
+    return found
+
+
+def masked_text(text: str) -> str:
+    """Return a text such as YAML with the values of `name: value` and `name=value` masked where they are secrets."""
+    text = _ITEM.sub(lambda item: f"{item[1]}{item[2]}{masked(item[3], item[1])}", text)
+    return _IN_URL.sub(rf"\1:{MASK}@", text)
+
+
+def _masked_text(text: str, name: str) -> str:
+    whole = str(masked(text, name))
+    return whole if whole == MASK else masked_text(text)
+
+
+def is_masked(value: Any) -> bool:
+    """Return True if any text in plain data was masked."""
+    if isinstance(value, Mapping):
+        return any(map(is_masked, value.values()))
+    return any(map(is_masked, value)) if isinstance(value, list | tuple) else isinstance(value, str) and MASK in value
+
+
+def resolved(value: Any, path: tuple[Any, ...], found: dict[tuple[Any, ...], Reference]) -> Any:
+    """Return plain data with the values of its references, which are noted by their place in `found`.
+
+    Raises:
+        LookupError: The environment has no such variable.
+    """
+    if isinstance(value, Mapping):
+        return {key: resolved(item, (*path, key), found) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(resolved(item, (*path, i), found) for i, item in enumerate(value))
+    if not isinstance(value, Reference):
+        return value
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        text = str(OmegaConf.create({"value": str(value)})["value"])
+    except OmegaConfBaseException as error:
+        raise LookupError(what_is_missing(error)) from error
+    found[path] = Reference(value, text)
+    return text
+
+
+def what_is_missing(error: Exception) -> str:
+    """Return what OmegaConf lacks, in one line, and how to set a variable of the environment."""
+    said = str(error).partition("\n")[0]
+    name = _NOT_FOUND.search(said)
+    return said if name is None else f"the environment has no {name[1]}. Set it: export {name[1]}=VALUE"
