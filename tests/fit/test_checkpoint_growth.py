@@ -200,7 +200,6 @@ def test_no_save_and_no_resume_looks_through_all_objects_for_garbage(tmp_path):
         looks(partial(Checkpoint.open, tmp_path / "step-9"))
     finally:
         gc.callbacks.remove(note)
-        gc.unfreeze()
     assert seen == [0, 0]
 
 

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 import lumen
 from lumen.errors import ConfigError
+from tests.helpers.garbage import nothing_frozen
 from tests.helpers.tasks import Drawing, Regression, bare_trainer, loader, quiet_trainer, weights
 
 
@@ -365,8 +366,10 @@ RUNS = {
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
     """What the first run of a process imports, and what that leaves, is there."""
-    fit(tmp_path_factory.mktemp("warm"))
-    gc.collect()
+    with nothing_frozen():
+        fit(tmp_path_factory.mktemp("warm"))
+        gc.collect()
+        yield
 
 
 @pytest.mark.usefixtures("warm")

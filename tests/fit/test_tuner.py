@@ -21,15 +21,6 @@ from tests.helpers.workplace import LINE as CONFIG  # noqa: F401 (of the fixture
 SEARCH = {"min_lr": 1e-4, "max_lr": 10.0, "num_training": 40}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _what_there_is_already_is_no_garbage():
-    """Each trial looks for garbage: what all the other tests have made would take most of its time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 class Falling(Regression):
     """A regression whose loss falls clearly at rates about 0.01; with dropout, and buffers that move."""
 

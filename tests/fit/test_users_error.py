@@ -1,6 +1,5 @@
 """What the command shows of an error in a user's own code: the user's lines, and where the run stood."""
 
-import gc
 import re
 import sys
 from pathlib import Path
@@ -96,7 +95,6 @@ def shown(capsys, monkeypatch):
         monkeypatch.setenv("LUMEN_DEBUG", "")
         monkeypatch.setattr(sys, "argv", ["lumen", "fit", "--config", "line.yaml", *words])
         assert main() == 1
-        gc.unfreeze()
         told = capsys.readouterr().err
         return told[told.index("Traceback") :]
 

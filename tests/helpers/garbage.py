@@ -7,6 +7,18 @@ from tests.helpers.tasks import Regression
 
 
 @contextmanager
+def nothing_frozen():
+    """Undo what `tests/conftest.py` does, for as long as a test looks at frozen objects."""
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+
+
+@contextmanager
 def watched():
     """Generations of the collections that happen meanwhile, each with what was noted when it did."""
     seen, noted = [], {"where": None}
@@ -15,13 +27,13 @@ def watched():
         if phase == "start":
             seen.append((noted["where"], info["generation"]))
 
-    gc.callbacks.append(note)
-    try:
-        yield seen, noted
-    finally:
-        gc.callbacks.remove(note)
-        gc.enable()
-        gc.unfreeze()
+    with nothing_frozen():
+        gc.callbacks.append(note)
+        try:
+            yield seen, noted
+        finally:
+            gc.callbacks.remove(note)
+            gc.enable()
 
 
 class Untidy(Regression):

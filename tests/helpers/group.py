@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
@@ -115,11 +116,16 @@ def _work(rank, world, folder, pipe):
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
         pipe.send("ready")
+        imported = 0
         while True:
             try:
                 function, args = pipe.recv()
             except EOFError:
                 break
+            if imported < len(sys.modules):
+                imported = len(sys.modules)
+                gc.collect()
+                gc.freeze()  # as in `tests/conftest.py`
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")
