@@ -100,7 +100,7 @@ def lost(folder: PurePath, names: Iterable[str], best: Iterable[str], wanted: in
 
 
 def unkept(rules: Iterable[Rule], newest: PurePath, found: list[PurePath]) -> list[PurePath]:
-    """The checkpoints of a folder that no rule keeps.
+    """The checkpoints of a folder that no rule keeps, and those of a validation that was to be done.
 
     Args:
         rules: Each is called with all checkpoints, oldest first, and returns those that it keeps.
@@ -108,7 +108,8 @@ def unkept(rules: Iterable[Rule], newest: PurePath, found: list[PurePath]) -> li
         found: All checkpoints in the folder, oldest first.
     """
     found = found[: found.index(newest) + 1] if newest in found else []  # what lies behind it is damaged: no rule's
-    kept = {newest}.union(*(rule(found) for rule in rules))
+    complete = [path for path in found if path == newest or not path.name.endswith("-validating")]
+    kept = {newest}.union(*(rule(complete) for rule in rules))
     return [path for path in found if path not in kept]
 
 

@@ -116,17 +116,14 @@ class ModelCheckpoint(Callback, LacksLightnings):
         if monitor is None and save_top_k > 1:
             raise ConfigError(f"ModelCheckpoint: save_top_k={save_top_k} needs a monitor that says which are best.")
         given = (every_n_train_steps, every_n_epochs, train_time_interval) != (None, None, None)
-        self.monitor = monitor
-        self.mode = mode
+        self.monitor, self.mode = monitor, mode
         self.every_n_train_steps = every_n_train_steps or 0
         self.every_n_epochs = (every_n_epochs or 0) if given else 1
         self.train_time_interval_s = math.inf if given else _DEFAULT_INTERVAL_S
         if train_time_interval is not None:
             self.train_time_interval_s = duration_s("ModelCheckpoint: train_time_interval", train_time_interval)
-        self.on_best = on_best
-        self.at_end = at_end
-        self.keep_last = keep_last
-        self.save_top_k = save_top_k
+        self.on_best, self.at_end = on_best, at_end
+        self.keep_last, self.save_top_k = keep_last, save_top_k
         self.keep_every_n_steps = keep_every_n_steps
         self.given_dirpath = self.dirpath = None if dirpath is None else as_place(dirpath)
         self.asynchronous, self.save_last, self.verbose = asynchronous, save_last, verbose
@@ -183,24 +180,20 @@ class ModelCheckpoint(Callback, LacksLightnings):
         """Start anew, and find out where checkpoints go."""
         if stage != "fit":
             return
-        self.scores = {}
-        self._score = None
+        self.scores, self._score = {}, None
         others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
         self._has_twin = any((each.monitor, each.mode) == (self.monitor, self.mode) for each in others)
         if self.given_dirpath is None and trainer.run_directory is not None:
             self.dirpath = trainer.run_directory / "checkpoints"
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Start the clock, and finish what a kill between a commit and its clean-up left undone."""
+        """Start the clock, and finish what a kill after a commit left undone."""
         self._saves, self._seen = trainer.checkpoints, set()
         self._all = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
         self._all = [each for each in self._all if each.dirpath is not None]
-        self._saved_at_s = trainer.clock_s
-        self._epoch = trainer.current_epoch
+        self._saved_at_s, self._epoch = trainer.clock_s, trainer.current_epoch
         self._reserves_at_s = self._saved_at_s + self._reserves_after_s(trainer)
         resumed = trainer.resumed_from
-        if resumed is not None and resumed.path.parent == self.dirpath:
-            self._prune(trainer, resumed.path)
         newest, gone = trainer.processes.on_rank_zero(self._look_around)
         if not (newest is None or trainer.origin.stays or (resumed is not None and resumed.path == newest)):
             raise ConfigError(
@@ -209,7 +202,17 @@ class ModelCheckpoint(Callback, LacksLightnings):
             )
         if self.given_dirpath is not None:  # else the holder of the run's lock has done it
             trainer.processes.on_rank_zero(partial(clean_leftovers, self.given_dirpath))
+        is_over = resumed is not None and trainer.end_reason is not None
+        if is_over and self.at_end and self.dirpath is not None:  # this one is saved below
+            gone -= {trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))[0].name}
         self.scores = {name: score for name, score in self.scores.items() if name not in gone}
+        if resumed is None or self._all[-1:] != [self]:
+            return
+        for each in self._all:  # which all know their scores by now
+            if is_over and each.at_end:  # a kill may have left this directory without the last checkpoint
+                each.save(trainer, at_once=True)
+            elif resumed.path.parent == each.dirpath:
+                each._prune(trainer, resumed.path)
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Say whether one of the rules wants this boundary saved: then all ranks agree before on whether they end."""
@@ -307,7 +310,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
             trainer.checkpoints.settle()
         path, saved = trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))
         if not saved:
-            chief = deciding_first(self._sharing(trainer, self.dirpath))[0]
+            chief = deciding_first(self._sharing(self.dirpath))[0]
             ranked = list(chief._ranked())
             best = ranked[0] if ranked else None
             info = {"best": best, "ranked": ranked, "monitor": chief.monitor, "finished": trainer.end_reason}
@@ -342,12 +345,11 @@ class ModelCheckpoint(Callback, LacksLightnings):
 
     def _prune(self, trainer: Trainer, newest: PurePath) -> None:
         """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
-        doomed = self._account(trainer, newest, True)
-        trainer.processes.on_rank_zero(partial(remove_checkpoints, doomed))
+        trainer.processes.on_rank_zero(partial(remove_checkpoints, self._account(trainer, newest, True)))
 
     def _account(self, trainer: Trainer, newest: PurePath, committed: bool) -> list[PurePath]:
         """What is to be removed, now that the newest is committed; it has no score any more. Collective."""
-        sharing = self._sharing(trainer, newest.parent)
+        sharing = self._sharing(newest.parent)
         rules = [saver._rule() for saver in sharing]
 
         def find() -> list[PurePath]:
@@ -362,10 +364,9 @@ class ModelCheckpoint(Callback, LacksLightnings):
                 saver.scores.pop(path.name, None)
         return doomed
 
-    def _sharing(self, trainer: Trainer, folder: PurePath) -> list[ModelCheckpoint]:
-        """Those that save in a folder."""
-        savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        return [saver for saver in savers if saver.dirpath is not None and is_same(saver.dirpath, folder)]
+    def _sharing(self, folder: PurePath) -> list[ModelCheckpoint]:
+        """Return those that save in a folder."""
+        return [saver for saver in self._all if saver.dirpath is not None and is_same(saver.dirpath, folder)]
 
     def _rule(self) -> Rule:
         """What finds the checkpoints that this one keeps."""

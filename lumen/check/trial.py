@@ -85,18 +85,18 @@ class Trial:
             configure: Used instead of the task's `configure_optimizers`.
         """
         self.witness.end_probes()
-        if begin_training(self.trainer, run, configure):
-            if self.savers:
-                check_savable(run)
-            schedulers = run.optim.schedulers
-            run.optim.schedulers = [
-                each for each in schedulers if each.interval == "hand"
-            ]  # to be drawn from the start
-            with suppress(Enough):
-                train(run)
-            run.optim.schedulers = schedulers
-            self.witness.names |= {name for each in run.log.train.published().values() for name in each}
-            run.log.in_train_step, run.log.stage = False, None
+        begin_training(self.trainer, run, configure)
+        if run.ending.limit_reached is not None:
+            return
+        if self.savers:
+            check_savable(run)
+        schedulers = run.optim.schedulers
+        run.optim.schedulers = [each for each in schedulers if each.interval == "hand"]  # to be drawn from the start
+        with suppress(Enough):
+            train(run)
+        run.optim.schedulers = schedulers
+        self.witness.names |= {name for each in run.log.train.published().values() for name in each}
+        run.log.in_train_step, run.log.stage = False, None
 
     def _leave_no_traces(self) -> None:
         trainer = self.trainer

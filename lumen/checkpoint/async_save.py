@@ -17,7 +17,7 @@ import torch
 
 from lumen.checkpoint.codec import Tensors
 from lumen.checkpoint.collect import Collected, collect, moving_tensors, refuse_non_finite
-from lumen.checkpoint.folder import remove_checkpoints
+from lumen.checkpoint.folder import read_info, remove_checkpoints
 from lumen.checkpoint.places import storage_of
 from lumen.checkpoint.snapshot import Snapshot
 from lumen.checkpoint.storage import Storage
@@ -25,7 +25,7 @@ from lumen.checkpoint.write_plan import WritePlan, plan_writes
 from lumen.checkpoint.writer import write_planned
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
-from lumen.errors import CheckpointError
+from lumen.errors import CheckpointDamaged, CheckpointError
 from lumen.internals.garbage import only_young_collected
 from lumen.run.run import Run
 
@@ -113,6 +113,13 @@ class Saves:
             self.path, self.moment, self._account = path, moment, account
         else:
             self._processes.on_rank_zero(partial(remove_checkpoints, account(True)))
+
+    def save_once(self, path: PurePath, info: Mapping[str, Any]) -> None:
+        """Save, unless this run saved this moment at the path before it was started again. Collective; see `save`."""
+        run = self._run
+        started_again = run.checkpoint is not None and run.trainer.origin.stays
+        if not (started_again and self._processes.on_rank_zero(partial(_has_counts, path, vars(run.progress)))):
+            self.save(path, info)
 
     def check_home(self) -> None:
         """Check that the run's directory is still there. Collective: every rank must call this.
@@ -275,6 +282,14 @@ class Saves:
 def _write(path: PurePath, collected: Collected, plan: WritePlan, processes: Processes) -> None:
     with only_young_collected():
         write_planned(path, plan, collected.state, aliases=collected.aliases, info=collected.info, processes=processes)
+
+
+def _has_counts(path: PurePath, progress: Mapping[str, Any]) -> bool:
+    """Return True if a checkpoint at a path was saved at this step, epoch and micro-batch."""
+    with suppress(CheckpointDamaged):
+        info = read_info(path)
+        return all(info[name] == progress[name] for name in ("step", "epoch", "micro_batches"))
+    return False
 
 
 def _cuda_index(device: torch.device) -> int:

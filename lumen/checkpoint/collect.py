@@ -85,6 +85,7 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
         "configured": run.optim.configured,
         "loggers": logger_states(run) if run.records.before_evaluation is None else run.records.before_evaluation,
         "metrics": run.values.newest,
+        "logged_as": run.values.options,
         "kept_row": run.records.kept_row if run.progress.validation_due else None,
         "hyperparameters": task.recorded_hparams,
         "data_hyperparameters": datamodule.recorded_hparams if isinstance(datamodule, HasHyperparameters) else {},

@@ -116,6 +116,7 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue
     if "progress" in parts:
         run.progress.become(Progress(**state["progress"]))
         run.values.newest = state["metrics"]
+        run.values.options = decode(checkpoint.state.get("logged_as", {}), extra)
         compare_modes(run, checkpoint)
         _load_modes(run.task, state["modes"])
         load_states(run.trainer.callbacks, state["callbacks"], checkpoint.path)

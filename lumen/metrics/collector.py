@@ -93,6 +93,14 @@ class StageMetrics:
         self._has_steps = False  # somebody logs values of single steps
         self._computed: tuple[Any, list[Any]] | None = None  # what all ranks had seen then, and the metrics' values
 
+    @classmethod
+    def of_options(cls, options: Mapping[str, Mapping[str, Any]]) -> StageMetrics:
+        """Make one that knows how names were logged, from what `options` returned, and has no values."""
+        metrics = cls()
+        for name, each in options.items():
+            metrics._add(name, _Entry(LogOptions(**each), None))
+        return metrics
+
     def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, how: Given) -> None:
         """Collect a value; nobody waits for a CUDA device."""
         entry = self._entries.get(name)
@@ -303,8 +311,13 @@ class StageMetrics:
         """Forget what was logged since `mark`, which serves once."""
         self._entries, self._owners, self._fed, self._has_steps = mark
 
+    def options(self) -> dict[str, dict[str, Any]]:
+        """Return how each name was logged that has values of steps, or that loggers do not get, as plain data."""
+        found = {name: entry.options for name, entry in self._entries.items()}
+        return {name: each._asdict() for name, each in found.items() if each.on_step or not each.logger}
+
     def state_dict(self, name_of: Callable[[Metric], str | None]) -> dict[str, Any]:
-        """Plain data, for a checkpoint in the middle of an epoch.
+        """Plain data, for a checkpoint in the middle of an epoch or at its end.
 
         Args:
             name_of: Returns the name of a metric object in the task; None if it is no part of it.
@@ -315,11 +328,13 @@ class StageMetrics:
                     f"self.log({name!r}): the {type(entry.metric).__name__} is no part of the task, so no checkpoint "
                     "can hold it. Make it an attribute of the task (a list of them an nn.ModuleList)."
                 )
+        newest = floats(self.latest())
         return {
             name: {
                 "options": dict(entry.options._asdict()),
                 "metric": None if entry.metric is None else name_of(entry.metric),
                 "epoch": entry.epoch.state_dict(),
+                "latest": newest.get(name, (None, []))[1],
             }
             for name, entry in self._entries.items()
         }
@@ -332,6 +347,8 @@ class StageMetrics:
             metric = None if saved["metric"] is None else metric_named(saved["metric"])
             entry = self._add(name, _Entry(LogOptions(**saved["options"]), metric))
             entry.epoch = Accumulator.from_state(saved["epoch"], device)
+            if latest := saved.get("latest"):
+                entry.latest, entry.window, self._has_steps = [*latest], self.window, True
 
 
 def _report(entry: _Entry, places: Mapping[int, str]) -> _Report:

@@ -36,7 +36,7 @@ class Ending:
     def __init__(self, plan: Plan, progress: Progress, processes: Processes) -> None:
         self._plan, self._progress, self._processes = plan, progress, processes
         self.vote = StopVote(processes)
-        self.finished = self.ends_epoch = self._time_is_up = False
+        self.finished = self.ends_epoch = False
         self._stop_agreed = True  # all know of the wish: one that comes from a checkpoint is that of all
         self.is_asked = self.asks_each_step = False
         self.is_decided = False
@@ -49,13 +49,11 @@ class Ending:
         self.tick()
 
     def tick(self) -> None:
-        """Read the clock, at boundaries only, and decide whether the run ends here. Collective."""
+        """Read the clock, at boundaries only. Collective."""
         self.vote.poll()
         now_s = self.vote.now_s
         self._progress.elapsed_s += now_s - self._clock_s
         self._clock_s = now_s
-        if self._plan.max_time_s is not None:
-            self._time_is_up = self._progress.elapsed_s >= self._plan.max_time_s
 
     def agree(self, *wishes: bool) -> list[bool]:
         """Vote now, and look at the clocks, for signals, and whether a callback wants to end the run.
@@ -88,7 +86,7 @@ class Ending:
             return f"max_steps={plan.max_steps} reached"
         if plan.max_epochs is not None and progress.epoch >= plan.max_epochs:
             return f"max_epochs={plan.max_epochs} reached"
-        if self._time_is_up:
+        if plan.max_time_s is not None and progress.elapsed_s >= plan.max_time_s:
             return f"max_time of {plan.max_time_s:g} s reached"
         wishes = progress.should_stop and (self._stop_agreed or self._processes.world_size == 1)
         return _STOPPED if wishes and self.may_stop else None

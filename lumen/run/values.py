@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, final
 
@@ -78,6 +79,15 @@ class LoggedValues:
         """The names whose values no logger is given; see `forks`."""
         stages = (*self._of_stages.values(), train)
         return {*chain.from_iterable(names for each in stages for names in each.published(_is_unlogged).values())}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How names were logged, for checkpoints: what `forks` and `unlogged` need to know."""
+        return dict(chain.from_iterable(each.options().items() for each in self._of_stages.values()))
+
+    @options.setter
+    def options(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        self._of_stages = {"earlier": StageMetrics.of_options(saved)}
 
     def forget(self) -> None:
         """Those of a sanity check are nobody's."""

@@ -19,16 +19,15 @@ if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
 
 
-def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[], Any] | None) -> bool:
+def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[], Any] | None) -> None:
     """Build and load what training needs, up to the sanity check. Collective: every rank must call this.
+
+    A finished run begins too: it has nothing left to train, and ends as it did before.
 
     Args:
         trainer: The trainer that has opened the run.
         run: A run of the stage "fit" that has just been opened.
         configure_optimizers: Used instead of the task's.
-
-    Returns:
-        False: the run that goes on is finished already, and there is nothing to do.
     """
     checkpoint = prepare(run, given=configure_optimizers)
     prepare_training(run, configure_optimizers or run.task.configure_optimizers, checkpoint)
@@ -36,8 +35,6 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         run.progress.left_out = trainer.origin.rolled_back[1]
     if checkpoint is not None and (reason := run.ending.limit_reached):
         record("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
-        if not run.progress.in_epoch:
-            return False
     trainer._started = True
     note_steps(run)
     record_script(trainer, run)
@@ -50,7 +47,6 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         hook()
     if checkpoint is None and run.loaders.evaluation and run.plan.sanity_batches:
         sanity_check(run)
-    return True
 
 
 def end_training(run: Run) -> None:

@@ -298,9 +298,9 @@ class Trainer(RunView):
         while origin is not self.origin:  # it is another one where a run is to begin again from a checkpoint
             origin = self.origin
             with opened(self, "fit", task, data, val_dataloaders) as run:
-                if begin_training(self, run, configure_optimizers):
-                    train(run)
-                    end_training(run)
+                begin_training(self, run, configure_optimizers)
+                train(run)
+                end_training(run)
 
     def validate(
         self,
@@ -391,7 +391,7 @@ class Trainer(RunView):
         """
         refuse_unknown("save_checkpoint", unknown, INSTEAD_IN_SAVE)
         _ = self.optimizers  # only a training can be saved
-        self.run.saves.save(as_place(filepath), info or {})
+        self.run.saves.save_once(as_place(filepath), info or {})
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:

@@ -14,6 +14,7 @@ from torchmetrics import MeanSquaredError
 import lumen
 import lumen.console
 from lumen.errors import ConfigError, RunDirectoryError, TrainingError
+from tests.helpers.ending_run import HOOKS, KINDS, Ended, begin, end_of
 from tests.helpers.run_ends import names
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
@@ -58,6 +59,38 @@ def test_a_run_that_ends_inside_an_epoch_keeps_its_last_row_when_started_again(t
     assert before[-1]["epoch_loss"]
     fit(tmp_path, max_steps=7)
     assert rows(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_finished_run_started_again_ends_alike(tmp_path, kind):
+    ended = end_of(*begin(tmp_path, kind))
+    for _ in range(2):
+        trainer, task, called = begin(tmp_path, kind)
+        assert called == [name for name in HOOKS if name != "on_train_epoch_end" or trainer.progress.in_epoch]
+        assert end_of(trainer, task, called) == ended
+
+
+def test_a_kill_between_two_last_saves_is_made_good(tmp_path):
+    def begin_again():
+        savers = [lumen.ModelCheckpoint(tmp_path / part, monitor="val_loss") for part in "ab"]
+        fit(tmp_path, max_epochs=2, callbacks=savers)
+        return [(sorted(saver.dirpath.iterdir()), saver.best_model_path, saver.best_k_models) for saver in savers]
+
+    ended = begin_again()
+    assert ended[1][1] == str(tmp_path / "b/step-00000010")
+    shutil.rmtree(ended[1][1])  # as if the kill had come before it
+    assert begin_again() == ended
+
+
+def test_a_new_run_from_a_finished_checkpoint_ends_in_its_directory(tmp_path):
+    first, task, _ = begin(tmp_path, "average")
+    again = lumen.EMA(0.8)
+    trainer = fit(
+        tmp_path, copy := Ended(), resume=first.checkpoint_callback.last_model_path, max_epochs=2, callbacks=[again]
+    )
+    assert all(map(torch.equal, task.state_dict().values(), copy.state_dict().values()))
+    assert names(tmp_path) == ["step-00000008"]
+    assert trainer.callback_metrics == first.callback_metrics
 
 
 @pytest.mark.parametrize("last", [5, 7], ids=["at an epoch's end", "inside an epoch"])

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -35,6 +36,7 @@ from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone, ConfigError
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import FILES, assert_small, small
+from tests.helpers.jobs import Nursery
 from tests.helpers.tasks import Regression, Saving, loader, quiet_trainer
 
 SERVER = """
@@ -755,6 +757,26 @@ def test_a_run_killed_in_the_middle_of_an_upload_goes_on_from_the_checkpoint_bef
     trainer = fit(tmp_path, place, 8, saver=[saving(place), Looking()], resume="auto", seed=None)
     assert seen[0] == ["step-00000002"]
     assert state_of(trainer) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+def test_a_kill_before_pruning_leaves_nothing_there(tmp_path, bucket):
+    module = "tests.helpers.ending_run"
+    nursery = Nursery(module)
+
+    def ended(name, *strikes):
+        (tmp_path / name).mkdir()
+        for strike in (*strikes, None):
+            job = nursery.start(tmp_path / name, module, {"dirpath": f"{bucket}/{name}", "strike": strike})
+            end = job.wait()
+            assert (end.code == 0) == (strike is None), end.output
+        (path,) = find_checkpoints(bucket / name)
+        assert storage_of(bucket).names(bucket / name) == [path.name]
+        return json.loads((tmp_path / name / "end.json").read_text()), sorted(files_of(path))
+
+    assert ended("struck", "validation", "pruning", None, "on_fit_end") == ended("whole")
+    nursery.close()
 
 
 def on_ranks(tmp_path, place, server, strategy, asynchronous):

@@ -1,14 +1,21 @@
-"""A run whose display goes away."""
+"""A run whose display goes away, and runs that are killed at their end."""
 
+import json
 import os
 import pty
+import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.jobs import Nursery
 from tests.helpers.run_ends import names
+from tests.promises.lives import final_state
+
+MODULE = "tests.helpers.ending_run"
 
 TALKING = """
 import time
@@ -54,3 +61,50 @@ def test_a_display_that_is_gone_does_not_end_the_run(tmp_path, display):
     said = (tmp_path / "runs/run/run.log").read_text()
     assert "finished: max_epochs=4 reached at step 28, epoch 4" in said
     assert names(tmp_path)[-1] == "step-00000028"
+
+
+# ---------------------------------------------------------------------- kills
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    nursery = Nursery(MODULE)
+    yield nursery.start
+    nursery.close()
+
+
+def live(start, directory, **options):
+    """Run once, until it ends or kills itself. Returns how it has ended, or None, with what its checkpoints hold."""
+    directory.mkdir(exist_ok=True)
+    code, _, output = start(directory, MODULE, options).wait()
+    if code:
+        assert code == -signal.SIGKILL or "KeyboardInterrupt" in output or "SystemExit" in output, output
+        return None
+    return json.loads((directory / "end.json").read_text()), final_state(directory / "runs")
+
+
+def check_lives(start, folder, *histories, **options):
+    """Compare runs that are struck, each as its history says, and started again twice, with one that is not."""
+    whole = live(start, folder / "whole", **options)
+    for history in histories:
+        for strike in history:
+            assert live(start, folder / "struck", strike=strike, **options) is None, strike
+        for _ in range(2):
+            assert live(start, folder / "struck", **options) == whole
+        shutil.rmtree(folder / "struck")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["average", "mean", "middle of an epoch", "by hand"])
+def test_kills_in_end_hooks_leave_no_trace(tmp_path, nursery, kind):
+    check_lives(nursery, tmp_path, ["on_train_end"] * 2, ["on_fit_end"], ["teardown"], ["pruning"], kind=kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_killed_ranks_end_as_they_would_have(tmp_path, nursery, strategy):
+    check_lives(nursery, tmp_path, ["on_train_end"], ["pruning"], kind="average", devices=2, strategy=strategy)
+
+
+def test_no_validating_checkpoint_is_left(tmp_path, nursery):
+    check_lives(nursery, tmp_path, ["validation", "pruning"])
