@@ -63,6 +63,9 @@ def _show(output: str, source: str, found: Converted) -> None:
     if found.left_out:
         print(f"{', '.join(found.left_out)}: no tensors, and left out", file=stderr)
     if found.not_plain:
-        print(f"hyperparameters that are no plain data, and not shown: {', '.join(found.not_plain)}", file=stderr)
+        print(
+            f"hyperparameters that are no plain data or too large, and not shown: {', '.join(found.not_plain)}",
+            file=stderr,
+        )
     if found.hyperparameters:
         print(dump_yaml(found.hyperparameters), end="", file=stdout)

@@ -15,9 +15,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from lumen.distributed.cluster_environment import LOOPBACK
+from lumen.distributed.rendezvous import loopback_store
 from lumen.internals.process_groups import never_restart, watch_workers
 
 _GRACE_S = 300.0  # after a request: for the step in progress and a checkpoint
@@ -40,22 +41,18 @@ def run_workers(
     Returns:
         Each failed rank with its error; ranks that were ended because another had failed are left out.
     """
-    parameters = RendezvousParameters("c10d", "localhost:0", "lumen", 1, 1, local_addr="localhost")
-    rendezvous = get_rendezvous_handler(parameters)
+    store = loopback_store(LOOPBACK)  # The handler and the workers use it. Each life of a job has a new one.
     spec = WorkerSpec(
         role="lumen", local_world_size=workers, entrypoint=sys.executable, args=tuple(command),
-        rdzv_handler=rendezvous, max_restarts=restarts, monitor_interval=0.1, local_addr="localhost",
+        rdzv_handler=StaticTCPRendezvous(LOOPBACK, store.port, rank=0, world_size=1, run_id="lumen", timeout=60),
+        max_restarts=restarts, monitor_interval=0.1, local_addr=LOOPBACK,
     )  # fmt: skip
     logs = DefaultLogsSpecs(str(folder), redirects=dict.fromkeys(range(1, workers), Std.ALL))
     watch = _Watch(requests)
     agent = LocalElasticAgent(spec, logs)
     watch_workers(agent, watch.look)
     never_restart(agent)
-    try:
-        failures = agent.run().failures
-    finally:
-        rendezvous.shutdown()
-    return {rank: failure for rank, failure in failures.items() if failure.pid not in watch.ended}
+    return {rank: failure for rank, failure in agent.run().failures.items() if failure.pid not in watch.ended}
 
 
 @final

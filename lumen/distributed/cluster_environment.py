@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import final
 
@@ -15,6 +16,7 @@ from lumen.errors import ConfigError
 
 _SPECIAL_STEPS = 2**32 - 16  # SLURM numbers batch scripts and interactive shells from the top
 _PORTS = range(15_000, 30_000)  # below those that systems hand out
+LOOPBACK = "127.0.0.1"
 
 
 @final
@@ -57,6 +59,21 @@ def find(environment: Mapping[str, str] = os.environ) -> Found:
     if step.isdigit() and int(step) < _SPECIAL_STEPS and _slurm_tasks(environment) > 1:
         return _checked(_slurm(environment))
     return Found()
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if a name or an address is that of this host alone, for no other host to reach."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def loopback_names() -> dict[str, str]:
+    """Return the variables that keep the listeners of gloo and NCCL on this host; those that are set are kept."""
+    interface = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {} if interface is None else {name: os.environ.get(name, interface) for name in variables}
 
 
 def tasks_without_srun(environment: Mapping[str, str] = os.environ) -> int:
@@ -102,9 +119,8 @@ def _slurm(environment: Mapping[str, str]) -> Found:
     ]  # 2(x3),1
     local_world = counts[node] if node < len(counts) else world // nodes
     number = _number(environment, "SLURM_JOB_ID", default=0) * 31 + _number(environment, "SLURM_STEP_ID")
-    host = environment.get("MASTER_ADDR") or _first_host(
-        _first(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") or "localhost"
-    )
+    listed = _first(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") or LOOPBACK
+    host = LOOPBACK if nodes == 1 else environment.get("MASTER_ADDR") or _first_host(listed)
     port = environment.get("MASTER_PORT") or _PORTS[number % len(_PORTS)]
     job = " ".join(environment.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
     return Found(

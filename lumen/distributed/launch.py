@@ -1,4 +1,4 @@
-"""Starts local workers under torch's elastic agent: `python -m lumen.distributed.launch WORKERS RESTARTS COMMAND`."""
+"""Starts local workers under torch's elastic agent, as a program whose words are WORKERS RESTARTS COMMAND."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from lumen.console import in_notebook, stderr, stdout
+from lumen.distributed.cluster_environment import loopback_names
 from lumen.distributed.restarts import NOTES, RESTART, Lives, ended, first_of
 from lumen.distributed.worker import LAUNCHER
 from lumen.errors import HUNG, ConfigError, ProcessLost, ProcessStuck
 from lumen.internals.garbage import only_young_collected
+from lumen.internals.interpreters import python_command
 from lumen.internals.stop_signals import LEFT, SIGNALS, exit_code, is_obeyed, is_same_request
 
 if TYPE_CHECKING:
@@ -50,8 +52,8 @@ def relaunch(workers: int, max_restarts: int = 0) -> NoReturn:
         )
     stdout.flush()
     stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "lumen.distributed.launch", str(workers), str(max_restarts),
-                              *sys.orig_argv[1:]])  # fmt: skip
+    command = python_command(__name__, str(workers), str(max_restarts), *sys.orig_argv[1:])
+    os.execv(command[0], command)
 
 
 def _why_not() -> str | None:
@@ -111,7 +113,7 @@ def _environment(workers: int) -> Iterator[None]:
         LAUNCHER: str(os.getpid()),
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # Sets of strings have one order in all workers.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // workers))),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restarted worker reads the addresses of dead ones
+        **loopback_names(),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are noted here
     }
     before = {name: os.environ.pop(name, None) for name in (*settings, NOTES, RESTART)}

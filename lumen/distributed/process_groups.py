@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
 
+from lumen.distributed.cluster_environment import loopback_names
 from lumen.distributed.rendezvous import meet
 from lumen.distributed.stack_dump import Stacks
 from lumen.internals.compiler import import_compiler
@@ -40,7 +42,9 @@ class Groups:
         if self.is_ours:
             import_compiler()
             store: Any = dist.HashStore()  # type: ignore[attr-defined]
-            if processes.world_size > 1:
+            if processes.world_size == 1:
+                os.environ.update(loopback_names())  # Gloo and NCCL listen although nobody connects.
+            else:
                 store = meet(processes.address, processes.rank, processes.world_size, timeout)
             backend = CUDA_BACKENDS if device.type == "cuda" else "gloo"
             dist.init_process_group(

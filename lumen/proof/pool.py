@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import final
 
+from lumen.internals.interpreters import SearchPath, safe_path
 from lumen.proof.outcome import Outcome
 from lumen.proof.variants import Size, Variant
 from lumen.proof.worker import Maker, work
@@ -75,7 +76,8 @@ class Pool:
         more = folder / "preload.txt"
         more.write_text("\n".join(preload), encoding="utf-8")
         os.environ[MORE] = str(more)
-        ensure_running()
+        with safe_path():
+            ensure_running()
         del os.environ[MORE]
         self._starting = threading.Lock()
         self._alive: list[BaseProcess] = []
@@ -132,10 +134,11 @@ class Pool:
                 self._changed.notify_all()
 
     def _start(self, variant: Variant, precision: str | None, folder: Path) -> list[BaseProcess]:
-        with self._starting:  # the standard library's server is asked by one thread at a time
+        path = SearchPath()
+        with self._starting, safe_path():  # the standard library's server is asked by one thread at a time
             processes: list[BaseProcess] = []
             for rank in range(variant.world):
-                arguments = (self._make, variant, self._size, precision, str(folder), rank)
+                arguments = (path, self._make, variant, self._size, precision, str(folder), rank)
                 context = self._spawns if variant.fresh else self._forks
                 processes.append(context.Process(target=work, args=arguments, daemon=False))  # it may have workers
                 processes[-1].start()

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lumen.callbacks import Callback
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError
+from lumen.internals.interpreters import SAFE_PATH, SearchPath
 from lumen.internals.whole_files import replaced
 from lumen.proof.observer import Observer, Rows
 from lumen.proof.outcome import Outcome
@@ -103,7 +104,9 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def work(make: Maker, variant: Variant, size: Size, precision: str | None, folder: str, rank: int) -> None:
+def work(
+    path: SearchPath, make: Maker, variant: Variant, size: Size, precision: str | None, folder: str, rank: int
+) -> None:
     """Run a variant in this process, which ends with it; writes `rank-N.json`."""
     place = Path(folder)
     _prepare(place, rank, variant, size)
@@ -136,7 +139,7 @@ def _prepare(place: Path, rank: int, variant: Variant, size: Size) -> None:
         os.dup2(output, descriptor)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_", "LUMEN_"))]:
         del os.environ[name]
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", SAFE_PATH):
         os.environ.pop(name, None)
     torch.set_num_threads(size.threads)
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # of data workers

@@ -105,7 +105,7 @@ def test_plain_dictionaries_and_those_inside_others():
         ({"a": plain, "b": dict(TWO["ema"])}, "a"),
     ]:
         torch.save(content, "plain.pt")
-        unpickle.main("plain.pt", "out.safetensors", json.dumps({"key": key}))
+        unpickle.main("plain.pt", "out.safetensors", json.dumps({"key": key}), "temporary")
         assert torch.equal(load_file("out.safetensors")["weight"], net.weight)
         Path("out.safetensors").unlink()
 
@@ -130,7 +130,7 @@ def test_an_old_format_compiled_names_and_tied_tensors():
 def test_names_lose_the_prefix_of_wrappers(capsys, prefix):
     net = nn.Linear(2, 2)
     torch.save({"model_state": {f"{prefix}{name}": value for name, value in net.state_dict().items()}}, "ddp.pt")
-    unpickle.main("ddp.pt", "out.safetensors", "{}")
+    unpickle.main("ddp.pt", "out.safetensors", "{}", "temporary")
     assert json.loads(capsys.readouterr().out)["unwrapped"] == [f"{prefix}weight", "weight"]
     tensors = load_file("out.safetensors")
     assert tensors.keys() == {"weight", "bias"}
@@ -144,14 +144,14 @@ def test_module_and_rename_use_names_of_the_file(capsys):
         ({"rename": {r"^module\.": "net."}}, {"net.a.w", "net.b.w"}),
         ({}, {"a.w", "b.w"}),
     ]:
-        unpickle.main("ddp.pt", "out.safetensors", json.dumps(request))
+        unpickle.main("ddp.pt", "out.safetensors", json.dumps(request), "temporary")
         assert load_file("out.safetensors").keys() == names
         Path("out.safetensors").unlink()
 
 
 def test_a_name_module_that_not_all_share_stays(capsys):
     torch.save({"module.w": torch.ones(1), "n_averaged": torch.ones(())}, "average.pt")
-    unpickle.main("average.pt", "out.safetensors", "{}")
+    unpickle.main("average.pt", "out.safetensors", "{}", "temporary")
     assert load_file("out.safetensors").keys() == {"module.w", "n_averaged"}
     assert json.loads(capsys.readouterr().out)["unwrapped"] == []
 
@@ -197,7 +197,7 @@ def test_what_only_code_could_make_is_not_made(capsys, what):
 def test_what_cannot_be_converted_says_why(capsys, content, request_, said):
     """What the other process does, here: it takes seconds to start."""
     torch.save(content, "content.pt")
-    unpickle.main("content.pt", "out.safetensors", json.dumps(request_))
+    unpickle.main("content.pt", "out.safetensors", json.dumps(request_), "temporary")
     assert said in json.loads(capsys.readouterr().out)["wrong"]
     assert not Path("out.safetensors").exists()
 
@@ -221,7 +221,7 @@ def test_words_and_places_that_are_wrong_are_found_before_the_work(capsys):
 def test_what_is_no_pickle_is_said_to_be_none(capsys, content):
     """What the other process does, here."""
     Path("text.ckpt").write_text(content)
-    unpickle.main("text.ckpt", "out.safetensors", "{}")
+    unpickle.main("text.ckpt", "out.safetensors", "{}", "temporary")
     said = json.loads(capsys.readouterr().out)["refused"]
     assert said.startswith("text.ckpt cannot be read as torch.save writes files: ")
     assert not said.endswith(": ")

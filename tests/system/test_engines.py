@@ -93,7 +93,8 @@ def test_a_job_of_slurm_that_loses_its_node_again_and_again_computes_the_same(di
 def test_the_command_of_a_file_trains_on_two_nodes_whose_engine_sets_its_variables(engine, undisturbed, tmp_path):
     port = free_port()
     if engine == "k8s":
-        job = yaml.safe_load(submit(tmp_path, "--on k8s --nodes 2 --gpus-per-node 0 --image x --dry-run"))["spec"]
+        _, job = yaml.safe_load_all(submit(tmp_path, "--on k8s --nodes 2 --gpus-per-node 0 --image x --dry-run"))
+        job = job["spec"]
         (container,) = job["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
         elastic = job["elasticPolicy"]
         variables = {  # as the operator makes them of the policy

@@ -72,7 +72,7 @@ def test_the_script_of_slurm_has_a_task_per_gpu_and_is_one_that_bash_reads(capsy
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.M))
     assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == ("2", "8", "8")
     assert (options["time"], options["open-mode"], options["job-name"]) == ("1:00:00", "append", "run")
-    assert re.search(r"^srun .* -m lumen fit --config run.yaml --trainer.resume auto \|\| code=", text, re.M)
+    assert re.search(r"^srun .* -P -m lumen fit --config run.yaml --trainer.resume auto \|\| code=", text, re.M)
 
 
 def test_on_cpus_slurm_is_asked_for_no_gpus(capsys):
@@ -91,10 +91,13 @@ def test_the_driver_of_ray_is_a_program_with_a_worker_per_gpu(capsys):
 
 def test_the_job_of_kubernetes_has_fields_that_there_are(capsys):
     words = ["--on", "k8s", "--nodes", "2", "--gpus-per-node", "8", "--image", "me/x:1", "--volume", "shared"]
-    job = yaml.safe_load(printed(capsys, *words, "--time", "1:00:01", "--gpu", "H100"))
+    policy, job = yaml.safe_load_all(printed(capsys, *words, "--time", "1:00:01", "--gpu", "H100"))
+    own = {"matchLabels": {"training.kubeflow.org/job-name": job["metadata"]["name"]}}
+    ingress = [{"from": [{"podSelector": own}]}]
+    assert policy["spec"] == {"podSelector": own, "policyTypes": ["Ingress"], "ingress": ingress}
     check_fields(job, K8S)
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    assert container["command"][:4] == ["torchrun", "--nproc-per-node=8", "-m", "lumen"]
+    assert container["command"][:4] == ["torchrun", "--nproc-per-node=8", "--no-python", "lumen"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert job["spec"]["runPolicy"]["activeDeadlineSeconds"] == 3601
     assert job["spec"]["elasticPolicy"]["minReplicas"] == 2
@@ -106,7 +109,7 @@ def test_the_task_of_skypilot_has_fields_that_there_are_and_a_command_that_bash_
     check_fields(task, SKY)
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
     assert subprocess.run(["bash", "-n"], input=task["run"], text=True, check=False).returncode == 0
-    assert task["run"].endswith("-m lumen fit --config run.yaml --trainer.resume auto\n")
+    assert task["run"].endswith("--no-python lumen fit --config run.yaml --trainer.resume auto\n")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +192,12 @@ def expanded(text):
     return re.sub(r"\$(\$|\([^)]*\))", lambda found: "$" if found[1] == "$" else "VARIABLE", text)
 
 
+def job_in(text):
+    """The PyTorchJob of a file for Kubernetes, which follows its NetworkPolicy."""
+    _, job = yaml.safe_load_all(text)
+    return job
+
+
 READERS = {
     slurm: lambda text, folder: in_bash(text, "srun", folder),
     skypilot: lambda text, folder: in_bash(yaml.safe_load(text)["run"], "torchrun", folder),
@@ -199,7 +208,7 @@ READERS = {
     ),
     kubernetes: lambda text, folder: [
         expanded(word)
-        for word in yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0][
+        for word in job_in(text)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0][
             "command"
         ]
     ],
@@ -226,7 +235,7 @@ def test_an_engine_reads_the_words_that_were_given(engine, tmp_path_factory):
 def test_words_reach_the_job_from_the_command_line(capsys):
     word = "a\nb\u2028$(HOME)'"
     assert main(["submit", "--on", "k8s", "--image", "a", "--dry-run", *FIT, f"--trainer.default_root_dir={word}"]) == 0
-    job = yaml.safe_load(capsys.readouterr().out)
+    job = job_in(capsys.readouterr().out)
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     assert f"--trainer.default_root_dir={word}" in map(expanded, container["command"])
     assert main(["submit", "--on", "k8s", "--image", "a", *FIT, "--trainer.default_root_dir=\udcff"]) == 2

@@ -441,6 +441,57 @@ def test_one_module_reads_pickles_and_by_torchs_reader_of_weights():
     assert users == {"lumen.cli.convert"}
 
 
+#: What starts a program, by the end of the name that is called.
+STARTS = {
+    "subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call", "subprocess.check_output",
+    "os.system", "os.popen", "os.fork", "os.forkpty", "pty.spawn", "Process", "context.Pool", "ProcessPoolExecutor",
+    "ensure_running", "LocalElasticAgent", "create_subprocess_exec", "create_subprocess_shell", "start_processes",
+}  # fmt: skip
+
+
+def starts_program(function):
+    return function.startswith(("os.exec", "os.spawn", "os.posix_spawn")) or any(
+        function == name or function.endswith(f".{name}") for name in STARTS
+    )
+
+
+def test_interpreters_are_started_in_known_places():
+    """All but the two that are explained go through `lumen.internals.interpreters`."""
+    started, interpreters = set(), set()
+    for module, tree in SOURCES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and starts_program(ast.unparse(node.func)):
+                started.add((module, ast.unparse(node.func)))
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
+                interpreters.add(module)
+    assert started == {
+        ("lumen.checkpoint.unpickle", "subprocess.run"),  # python_command
+        ("lumen.cli.migrate.project", "subprocess.run"),  # git
+        ("lumen.cli.submit.command", "subprocess.run"),  # the program of an engine; Ray's is Python with -P
+        ("lumen.distributed.agent", "LocalElasticAgent"),  # the user's program, as the user started it
+        ("lumen.distributed.launch", "os.execv"),  # python_command
+        ("lumen.proof.pool", "context.Process"),  # under safe_path
+        ("lumen.proof.pool", "ensure_running"),  # under safe_path
+    }
+    assert interpreters == {
+        "lumen.internals.interpreters",
+        "lumen.distributed.agent",
+        "lumen.cli.submit.command",
+        "lumen.cli.words",  # prints its name
+        "lumen.trainer.process_settings",  # prints its name
+    }
+    for module, start in (("lumen.checkpoint.unpickle", "subprocess.run"), ("lumen.distributed.launch", "os.execv")):
+        assert "lumen.internals.interpreters.python_command" in names_imported_by(module), start
+    pool = ast.walk(SOURCES["lumen.proof.pool"])
+    safe = [node for node in pool if isinstance(node, ast.With) and "safe_path()" in map(ast.unparse, contexts(node))]
+    inside = {ast.unparse(call.func) for each in safe for call in ast.walk(each) if isinstance(call, ast.Call)}
+    assert {"context.Process", "ensure_running"} <= inside
+
+
+def contexts(node):
+    return [item.context_expr for item in node.items]
+
+
 def names_imported_by(module):
     imports = (node for node in ast.walk(SOURCES[module]) if isinstance(node, ast.ImportFrom))
     return {f"{node.module}.{alias.name}" for node in imports for alias in node.names}

@@ -54,7 +54,7 @@ ENGINES = {
         "image": "the processes run in the environment that submits; for containers edit the line of srun",
         "volume": "the processes see the files of their node",
     }),
-    "ray": Engine(".ray.py", ray_train.text, (sys.executable,), {
+    "ray": Engine(".ray.py", ray_train.text, (sys.executable, "-P"), {
         "time": "Ray sets jobs no limit; use --trainer.max_time after --", "partition": _NO_QUEUE, "account": _NO_QUEUE,
         "image": "set that of the cluster", "volume": "workers see the files of their node",
         "setup": "what the cluster was set up with counts",

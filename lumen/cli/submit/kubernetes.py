@@ -1,4 +1,4 @@
-"""The PyTorchJob of Kubeflow's training operator, version 1."""
+"""The PyTorchJob of Kubeflow's training operator, version 1, and a policy that lets only its own pods connect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def text(job: Job) -> str:
     container: dict[str, Any] = {
         "name": "pytorch",  # the operator looks for this one
         "image": job.image,
-        "command": ["torchrun", f"--nproc-per-node={job.processes_per_node}", "-m", "lumen", *map(_literal, job.words)],
+        "command": [
+            "torchrun", f"--nproc-per-node={job.processes_per_node}", "--no-python", "lumen", *map(_literal, job.words),
+        ],  # fmt: skip
         "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(_GRACE_S - 10)}],  # else torchrun kills earlier
         "volumeMounts": mounts,
     }
@@ -39,7 +41,14 @@ def text(job: Job) -> str:
         "rdzvBackend": "c10d", "minReplicas": job.nodes, "maxReplicas": job.nodes, "maxRestarts": job.restarts,
     }  # fmt: skip
     workers = {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": pod}}
-    return dump_yaml(
+    own = {"matchLabels": {"training.kubeflow.org/job-name": job.name}}  # which the operator gives to pods
+    documents = [
+        {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": {"name": job.name},
+            "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]},
+        },
         {
             "apiVersion": "kubeflow.org/v1",
             "kind": "PyTorchJob",
@@ -49,8 +58,9 @@ def text(job: Job) -> str:
                 "elasticPolicy": elastic,
                 "pytorchReplicaSpecs": {"Worker": workers},
             },
-        }
-    )
+        },
+    ]
+    return "---\n".join(map(dump_yaml, documents))
 
 
 def _literal(word: str) -> str:

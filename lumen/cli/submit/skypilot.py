@@ -19,7 +19,7 @@ def text(job: Job) -> str:
         f'torchrun --nnodes="$SKYPILOT_NUM_NODES" --nproc-per-node={job.processes_per_node} \\\n'
         f"  --max-restarts={job.restarts} --rdzv-backend=c10d \\\n"
         '  --rdzv-endpoint="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):29400" \\\n'
-        f"  -m {quoted('lumen', *job.words)}\n"
+        f"  --no-python {quoted('lumen', *job.words)}\n"
     )
     task: dict[str, Any] = {"name": job.name, "workdir": ".", "num_nodes": job.nodes, "resources": resources}
     if job.setup is not None:

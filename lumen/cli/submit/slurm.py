@@ -44,6 +44,6 @@ def text(job: Job) -> str:
         setup=f"{job.setup}\n" if job.setup else "",
         notice=_NOTICE_S,
         last=_LAST_S,
-        command=quoted(job.python, "-m", "lumen", *job.words),
+        command=quoted(job.python, "-P", "-m", "lumen", *job.words),
     )
     return "\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue", script])
