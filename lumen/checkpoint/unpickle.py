@@ -133,8 +133,8 @@ def main(source: str, output: str, request: str, temporary: str) -> None:
     """Read, write, and say in one line of JSON what was done or what is wrong.
 
     Args:
-        source: The pickle.
-        output: The file to create.
+        source: Path of the pickle to read.
+        output: Path of the safetensors file to create.
         request: A `Request` as JSON.
         temporary: A free name in the same directory; no file has it when this returns or is ended by SIGTERM.
     """

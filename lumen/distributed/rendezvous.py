@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 

@@ -20,12 +20,11 @@ def text(job: Job) -> str:
     if job.volume is not None:
         mounts.append({"name": "runs", "mountPath": "/runs"})
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": job.volume}})
+    words = map(_literal, job.words)
     container: dict[str, Any] = {
         "name": "pytorch",  # the operator looks for this one
         "image": job.image,
-        "command": [
-            "torchrun", f"--nproc-per-node={job.processes_per_node}", "--no-python", "lumen", *map(_literal, job.words),
-        ],  # fmt: skip
+        "command": ["torchrun", f"--nproc-per-node={job.processes_per_node}", "--no-python", "lumen", *words],
         "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(_GRACE_S - 10)}],  # else torchrun kills earlier
         "volumeMounts": mounts,
     }
