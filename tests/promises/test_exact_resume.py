@@ -112,8 +112,8 @@ def test_three_kills_leave_no_trace(tmp_path, nursery, undisturbed, which):
     [
         pytest.param(DDP_2, script, (1, "train", 7), marks=pytest.mark.slow),
         (FSDP_2, torchrun, (0, "operation", 40)),
-        pytest.param(DDP_2, torchrun, (0, "validate", 3), marks=pytest.mark.slow),
-        pytest.param(FSDP_2, script, (1, "operation", 3), marks=pytest.mark.slow),
+        pytest.param(DDP_2, torchrun, (0, "validate", 3), marks=pytest.mark.torture),
+        pytest.param(FSDP_2, script, (1, "operation", 3), marks=pytest.mark.torture),
     ],
     ids=["ddp script", "fsdp torchrun", "ddp torchrun", "fsdp script"],
 )
@@ -143,12 +143,13 @@ def kill_at_every_operation(directory, nursery, undisturbed, options, rank):
 @pytest.mark.parametrize(
     ("options", "rank", "least"),
     [
-        pytest.param(DDP_2, 0, 40, marks=pytest.mark.slow),
+        pytest.param({}, 0, 40, marks=pytest.mark.slow),
+        pytest.param(DDP_2, 0, 40, marks=pytest.mark.torture),
         pytest.param(DDP_2 | LATER, 1, 25, marks=pytest.mark.torture),
         pytest.param(FSDP_2, 1, 25, marks=pytest.mark.torture),
         pytest.param(FSDP_2 | LATER, 0, 40, marks=pytest.mark.slow),
     ],
-    ids=["ddp", "ddp asynchronous", "fsdp", "fsdp asynchronous"],
+    ids=["one process", "ddp", "ddp asynchronous", "fsdp", "fsdp asynchronous"],
 )
 def test_kills_at_every_operation_of_a_save_leave_no_trace(tmp_path, nursery, undisturbed, options, rank, least):
     assert kill_at_every_operation(tmp_path / "killed", nursery, undisturbed, options, rank) > least

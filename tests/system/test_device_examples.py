@@ -67,7 +67,10 @@ class Job:
 
 @pytest.mark.slow
 @pytest.mark.time_limit(500)
-def test_a_worker_that_is_killed_is_started_again_and_every_loss_is_that_of_the_undisturbed_run(tmp_path):
+def test_a_worker_that_is_killed_is_started_again_and_every_loss_is_that_of_the_undisturbed_run(
+    tmp_path, monkeypatch, capsys
+):
+    """The run writes, too, by the command in the config's header."""
     killed = Job(tmp_path / "killed", *SHORT)
     killed.kill_after_a_snapshot(rank=1)
     rows = killed.rows()
@@ -75,9 +78,10 @@ def test_a_worker_that_is_killed_is_started_again_and_every_loss_is_that_of_the_
     assert killed.output.count("going on from ") == 1
     assert [row["step"] for row in rows if row["train_loss"]] == [str(step) for step in range(1, 31)]
     assert rows == Job(tmp_path / "undisturbed", *SHORT).rows()
+    check_writing(killed, monkeypatch, capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.time_limit(500)
 def test_a_killed_run_restarts_learns_and_writes(tmp_path, monkeypatch, capsys):
     """The whole example: torchrun, a killed worker, a loss of 2, and the text of the command in the config's header."""
@@ -86,6 +90,10 @@ def test_a_killed_run_restarts_learns_and_writes(tmp_path, monkeypatch, capsys):
     assert float(job.rows()[-1]["val_loss"]) <= 2.0
     assert "(exitcode: -9) local_rank: 1" in job.output
     assert job.output.count("going on from ") == 1
+    check_writing(job, monkeypatch, capsys)
+
+
+def check_writing(job, monkeypatch, capsys):
     monkeypatch.chdir(job.home)
     capsys.readouterr()
     (shown,) = re.findall("^#   lumen (predict .*)", Path("models/mingpt.yaml").read_text(), re.M)
