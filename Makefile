@@ -41,8 +41,9 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY)) ## What only CUDA devi
 	$(GPU_PYTHON) -m pytest -m cuda -rs
 	$(GPU_PYTHON) -m benchmarks gpt2-cuda gpt2-gaps --rounds 1 --readme
 
-torture: $(READY) ## Kills at random moments and a soak, for as long as you like: make torture KILLS=1000 MINUTES=60
-	LUMEN_TORTURE_KILLS=$(or $(KILLS),200) LUMEN_SOAK_MINUTES=$(or $(MINUTES),30) $(BIN)/python -m pytest -m torture -s
+torture: $(READY) ## Random kills, a soak and hostile input, for as long as you like: make torture KILLS=1000 MINUTES=60 FUZZ=60
+	LUMEN_TORTURE_KILLS=$(or $(KILLS),200) LUMEN_SOAK_MINUTES=$(or $(MINUTES),30) LUMEN_FUZZ_MINUTES=$(or $(FUZZ),10) \
+	  $(BIN)/python -m pytest -m torture -s
 
 bench: $(VENV)-bench/.ready ## What the loop costs, beside the loop by hand and other libraries.
 	$(VENV)-bench/bin/python -m benchmarks --readme

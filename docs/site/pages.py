@@ -20,6 +20,7 @@ ELSEWHERE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security-policy.md",
     "benchmarks/README.md": "benchmarks.md",
     "docs/notebook.ipynb": "notebook.md",
 }

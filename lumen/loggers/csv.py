@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, ClassVar, Concatenate, ParamSpec, final
+from typing import IO, Any, ClassVar, Concatenate, Literal, ParamSpec, final
 
 from lumen.errors.arguments import checked
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
@@ -31,6 +31,11 @@ def _explained(write: Callable[Concatenate[_Table, _P], None]) -> Callable[Conca
     return explained
 
 
+def _open(path: Path, mode: Literal["r", "a", "w"]) -> IO[str]:
+    """Open a CSV file; bytes that are no UTF-8 are kept as they are."""
+    return path.open(mode, encoding="utf-8", errors="surrogateescape", newline="")
+
+
 @final
 class _Table:
     """A CSV file that gains columns as new names appear; its header is always complete."""
@@ -46,7 +51,7 @@ class _Table:
         self._copies = 0  # rows that may be copied
         self._file: IO[str] | None = None
         if path.exists():
-            with path.open(newline="") as file:
+            with _open(path, "r") as file:
                 reader = csv.reader(file)
                 self._columns = dict.fromkeys(next(reader, []))
                 self._width = len(self._columns)
@@ -79,7 +84,7 @@ class _Table:
             self._copies = 0
             self.rewrite(self.columns, self.rows)
         if self._file is None:
-            self._file = self.path.open("a", newline="")
+            self._file = _open(self.path, "a")
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "removed")
         csv.writer(self._file).writerows([row.get(name, "") for name in self._columns] for row in waiting)
@@ -94,7 +99,7 @@ class _Table:
         """
         self.close()
         try:
-            with self._beside.open("w", newline="") as file:
+            with _open(self._beside, "w") as file:
                 writer = csv.writer(file)
                 writer.writerow(columns)
                 writer.writerows(self._read(columns, rows))
@@ -110,7 +115,7 @@ class _Table:
         """The first `rows` rows, each cut to the given columns; cells that a row lacks are empty."""
         if not self._width:
             return
-        with self.path.open(newline="") as file:
+        with _open(self.path, "r") as file:
             reader = csv.reader(file)
             width = len(header := next(reader))
             place_of = {name: place for place, name in enumerate(header)}

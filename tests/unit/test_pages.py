@@ -28,6 +28,12 @@ def defined_in(tree, prefix=""):
 # ---------------------------------------------------------------------- what is named
 
 
+def test_the_security_page_names_tests_that_exist():
+    named = re.findall(r"`(tests/[\w/]+\.py)`", (HOME / "docs/security.md").read_text())
+    assert len(named) > 8
+    assert set(named) <= set(TESTS)
+
+
 @pytest.mark.parametrize("page", NAMES)
 def test_every_file_and_function_that_a_page_names_exists(page):
     named = PATH.findall(PAGES[page])

@@ -1,0 +1,243 @@
+"""Hostile input is refused in one sentence or works: forged checkpoints, configs, command lines, names, directories."""
+
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lumen.checkpoint import Checkpoint
+from lumen.checkpoint.manifest import text_of
+from lumen.cli import main
+from lumen.errors import LumenError
+from tests.helpers.tasks import Regression, loader, quiet_trainer
+from tests.helpers.workplace import CONFIG, alone
+
+MINUTES = float(os.environ.get("LUMEN_FUZZ_MINUTES", "1"))
+NAMES = st.text(st.characters(exclude_categories=()), max_size=12)
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), NAMES,
+    st.sampled_from(["../../up", "/etc/passwd", "a/b", "__class__", "${oc.env:HOME}", "os.system", "1e999", "", "~"]),
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=4), max_leaves=8
+)
+
+
+@st.composite
+def changed(draw, value, changes=3):
+    """Plain data with values of others in a few places, entries removed, or entries added."""
+    value = copy.deepcopy(value)
+    for _ in range(draw(st.integers(1, changes))):
+        places = list(_places(value))
+        if not places:
+            break
+        container, key = draw(st.sampled_from(places))
+        action = draw(st.sampled_from(["set", "set", "swap", "delete", "add"]))
+        if action == "set":
+            container[key] = draw(VALUES)
+        elif action == "swap":
+            other, its_key = draw(st.sampled_from(places))
+            container[key] = copy.deepcopy(other[its_key])
+        elif action == "delete":
+            del container[key]
+        elif isinstance(container, dict):
+            container[draw(NAMES)] = draw(VALUES)
+        else:
+            container.insert(key, draw(VALUES))
+    return value
+
+
+def _places(value):
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield value, key
+        yield from _places(value[key])
+
+
+class Inputs:
+    """What the targets forge: a run with a checkpoint, made once."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.run = self.fit(folder / "whole").run_directory
+        self.checkpoint = self.run / "checkpoints/step-00000004"
+
+    def fit(self, root, **options):
+        trainer = quiet_trainer(root, **{"max_steps": 4, "log_level": "CRITICAL"} | options)
+        trainer.fit(Regression(), loader(), val_dataloaders=loader(8))
+        return trainer
+
+    def copy(self):
+        """A copy of the run that may be forged, which the caller removes."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder)) / "runs"
+        shutil.copytree(self.run.parent, folder)
+        return folder / self.run.name
+
+
+def forge_checkpoints(inputs, data):
+    """Forge a manifest or a state file with right digests, or bytes of a tensor file."""
+    run = inputs.copy()
+    checkpoint = run / "checkpoints" / inputs.checkpoint.name
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    del manifest["sha256"], manifest["digest"]
+    what = data.draw(st.sampled_from(["manifest", "state", "tensors"]))
+    if what == "manifest":
+        manifest = data.draw(changed(manifest))
+    elif what == "state":
+        state = json.loads((checkpoint / "state.json").read_text())
+        _replace(manifest, checkpoint, "state.json", _json(data.draw(changed(state))))
+    else:
+        name = data.draw(st.sampled_from(sorted(name for name in manifest["files"] if name.endswith(".safetensors"))))
+        text = bytearray((checkpoint / name).read_bytes())
+        for _ in range(data.draw(st.integers(1, 4))):
+            text[data.draw(st.integers(0, min(len(text), 400) - 1))] = data.draw(st.integers(0, 255))
+        _replace(manifest, checkpoint, name, bytes(text))
+    try:
+        (checkpoint / "manifest.json").write_bytes(text_of(manifest))
+    except (TypeError, ValueError, UnicodeEncodeError):  # no JSON, which nobody can forge either
+        return
+    with contextlib.suppress(LumenError):
+        opened = Checkpoint.open(checkpoint, verify="full")
+        for section in ("model", "optimizer", "extra"):
+            with contextlib.suppress(LumenError):
+                list(opened.tensors(section).values())
+    with contextlib.suppress(LumenError):
+        inputs.fit(run.parent.parent, max_steps=5, resume=checkpoint)
+    shutil.rmtree(run.parent.parent)
+
+
+def _json(value):
+    return json.dumps(value).encode("utf-8", "surrogatepass")
+
+
+def _replace(manifest, checkpoint, name, text):
+    (checkpoint / name).write_bytes(text)
+    manifest["files"][name] = type(manifest["files"][name])(
+        {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+        if isinstance(manifest["files"][name], dict)
+        else [len(text), hashlib.sha256(text).hexdigest()]
+    )
+
+
+def forge_configs(inputs, data):
+    """Read a config with values of another kind in a few places, or text that is nearly YAML."""
+    if data.draw(st.booleans()):
+        text = yaml.safe_dump(data.draw(changed(CONFIG)), allow_unicode=True)
+    else:
+        text = yaml.safe_dump(CONFIG)
+        at = data.draw(st.integers(0, len(text)))
+        text = text[:at] + data.draw(st.text(max_size=8)) + text[at + data.draw(st.integers(0, 8)) :]
+    config = inputs.folder / "forged.yaml"
+    config.write_bytes(text.encode("utf-8", "surrogatepass"))
+    command(["fit", "--config", str(config), "--print_config"])
+
+
+WORDS = ["fit", "validate", "runs", "report", "export", "diff", "check", "--config", "line.yaml", "--trainer.max_epochs",
+         "--trainer", "--model", "--model.lr", "--model.init_args.width", "--data.samples", "--trainer.callbacks+",
+         "EarlyStopping", "--trainer.logger", "--trainer.strategy", "ddp", "--ckpt_path", "best", "--print_config", "--help",
+         "--optimizer", "SGD", "--optimizer.lr", "--lr_scheduler", "{", "[", "}", "=", "null", "-1", "1e400"]  # fmt: skip
+
+
+def forge_command_lines(inputs, data):
+    """Put words of the command line in any order, with others between them; nothing is trained."""
+    words = data.draw(st.lists(st.sampled_from(WORDS) | st.text(max_size=6), max_size=7))
+    command([*words, "--print_config"] if words[:1] == ["fit"] else words)
+
+
+def forge_names(inputs, data):
+    """Log under any names, and read what was logged."""
+    names = data.draw(st.lists(NAMES, min_size=1, max_size=3, unique=True))
+
+    class Logging(Regression):
+        def training_step(self, batch):
+            for name in names:
+                self.log(name, 1.0)
+            return super().training_step(batch)
+
+    root = Path(tempfile.mkdtemp(dir=inputs.folder))
+    trainer = quiet_trainer(root, max_steps=1, log_every_n_steps=1, log_level="CRITICAL", enable_checkpointing=False)
+    try:
+        trainer.fit(Logging(), loader())
+    except LumenError:
+        return
+    assert {name: trainer.logged_metrics[name].item() for name in names} == dict.fromkeys(names, 1.0)
+    command(["runs", str(root / "runs")])
+    command(["report", str(trainer.run_directory), "--output", str(root / "report.html")])
+    shutil.rmtree(root)
+
+
+def forge_directories(inputs, data):
+    """Cut, empty, replace or remove files of a run, then list, report and resume it."""
+    run = inputs.copy()
+    files = sorted(path for path in run.rglob("*") if path.is_file())
+    for path in data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=3, unique=True)):
+        action = data.draw(st.sampled_from(["cut", "bytes", "remove", "folder", "link"]))
+        if action == "cut":
+            text = path.read_bytes()
+            path.write_bytes(text[: data.draw(st.integers(0, len(text)))])
+        elif action == "bytes":
+            path.write_bytes(data.draw(st.binary(max_size=40)))
+        else:
+            path.unlink()
+            if action == "folder":
+                path.mkdir()
+            elif action == "link":
+                path.symlink_to("/etc/passwd")
+    command(["runs", str(run.parent)])
+    command(["report", str(run), "--output", str(run.parent.parent / "report.html")])
+    with contextlib.suppress(LumenError):
+        inputs.fit(run.parent.parent, max_steps=5, resume="auto")
+    shutil.rmtree(run.parent.parent)
+
+
+def command(words):
+    """Run a command, which ends with an exit code, never with a traceback."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = main(words)
+        except SystemExit as ended:
+            code = ended.code
+    assert isinstance(code, int | None), words
+    assert "Traceback" not in said.getvalue(), said.getvalue()
+
+
+TARGETS = [forge_checkpoints, forge_configs, forge_command_lines, forge_names, forge_directories]
+
+
+@pytest.fixture
+def inputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    alone(monkeypatch)
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(CONFIG))
+    return Inputs(tmp_path)
+
+
+def attack(target, inputs, **options):
+    options = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)} | options
+    settings(**options)(given(st.data())(lambda data: target(inputs, data)))()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_hostile_input_is_refused_or_works(inputs, target):
+    attack(target, inputs, max_examples=20, derandomize=True)
+
+
+@pytest.mark.torture
+@pytest.mark.time_limit(60 * (MINUTES + 10))
+@pytest.mark.parametrize("target", TARGETS)
+def test_hostile_input_for_minutes(inputs, target):
+    ends_s = time.monotonic() + 60 * MINUTES
+    while time.monotonic() < ends_s:
+        attack(target, inputs, max_examples=100)
