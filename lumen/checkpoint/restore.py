@@ -38,7 +38,7 @@ from lumen.checkpoint.weights_source import find_named
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.internals.garbage import only_young_collected
-from lumen.internals.masking import Reference, is_masked, resolved
+from lumen.internals.masking import first_unknown
 from lumen.internals.optimizers import has_stepped
 from lumen.precision import convert_as_saved
 from lumen.run.progress import Progress
@@ -291,25 +291,15 @@ def _built(kind: type[Owner], checkpoint: Checkpoint, of: str, overrides: Mappin
     """An object of a class, built from the hyperparameters of a checkpoint."""
     saved = decode(checkpoint.state[of], checkpoint.tensors("extra"))
     kept = {name: value for name, value in _without_those_of_bases(kind, saved).items() if name not in overrides}
-    references: dict[tuple[Any, ...], Reference] = {}
-    for name, value in kept.items():
-        if is_masked(value):
+    for name, value in kept.items():  # a checkpoint of a stranger must not read the environment
+        if (unknown := first_unknown(value)) is not None:
             raise CheckpointMismatch(
-                f"{checkpoint.path} does not hold the hyperparameter {name}: its name says that it is a secret, and it "
-                f"was masked. Give it: load_from_checkpoint(PATH, {name}=...)."
+                f"{checkpoint.path} does not hold the hyperparameter {name}, which may be a secret: it has {unknown} "
+                f"in its place. Give the value: load_from_checkpoint(PATH, {name}=...)."
             )
-        try:
-            kept[name] = resolved(value, (name,), references)
-        except LookupError as error:
-            raise CheckpointMismatch(
-                f"the hyperparameter {name} of {checkpoint.path} is {value!r}: {error.args[0]}, or give "
-                f"load_from_checkpoint(PATH, {name}=...)."
-            ) from None
     hyperparameters = kept | dict(overrides)
     try:
-        built = kind(**hyperparameters)
-        built.hparams_references = references
-        return built
+        return kind(**hyperparameters)
     except TypeError as error:
         raise CheckpointMismatch(
             f"{kind.__name__} cannot be built from the hyperparameters of {checkpoint.path} "

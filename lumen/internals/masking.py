@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 MASK = "<masked>"
@@ -121,32 +121,21 @@ def _masked_text(text: str, name: str) -> str:
 
 def is_masked(value: Any) -> bool:
     """Return True if any text in plain data was masked."""
-    if isinstance(value, Mapping):
-        return any(map(is_masked, value.values()))
-    return any(map(is_masked, value)) if isinstance(value, list | tuple) else isinstance(value, str) and MASK in value
+    return any(MASK in text for text in _texts(value))
 
 
-def resolved(value: Any, path: tuple[Any, ...], found: dict[tuple[Any, ...], Reference]) -> Any:
-    """Return plain data with the values of its references, which are noted by their place in `found`.
+def first_unknown(value: Any) -> str | None:
+    """Return the first text in plain data that stands for a secret: a mask, or a reference to the environment."""
+    return next((text for text in _texts(value) if MASK in text or isinstance(text, Reference)), None)
 
-    Raises:
-        LookupError: The environment has no such variable.
-    """
-    if isinstance(value, Mapping):
-        return {key: resolved(item, (*path, key), found) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(resolved(item, (*path, i), found) for i, item in enumerate(value))
-    if not isinstance(value, Reference):
-        return value
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    try:
-        text = str(OmegaConf.create({"value": str(value)})["value"])
-    except OmegaConfBaseException as error:
-        raise LookupError(what_is_missing(error)) from error
-    found[path] = Reference(value, text)
-    return text
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
 
 
 def what_is_missing(error: Exception) -> str:
