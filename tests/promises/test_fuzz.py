@@ -143,11 +143,12 @@ def forge_configs(inputs, data):
     command(["fit", "--config", str(config), "--print_config"])
 
 
-WORDS = """
-    fit validate runs report export diff check --config line.yaml --trainer.max_epochs --trainer --model --model.lr
-    --model.init_args.width --data.samples --trainer.callbacks+ EarlyStopping --trainer.logger --trainer.strategy ddp
-    --ckpt_path best --print_config --help --optimizer SGD --optimizer.lr --lr_scheduler { [ } = null -1 1e400
-""".split()
+WORDS = [
+    "fit", "validate", "runs", "report", "export", "diff", "check", "--config", "line.yaml", "--trainer.max_epochs",
+    "--trainer", "--model", "--model.lr", "--model.init_args.width", "--data.samples", "--trainer.callbacks+",
+    "EarlyStopping", "--trainer.logger", "--trainer.strategy", "ddp", "--ckpt_path", "best", "--print_config",
+    "--help", "--optimizer", "SGD", "--optimizer.lr", "--lr_scheduler", "{", "[", "}", "=", "null", "-1", "1e400",
+]  # fmt: skip
 
 
 def forge_command_lines(inputs, data):
