@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lumen.callbacks import Callback
+from lumen.distributed.cluster_environment import loopback_names
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError
 from lumen.internals.interpreters import SAFE_PATH, SearchPath
@@ -141,6 +142,7 @@ def _prepare(place: Path, rank: int, variant: Variant, size: Size) -> None:
         del os.environ[name]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", SAFE_PATH):
         os.environ.pop(name, None)
+    os.environ.update(loopback_names())
     torch.set_num_threads(size.threads)
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # of data workers
     stacks = open(place / f"rank-{rank}.stacks", "w", encoding="utf-8")  # noqa: SIM115  # for as long as it lives

@@ -127,6 +127,30 @@ def test_ranks_of_one_host_listen_on_loopback(by):
     assert len(ranks[0]["seen"]["training"]) == 1
 
 
+VERIFIED = """
+import json, os
+from tests.helpers.proving import Clean, Data
+from tests.helpers.sockets import listening
+
+class Task(Clean):
+    def on_train_batch_end(self, *_):
+        with open(f"seen-{os.getpid()}.json", "w") as file:
+            json.dump([self.trainer.world_size, sorted(listening(os.getpid())), os.environ["GLOO_SOCKET_IFNAME"]], file)
+"""
+
+
+def test_variants_of_verify_listen_on_loopback_alone():
+    Path("mine.py").write_text(VERIFIED)
+    Path("mine.yaml").write_text("{seed_everything: 1, model: mine.Task, data: mine.Data, trainer: {max_epochs: 3}}")
+    command = [sys.executable, "-m", "lumen", "verify", "--config", "mine.yaml", "--only", "processes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    seen = [json.loads(path.read_text()) for path in Path().glob("seen-*.json")]
+    assert max(world for world, *_ in seen) > 1, done.stdout + done.stderr
+    assert all(addresses for world, addresses, _ in seen if world > 1)
+    assert {name for *_, name in seen} == {"lo"}
+    assert {each for _, addresses, _ in seen for each in open_to_others(addresses)} == set()
+
+
 def test_one_process_listens_on_loopback_alone():
     check(look({"strategy": "fsdp"}), 1)
 
