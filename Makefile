@@ -8,7 +8,8 @@ DEMO = $(VENV)/.demo
 READY = $(VENV)/.ready
 COMPAT = $(VENV)-compat-$(TORCH)
 VISION = $(VENV)-vision
-# Whole files side by side, in the order of the rooms: short files are left for the end. A test over its time limit ends its worker: without another one it is named once.
+# Whole files side by side, in the order of the rooms: short files are left for the end. Programs often wait: three of them.
+# A test over its time limit ends its worker: without another one it is named once.
 PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo check test test-all compat gpu torture bench vision docs lint format clean
@@ -28,7 +29,7 @@ test: $(READY) lint ## The same, all fits in one process, and promises on severa
 
 test-all: $(READY) lint ## Everything but torture: groups of processes, programs, kills and the promises too.
 	$(PARALLEL) tests/unit tests/fit -m "not torture"
-	$(PARALLEL) tests/promises tests/system tests/distributed -m "not torture"
+	$(PARALLEL) -n 3 tests/promises tests/system tests/distributed -m "not torture"
 	$(MAKE) vision
 
 vision: $(READY) $(VISION)/.ready ## The examples of timm and torchvision, which stand beside the environment: see tests/vision.
