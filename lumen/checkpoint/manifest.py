@@ -16,11 +16,12 @@ import torch
 
 from lumen.checkpoint.codec import JSON, decode, named_dtype
 from lumen.checkpoint.files import parse_json
-from lumen.checkpoint.places import exists, storage_of
+from lumen.checkpoint.places import storage_of
 from lumen.checkpoint.storage import MANIFEST, readable
 from lumen.errors import CheckpointDamaged, CheckpointError
 
 FORMAT_VERSION = 4
+_MOST_BYTES = 1 << 30  # ten thousand processes and a million tensors need less
 STATE = "state.json"
 _FILE_NAME = re.compile(r"state\.json|[a-z_]+/[\w-]+\.safetensors", re.ASCII)
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
@@ -146,9 +147,13 @@ def _read_text(directory: PurePath) -> bytes:
     """The bytes of an intact manifest."""
     storage, path = storage_of(directory), directory / MANIFEST
     with readable(directory):
-        there = exists(path)
-    if not there:
+        found = storage.look(path)
+    if found is None:
         raise CheckpointDamaged(f"{directory} is no committed checkpoint: it has no {MANIFEST}.")
+    if found.size_bytes > _MOST_BYTES:
+        raise CheckpointDamaged(
+            f"{path} has {found.size_bytes} bytes and is not read: a manifest has {_MOST_BYTES} at most."
+        )
     storage.check_inside(directory, MANIFEST)
     with readable(path), storage.open(path) as file:
         text = file.read()

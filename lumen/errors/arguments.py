@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Integral, Real
@@ -30,6 +31,7 @@ from lumen.errors import ConfigError
 P = ParamSpec("P")
 S = TypeVar("S")
 _NAMES = {NoneType: "None", int: "an int", float: "a number", str: "a string", bool: "True or False", Path: "a path"}
+_NO_COLUMN = re.compile(r"^[=+@-]|[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def checked(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
@@ -221,6 +223,23 @@ def local_path(path: str | Path) -> Path:
             "empty until there is a checkpoint."
         )
     return Path(os.path.expanduser(str(path)))
+
+
+def check_column(name: str, call: str) -> None:
+    """Refuse a name that a table cannot show: with control characters, or read by spreadsheets as a formula.
+
+    Args:
+        name: The name of a logged value.
+        call: The call that gives the name, for the error.
+
+    Raises:
+        ConfigError: The name is such a one.
+    """
+    if _NO_COLUMN.search(name):
+        raise ConfigError(
+            f"{call}: the name of a value has no control characters and does not begin with =, +, - or @, which "
+            "spreadsheets read as formulas. Use another name."
+        )
 
 
 def at_least(least: float, **numbers: float | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from lumen.errors import RunDirectoryError
 
 _CURES = {
-    errno.ENOENT: "It was removed while its run was writing to it. Start the run again.",
+    errno.ENOENT: "It was removed or moved while its run was writing to it. Put it back, or start the run again.",
     errno.ENOSPC: "Make room; what was saved is whole, and the run can be resumed.",
     errno.EDQUOT: "Make room; what was saved is whole, and the run can be resumed.",
 }

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, ClassVar, Concatenate, Literal, ParamSpec, final
 
-from lumen.errors.arguments import checked
+from lumen.errors.arguments import check_column, checked
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
 from lumen.internals.whole_files import explained_writing
 from lumen.loggers.base import Logger, told
@@ -68,6 +68,8 @@ class _Table:
 
         Rows wait in memory where new names come so often that copies of the file would cost more than the rows.
         """
+        for name in row.keys() - self._columns.keys():
+            check_column(str(name), f"a logged value is named {name!r}")
         self._columns.update(dict.fromkeys(row))
         self._waiting.append(row)
         self._copies += _COPIES_PER_ROW

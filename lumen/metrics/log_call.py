@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 import torch
 
 from lumen.errors import ConfigError
+from lumen.errors.arguments import check_column
 from lumen.errors.lightning_names import INSTEAD_IN_LOG
 
 if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a metric has imported it
@@ -96,7 +97,7 @@ def log_options(name: str, how: How) -> LogOptions:
 
 
 def check_name(name: Any) -> None:
-    """Refuse a name that is no string, empty, or "step" or "epoch".
+    """Refuse a name that is no string, empty, "step" or "epoch", or nothing that a table can show.
 
     Raises:
         ConfigError: `name` is one of these.
@@ -108,6 +109,7 @@ def check_name(name: Any) -> None:
         )
     if name in ("step", "epoch"):
         raise ConfigError(f"self.log({name!r}): every logged row has its {name} already. Use another name.")
+    check_column(name, f"self.log({name!r})")
 
 
 def unknown_option(names: Iterable[str], known: Iterable[str]) -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -70,7 +71,7 @@ class RecordedRun:
         return RecordedRun(
             path,
             metrics_of(metrics),
-            json.loads(environment.read_text()) if environment.exists() else {},
+            json.loads(environment.read_text()) if os.access(environment, os.R_OK) else {},  # it is its owner's
             {int(each.info["step"]): each.path for each in found if not (each.problem or each.kind)},
         )
 

@@ -20,6 +20,7 @@ from typing import Any, final
 
 from lumen.checkpoint.folder import clean_leftovers
 from lumen.checkpoint.local_storage import fsync_directory, make_directory
+from lumen.console import logger as _log
 from lumen.errors import ConfigError, RunDirectoryError
 
 _LOCK = ".lock"
@@ -146,22 +147,40 @@ class RunDirectory:
                 os.close(descriptor)
 
     def check(self) -> None:
-        """Find out whether the directory is still the one that was claimed.
+        """Check that the directory is the one that was claimed; warn if its checkpoints were removed.
 
         Raises:
-            RunDirectoryError: It was removed, or another one is in its place.
+            RunDirectoryError: The directory was removed or moved, or another one is in its place.
         """
         if self._descriptor is None:
             return
+        held = os.fstat(self._descriptor)
         try:
-            is_there = os.path.samestat(os.stat(self.path / _LOCK, follow_symlinks=False), os.fstat(self._descriptor))
+            is_there = os.path.samestat(os.stat(self.path / _LOCK, follow_symlinks=False), held)
         except (FileNotFoundError, NotADirectoryError):
             is_there = False
+        if not is_there and held.st_nlink:
+            raise RunDirectoryError(
+                f"{self.path} was moved to {self._place()} while its run was writing there; what was written is there. "
+                "Move it back, and resume the run."
+            )
         if not is_there:
             raise RunDirectoryError(
                 f"{self.path} was removed, or replaced, while its run was writing there; what it had written is gone. "
-                "Leave a run's directory alone while it runs, and start it anew."
+                "Leave a run's directory alone while it runs, and start it again."
             )
+        if not self.checkpoints.exists():
+            _log.warning(
+                "%s was removed while its run was writing there: the checkpoints in it are gone. New ones are saved.",
+                self.checkpoints,
+            )
+            self.checkpoints.mkdir()
+
+    def _place(self) -> str:
+        """Where the directory is now, as far as the system says."""
+        with suppress(OSError):
+            return os.path.dirname(os.readlink(f"/proc/self/fd/{self._descriptor}"))
+        return "another place"
 
     def release(self) -> None:
         """Free the directory for other jobs; a second call does nothing."""

@@ -294,6 +294,21 @@ def test_a_norm_that_the_user_logs_is_not_replaced(tmp_path):
     assert memory.of("grad_norm") == [(1, -1.0), (2, -1.0)]
 
 
+@pytest.mark.parametrize("name", ["=cmd", "+1", "-loss", "@sum", "a\nb", "a\x1b[2J", "a\u2028b"])
+@pytest.mark.parametrize("by_logger", [False, True])
+def test_a_name_is_no_formula_and_has_no_controls(tmp_path, name, by_logger):
+    def log(task, batch):
+        if by_logger:
+            task.trainer.logger.log_metrics({name: 1.0}, 1)
+        else:
+            task.log(name, 1.0)
+
+    with pytest.raises(ConfigError, match="no control characters and does not begin with"):
+        quiet_trainer(tmp_path, max_steps=1, logger=[lumen.CSVLogger()], enable_checkpointing=False).fit(
+            Logs(log), loader(8, 8)
+        )
+
+
 @pytest.mark.parametrize("name", ["step", "epoch"])
 def test_the_names_of_a_rows_place_are_taken(tmp_path, name):
     with pytest.raises(ConfigError, match=f"every logged row has its {name} already"):

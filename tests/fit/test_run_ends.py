@@ -3,9 +3,11 @@
 import csv
 import io
 import os
+import resource
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ from torchmetrics import MeanSquaredError
 
 import lumen
 import lumen.console
+from lumen.cli import main
 from lumen.errors import ConfigError, RunDirectoryError, TrainingError
 from tests.helpers.ending_run import HOOKS, KINDS, Ended, begin, end_of
 from tests.helpers.run_ends import names
 from tests.helpers.tasks import Regression, loader, quiet_trainer
+from tests.helpers.workplace import LINE
 
 
 class Logging(Regression):
@@ -294,9 +298,65 @@ def test_a_run_whose_directory_was_removed_or_replaced_does_not_say_that_it_fini
             act(trainer.run_directory)
 
     options |= {"callbacks": [lumen.LambdaCallback(on_train_batch_end=at_the_third_step)]}
-    with pytest.raises(RunDirectoryError, match=r"was removed.*[Ss]tart (it|the run) (anew|again)"):
+    with pytest.raises(RunDirectoryError, match=r"was (removed.*start|moved to .*resume)"):
         fit(tmp_path, Regression(), max_steps=6, log_every_n_steps=log_every_n_steps, **options)
     assert "finished" not in caplog.text
+
+
+def test_a_moved_directory_is_named_with_its_place(tmp_path):
+    def move(trainer, task, outputs, batch, batch_idx):
+        if trainer.global_step == 2:
+            trainer.run_directory.rename(tmp_path / "elsewhere")
+
+    moved = {"callbacks": [lumen.LambdaCallback(on_train_batch_end=move)], "max_steps": 3}
+    with pytest.raises(RunDirectoryError, match=r"runs/run was moved to .*/elsewhere while.*Move it back, and resume"):
+        fit(tmp_path, Regression(), **moved)
+    (tmp_path / "elsewhere").rename(tmp_path / "runs/run")
+    assert fit(tmp_path, Regression(), max_steps=3).global_step == 3
+
+
+def test_removed_checkpoints_are_noticed_and_new_ones_saved(tmp_path, caplog):
+    def remove(trainer, task, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            shutil.rmtree(trainer.run_directory / "checkpoints")
+
+    saver = lumen.ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+    removing = lumen.LambdaCallback(on_train_batch_end=remove)
+    trainer = fit(tmp_path, Regression(), max_steps=6, callbacks=[removing, saver], log_level="WARNING")
+    told = [
+        record.message for record in caplog.records if "checkpoints was removed while its run was" in record.message
+    ]
+    assert len(told) == 1
+    names = {path.name for path in (trainer.run_directory / "checkpoints").iterdir()}
+    assert names == {"step-00000004", "step-00000006"}
+
+
+class Full(lumen.Callback):
+    """A disk that has no room for a file of several hundred bytes, from the beginning of `setup` on."""
+
+    def setup(self, trainer, task, stage):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.parametrize("name", ["environment.json", "script.yaml", "config.yaml"])
+def test_a_full_disk_is_an_error_with_the_path(tmp_path, name, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("line.yaml").write_text(LINE)
+    full = f"{Full.__module__}.Full"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if name == "config.yaml":
+            assert main(["fit", "--config", "line.yaml", "--trainer.callbacks.full", full]) == 1
+            said = capsys.readouterr().err
+        else:
+            if name == "environment.json":
+                Full().setup(None, None, "fit")
+            with pytest.raises(RunDirectoryError) as caught:
+                fit(tmp_path, Regression(), max_steps=1, callbacks=[Full()])
+            said = str(caught.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"/{name} cannot be written: File too large. See that it can be written, and resume the run." in said
 
 
 def test_a_record_that_cannot_be_written_is_one_error_that_names_it(tmp_path):

@@ -1,8 +1,9 @@
-"""A run whose display goes away, and runs that are killed at their end."""
+"""A run whose display goes away or which SIGQUIT ends, and runs that are killed at their end."""
 
 import json
 import os
 import pty
+import resource
 import shutil
 import signal
 import subprocess
@@ -108,3 +109,35 @@ def test_killed_ranks_end_as_they_would_have(tmp_path, nursery, strategy):
 
 def test_no_validating_checkpoint_is_left(tmp_path, nursery):
     check_lives(nursery, tmp_path, ["validation", "pruning"])
+
+
+QUITTING = """
+import os, signal
+import lumen
+from tests.helpers.tasks import Regression, loader
+
+def on_train_batch_end(trainer, task, outputs, batch, batch_idx):
+    if trainer.global_step == 3 and trainer.resumed_from is None:
+        os.kill(os.getpid(), signal.SIGQUIT)
+
+lumen.Trainer(
+    max_steps=5, name="run", resume="auto", enable_progress_bar=False,
+    callbacks=[
+        lumen.ModelCheckpoint(every_n_train_steps=2, save_top_k=-1),
+        lumen.LambdaCallback(on_train_batch_end=on_train_batch_end),
+    ],
+).fit(Regression(), loader())
+"""
+
+
+def test_sigquit_ends_at_once_and_saves_nothing(tmp_path):
+    def run():
+        return subprocess.run(
+            [sys.executable, "-c", QUITTING], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+            capture_output=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
+        ).returncode  # fmt: skip
+
+    assert run() == -signal.SIGQUIT
+    assert names(tmp_path) == ["step-00000002"]
+    assert run() == 0
+    assert names(tmp_path)[-1] == "step-00000005"

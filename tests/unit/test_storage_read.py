@@ -36,6 +36,15 @@ def test_a_tensor_in_several_chunks_is_assembled(tmp_path, dtype, regions):
     assert torch.equal(checkpoint.tensor("model", "other"), torch.ones(2))
 
 
+def test_a_manifest_of_gigabytes_is_not_read(tmp_path):
+    small(tmp_path / "step-1")
+    manifest = tmp_path / "step-1/manifest.json"
+    os.truncate(manifest, 20 << 30)  # of which the disk holds nothing
+    with pytest.raises(CheckpointDamaged, match=rf"{manifest} has {20 << 30} bytes and is not read"):
+        Checkpoint.open(tmp_path / "step-1")
+    assert find_checkpoints(tmp_path) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.complex128])
 def test_a_box_of_a_tensor_is_that_box_of_the_whole(tmp_path, dtype):
     regions = [((2, 5), (1, 3)), ((0, 2), (0, 3)), ((2, 5), (0, 1))]
