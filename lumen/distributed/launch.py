@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _TAIL = 20
+_FOLDER, _LIVES = "lumen-launch-", "launcher"
 
 
 def relaunch(workers: int, max_restarts: int = 0) -> NoReturn:
@@ -89,8 +91,7 @@ def launch(workers: int, command: Sequence[str], max_restarts: int = 0) -> int:
     with only_young_collected():
         from lumen.distributed.agent import run_workers  # takes a second
 
-    folder = Path(tempfile.mkdtemp(prefix="lumen-launch-"))
-    with _environment(workers), _noted_signals() as requests:
+    with _own_folder() as folder, _environment(workers), _noted_signals() as requests:
         lives, refusal = Lives(max_restarts, folder), None
         while failures := run_workers(workers, command, lives.begin(), requests, lives.number):
             if requests or (refusal := lives.refusal(failures)) is not None:
@@ -103,6 +104,24 @@ def launch(workers: int, command: Sequence[str], max_restarts: int = 0) -> int:
     if text is not None:
         print(text.rstrip("\n"), file=stderr)
     return code
+
+
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    """The context with a folder for the output of the workers; folders of launchers that were killed are removed.
+
+    A launcher that lives holds a lock in its folder. A folder that a failed job keeps has none.
+    """
+    for other in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with suppress(OSError), (other / _LIVES).open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(other)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
+    with (folder / "draft").open("xb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.rename(folder / "draft", folder / _LIVES)
+        yield folder
+        (folder / _LIVES).unlink()
 
 
 @contextmanager

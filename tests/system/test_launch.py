@@ -673,3 +673,44 @@ def test_two_gpus_train_over_nccl():
 def test_one_gpu_opens_nccl_and_closes_it():
     code, output = run("train.py", "fine", "4", TEST_ON="cuda", TEST_STRATEGY="ddp")
     assert code == 0, output
+
+
+AS_LONG_AS_ITS_LAUNCHER = """
+import os, pathlib, time
+parent = os.getppid()
+pathlib.Path({!r}).touch()
+while os.getppid() == parent:
+    time.sleep(0.05)
+"""
+
+
+def test_folders_of_killed_launchers_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def launched(code):
+        words = [sys.executable, "-m", "lumen.distributed.launch", "1", "0", "-c", code]
+        return subprocess.Popen(words, stderr=subprocess.DEVNULL, start_new_session=True)
+
+    def folders():
+        return set(tmp_path.glob("lumen-launch-*"))
+
+    assert launched("import os; os._exit(3)").wait(90) == 3
+    assert folders() == set()  # what rank 0 says is on the terminal
+    (kept := tmp_path / "lumen-launch-kept").mkdir()  # as a failed job leaves one
+    running = [launched(AS_LONG_AS_ITS_LAUNCHER.format(str(tmp_path / name))) for name in "ab"]
+    try:
+        until = time.monotonic() + 120
+        while not all((tmp_path / name).exists() for name in "ab"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert len(folders()) == 3
+        os.killpg(running[0].pid, signal.SIGKILL)
+        running[0].wait()
+        assert launched("").wait(90) == 0
+        assert len(folders()) == 2
+        assert kept in folders()
+    finally:
+        for job in running:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
