@@ -10,8 +10,7 @@ from typing import final
 
 import torch
 
-from benchmarks import growing_checkpoints as checkpoints
-from benchmarks import growing_records as records
+from benchmarks import growing_checkpoints as checkpoints, growing_records as records
 
 
 @final

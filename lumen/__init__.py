@@ -12,51 +12,74 @@ if "LUMEN_LAUNCHER" in os.environ:  # from here on the launcher shows what ends 
 
 if TYPE_CHECKING:
     from lumen.callbacks import (
-        EMA,
-        SWA,
-        BackboneFinetuning,
-        BaseFinetuning,
-        BasePredictionWriter,
-        Callback,
-        DeviceStatsMonitor,
-        EarlyStopping,
-        GradientAccumulationScheduler,
-        LambdaCallback,
-        LearningRateMonitor,
-        ModelCheckpoint,
-        ModelPruning,
-        ModelSummary,
-        OnExceptionCheckpoint,
-        PredictionWriter,
-        ProgressBar,
-        RayTrainReportCallback,
-        Report,
-        SpikeDetection,
-        ThroughputMonitor,
-        Timer,
+        EMA as EMA,
+        SWA as SWA,
+        BackboneFinetuning as BackboneFinetuning,
+        BaseFinetuning as BaseFinetuning,
+        BasePredictionWriter as BasePredictionWriter,
+        Callback as Callback,
+        DeviceStatsMonitor as DeviceStatsMonitor,
+        EarlyStopping as EarlyStopping,
+        GradientAccumulationScheduler as GradientAccumulationScheduler,
+        LambdaCallback as LambdaCallback,
+        LearningRateMonitor as LearningRateMonitor,
+        ModelCheckpoint as ModelCheckpoint,
+        ModelPruning as ModelPruning,
+        ModelSummary as ModelSummary,
+        OnExceptionCheckpoint as OnExceptionCheckpoint,
+        PredictionWriter as PredictionWriter,
+        ProgressBar as ProgressBar,
+        RayTrainReportCallback as RayTrainReportCallback,
+        Report as Report,
+        SpikeDetection as SpikeDetection,
+        ThroughputMonitor as ThroughputMonitor,
+        Timer as Timer,
     )
-    from lumen.callbacks.model_summary import summarize
-    from lumen.checkpoint import Weights
-    from lumen.cli.command_line import CLI
-    from lumen.cli.runs.records import runs
-    from lumen.data.combined import CombinedLoader
-    from lumen.data.nested import move_data_to_device
-    from lumen.distributed.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_only, rank_zero_warn
-    from lumen.errors import LumenError
-    from lumen.loggers import AimLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-    from lumen.precision import Precision
-    from lumen.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler, TorchProfiler
-    from lumen.random import isolate_rng, seed_everything
-    from lumen.run.goodput import goodput
-    from lumen.run.gradients import grad_norm
-    from lumen.strategies import SingleDevice, Strategy
-    from lumen.strategies.ddp import DDP
-    from lumen.strategies.fsdp import FSDP
-    from lumen.task.data_module import DataModule
-    from lumen.task.task_module import TaskModule
-    from lumen.task.teacher import Teacher
-    from lumen.trainer.trainer import Trainer
-    from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder, Tuner
+    from lumen.callbacks.model_summary import summarize as summarize
+    from lumen.checkpoint import Weights as Weights
+    from lumen.cli.command_line import CLI as CLI
+    from lumen.cli.runs.records import runs as runs
+    from lumen.data.combined import CombinedLoader as CombinedLoader
+    from lumen.data.nested import move_data_to_device as move_data_to_device
+    from lumen.distributed.rank_zero import (
+        rank_zero_debug as rank_zero_debug,
+        rank_zero_info as rank_zero_info,
+        rank_zero_only as rank_zero_only,
+        rank_zero_warn as rank_zero_warn,
+    )
+    from lumen.errors import LumenError as LumenError
+    from lumen.loggers import (
+        AimLogger as AimLogger,
+        CSVLogger as CSVLogger,
+        Logger as Logger,
+        MLFlowLogger as MLFlowLogger,
+        TensorBoardLogger as TensorBoardLogger,
+        WandbLogger as WandbLogger,
+    )
+    from lumen.precision import Precision as Precision
+    from lumen.profilers import (
+        AdvancedProfiler as AdvancedProfiler,
+        PassThroughProfiler as PassThroughProfiler,
+        Profiler as Profiler,
+        SimpleProfiler as SimpleProfiler,
+        TorchProfiler as TorchProfiler,
+    )
+    from lumen.random import isolate_rng as isolate_rng, seed_everything as seed_everything
+    from lumen.run.goodput import goodput as goodput
+    from lumen.run.gradients import grad_norm as grad_norm
+    from lumen.strategies import SingleDevice as SingleDevice, Strategy as Strategy
+    from lumen.strategies.ddp import DDP as DDP
+    from lumen.strategies.fsdp import FSDP as FSDP
+    from lumen.task.data_module import DataModule as DataModule
+    from lumen.task.task_module import TaskModule as TaskModule
+    from lumen.task.teacher import Teacher as Teacher
+    from lumen.trainer.trainer import Trainer as Trainer
+    from lumen.trainer.tuner import (
+        BatchSizeFinder as BatchSizeFinder,
+        LearningRateFinder as LearningRateFinder,
+        Tuner as Tuner,
+    )
+
 
 _HOME = {
     "AdvancedProfiler": "lumen.profilers",
@@ -120,68 +143,7 @@ _HOME = {
     "seed_everything": "lumen.random",
     "summarize": "lumen.callbacks.model_summary",
 }
-__all__ = [
-    "CLI",
-    "DDP",
-    "EMA",
-    "FSDP",
-    "SWA",
-    "AdvancedProfiler",
-    "AimLogger",
-    "BackboneFinetuning",
-    "BaseFinetuning",
-    "BasePredictionWriter",
-    "BatchSizeFinder",
-    "CSVLogger",
-    "Callback",
-    "CombinedLoader",
-    "DataModule",
-    "DeviceStatsMonitor",
-    "EarlyStopping",
-    "GradientAccumulationScheduler",
-    "LambdaCallback",
-    "LearningRateFinder",
-    "LearningRateMonitor",
-    "Logger",
-    "LumenError",
-    "MLFlowLogger",
-    "ModelCheckpoint",
-    "ModelPruning",
-    "ModelSummary",
-    "OnExceptionCheckpoint",
-    "PassThroughProfiler",
-    "Precision",
-    "PredictionWriter",
-    "Profiler",
-    "ProgressBar",
-    "RayTrainReportCallback",
-    "Report",
-    "SimpleProfiler",
-    "SingleDevice",
-    "SpikeDetection",
-    "Strategy",
-    "TaskModule",
-    "Teacher",
-    "TensorBoardLogger",
-    "ThroughputMonitor",
-    "Timer",
-    "TorchProfiler",
-    "Trainer",
-    "Tuner",
-    "WandbLogger",
-    "Weights",
-    "goodput",
-    "grad_norm",
-    "isolate_rng",
-    "move_data_to_device",
-    "rank_zero_debug",
-    "rank_zero_info",
-    "rank_zero_only",
-    "rank_zero_warn",
-    "runs",
-    "seed_everything",
-    "summarize",
-]
+__all__ = sorted(_HOME)
 __version__ = "0.1.0"
 
 

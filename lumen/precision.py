@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import re
 import traceback
@@ -17,11 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lumen.console import logger as _log
 from lumen.errors import ConfigError, NonFiniteLoss
 from lumen.errors.arguments import checked, did_you_mean
 from lumen.internals.optimizers import bare_step
 
-_log = logging.getLogger("lumen")
 _NO_CONTEXT = nullcontext()
 _MANY_IN_A_ROW = 5
 _GROWTH = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}  # torch's own

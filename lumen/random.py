@@ -8,7 +8,6 @@ is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generator
 from __future__ import annotations
 
 import hashlib
-import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 
-_log = logging.getLogger("lumen")
 _MASK, _LOW = (1 << 64) - 1, (1 << 32) - 1
 _HAS_MPS = torch.backends.mps.is_available()
 _HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]

@@ -2,23 +2,20 @@
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.defaults import BYSTANDERS, choose_callbacks, joined, listed, savers_of
-from lumen.callbacks.device_stats import DeviceStatsMonitor
+from lumen.callbacks.device_stats import DeviceStatsMonitor, LearningRateMonitor
 from lumen.callbacks.early_stopping import EarlyStopping
-from lumen.callbacks.ema import EMA
 from lumen.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
 from lumen.callbacks.gradient_accumulation import GradientAccumulationScheduler, scheduled
 from lumen.callbacks.lambda_callback import LambdaCallback
-from lumen.callbacks.lr_monitor import LearningRateMonitor
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.callbacks.model_summary import ModelSummary
 from lumen.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from lumen.callbacks.parameter_average import EMA, SWA
 from lumen.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
 from lumen.callbacks.progress_bar import ProgressBar
 from lumen.callbacks.pruning import ModelPruning
-from lumen.callbacks.ray_report import RayTrainReportCallback
-from lumen.callbacks.report import Report
+from lumen.callbacks.reports import RayTrainReportCallback, Report
 from lumen.callbacks.spike_detection import SpikeDetection
-from lumen.callbacks.swa import SWA
 from lumen.callbacks.throughput_monitor import ThroughputMonitor
 from lumen.callbacks.timer import Timer
 

@@ -14,8 +14,7 @@ from lumen.callbacks.model_summary import ModelSummary
 from lumen.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from lumen.callbacks.prediction_writer import BasePredictionWriter
 from lumen.callbacks.progress_bar import ProgressBar
-from lumen.callbacks.ray_report import RayTrainReportCallback
-from lumen.callbacks.report import Report
+from lumen.callbacks.reports import RayTrainReportCallback, Report
 from lumen.callbacks.throughput_monitor import ThroughputMonitor
 from lumen.errors import ConfigError
 from lumen.errors.arguments import in_words

@@ -115,15 +115,13 @@ class Display(ABC):
     def draw(self, board: Board) -> None:
         """Update a live picture; a display of plain lines prints nothing."""
 
-    @abstractmethod
     def show(self, board: Board) -> None:
         """Update a live picture or print a line: time is up, or something has happened."""
+        self.draw(board)
 
-    @abstractmethod
     def keep(self, line: Line) -> None:
         """Let a line stay above a live picture; where lines are printed, `show` does."""
 
-    @abstractmethod
     def close(self) -> None:
         """Leave what is shown as it is, and end."""
 
@@ -133,15 +131,6 @@ class NoDisplay(Display):
     """Shows nothing, in all processes but the first."""
 
     def draw(self, board: Board) -> None:
-        """Do nothing."""
-
-    def show(self, board: Board) -> None:
-        """Do nothing."""
-
-    def keep(self, line: Line) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
         """Do nothing."""
 
 
@@ -160,15 +149,8 @@ class Plain(Display):
         """Do nothing: there is no picture."""
 
     def show(self, board: Board) -> None:
-        """Print the line of what is going on now."""
-        line = board.evaluation or board.training
-        _print(line)
-
-    def keep(self, line: Line) -> None:
-        """Do nothing: `show` prints it."""
-
-    def close(self) -> None:
-        """Do nothing."""
+        """Print the line of the evaluation, or else of training."""
+        _print(board.evaluation or board.training)
 
 
 @final
@@ -211,10 +193,6 @@ class Live(Display):
             self._give_way()
         self._live.update(board, refresh=True)
         self.interval_s = max(self._shortest_interval_s, (perf_counter() - start) / _DRAWING_SHARE)
-
-    def show(self, board: Board) -> None:
-        """Draw."""
-        self.draw(board)
 
     def keep(self, line: Line) -> None:
         """Print a line, above the picture."""
@@ -271,16 +249,6 @@ class Notebook(Display):
             self._output = display(picture, raw=True, display_id=True)  # type: ignore[no-untyped-call]
         else:
             self._output.update(picture, raw=True)
-
-    def show(self, board: Board) -> None:
-        """Draw."""
-        self.draw(board)
-
-    def keep(self, line: Line) -> None:
-        """Do nothing: a cell has its one picture."""
-
-    def close(self) -> None:
-        """Do nothing: the last picture stays."""
 
 
 def choose_display(interval_s: float, plain_interval_s: float) -> Display:

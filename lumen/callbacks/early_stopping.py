@@ -1,13 +1,15 @@
-"""Stop when a value has stopped getting better."""
+"""Stop when a value has stopped getting better; the best value so far of what a run monitors."""
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Literal, final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import as_score
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
 
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
 
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
-
-_log = logging.getLogger("lumen")
 
 
 @final
@@ -182,3 +182,59 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state["stopped_epoch"]
         self.stopping_reason = state.get("stopping_reason", "not_stopped")
         self.stopping_reason_message = state["stopping_reason_message"]
+
+
+class Monitored(NamedTuple):
+    """A logged name that says how good a run is.
+
+    Attributes:
+        name: Under which it is logged.
+        mode: "min": smaller is better; "max": larger is better.
+        best: Its best value so far; None: it had none.
+    """
+
+    name: str
+    mode: str
+    best: float | None
+
+
+def monitored(trainer: Trainer) -> Monitored | None:
+    """What the `ModelCheckpoint` of a run that decides monitors, else its first `EarlyStopping`; None if nobody does.
+
+    Args:
+        trainer: One that is in `fit`, with all its callbacks.
+    """
+    saver = trainer.checkpoint_callback
+    if saver is not None and saver.monitor is not None:
+        score = saver.best_model_score
+        return Monitored(saver.monitor, saver.mode, None if score is None else float(score))
+    stopper = next((each for each in trainer.callbacks if isinstance(each, EarlyStopping)), None)
+    if stopper is None:
+        return None
+    best = float(stopper.best_score)
+    return Monitored(stopper.monitor, stopper.mode, best if math.isfinite(best) else None)
+
+
+@final
+class BestSoFar:
+    """Follows the values of what a run monitors.
+
+    Args:
+        found: What that is, with the best value of the run's earlier parts; None: nothing is monitored.
+
+    Attributes:
+        name: The monitor; None: there is none.
+    """
+
+    def __init__(self, found: Monitored | None) -> None:
+        self.name = None if found is None else found.name
+        self._sign = -1.0 if found is not None and found.mode == "max" else 1.0
+        self._best = None if found is None else found.best
+
+    def is_here(self, values: Mapping[str, float]) -> bool:
+        """Whether new values have the best one of the monitor so far."""
+        value = math.nan if self.name is None else values.get(self.name, math.nan)
+        if math.isnan(value) or (self._best is not None and self._sign * value >= self._sign * self._best):
+            return False
+        self._best = value
+        return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 from torch import nn
 
 from lumen.callbacks.base import Callback
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked
 from lumen.optim import MultiOptimizer
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 Modules = nn.Module | Iterable["Modules"]
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-_log = logging.getLogger("lumen")
 
 
 class BaseFinetuning(Callback, ABC):

@@ -15,6 +15,7 @@ from lumen.callbacks.checkpoint_names import Rule, as_score, decides, deciding_f
 from lumen.checkpoint import Saves
 from lumen.checkpoint.folder import clean_leftovers, find_unread, newest_committed, remove_checkpoints
 from lumen.checkpoint.places import as_place
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import LacksLightnings, checked
 from lumen.errors.lightning_names import ATTRIBUTES_OF_CHECKPOINTS, INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
 
-_log = logging.getLogger("lumen")
 _DEFAULT_INTERVAL_S = 600.0
 _SHORT_RUN_S = 10.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable
 from io import StringIO
@@ -15,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from lumen import console as terminal
 from lumen.callbacks.base import Callback
 from lumen.callbacks.display import number
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
 from lumen.metrics.torchmetrics_states import metrics_of
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
 
-_log = logging.getLogger("lumen")
 _WIDE = 200  # columns of a table that goes to a file
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import place
 from lumen.checkpoint.places import as_place, exists
+from lumen.console import logger as _log
 from lumen.errors import NonFiniteLoss
 from lumen.errors.arguments import checked
 from lumen.run.progress import Progress
@@ -21,8 +21,6 @@ from lumen.run.progress import Progress
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
-
-_log = logging.getLogger("lumen")
 
 
 @final

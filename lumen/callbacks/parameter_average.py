@@ -1,11 +1,12 @@
-"""Averages of the parameters that a callback keeps: evaluated, saved and left in the task in their place."""
+"""Averages of the parameters that callbacks keep, EMA and SWA: evaluated, saved and left in the task in their place."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
 
@@ -13,10 +14,13 @@ from lumen.callbacks.base import Callback
 from lumen.console import logger as _log
 from lumen.data.nested import fill
 from lumen.errors import ConfigError
+from lumen.errors.arguments import at_least, checked
 from lumen.strategies import sync_buffers
-from lumen.task.averages import Averages, Place, places_of
+from lumen.task.teacher import Averages, Place, places_of
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
 
@@ -161,3 +165,200 @@ class ParameterAverage(Callback, ABC):
 def _exact(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of an average: float32 for parameters whose dtype would round small moves away."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+@final
+class EMA(ParameterAverage):
+    """Keeps an exponential moving average of the parameters, and evaluates it.
+
+    After an update `average = decay * average + (1 - decay) * parameter` (Polyak and Juditsky, Acceleration of
+    Stochastic Approximation by Averaging, 1992, with exponential weights). It begins as the parameters are when
+    training does. An update that fp16 or a callback has left out does not move it. Validations in `fit` are of the
+    average, so monitors, the best checkpoint and early stopping are too; training goes on with the parameters. When
+    `fit` is over, the task holds the average.
+
+    Checkpoints hold both: a run resumes exactly, under any strategy. Whatever asks for weights (`ckpt_path`,
+    `load_from_checkpoint`, `init_from`, `lumen export`) gets the average, with `average="parameters"` the parameters.
+    Under FSDP each process keeps the average of its shards.
+
+    Args:
+        decay: Share of the average that is kept, in [0, 1).
+        update_every_n_steps: Steps between two updates of the average, at least 1.
+        update_starting_at_step: Until this step is done the average follows the parameters; None: from the first on.
+        update_starting_at_epoch: The same, counted in epochs; None: from the first on.
+        warmup: The first decays are smaller: `(1 + n) / (10 + n)` in the n-th update of the average, if that is less.
+        use_buffers: Average running statistics too, the floating-point buffers named `running_*`, such as BatchNorm's;
+            copy other buffers. False: the average has the buffers of the model.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "device": "Leave it out: the average lies where the parameters do, under FSDP in shards.",
+        "avg_fn": "Leave it out: decay and warmup say how; another average is a callback of your own.",
+        "multi_avg_fn": "Leave it out: decay and warmup say how; another average is a callback of your own.",
+    }
+    NEUTRAL: ClassVar[Mapping[str, tuple[None, ...]]] = {
+        "device": (None,), "avg_fn": (None,), "multi_avg_fn": (None,),
+    }  # fmt: skip
+
+    @checked
+    def __init__(
+        self,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        warmup: bool = False,
+        use_buffers: bool = True,
+    ) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ConfigError(f"EMA: decay must be at least 0 and less than 1, found {decay:g}.")
+        at_least(1, update_every_n_steps=update_every_n_steps)
+        super().__init__(use_buffers)
+        self.decay, self.warmup = decay, warmup
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+        self._seen = 0  # the newest step that was looked at
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, and how often they have moved."""
+        return {"average": self._average_to_save(), "seen": self._seen, "updates": self._updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the averages of a checkpoint."""
+        self._average, self._seen, self._updates = state["average"], state["seen"], state["updates"]
+
+    def _begin(self, trainer: Trainer, task: TaskModule) -> None:
+        self._copy(task)
+        self._seen = trainer.global_step
+
+    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Move the average after an update, unless a validation of this step has."""
+        self.update(trainer, task)
+
+    def update(self, trainer: Trainer, task: TaskModule) -> None:
+        """Move the average if there was an update since it was looked at, and it is due."""
+        if trainer.global_step == self._seen:
+            return
+        self._seen = step = trainer.global_step
+        begins_at, epoch = self.update_starting_at_step or 0, self.update_starting_at_epoch or 0
+        if step <= begins_at or trainer.progress.epochs_begun <= epoch:
+            self._averages.move(0.0)
+        elif step % self.update_every_n_steps == 0:
+            decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay
+            self._updates += 1
+            self._averages.move(decay)
+
+
+@final
+class SWA(ParameterAverage):
+    """Stochastic weight averaging: the mean of what the parameters are at the ends of the last epochs.
+
+    From `swa_epoch_start` on, each epoch is trained at one learning rate, which goes from what it was to `swa_lrs`
+    in `annealing_epochs` epochs, whatever schedules say; at its end the parameters enter the mean (Izmailov et al.,
+    Averaging Weights Leads to Wider Optima and Better Generalization, 2018). Running statistics, such as those of
+    BatchNorm, are averaged too, so no pass over the data is needed for them. Once there is a mean, validations in
+    `fit` are of it; training goes on with the parameters. When `fit` is over, the task holds the mean.
+
+    Checkpoints hold both: a run resumes exactly, under any strategy. Whatever asks for weights (`ckpt_path`,
+    `load_from_checkpoint`, `init_from`, `lumen export`) gets the mean, with `average="parameters"` the parameters. The
+    epoch in whose middle a run ends is not in the mean.
+
+    Args:
+        swa_lrs: The learning rate in the end, > 0: of all parameter groups, or of each.
+        swa_epoch_start: The first epoch, from 0, whose end counts; below 1.0 a share of `max_epochs`.
+        annealing_epochs: Epochs from the rate before to `swa_lrs`; 0: at once.
+        annealing_strategy: How the rate goes there: "cos", or "linear".
+        use_buffers: Average running statistics too, the floating-point buffers named `running_*`; copy other buffers.
+            False: the mean has the buffers of the model.
+
+    Raises:
+        ConfigError: A value is out of range; a share is given, and the run has no `max_epochs`; the optimizer has
+            another number of parameter groups.
+    """
+
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "device": "Leave it out: the mean lies where the parameters do, under FSDP in shards.",
+        "avg_fn": "Leave it out: SWA is the mean; lumen.EMA is one with a decay.",
+    }
+    NEUTRAL: ClassVar[Mapping[str, tuple[str | None, ...]]] = {"device": (None, "cpu"), "avg_fn": (None,)}
+
+    @checked
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        use_buffers: bool = True,
+    ) -> None:
+        super().__init__(use_buffers)
+        at_least(0, swa_epoch_start=swa_epoch_start, annealing_epochs=annealing_epochs)
+        if isinstance(swa_epoch_start, float) and swa_epoch_start >= 1 and not swa_epoch_start.is_integer():
+            raise ConfigError(f"SWA: swa_epoch_start is a share below 1 or a whole epoch, found {swa_epoch_start:g}.")
+        if min(swa_lrs if isinstance(swa_lrs, list) else [swa_lrs], default=0.0) <= 0:
+            raise ConfigError(f"SWA: swa_lrs must be above 0, found {swa_lrs}.")
+        self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
+        self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
+        self._first = 0  # epoch that is averaged
+        self._rates: list[float] = []  # of the groups, before they are annealed
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean, of how many epochs it is, and where the rates came from."""
+        return {"average": self._average_to_save(), "updates": self._updates, "rates": self._rates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the mean of a checkpoint."""
+        self._average, self._updates, self._rates = state["average"], state["updates"], state["rates"]
+
+    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Find the first epoch, and a rate for each group."""
+        start = self.swa_epoch_start
+        if isinstance(start, float) and start < 1:
+            if trainer.max_epochs is None or trainer.max_epochs < 0:
+                raise ConfigError(
+                    f"SWA: swa_epoch_start={start:g} is a share of max_epochs, which this run does not have. Name the "
+                    "epoch."
+                )
+            start = trainer.max_epochs * start
+        self._first = int(start)
+        self._ends(len(_groups(trainer)))
+
+    def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
+        """Set the rates of the step, whatever a schedule has set."""
+        if (passed := trainer.current_epoch - self._first) < 0:
+            return
+        groups = _groups(trainer)
+        self._rates += [float(group["lr"]) for group in groups[len(self._rates) :]]  # hooks may add some
+        done = min(1.0, passed / self.annealing_epochs) if self.annealing_epochs else 1.0
+        share = (1.0 - math.cos(math.pi * done)) / 2.0 if self.annealing_strategy == "cos" else done
+        for group, before, after in zip(groups, self._rates, self._ends(len(groups)), strict=True):
+            group["lr"] = after * share + before * (1.0 - share)
+
+    def _ends(self, groups: int) -> list[float]:
+        """The rates in the end, of each group."""
+        rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * groups
+        if len(rates) != groups:
+            raise ConfigError(f"SWA: swa_lrs has {len(rates)} rates, and there are {groups} parameter groups.")
+        return rates
+
+    def on_train_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Take the parameters into the mean, unless the validation at the end of the epoch has."""
+        self.update(trainer, task)
+
+    def update(self, trainer: Trainer, task: TaskModule) -> None:
+        """Take the parameters into the mean, once, when all batches of an epoch are done."""
+        if not trainer.is_epoch_end or trainer.current_epoch - self._first < self._updates:
+            return
+        if self._average:
+            self._averages.move(self._updates / (self._updates + 1))
+        else:
+            self._copy(task)
+        self._updates += 1
+
+
+def _groups(trainer: Trainer) -> list[dict[str, Any]]:
+    return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]

@@ -8,19 +8,19 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.best import BestSoFar, monitored
 from lumen.callbacks.display import Board, Display, Line, NoDisplay, choose_display, duration, number, size, speed
-from lumen.callbacks.throughput import Throughput, memory_mb
-from lumen.callbacks.time_left import TimeLeft
+from lumen.callbacks.early_stopping import BestSoFar, monitored
+from lumen.callbacks.throughput import Throughput, TimeLeft, memory_mb
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
-from lumen.metrics.host_copy import HostCopy
+from lumen.metrics.step_values import HostCopy
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
 
 _SPEED_WINDOW_S = 10.0
+_NAMES = {"sanity_check": "sanity check", "validate": "validation"}  # of evaluations; others are called as the stage
 _UNASKED_VALUES = 3  # of an evaluation that logs nothing with prog_bar=True
 
 
@@ -190,59 +190,22 @@ class ProgressBar(Callback):
     # ------------------------------------------------------------------ evaluations
 
     def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Show that a validation, or the sanity check, begins."""
-        self._start_evaluation(trainer, "sanity check" if trainer.sanity_checking else "validation")
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Count a batch."""
-        self._count_batch(trainer)
-
-    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Show the values."""
-        self._end_evaluation(trainer)
-
-    def on_test_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Show that a test begins."""
-        self._start_evaluation(trainer, "test")
-
-    def on_test_batch_end(
-        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Count a batch."""
-        self._count_batch(trainer)
-
-    def on_test_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Show the values."""
-        self._end_evaluation(trainer)
-
-    def on_predict_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Show that a prediction begins."""
-        self._start_evaluation(trainer, "predict")
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Count a batch."""
-        self._count_batch(trainer)
-
-    def on_predict_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Show that it is complete."""
-        self._end_evaluation(trainer)
-
-    def _start_evaluation(self, trainer: Trainer, name: str) -> None:
+        """Show that an evaluation begins."""
         self._time_left.pause()
         if self._training:
             self._take_look(trainer)
             self._take_in_look()
         self._throughput.pause()
-        self._evaluation = _Pass(name, trainer.num_evaluation_batches)
+        stage = str(trainer.state.stage)
+        self._evaluation = _Pass(_NAMES.get(stage, stage), trainer.num_evaluation_batches)
         self._board.evaluation = self._evaluation.line()
         self._display.draw(self._board)
         self._due_at_s = perf_counter() + self._display.interval_s
 
-    def _count_batch(self, trainer: Trainer) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count a batch."""
         together = trainer.strategy.data_world_size  # the other processes had theirs at the same time
         done = self._evaluation.done + together
         self._evaluation.done = done if self._evaluation.total is None else min(done, self._evaluation.total)
@@ -251,7 +214,8 @@ class ProgressBar(Callback):
             self._board.evaluation = self._evaluation.line()
             self._show()
 
-    def _end_evaluation(self, trainer: Trainer) -> None:
+    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Show the values, or that a prediction is complete."""
         self._throughput.resume()
         self._time_left.resume()
         if trainer.sanity_checking:
@@ -276,6 +240,10 @@ class ProgressBar(Callback):
             )
             self._show()
             self._close()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_end = on_predict_end = on_validation_end
 
     def _values_of_validation(self, trainer: Trainer, names: list[str]) -> dict[str, float]:
         """Those of the names, and the monitor's if it has one; notes whether that is the best so far."""

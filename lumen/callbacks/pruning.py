@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, final
@@ -15,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.parameter_average import ParameterAverage
+from lumen.console import logger as _log
 from lumen.data.nested import fill
 from lumen.distributed.dtensor import is_sharded, local_tensor, placed_like
 from lumen.errors import ConfigError
@@ -40,8 +40,6 @@ _METHODS: dict[str, Method] = {
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _NAMES = ("weight", "bias")
 _PLACE = 3  # of what is drawn here, among the hooks of an epoch
-
-_log = logging.getLogger("lumen")
 
 
 @final

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from lumen.callbacks.base import Callback
+from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
 from lumen.errors.arguments import at_least, checked
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
-
-_log = logging.getLogger("lumen")
 
 
 @final

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from lumen.callbacks.base import Callback
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
 from lumen.run.plan import Duration, duration_s
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
 
-_log = logging.getLogger("lumen")
 _STAGES = ("train", "validate", "test", "predict")
 
 
@@ -87,28 +86,15 @@ class Timer(Callback):
         self._end("train")
 
     def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Start the clock."""
-        self._start("validate")
+        """Start the clock of an evaluation."""
+        self._start(_of_evaluation(trainer))
 
     def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Stop the clock."""
-        self._end("validate")
+        """Stop the clock of an evaluation."""
+        self._end(_of_evaluation(trainer))
 
-    def on_test_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Start the clock."""
-        self._start("test")
-
-    def on_test_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Stop the clock."""
-        self._end("test")
-
-    def on_predict_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Start the clock."""
-        self._start("predict")
-
-    def on_predict_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Stop the clock."""
-        self._end("predict")
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
         """Stop every clock."""
@@ -148,6 +134,10 @@ class Timer(Callback):
 
     def _end(self, stage: str) -> None:
         self._ended_s[stage] = time.monotonic()
+
+
+def _of_evaluation(trainer: Trainer) -> str:
+    return "validate" if trainer.sanity_checking else str(trainer.state.stage)
 
 
 def _known(stage: str) -> str:

@@ -15,7 +15,7 @@ from lumen.callbacks import ModelCheckpoint
 from lumen.check.data import is_map_style, loaders_in
 from lumen.check.describe import counted, duration, every
 from lumen.check.moments import Course, saving_steps, validation_steps
-from lumen.check.report import Report
+from lumen.check.show import Report
 from lumen.check.trial import Trial
 from lumen.checkpoint.collect import capture
 from lumen.console import size

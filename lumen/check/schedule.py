@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from lumen.check.describe import counted, every
 from lumen.check.moments import Course, saving_steps, strip, validation_steps
-from lumen.check.report import Report
+from lumen.check.show import Report
 from lumen.check.trial import Trial
 from lumen.errors import ConfigError
 from lumen.run.run import Run
 from lumen.run.schedule_checks import unfinished
+from lumen.task.given import texts_of
 
 _SECTION = "schedule"
 _BARS, _WIDTH, _GROUPS_SHOWN = "▁▂▃▄▅▆▇█", 28, 8
@@ -224,3 +225,24 @@ def _idle(curve: Sequence[float]) -> int | None:
     while zeros < len(curve) and curve[-1 - zeros] <= 1e-9 * most:
         zeros += 1
     return zeros if zeros > max(1.0, _IDLE * len(curve)) and most else None
+
+
+def look_at_monitors(report: Report, trial: Trial, run: Run) -> None:
+    """Find monitors that nobody logs: neither the first batches, nor, by its name, any method of task and callbacks."""
+    waiting = [*trial.monitors]
+    waiting += [("lr_scheduler", each.monitor) for each in run.optim.schedulers if each.monitor is not None]
+    names = trial.witness.names
+    known, mentioned = names | {name.partition("/")[0] for name in names}, None
+    for who, name in dict.fromkeys(waiting):
+        if name in known:
+            report.add("schedule", "ok", "monitor", f"{who} waits for {name}, which is logged")
+            continue
+        mentioned = texts_of([trial.task, *trial.trainer.callbacks]) if mentioned is None else mentioned
+        if name in mentioned:
+            report.add("schedule", "note", "monitor", f"{who} waits for {name}, which the first batches did not log")
+            continue
+        report.add(
+            "schedule", "suspicious", "monitor",
+            f"{who} waits for {name}, which nobody logs; logged is {', '.join(sorted(names)) or 'nothing'}",
+            "Write one of these names, or log it.",
+        )  # fmt: skip

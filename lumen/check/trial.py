@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
+import torch
+
 from lumen.callbacks import BYSTANDERS, Callback, EarlyStopping, ModelCheckpoint, Timer, savers_of
-from lumen.check.witness import Enough, Witness
+from lumen.check.describe import Part, largest, parts_of
+from lumen.check.probes import Probes, Seen
 from lumen.checkpoint import check_savable
 from lumen.console import logger
+from lumen.loop.around_step import unnoticed
 from lumen.loop.fit import train
 from lumen.profilers import make_profiler
+from lumen.random import GeneratorStates
 from lumen.run.plan import Plan
 from lumen.run.run import Run
 from lumen.task.hooks import check_training
+from lumen.task.step_output import read_output
 from lumen.task.task_module import TaskModule
 from lumen.trainer.fitting import begin_training
 from lumen.trainer.join_callbacks import join_callbacks
@@ -25,6 +32,246 @@ from lumen.trainer.logs import LogSettings
 from lumen.trainer.open_run import opened
 from lumen.trainer.trainer import Trainer
 from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder
+
+LOOKED_INTO = 3  # micro-batches; those after them are timed
+_LEAST, _MOST, _BUDGET_S = 6, 40, 4.0
+
+
+class Enough(Exception):
+    """The run has shown what it can."""
+
+
+@final
+@dataclass
+class Gradients:
+    """Those of the first micro-batch, or of the first step, before they are clipped.
+
+    Attributes:
+        norm: Of all of them; None: it is not known.
+        without: Names of parameters that require one and have none.
+        zero: Names of those whose gradient is zero throughout.
+        odd: Names of those with NaN or infinity.
+    """
+
+    norm: float | None = None
+    without: list[str] = field(default_factory=list)
+    zero: list[str] = field(default_factory=list)
+    odd: list[str] = field(default_factory=list)
+
+
+@final
+class Witness(Callback):
+    """Sees the first validation batches and the first steps of a run, and ends it there.
+
+    Attributes:
+        batch: The first training batch, as a step gets it.
+        validation: Of each loader the first batch, by its number.
+        losses: The loss of each micro-batch.
+        seen: What was seen inside of the first forwards.
+        seen_in_validation: What was seen inside of the first validation forwards.
+        compute_s: How long each micro-batch takes that was only timed, without waiting for it.
+        waited_s: How long each step waited for its data.
+        step_s: How long the updates took.
+        validation_s: How long the validation steps took.
+        micro_batches: How many there were.
+        gradients: The first ones.
+        twins: The loss of a batch, and of the same one with its largest part changed; None: not tried.
+        changed: Which part that was.
+        names: Names that were logged.
+    """
+
+    def __init__(self, *, looks_inside: bool) -> None:
+        self.batch: list[Part] | None = None
+        self.validation: dict[int, list[Part]] = {}
+        self.losses: list[float] = []
+        self.seen: list[Seen] = []
+        self.seen_in_validation: list[Seen] = []
+        self.compute_s: list[float] = []
+        self.waited_s: list[float] = []
+        self.step_s: list[float] = []
+        self.validation_s: list[float] = []
+        self.micro_batches = 0
+        self.gradients: Gradients | None = None
+        self.twins: tuple[float, float] | None = None
+        self.changed = ""
+        self.names: set[str] = set()
+        self._looks_inside = looks_inside
+        self._probes: Probes | None = None
+        self._began_s = self._at_s = self._step_at_s = 0.0
+        self._waited_before_s = 0.0
+        self._updates = 0
+        self._is_over = False
+
+    # ------------------------------------------------------------------ validation
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Describe a loader's first batch."""
+        self.validation.setdefault(dataloader_idx, parts_of(batch))
+        if self._looks_inside:
+            self._probes = self._probes or Probes(task)
+            self.seen_in_validation.append(self._probes.begin())
+        self._at_s = _now(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Note how long the step took."""
+        self.end_probes()
+        self.validation_s.append(_now(trainer) - self._at_s)
+
+    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Note what was logged."""
+        self.names |= set(trainer.epoch_metrics)
+
+    # ------------------------------------------------------------------ training
+
+    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
+        """Describe the first batch; look into the first ones."""
+        if self.batch is None:
+            self.batch, self._began_s = parts_of(batch), time.perf_counter()
+            if self._looks_inside and task.automatic_optimization:
+                with suppress(Exception):  # it fails in the step itself, then
+                    self._try_changed(trainer, task, batch, batch_idx)
+        if self._looks_inside and self.micro_batches < LOOKED_INTO:
+            self._probes = self._probes or Probes(task)
+            self.seen.append(self._probes.begin())
+        self._at_s = _now(trainer)
+
+    def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
+        """The forward is over."""
+        self.end_probes()
+        if task.automatic_optimization and trainer.run.step.loss is not None:
+            self.losses.append(float(trainer.run.step.loss.detach()))
+        elif loss.numel() == 1 and not task.automatic_optimization:
+            self.losses.append(float(loss.detach()))
+
+    def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
+        """Note the time, and which parameters have a gradient now."""
+        if task.automatic_optimization:
+            self._time(trainer)
+            if self.gradients is None:
+                self.gradients = _gradients(task, trainer)
+
+    def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+        """Let nothing move, but for the last two steps: the first of them makes the optimizer's state."""
+        if not task.automatic_optimization:
+            return
+        if self.gradients is not None and not self.waited_s:
+            self.gradients = _gradients(task, trainer, is_whole=True)
+        self._is_over = self._is_over or self._has_enough(trainer)
+        if self._is_over:
+            self._updates += 1
+            self._step_at_s = _now(trainer)
+        else:
+            trainer.skip_update()
+
+    def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count; end it where it has shown enough."""
+        self.end_probes()
+        self.micro_batches += 1
+        if not task.automatic_optimization:
+            self._time(trainer)
+            self._is_over = self.micro_batches >= LOOKED_INTO + 1 or _is_last(trainer)
+            self._updates = 2
+        waited_s = trainer.counters.waited_s
+        if waited_s > self._waited_before_s:
+            self.waited_s.append(waited_s - self._waited_before_s)
+            self._waited_before_s = waited_s
+        if self._step_at_s:
+            self.step_s.append(_now(trainer) - self._step_at_s)
+            self._step_at_s = 0.0
+        late = time.perf_counter() - self._began_s > 5 * _BUDGET_S  # in the middle of a long step
+        if (self._is_over and (self._updates > 1 or _is_last(trainer))) or (late and self.micro_batches > 1):
+            raise Enough
+
+    def end_probes(self) -> None:
+        """Look into no forward any more."""
+        if self._probes is not None:
+            self._probes.end()
+
+    # ------------------------------------------------------------------ within
+
+    def _time(self, trainer: Trainer) -> None:
+        took_s = _now(trainer) - self._at_s
+        if self.micro_batches >= LOOKED_INTO or not self.compute_s:
+            self.compute_s.append(took_s)
+        else:
+            self.compute_s[0] = took_s  # the newest stands in, until some are only timed
+
+    def _has_enough(self, trainer: Trainer) -> bool:
+        done, took_s = self.micro_batches + 1, time.perf_counter() - self._began_s
+        return (done >= _LEAST and took_s > _BUDGET_S) or done >= _MOST or _is_last(trainer)
+
+    def _try_changed(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
+        """The loss of the batch, and of the same with its largest part changed, by the same random numbers."""
+        found = largest(batch)
+        if found is None:
+            return
+        self.changed, tensor = found
+        before, states = tensor.clone(), GeneratorStates()
+        one = self._loss(trainer, batch, batch_idx)
+        states.restore()
+        try:
+            with torch.no_grad():
+                tensor.copy_(_changed(before))
+            states.restore()
+            other = self._loss(trainer, batch, batch_idx)
+        finally:
+            with torch.no_grad():
+                tensor.copy_(before)
+            states.restore()
+        if one is not None and other is not None:
+            self.twins = one, other
+
+    def _loss(self, trainer: Trainer, batch: Any, batch_idx: int) -> float | None:
+        run = trainer.run
+        with unnoticed(run), run.precision.forward(), torch.no_grad():
+            output = run.strategy.call("training_step", *run.calls.arguments("training_step", batch, batch_idx, 0))
+            loss, _ = read_output(output)
+        return None if loss is None else float(loss)
+
+
+def _changed(tensor: torch.Tensor) -> torch.Tensor:
+    """Other numbers of the same kind."""
+    if tensor.is_floating_point():
+        return tensor * 0.5 + 0.25 * torch.randn_like(tensor)
+    return tensor.flip(-1)
+
+
+def _now(trainer: Trainer) -> float:
+    """The time at which the device has done what was asked of it."""
+    if trainer.strategy.device.type == "cuda":
+        torch.cuda.synchronize(trainer.strategy.device)
+    return time.perf_counter()
+
+
+def _is_last(trainer: Trainer) -> bool:
+    return bool(trainer.num_training_batches != float("inf") and trainer.is_last_batch)
+
+
+def _gradients(task: TaskModule, trainer: Trainer, *, is_whole: bool = False) -> Gradients:
+    found, norms = Gradients(), []
+    for name, parameter in task.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = parameter.grad
+        if gradient is None:
+            found.without.append(name)
+            continue
+        values = gradient.detach()
+        values = values.coalesce().values() if values.is_sparse else values
+        norm = float(torch.linalg.vector_norm(values.float())) if values.numel() else 0.0
+        norms.append(norm)
+        if norm == 0.0:
+            found.zero.append(name)
+        elif not norm < float("inf"):
+            found.odd.append(name)
+    if is_whole or not trainer.run.precision.handles_overflow:  # else it is scaled still
+        found.norm = sum(norm * norm for norm in norms) ** 0.5
+    return found
+
 
 _LEFT_OUT = (*BYSTANDERS, BatchSizeFinder, LearningRateFinder, Timer)
 

@@ -26,7 +26,7 @@ The modules, each using only those before it: `codec`, `storage` (the contract),
 
 from lumen.checkpoint.async_save import Saves
 from lumen.checkpoint.collect import check_savable
-from lumen.checkpoint.config_diff import changed_hyperparameters, configured, modes_of
+from lumen.checkpoint.config_diff import changed_hyperparameters, compare, configured, modes_of
 from lumen.checkpoint.folder import find_checkpoints, newest_valid
 from lumen.checkpoint.load_weights import load_weights
 from lumen.checkpoint.optimizer_layout import keeps_unknown_state
@@ -35,7 +35,6 @@ from lumen.checkpoint.parts import PARTS, Part, choose_parts
 from lumen.checkpoint.places import as_place, storage_of
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.restore import load_datamodule, load_model_and_data, load_run, load_task
-from lumen.checkpoint.resume_checks import compare
 from lumen.checkpoint.weights_source import Weights, as_weights, check_there, find_checkpoint, is_weights
 
 __all__ = [

@@ -17,8 +17,7 @@ from lumen.checkpoint.config_diff import data_read, modes_of, trainer_settings
 from lumen.checkpoint.load_weights import model_tensors
 from lumen.checkpoint.optimizer_state import capture_optimizer, parameter_names
 from lumen.checkpoint.rank_state import own_values
-from lumen.checkpoint.state_keys import key_of, states_of
-from lumen.checkpoint.user_state import added_to_checkpoint
+from lumen.checkpoint.user_state import added_to_checkpoint, key_of, states_of
 from lumen.checkpoint.write_plan import check_same, check_tensors
 from lumen.console import logger as _log
 from lumen.distributed.dtensor import is_cut, is_sharded
@@ -26,8 +25,8 @@ from lumen.distributed.processes import Processes
 from lumen.errors import LumenError, NonFiniteLoss
 from lumen.run.run import Run
 from lumen.strategies import by_data_rank, sync_buffers
-from lumen.task.averages import is_running_statistic
 from lumen.task.hyperparameters import HasHyperparameters
+from lumen.task.teacher import is_running_statistic
 
 # ---------------------------------------------------------------------- names
 

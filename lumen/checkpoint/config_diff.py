@@ -1,8 +1,9 @@
-"""Compares the configuration of a run with that of the checkpoint it is resumed from."""
+"""Compares a resumed run with its checkpoint, and warns of or refuses differences before it trains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 from lumen.checkpoint.codec import decode, encode
 from lumen.checkpoint.optimizer_layout import attributes_of
+from lumen.checkpoint.parts import Part, without
 from lumen.checkpoint.reader import Checkpoint
-from lumen.errors import CheckpointError
+from lumen.console import logger as _log
+from lumen.errors import CheckpointError, DataError
 from lumen.internals.optimizers import set_by_hand
 from lumen.run.plan import Plan, by_epoch
 from lumen.run.run import Run
@@ -166,3 +169,114 @@ def modes_of(task: nn.Module) -> dict[str, list[str]]:
         "evaluating": [name for name, module in task.named_modules() if not module.training],
         "untracked": [name for name, norm in task.named_modules() if not getattr(norm, "track_running_stats", True)],
     }
+
+
+_MEANS = {"processes", "accumulate_grad_batches"}  # of making steps as large as they are
+
+
+def compare(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
+    """Warn of settings and data that differ from the checkpoint's, now that the loaders are known.
+
+    Collective: every rank must call this.
+
+    Raises:
+        DataError: The run would go on in the middle of an epoch of other data.
+    """
+    if "progress" in parts:
+        run.processes.together(partial(_compare_data, run, checkpoint, exact="data" in parts))
+        _compare_settings(run, checkpoint)
+
+
+def listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """The saved and the present value of each setting that differs, in words."""
+    shown = [f"{name} {_short(old)} there, {_short(new)} here" for name, (old, new) in changed.items()]
+    return "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _compare_settings(run: Run, checkpoint: Checkpoint) -> None:
+    saved, here = checkpoint.state["settings"], trainer_settings(run)
+    _tell_means(checkpoint, saved, here)
+    pairs = {name: (saved.get(name), here.get(name)) for name in dict.fromkeys([*saved, *here]) if name != "strategy"}
+    changed = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
+    if not any(name in changed for name in STEP_SIZES):  # the same step, made by other means
+        changed = {name: values for name, values in changed.items() if name not in _MEANS}
+    if changed:
+        advice = " global_batch_size makes a step one size whatever the processes." if "processes" in changed else ""
+        _log.warning(
+            "settings are not those of %s: %s. Those here count from now on.%s",
+            checkpoint.path, listed(changed), advice,
+        )  # fmt: skip
+
+
+def _tell_means(checkpoint: Checkpoint, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Say by what other means steps are made now, if they are as large as they were."""
+    if any(saved.get(name) != here.get(name) for name in STEP_SIZES):
+        return  # a warning tells of all that differs
+    names = ("processes", "strategy", "batch_size", "precision")
+    values = {name: (saved.get(name), here.get(name)) for name in names}
+    values["micro-batches of a step on each process"] = _micro_batches(saved), _micro_batches(here)
+    changed = [f"{name}: {old} there, {new} here" for name, (old, new) in values.items() if None not in (old, new)
+               and old != new]  # fmt: skip
+    if changed:
+        _log.info("the same steps as %s by other means: %s", checkpoint.path.name, "; ".join(changed))
+
+
+def _micro_batches(settings: Mapping[str, Any]) -> int | None:
+    """How many micro-batches a process takes in a step, at most; None where steps are not of one known size."""
+    size, batch, processes = (settings.get(name) for name in ("global_batch_size", "batch_size", "processes"))
+    batches = -(-size // batch) if isinstance(size, int) and isinstance(batch, int) else settings.get(STEP_SIZES[1])
+    return -(-batches // processes) if isinstance(batches, int) and isinstance(processes, int) else None
+
+
+def _compare_data(run: Run, checkpoint: Checkpoint, *, exact: bool) -> None:
+    saved, here = checkpoint.state["data"], data_read(run)
+    if saved["asked_in"] != here["asked_in"]:  # new loaders were due
+        return
+    training, validation = (_others(saved[of], here[of]) for of in ("training", "validation"))
+    if training and exact and run.progress.batches:
+        raise DataError(
+            f"this run goes on in the middle of an epoch of other training data than {checkpoint.path} had: "
+            f"{training}. Give it the data it had (random_split the seed of its generator). To train on other data, "
+            f"{without(checkpoint, 'data')}: its epoch begins anew."
+        )
+    for what, found in {"training": training, "validation": validation}.items():
+        if found:
+            _log.warning(
+                "the %s data is not what %s had: %s. What was held out may have been trained on already, and the "
+                "reverse; values before and after cannot be compared. If that is not meant, give it the data it had "
+                "(random_split the seed of its generator).",
+                what, checkpoint.path, found,
+            )  # fmt: skip
+
+
+def _others(saved: Sequence[str | None], here: Sequence[str | None]) -> str:
+    """The first fingerprint that differs, in words; "" if none does, or the numbers of loaders differ."""
+    pairs = zip(saved, here, strict=True) if len(saved) == len(here) else ()
+    return next((f"{old} there, {new} here" for old, new in pairs if None not in (old, new) and old != new), "")
+
+
+def compare_modes(run: Run, checkpoint: Checkpoint) -> None:
+    """Log where the task was built with other frozen parameters or modes than at the start; the checkpoint's count.
+
+    Called before these are restored. What a callback has frozen since the start cannot be told from a change of code.
+    """
+    words = {"frozen": ("trainable", "frozen"), "evaluating": ("in train mode", "in eval mode")}
+    changed: dict[str, tuple[str, str]] = {}
+    for kind, word in words.items():
+        began, here, goes_on = (
+            set(of[kind]) for of in (checkpoint.state["built"], run.optim.built, checkpoint.state["modes"])
+        )
+        for name in sorted((began ^ here) & (here ^ goes_on)):
+            changed[name or type(run.task).__name__] = word[name in goes_on], word[name in here]
+    if changed:
+        _log.warning(
+            "the task is built otherwise than when the run of %s began: %s. The checkpoint's counts, so that it goes "
+            "on exactly. For the task's own, %s",
+            checkpoint.path, listed(changed), without(checkpoint, "progress", "data"),
+        )  # fmt: skip
+    run.optim.built = checkpoint.state["built"]

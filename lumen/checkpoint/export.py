@@ -18,14 +18,12 @@ from typing import Literal, final
 import torch
 
 from lumen.checkpoint.averaging import averaged, is_mean
-from lumen.checkpoint.files import new_file
 from lumen.checkpoint.folder import newest_valid
-from lumen.checkpoint.local_storage import fsync_directory
-from lumen.checkpoint.manifest import STATE
+from lumen.checkpoint.manifest import STATE, new_file
 from lumen.checkpoint.places import as_place, exists, is_dir
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.safetensors_file import is_known, write_safetensors
-from lumen.checkpoint.storage import MANIFEST, explained, readable, temporary_name
+from lumen.checkpoint.storage import MANIFEST, explained, fsync_directory, readable, temporary_name
 from lumen.checkpoint.weights_source import (
     INDEX,
     PICKLES,

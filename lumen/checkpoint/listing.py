@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, final
 
-from lumen.checkpoint.files import check_file
 from lumen.checkpoint.folder import SAVED_NAME, is_saved_name
-from lumen.checkpoint.manifest import is_unseen, read_head
+from lumen.checkpoint.manifest import check_file, is_unseen, read_head
 from lumen.checkpoint.places import exists, is_dir, storage_of
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.storage import MANIFEST, readable

@@ -19,12 +19,13 @@ from lumen.checkpoint.optimizer_layout import (
     SHARING,
     attributes_of,
     has_own_state,
+    ids_as_names,
     keeps_unknown_state,
     kind_of,
+    names_as_ids,
     optimizers_in,
     tensors_in,
 )
-from lumen.checkpoint.parameter_ids import ids_as_names, names_as_ids
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.reshard import read_beside, states_of
 from lumen.distributed.dtensor import is_sharded, local_tensor

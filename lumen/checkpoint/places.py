@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path, PurePath
 
-from lumen.checkpoint.local_storage import LocalStorage
 from lumen.checkpoint.object_store import ObjectStore, Url
-from lumen.checkpoint.storage import Storage
+from lumen.checkpoint.storage import LocalStorage, Storage
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
 

@@ -13,9 +13,8 @@ from torch import nn
 from lumen.checkpoint.codec import JSON, Tensors, decode, encode
 from lumen.checkpoint.reader import Checkpoint
 from lumen.errors import CheckpointMismatch
-from lumen.metrics.accumulator import Accumulator
-from lumen.metrics.stages import updates_seen
-from lumen.metrics.torchmetrics_states import load_metric_state, merged_state, metric_state, metrics_of
+from lumen.metrics.step_values import Accumulator
+from lumen.metrics.torchmetrics_states import load_metric_state, merged_state, metric_state, metrics_of, updates_seen
 from lumen.run.run import Run
 
 

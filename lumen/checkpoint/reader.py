@@ -15,8 +15,16 @@ from typing import Literal, final
 import torch
 
 from lumen.checkpoint.codec import JSON
-from lumen.checkpoint.files import check_file, read_json
-from lumen.checkpoint.manifest import STATE, Chunk, Manifest, StoredTensor, is_unseen, read_manifest
+from lumen.checkpoint.manifest import (
+    STATE,
+    Chunk,
+    Manifest,
+    StoredTensor,
+    check_file,
+    is_unseen,
+    read_json,
+    read_manifest,
+)
 from lumen.checkpoint.places import exists, storage_of
 from lumen.checkpoint.safetensors_file import check_header
 from lumen.checkpoint.storage import readable

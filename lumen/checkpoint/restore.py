@@ -15,9 +15,17 @@ from torch import nn
 
 from lumen.checkpoint.averaging import averaged
 from lumen.checkpoint.codec import decode
-from lumen.checkpoint.config_diff import HOW_TO_STEP, Setting, changed_hyperparameters, differences, settings
+from lumen.checkpoint.config_diff import (
+    HOW_TO_STEP,
+    Setting,
+    changed_hyperparameters,
+    compare_modes,
+    differences,
+    listed,
+    settings,
+)
 from lumen.checkpoint.load_weights import load_model
-from lumen.checkpoint.optimizer_layout import kind_of
+from lumen.checkpoint.optimizer_layout import kind_of, names_as_ids
 from lumen.checkpoint.optimizer_state import (
     groups_of,
     load_gradients,
@@ -26,14 +34,11 @@ from lumen.checkpoint.optimizer_state import (
     regroup,
     tensors_of_no_parameter,
 )
-from lumen.checkpoint.parameter_ids import names_as_ids
 from lumen.checkpoint.parts import Part, without
 from lumen.checkpoint.rank_state import load_values
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.reshard import extra_of
-from lumen.checkpoint.resume_checks import compare_modes, listed
-from lumen.checkpoint.state_keys import key_of, load_states
-from lumen.checkpoint.user_state import Additions, hand_back
+from lumen.checkpoint.user_state import Additions, hand_back, key_of, load_states
 from lumen.checkpoint.weights_source import find_named
 from lumen.console import logger as _log
 from lumen.errors import CheckpointMismatch, ConfigError

@@ -11,7 +11,7 @@ from pathlib import PurePath
 import torch
 
 from lumen.checkpoint.codec import JSON
-from lumen.checkpoint.files import new_file, parse_json
+from lumen.checkpoint.manifest import new_file, parse_json
 from lumen.checkpoint.places import storage_of
 from lumen.checkpoint.storage import readable
 from lumen.errors import CheckpointDamaged

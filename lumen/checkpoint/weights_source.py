@@ -12,9 +12,8 @@ from shlex import quote
 from tempfile import TemporaryDirectory
 from typing import Literal, final
 
-from lumen.checkpoint.files import read_json
 from lumen.checkpoint.folder import newest_committed, newest_valid
-from lumen.checkpoint.manifest import Chunk, Manifest, StoredTensor, read_manifest
+from lumen.checkpoint.manifest import Chunk, Manifest, StoredTensor, read_json, read_manifest
 from lumen.checkpoint.places import as_local, as_place, exists, is_dir, is_file
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.safetensors_file import check_header, read_header

@@ -13,9 +13,8 @@ import torch
 
 import lumen
 from lumen.checkpoint.codec import JSON, encode
-from lumen.checkpoint.files import new_file
 from lumen.checkpoint.folder import refuse_foreign, set_aside
-from lumen.checkpoint.manifest import FORMAT_VERSION, STATE, text_of
+from lumen.checkpoint.manifest import FORMAT_VERSION, STATE, new_file, text_of
 from lumen.checkpoint.places import exists, storage_of
 from lumen.checkpoint.reader import Checkpoint
 from lumen.checkpoint.safetensors_file import write_safetensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import reprlib
 import traceback
@@ -16,14 +15,13 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lumen.cli.config_layers import is_class
 from lumen.cli.interpolation import escaped
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
 from lumen.internals.masking import References, masked
 from lumen.task.data_module import DataModule
 from lumen.task.hyperparameters import HasHyperparameters
 from lumen.task.task_module import TaskModule
-
-_log = logging.getLogger("lumen")
 
 
 def build(parser: ArgumentParser, config: Namespace) -> Namespace:

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any, final
 
 from lumen.check.look import look
-from lumen.check.report import Report
-from lumen.check.show import as_json, show
+from lumen.check.show import Report, as_json, show
 from lumen.cli import tell
 from lumen.cli.command_line import CLI
 from lumen.cli.optimization import configure_optimizers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -42,7 +41,6 @@ from lumen.task.task_module import TaskModule
 from lumen.trainer.logs import LogSettings, console_log
 from lumen.trainer.trainer import Trainer
 
-_log = logging.getLogger("lumen")
 set_loader("yaml", load_yaml, (yaml.YAMLError,))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -10,12 +9,11 @@ from typing import Any, Literal, final
 from jsonargparse import Namespace
 
 from lumen.cli.find_class import find_class
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.optim import Lookahead, decay_groups, layer_decay_groups
 from lumen.task.hooks import overrides
 from lumen.task.task_module import TaskModule
-
-_log = logging.getLogger("lumen")
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, cycle, islice
@@ -18,8 +19,44 @@ from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSl
 from lumen.errors import DataError
 
 
+class _OfIterables(LoaderAdapter, ABC):
+    """What the two ways to read an iterable have in common.
+
+    Args:
+        loader: The iterable, whose `__iter__` begins an epoch.
+        iterator: Reads `loader` in this process.
+        accumulate: Batches of an optimizer step, of all processes together.
+        rank_slice: Rank of this process, number of processes, and how they communicate.
+        rewinds: Every pass begins where the first pass did, as evaluations do.
+    """
+
+    def __init__(
+        self, loader: Any, iterator: ResumableIterator, accumulate: int, rank_slice: RankSlice, *, rewinds: bool
+    ) -> None:
+        self._name = type(getattr(loader, "dataset", loader)).__name__
+        self.per_step = accumulate
+        self._rank_slice, self._rewinds = rank_slice, rewinds
+        self._loader, self._iterator = loader, iterator
+
+    def identity(self) -> list[str | None]:
+        """See `LoaderAdapter.identity`."""
+        return [None]
+
+    def cut(self) -> dict[str, int | None]:
+        """See `LoaderAdapter.cut`."""
+        return {"batch_size": self._iterator.cut.get("batch_size"), "batches of a step": self.per_step}
+
+    def nothing(self) -> str:
+        """See `LoaderAdapter.nothing`."""
+        return self._iterator.nothing()
+
+    def close(self) -> None:
+        """See `LoaderAdapter.close`."""
+        self._iterator.close()
+
+
 @final
-class IterableAdapter(LoaderAdapter):
+class IterableAdapter(_OfIterables):
     """Reads an iterable that gives every process all batches; each process keeps its part of them.
 
     Args:
@@ -31,25 +68,13 @@ class IterableAdapter(LoaderAdapter):
     """
 
     def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
-        self._name = type(getattr(loader, "dataset", loader)).__name__
-        self.per_step = accumulate
-        self._rank_slice = rank_slice
-        self._rewinds = rewinds
-        self._iterator = ResumableIterator(loader, seed, rewinds=rewinds)
-        self._loader = loader
+        iterator = ResumableIterator(loader, seed, rewinds=rewinds)
+        super().__init__(loader, iterator, accumulate, rank_slice, rewinds=rewinds)
         self.measure()
 
     def measure(self, position: Position = START) -> None:
         """See `LoaderAdapter.measure`."""
         self.length = known_length(self._loader)
-
-    def identity(self) -> list[str | None]:
-        """See `LoaderAdapter.identity`."""
-        return [None]
-
-    def cut(self) -> dict[str, int | None]:
-        """See `LoaderAdapter.cut`."""
-        return {"batch_size": self._iterator.cut.get("batch_size"), "batches of a step": self.per_step}
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """See `LoaderAdapter.windows`."""
@@ -95,14 +120,6 @@ class IterableAdapter(LoaderAdapter):
                 own += [item] * assigned.count(None)
             yield LoadedStep(own, sizes, assigned, self._iterator.state())
 
-    def nothing(self) -> str:
-        """See `LoaderAdapter.nothing`."""
-        return self._iterator.nothing()
-
-    def close(self) -> None:
-        """See `LoaderAdapter.close`."""
-        self._iterator.close()
-
 
 def shards_itself(loader: Any, world: int) -> bool:
     """Whether a loader gives each of `world` processes a part of its own: it or its data set says so."""
@@ -136,7 +153,7 @@ def _reader(loader: Any, length: int | None, limit: int | None, *, rewinds: bool
 
 
 @final
-class ShardedIterableAdapter(LoaderAdapter):
+class ShardedIterableAdapter(_OfIterables):
     """Reads an iterable that gives each process batches of its own. They may end at different times.
 
     A step takes batches from the processes in turn, and more from the others once some have ended: so every step but
@@ -152,12 +169,8 @@ class ShardedIterableAdapter(LoaderAdapter):
     """
 
     def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
-        self._name = type(getattr(loader, "dataset", loader)).__name__
-        self.per_step = accumulate
-        self._rank_slice = rank_slice
-        self._rewinds = rewinds
-        self._iterator = ResumableIterator(loader, seed, rewinds=rewinds, rank_slice=rank_slice)
-        self._loader = loader
+        iterator = ResumableIterator(loader, seed, rewinds=rewinds, rank_slice=rank_slice)
+        super().__init__(loader, iterator, accumulate, rank_slice, rewinds=rewinds)
         self._states: list[dict[str, Any]] = []  # of all processes
         self._compared = False
         self._read: LoadedBatch | None = None  # the newest that this process has read
@@ -167,14 +180,6 @@ class ShardedIterableAdapter(LoaderAdapter):
 
     def measure(self, position: Position = START) -> None:
         """Do nothing: the length was agreed by all processes at the start, and one alone cannot tell a new one."""
-
-    def identity(self) -> list[str | None]:
-        """See `LoaderAdapter.identity`."""
-        return [None]
-
-    def cut(self) -> dict[str, int | None]:
-        """See `LoaderAdapter.cut`."""
-        return {"batch_size": self._iterator.cut.get("batch_size"), "batches of a step": self.per_step}
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """See `LoaderAdapter.windows`."""
@@ -268,11 +273,3 @@ class ShardedIterableAdapter(LoaderAdapter):
         states = list(self._states)
         states[self._rank_slice.rank] = self._iterator.last_state()
         return {"kind": "stream in parts", "ranks": states, "ended": True}
-
-    def nothing(self) -> str:
-        """See `LoaderAdapter.nothing`."""
-        return self._iterator.nothing()
-
-    def close(self) -> None:
-        """See `LoaderAdapter.close`."""
-        self._iterator.close()

@@ -11,8 +11,8 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from lumen.distributed.cluster_environment import is_loopback, loopback_names

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from lumen.errors import ConfigError
-from lumen.errors.arguments import checked, local_path
+from lumen.errors.arguments import checked, local_path, optional
 from lumen.errors.lightning_names import NEUTRAL_IN_LOGGERS
-from lumen.loggers.base import Array, told
+from lumen.loggers.base import Array, as_array, as_bytes, told
 from lumen.loggers.service import Service
-from lumen.loggers.values import as_array, as_bytes
 
 
 @final
@@ -65,15 +63,9 @@ class AimLogger(Service):
         prefix: str = "",
     ) -> None:
         super().__init__(prefix)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of SQLAlchemy, to Aim
-                import aim
-        except ImportError as error:
-            raise ConfigError(
-                f'AimLogger needs Aim, which cannot be imported ({error}). Install it with: pip install "lumen[aim]"'
-            ) from error
-        self._aim = aim
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of SQLAlchemy, to Aim
+            self._aim = optional("aim", "AimLogger", "aim")
         self._repo = repo
         self._experiment, self._run_name, self._run_hash = experiment, run_name, run_hash
         self._tags = tags

@@ -11,12 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from lumen.errors import ConfigError
-from lumen.errors.arguments import checked, local_path
+from lumen.errors.arguments import checked, local_path, optional
 from lumen.errors.lightning_names import NEUTRAL_IN_LOGGERS
-from lumen.loggers.base import Array, told
+from lumen.loggers.base import Array, as_bytes, entries, told
 from lumen.loggers.service import UPLOADING, Service
-from lumen.loggers.values import as_bytes, entries
 
 _NOT_IN_A_NAME = re.compile(r"[^\w/. -]")
 _LONGEST_NAME, _LONGEST_VALUE, _MOST_AT_ONCE = 250, 6000, 100  # of parameters, by MLflow's rules
@@ -72,14 +70,7 @@ class MLFlowLogger(Service):
         synchronous: bool = True,
     ) -> None:
         super().__init__(prefix)
-        try:
-            from mlflow.tracking import MlflowClient
-        except ImportError as error:
-            raise ConfigError(
-                f"MLFlowLogger needs MLflow, which cannot be imported ({error}). "
-                'Install it with: pip install "lumen[mlflow]"'
-            ) from error
-        self._make_client = MlflowClient
+        self._make_client = optional("mlflow.tracking", "MLFlowLogger", "mlflow").MlflowClient
         self._experiment_name = experiment_name
         self._run_name = run_name
         self._tracking_uri = tracking_uri

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 import numpy as np
 
-from lumen.errors import ConfigError
-from lumen.errors.arguments import checked
+from lumen.errors.arguments import checked, optional
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
 from lumen.internals.masking import masked
-from lumen.loggers.base import Array, Logger, Nothing, told
-from lumen.loggers.values import as_array, as_pixels, entries
+from lumen.loggers.base import Array, Logger, Nothing, as_array, as_pixels, entries, told
 
 _FIRST_BEYOND_BINS = 1e20  # of TensorBoard's histograms
 
@@ -42,14 +41,8 @@ class TensorBoardLogger(Logger):
 
     @checked
     def __init__(self) -> None:
-        try:
-            from lumen.loggers.events import EventWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"TensorBoardLogger needs TensorBoard, which cannot be imported ({error}). "
-                'Install it with: pip install "lumen[tensorboard]"'
-            ) from error
-        self._make_writer = EventWriter
+        optional("tensorboard", "TensorBoardLogger", "tensorboard")
+        self._make_writer = import_module("lumen.loggers.events").EventWriter
         self._directory: Path | None = None
         self._part = 0
         self._step = 0

@@ -11,11 +11,10 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from lumen.errors import ConfigError
-from lumen.errors.arguments import checked, local_path
+from lumen.errors.arguments import checked, local_path, optional
 from lumen.errors.lightning_names import ATTRIBUTES_OF_WANDB, NEUTRAL_IN_LOGGERS
-from lumen.loggers.base import Array, told
+from lumen.loggers.base import Array, as_array, as_bytes, entries, told
 from lumen.loggers.service import UPLOADING, Service
-from lumen.loggers.values import as_array, as_bytes, entries
 
 _STEP = "trainer/global_step"
 
@@ -84,16 +83,9 @@ class WandbLogger(Service):
         **kwargs: Any,
     ) -> None:
         super().__init__(prefix)
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                f"WandbLogger needs wandb, which cannot be imported ({error}). "
-                'Install it with: pip install "lumen[wandb]"'
-            ) from error
+        self._library = optional("wandb", "WandbLogger", "wandb")
         if None not in (id, version) and id != version:
             raise ConfigError(f"WandbLogger: id={id!r} and version={version!r} name two runs. Give one of them.")
-        self._library: Any = wandb
         self._name = name
         self._place = None if save_dir is None else local_path(save_dir)
         self._given_id = id or version

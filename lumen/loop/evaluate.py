@@ -18,11 +18,10 @@ from lumen.data.nested import move
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.distributed.dtensor import is_sharded
 from lumen.loop.around_step import unnoticed
-from lumen.loop.halves import Halves, explained
+from lumen.loop.step_in_parts import Halves, explained
 from lumen.metrics.collector import StageMetrics
-from lumen.metrics.stages import StatesApart
 from lumen.metrics.step_values import for_loggers
-from lumen.metrics.torchmetrics_states import Gather
+from lumen.metrics.torchmetrics_states import Gather, StatesApart
 from lumen.random import EVALUATIONS, make_key, preserved_generators, seed_generators
 from lumen.run.place import note_place
 from lumen.run.run import Run

@@ -7,9 +7,9 @@ what loggers get of the step may come later, where a device still computes it, b
 
 from __future__ import annotations
 
-import logging
-
 from lumen.checkpoint.collect import check_additions, check_first_state
+from lumen.console import logger as _log
+from lumen.data.windows import AccumulationWindow
 from lumen.errors import DataError, TrainingError
 from lumen.loop.around_step import EpochSkipped, RolledBack, is_left_out, leave_out
 from lumen.loop.evaluate import evaluate, publish
@@ -23,10 +23,7 @@ from lumen.random import preserved_generators
 from lumen.run.configure_optimizers import check_held
 from lumen.run.open_loaders import NO_TRAINING, open_loaders
 from lumen.run.run import Run
-from lumen.run.validation_schedule import validation_done, validation_due
 from lumen.task.modes import Modes
-
-_log = logging.getLogger("lumen")
 
 
 class StopRequested(Exception):
@@ -253,3 +250,38 @@ def sanity_check(run: Run) -> None:
 def step_values(run: Run) -> dict[str, float]:
     """What the step in progress has logged. Waits for the device. Collective."""
     return {name: float(value) for name, value in run.log.train.step_values(gather=run.log.gather).items()}
+
+
+def validation_due(run: Run, window: AccumulationWindow, *, updated: bool) -> bool:
+    """Whether the plan asks for a validation now.
+
+    Args:
+        run: The run that trains.
+        window: The step that has just ended.
+        updated: The step has updated the parameters.
+    """
+    plan, progress, loaders = run.plan, run.progress, run.loaders
+    if not loaders.evaluation or (progress.epoch + 1) % plan.val_every_n_epochs:
+        return False
+    if plan.val_every_n_steps is not None:
+        return updated and progress.step % plan.val_every_n_steps == 0
+    if plan.val_every_s is not None:
+        return run.ending.vote.now_s - run.ending.validated_at_s >= plan.val_every_s
+    fraction = plan.val_every_epoch_fraction
+    if fraction is None:
+        return False
+    if fraction == 1.0:
+        return window.last
+    assert loaders.train is not None
+    batches = plan.batches("train", loaders.train)
+    assert batches is not None  # Plan.check_validation
+    done = progress.batches
+    before = done - window.batches
+    return int(done / (batches * fraction) + 1e-9) > int(before / (batches * fraction) + 1e-9)
+
+
+def validation_done(run: Run) -> None:
+    """The validation of this step is complete."""
+    run.progress.validation_due = False
+    run.values.has_validated = True
+    run.ending.validated_at_s = run.ending.vote.now_s

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from copy import copy
 from typing import Any, final
 
 import torch
 
+from lumen.console import logger as _log
 from lumen.data.nested import detached
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.errors import TrainingError
@@ -21,8 +21,6 @@ from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
 from lumen.random import GeneratorStates
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
-
-_log = logging.getLogger("lumen")
 
 
 def train_step(run: Run, window: AccumulationWindow) -> bool:

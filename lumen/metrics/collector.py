@@ -16,10 +16,8 @@ import torch
 from torch import nn
 
 from lumen.errors import ConfigError
-from lumen.metrics.accumulator import Accumulator
-from lumen.metrics.log_call import Given, How, LogOptions, as_metric, as_number, check_name, log_options
-from lumen.metrics.outside_steps import HookValue
-from lumen.metrics.step_values import Latest, agreed, by_name, floats, means, of_ranks
+from lumen.metrics.log_call import Given, HookValue, How, LogOptions, as_metric, as_number, check_name, log_options
+from lumen.metrics.step_values import Accumulator, Latest, agreed, by_name, floats, means, of_ranks
 from lumen.metrics.torchmetrics_states import Gather, compute_over_ranks, metrics_of
 
 if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a metric has imported it

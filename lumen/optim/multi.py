@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lumen.errors import ConfigError
-from lumen.optim.lookahead import needs_closure
+from lumen.optim.whole import needs_closure
 
 
 @final

@@ -1,10 +1,13 @@
-"""Whole matrices for optimizers that compute with them, where parameters are cut up over processes."""
+"""Optimizers around another one: whole matrices where parameters are sharded, and Lookahead."""
 
 from __future__ import annotations
 
+import inspect
+import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, final
 
 import torch
@@ -14,11 +17,127 @@ from torch.optim import Optimizer
 from lumen.errors import ConfigError
 from lumen.internals.fully_shard import shards
 from lumen.internals.optimizers import attributes_of_all_optimizers
-from lumen.optim.lookahead import needs_closure
+
+_REFUSAL = re.compile(r"assert closure(?! is None)|if (closure is None|not closure):(\s*#.*)?\s*raise ")
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return True if its `step` asks for a closure that evaluates loss and gradients, as those of LBFGS and SAM do."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and (closure.default is closure.empty or _refuses_none(type(optimizer).step))
+
+
+@cache
+def _refuses_none(step: Callable[..., Any]) -> bool:
+    """Return True if a `step(closure=None)` raises without a closure, as its source says."""
+    try:
+        return bool(_REFUSAL.search(inspect.getsource(step)))
+    except (OSError, TypeError):  # there is no source
+        return False
+
+
+class _Around(Optimizer, ABC):
+    """An optimizer around one other: its groups and state are those of the optimizer inside, as the same objects.
+
+    So schedulers, gradient scalers and checkpoints need know nothing of it.
+
+    Args:
+        optimizer: The optimizer inside, which `step` moves.
+        more: What the groups have beside the settings of `optimizer`.
+
+    Raises:
+        ConfigError: The optimizer needs a closure.
+    """
+
+    def __init__(self, optimizer: Optimizer, **more: Any) -> None:
+        if needs_closure(optimizer):
+            raise ConfigError(
+                f"{type(self).__name__}: {type(optimizer).__name__} makes several evaluations of a closure in one "
+                "step; use an optimizer that makes one step per gradient."
+            )
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, optimizer.defaults | more)
+        self.share()
+
+    def share(self) -> None:
+        """Take over groups and state of the optimizer inside, after it has loaded or replaced them."""
+        self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move the parameters.
+
+        Args:
+            closure: Called first, as by any optimizer of torch: returns the loss.
+
+        Returns:
+            The loss that the closure returned; None without a closure.
+
+        Raises:
+            ConfigError: The optimizer inside cannot serve here.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._move()
+        return loss
+
+    @abstractmethod
+    def _move(self) -> None:
+        """Make one step of the optimizer inside, and what belongs to it."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore groups and state of the optimizer inside."""
+        self.optimizer.load_state_dict(state_dict)
+        self.share()
 
 
 @final
-class WholeMatrices(Optimizer):
+class Lookahead(_Around):
+    """Every k steps, move slow weights a part of the way to where the optimizer went, and let it go on from there.
+
+    Zhang et al., Lookahead Optimizer: k steps forward, 1 step back, 2019. Learning rates, groups and state are those of
+    the optimizer inside. From its first update on, a parameter has slow weights of its shape and dtype,
+    `state[parameter]["slow"]`; a group counts its steps since the last exchange in `group["lookahead_step"]`. An update
+    that a gradient scaler skips is no step.
+
+    Args:
+        optimizer: The optimizer that makes the fast steps, such as AdamW.
+        k: Fast steps for each slow step, at least 1.
+        alpha: Fraction of the way that the slow weights move, in (0, 1].
+
+    Raises:
+        ConfigError: A value is out of range, or the optimizer needs a closure.
+    """
+
+    def __init__(self, optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> None:
+        if k < 1 or not 0 < alpha <= 1:
+            raise ConfigError(f"Lookahead: k = {k}, alpha = {alpha}; k must be at least 1, alpha in (0, 1].")
+        self.k, self.alpha = k, alpha
+        super().__init__(optimizer, lookahead_step=0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle all attributes: `Optimizer` would leave out those that torch does not know."""
+        return super().__getstate__() | {"optimizer": self.optimizer, "k": self.k, "alpha": self.alpha}
+
+    def _move(self) -> None:
+        """Make one fast step, and after every k-th a slow step."""
+        moving = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        starts = {each: each.clone() for each in moving if "slow" not in self.state.get(each, ())}
+        self.optimizer.step()
+        for parameter, start in starts.items():  # only now: optimizers take an empty state for a new parameter
+            self.state[parameter]["slow"] = start
+        for group in self.param_groups:
+            group["lookahead_step"] = (group.get("lookahead_step", 0) + 1) % self.k  # it may be new
+            if group["lookahead_step"] == 0:
+                for parameter in group["params"]:
+                    if (slow := self.state.get(parameter, {}).get("slow")) is not None:
+                        parameter.copy_(slow.lerp_(parameter, self.alpha))
+
+
+@final
+class WholeMatrices(_Around):
     """Lets an optimizer see whole parameters under FSDP: Muon, Shampoo, and others that compute with matrices.
 
     On parts of a matrix `torch.optim.Muon` sums in another order, whose rounding in 16 bits changes a tenth of an
@@ -29,9 +148,8 @@ class WholeMatrices(Optimizer):
     again, the state too, by rows. So a process holds one whole parameter at a time. A step of Muon costs what it
     computes under DDP, and three all-gathers of the size of the parameters.
 
-    Learning rates, groups and state are those of the optimizer inside, as the same objects, so that schedules, gradient
-    scalers and checkpoints need know nothing of it. That optimizer must treat each parameter by itself, and keep what
-    it needs in `state[parameter]` or in its groups.
+    Learning rates, groups and state are those of the optimizer inside. That optimizer must treat each parameter by
+    itself, and keep what it needs in `state[parameter]` or in its groups.
 
     Args:
         optimizer: The optimizer of the parameters, such as `torch.optim.Muon(matrices, lr=0.02)`.
@@ -46,43 +164,21 @@ class WholeMatrices(Optimizer):
                 f"WholeMatrices: expected an optimizer, found {type(optimizer).__name__}. Write "
                 "WholeMatrices(torch.optim.Muon(matrices, lr=0.02))."
             )
-        if needs_closure(optimizer):
-            raise ConfigError(
-                f"WholeMatrices: {type(optimizer).__name__} makes several evaluations of a closure in one step; use an "
-                "optimizer that makes one step per gradient."
-            )
-        self.optimizer = optimizer
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.share()
+        super().__init__(optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle all attributes: `Optimizer` would leave out those that torch does not know."""
         return super().__getstate__() | {"optimizer": self.optimizer}
 
-    def share(self) -> None:
-        """Take over groups and state of the optimizer inside, after it has loaded or replaced them."""
-        self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the optimizer inside. Collective, where parameters are cut up.
-
-        Args:
-            closure: Called first, as by any optimizer of torch: returns the loss.
-
-        Returns:
-            The loss that the closure returned; None without one.
+    def _move(self) -> None:
+        """Make one step of the optimizer inside. Collective, where parameters are sharded.
 
         Raises:
             ConfigError: The optimizer inside keeps something of all parameters together.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         if not any(_is_cut(parameter) for group in self.param_groups for parameter in group["params"]):
             self.optimizer.step()
-            return loss
+            return
         optimizer, groups, state, before = self.optimizer, self.param_groups, self.state, self._counters()
         try:
             for group in groups:
@@ -95,7 +191,6 @@ class WholeMatrices(Optimizer):
         finally:
             optimizer.param_groups, optimizer.state = groups, state
         self._refuse({name for name, value in self._counters().items() if before.get(name, value) != value})
-        return loss
 
     def _step(self, parameter: Any, group: dict[str, Any], state: Any) -> dict[str, Any]:
         """Step one parameter. Returns what the group is afterwards."""
@@ -129,11 +224,6 @@ class WholeMatrices(Optimizer):
                 f"WholeMatrices: {type(self.optimizer).__name__} keeps {', '.join(sorted(kept))} of all parameters "
                 "together, and each is stepped by itself. Keep it in state[parameter] or in the groups."
             )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore groups and state of the optimizer inside."""
-        self.optimizer.load_state_dict(state_dict)
-        self.share()
 
 
 def muons_on_parts(optimizer: Optimizer) -> Iterator[Optimizer]:

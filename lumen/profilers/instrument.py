@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -10,13 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
+from lumen.console import logger as _log
 from lumen.data.windows import AccumulationWindow
 from lumen.precision import Precision
 from lumen.profilers.base import Profiler, hook_stage, in_stage
 from lumen.run.run import Run
 from lumen.task.hooks import HOOKS
 
-_log = logging.getLogger("lumen")
 #: Hooks that run before what is measured or after it.
 _OUTSIDE = ("setup", "on_exception", "teardown")
 _LOGGER_METHODS = ("log_metrics", "log_system", "log_image", "log_histogram", "log_text", "save")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
 from lumen.profilers.base import Profiler, as_text, make_table, not_started, show
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lumen.run.run import Run
-
-_log = logging.getLogger("lumen")
 
 
 @final

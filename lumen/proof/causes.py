@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
-from lumen.proof.apart import Apart, compare, merged
-from lumen.proof.batches import cause_of_parts
+from lumen.proof.apart import Apart, cause_of_parts, compare, merged
 from lumen.proof.outcome import Event, Outcome
 from lumen.proof.pool import Result
 from lumen.proof.suspects import SETS, Suspect, suspects

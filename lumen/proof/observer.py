@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, wraps
+from itertools import islice
+from pathlib import Path
+from types import FrameType
 from typing import Any, final
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lumen.callbacks import Callback
 from lumen.data.fingerprint import known_length
+from lumen.data.generators import OwnGenerators
 from lumen.distributed.dtensor import is_sharded
+from lumen.internals.tensors import writes_to
 from lumen.loggers import Logger
-from lumen.proof.digests import digest, generators
-from lumen.proof.measures import counts_in, loss_in, measure, tensors_in
-from lumen.proof.outcome import Event, Outcome
-from lumen.proof.watch import lines_of, probe
+from lumen.proof.outcome import Event, Outcome, counts_in, loss_in, measure, tensors_in
+from lumen.proof.trace import digest, generators, state_of
+from lumen.random import preserved_generators
+from lumen.task.hooks import HOOKS, overrides
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
 
@@ -74,11 +82,9 @@ class Observer(Callback):
 
     def look_at(self, task: TaskModule, what: str) -> None:
         """Record parameters and buffers as they are. Collective."""
-        for name, parameter in task.named_parameters():
-            if not parameter.is_meta:
-                self._add(what, name, [parameter])
-        for name, buffer in task.named_buffers():
-            self._add(what, f"buffer {name}", [buffer])
+        for kind, name, tensor in state_of(task):
+            if not (kind == "parameter" and tensor.is_meta):
+                self._add(what, name if kind == "parameter" else f"buffer {name}", [tensor])
 
     def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Record what training begins with, and listen to the modules."""
@@ -165,10 +171,8 @@ class Observer(Callback):
         self._look_at_state(trainer, task)
 
     def _look_at_state(self, trainer: Trainer, task: TaskModule) -> None:
-        for name, parameter in task.named_parameters():
-            self._add("parameter", name, [parameter])
-        for name, buffer in task.named_buffers():
-            self._add("buffer", name, [buffer])
+        for kind, name, tensor in state_of(task):
+            self._add(kind, name, [tensor])
         if self._step % self._save_every == 0:
             self._look_at_optimizers(trainer, task)
 
@@ -192,8 +196,7 @@ class Observer(Callback):
 
 def _digests(task: TaskModule) -> dict[str, str]:
     """What parameters and buffers are; of those that are cut up this process's part."""
-    named = {**dict(task.named_parameters()), **dict(task.named_buffers())}
-    return {name: digest([tensor.detach().clone()]) for name, tensor in named.items()}
+    return {name: digest([tensor.detach().clone()]) for _, name, tensor in state_of(task)}
 
 
 def _parts(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, Any]]:
@@ -210,3 +213,131 @@ def _workers_of(loader: Any) -> int:
     if isinstance(loader, dict | list | tuple):
         return max(map(_workers_of, loader.values() if isinstance(loader, dict) else loader), default=0)
     return int(getattr(loader, "num_workers", 0))
+
+
+_NOT_WATCHED = ("setup", "on_load_checkpoint", "on_save_checkpoint", "on_exception", "teardown")
+_SMALL = 1 << 20
+_SAMPLES, _ORDER, _KEY = 4, 16, 0x5EED
+_LIBRARIES = ("site-packages", "dist-packages")
+_HERE = str(Path(__file__).parent.parent)
+
+
+def is_users(kind: type) -> bool:
+    """Whether a class is the user's own: of no installed package, of Python's library or of Lumen."""
+    top = kind.__module__.partition(".")[0]
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    known = top in sys.stdlib_module_names or top in ("lumen", "torch", "builtins")
+    return not known and not any(part in file for part in _LIBRARIES)
+
+
+def lines_of(thing: Any) -> tuple[str, int, int] | None:
+    """File, first and last line of a user's class; None: it is nobody's, or not to be found."""
+    kind = thing if isinstance(thing, type) else type(thing)
+    if not is_users(kind):
+        return None
+    try:
+        text, first = inspect.getsourcelines(kind)
+        return str(inspect.getsourcefile(kind)), first, first + len(text) - 1
+    except (OSError, TypeError):
+        return None
+
+
+@final
+class Watch:
+    """Notes which of the user's hooks write parameters or buffers, and from where values are logged.
+
+    Args:
+        task: The task that owns the parameters.
+        outcome: The record that it adds to.
+        step: Gives the number of the step in progress.
+    """
+
+    def __init__(self, task: TaskModule, outcome: Outcome, step: Callable[[], int]) -> None:
+        self._task, self._outcome, self._step = task, outcome, step
+
+    def begin(self, callbacks: list[Callback]) -> None:
+        """Look at the hooks of these callbacks and of the task from now on; call it before the run begins."""
+        for owner in (*(each for each in callbacks if is_users(type(each))), self._task):
+            for name in HOOKS:
+                if name not in _NOT_WATCHED and overrides(owner, name):
+                    setattr(owner, name, self._watched(owner, name, getattr(owner, name)))
+        object.__setattr__(self._task, "log", partial(self._log, self._task.log))
+
+    def _watched(self, owner: Any, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before = self._state()
+            result = hook(*args, **kwargs)
+            after = self._state()
+            place = f"{type(owner).__name__}.{name} ({_place(hook)})"
+            changed = [each for each in after if after[each] != before.get(each)]
+            self._outcome.written += [(self._step(), place, each) for each in changed]
+            return result
+
+        return watched
+
+    def _state(self) -> dict[str, Any]:
+        named = {**dict(self._task.named_parameters()), **dict(self._task.named_buffers())}
+        quick = sum(tensor.numel() for tensor in named.values()) > _SMALL
+        return {
+            name: (id(tensor), writes_to(tensor), None if quick else digest(tensor.detach().clone()))
+            for name, tensor in named.items()
+            if not tensor.is_inference()
+        }
+
+    def _log(self, log: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        frame = inspect.currentframe()
+        self._outcome.logged.setdefault(name, _function(frame.f_back if frame else None))
+        return log(name, *args, **kwargs)
+
+
+def _function(frame: FrameType | None) -> str:
+    """The user's function that called, its file and line."""
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+# ---------------------------------------------------------------------- data
+
+
+def probe(loader: Any) -> dict[str, list[Any]]:
+    """What a map-style data set and its sampler give when they are asked twice with the same keys; nothing of others.
+
+    It is for the end of a run: a data set that keeps a state is another one afterwards.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return {}
+    with preserved_generators():
+        found: dict[str, list[Any]] = {"length": [known_length(loader.dataset)]}
+        found["samples"] = [list(_samples(loader)) for _ in range(2)]
+        found["order"] = [_order(loader) for _ in range(2)]
+    return found
+
+
+def _samples(loader: DataLoader[Any]) -> Iterator[str]:
+    own = OwnGenerators({"dataset": loader.dataset})
+    for index in islice(_order(loader, plain=True), _SAMPLES):
+        own.seed_all(_KEY)
+        try:
+            yield digest(loader.dataset[index])
+        except Exception as error:  # whatever the user's code raises is no finding of this one
+            yield type(error).__name__
+
+
+def _order(loader: DataLoader[Any], *, plain: bool = False) -> list[Any]:
+    """The first numbers that the sampler gives, or those of the samples in their own order."""
+    if plain:
+        return list(range(min(_SAMPLES, known_length(loader.dataset) or 0)))
+    sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    own = OwnGenerators({"sampler": sampler, "loader": loader.generator}, by_seed=True)
+    own.seed_all(_KEY)
+    torch.default_generator.manual_seed(_KEY)
+    first = [str(each) for each in islice(iter(sampler), _ORDER)]
+    own.put_back()
+    return first

@@ -26,10 +26,9 @@ from lumen.distributed.processes import Processes
 from lumen.errors import LumenError
 from lumen.internals.interpreters import SAFE_PATH, SearchPath
 from lumen.internals.whole_files import replaced
-from lumen.proof.observer import Observer, Rows
+from lumen.proof.observer import Observer, Rows, Watch
 from lumen.proof.outcome import Outcome
 from lumen.proof.variants import Moment, Size, Variant
-from lumen.proof.watch import Watch
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer

@@ -22,8 +22,7 @@ from lumen.errors import RunDirectoryError
 from lumen.internals.masking import masked_words
 from lumen.internals.whole_files import replaced
 from lumen.report.curves import Curves, draw
-from lumen.report.record import Record, names_of, read_record
-from lumen.report.settings import differences, settings_in
+from lumen.report.record import Record, differences, names_of, read_record, settings_in
 from lumen.report.table import Series
 
 if TYPE_CHECKING:

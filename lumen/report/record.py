@@ -2,23 +2,136 @@
 
 from __future__ import annotations
 
+import base64
+import importlib.util
 import json
 import math
 import re
-from collections.abc import Sequence
+import reprlib
+import struct
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+import yaml
+
+from lumen.data.nested import flat
 from lumen.internals.masking import masked_text
-from lumen.report.media import Media, read_media
-from lumen.report.settings import settings_in
 from lumen.report.table import Table, read_table
 from lumen.run.goodput import FILE, TimeSpent, goodput, starts
 
 if TYPE_CHECKING:
     from lumen.checkpoint.listing import ShownRun
+
+_HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum; another one follows the record
+_LONGEST_RECORD = 1 << 26
+_MOST_RECORDS = 2_000_000
+_MOST_NAMES, _OF_EACH = 24, 4
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@final
+@dataclass
+class Media:
+    """The newest images and texts of a run.
+
+    Attributes:
+        images: Name, step, and the image as a `data:` URL.
+        texts: Name, step and text.
+        left_out: How many there are besides.
+        note: Why nothing can be shown, or "".
+    """
+
+    images: list[tuple[str, int, str]] = field(default_factory=list)
+    texts: list[tuple[str, int, str]] = field(default_factory=list)
+    left_out: int = 0
+    note: str = ""
+
+
+def read_media(files: list[Path], most_bytes: int) -> Media:
+    """The newest images and texts in event files.
+
+    Args:
+        files: The event files, in their order.
+        most_bytes: Of all images and texts together, as they stand in the page.
+    """
+    media = Media()
+    if files and importlib.util.find_spec("tensorboard") is None:
+        media.note = "Images and texts cannot be read without TensorBoard: pip install 'lumen[tensorboard]'."
+        return media
+    found: dict[tuple[str, str], list[tuple[int, Any]]] = {}
+    for file in files:
+        with suppress(OSError):
+            for kind, name, step, content in islice(_entries(file), _MOST_RECORDS):
+                found.setdefault((kind, name), []).append((step, content))
+                media.left_out += 1
+                if len(found[kind, name]) > _OF_EACH:
+                    found[kind, name].pop(0)
+    for (kind, name), entries in islice(found.items(), _MOST_NAMES):
+        for step, content in entries:
+            shown = content if kind == "text" else f"data:image/png;base64,{base64.b64encode(content).decode()}"
+            if len(shown) <= most_bytes:
+                most_bytes -= len(shown)
+                media.left_out -= 1
+                (media.texts if kind == "text" else media.images).append((name, step, shown))
+    return media
+
+
+def _entries(file: Path) -> Iterator[tuple[str, str, int, Any]]:
+    """Kind, name, step and content of each image and text; only records that may hold one are decoded."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    for record in _records(file):
+        if _PNG in record or b"text" in record:
+            with suppress(DecodeError):
+                event = Event.FromString(record)
+                for value in event.summary.value:
+                    image = value.image.encoded_image_string
+                    if image.startswith(_PNG):
+                        yield "image", value.tag, event.step, image
+                    elif value.metadata.plugin_data.plugin_name == "text" and value.tensor.string_val:
+                        text = value.tensor.string_val[0].decode(errors="replace")
+                        yield "text", value.tag.removesuffix("/text_summary"), event.step, text
+
+
+def _records(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        while len(head := opened.read(_HEAD.size)) == _HEAD.size:
+            length, _ = _HEAD.unpack(head)
+            record = opened.read(length + 4) if length <= _LONGEST_RECORD else b""
+            if len(record) < length + 4:
+                return  # torn, or nothing that a logger wrote
+            yield record[:-4]
+
+
+MOST = 2000  # settings of a run
+_ABSENT = "–"
+_NAMES = ("trainer.name", "trainer.resume", "trainer.resume_parts")  # which never repeat a run's
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 300
+_BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxdict = 20
+
+
+def settings_in(text: str) -> dict[str, str]:
+    """The settings of a config by their paths, `model.init_args.lr`; empty if it cannot be read."""
+    try:
+        read = yaml.safe_load(text)
+        found = islice(flat(read), MOST) if isinstance(read, dict) else ()
+        return {path: value[:300] if isinstance(value, str) else _BRIEF.repr(value) for path, value in found}
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return {}
+
+
+def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+    """What is not the same in all, by path: the value of each, or a dash."""
+    paths = dict.fromkeys(path for each in settings for path in each if path not in _NAMES)
+    found = {path: [each.get(path, _ABSENT) for each in settings] for path in paths}
+    return {path: values for path, values in found.items() if len(set(values)) > 1}
+
 
 _CONTROLS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[^\n\t\x20-\x7e\x85\xa0-\U0010ffff]")
 _LONGEST_CONFIG = 200_000

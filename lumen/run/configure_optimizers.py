@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from inspect import isclass
 from itertools import permutations
@@ -19,17 +18,15 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
 )
 
+from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
 from lumen.errors.arguments import in_words
 from lumen.internals.optimizers import StepGuard
 from lumen.optim import MultiOptimizer, Schedule, Warmup, needs_closure
 from lumen.precision import Precision
 from lumen.run.scheduler_config import SchedulerConfig
-from lumen.task.references import refer_to_current
+from lumen.task.materialize import refer_to_current
 from lumen.task.task_module import TaskModule
-
-_log = logging.getLogger("lumen")
-
 
 _ABSOLUTE = (Schedule, LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, final
 
+from lumen.console import logger as _log
 from lumen.data.adapter import LoaderAdapter
 from lumen.run.plan import EpochLengths, Plan
 from lumen.run.progress import Progress
 from lumen.task.data_module import DataModule
-
-_log = logging.getLogger("lumen")
 
 
 @final

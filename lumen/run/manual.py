@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
 from lumen.internals.optimizers import bare_step, has_stepped
 from lumen.internals.tensors import multiply
@@ -29,8 +29,6 @@ from lumen.task.task_module import TaskModule
 
 if TYPE_CHECKING:
     from lumen.run.optimization import Optimization
-
-_log = logging.getLogger("lumen")
 
 
 def check_plan(task: TaskModule, plan: Plan) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from inspect import isclass
 from typing import Any
 
+from lumen.console import logger as _log
 from lumen.data.adapter import LoaderAdapter
 from lumen.data.combined import holds_loaders
 from lumen.data.contents import check_same_data
@@ -23,7 +23,6 @@ from lumen.task.data_module import DataModule
 from lumen.task.given import check_loaders
 from lumen.task.hooks import overrides
 
-_log = logging.getLogger("lumen")
 _METHODS = {
     "fit": "train_dataloader",
     "validate": "val_dataloader",

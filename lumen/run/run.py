@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, final
 from lumen.precision import Precision
 from lumen.run.ending import Ending
 from lumen.run.loaders import Loaders
-from lumen.run.log_context import LogContext
 from lumen.run.optimization import Optimization
 from lumen.run.plan import Plan
 from lumen.run.progress import Progress
-from lumen.run.records import Records
+from lumen.run.records import LogContext, Records
 from lumen.run.step_context import StepContext
 from lumen.run.task_calls import TaskCalls
 from lumen.run.values import LoggedValues

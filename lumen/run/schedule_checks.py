@@ -6,7 +6,6 @@ length of the run or of the schedule is unknown, nothing is said.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, final
@@ -26,6 +25,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.internals.optimizers import schedules_in
 from lumen.optim import Schedule, Warmup
@@ -33,7 +33,6 @@ from lumen.run.plan import EpochLengths
 from lumen.run.run import Run
 from lumen.run.scheduler_config import SchedulerConfig
 
-_log = logging.getLogger("lumen")
 _LENGTH = {Schedule: "total_steps", OneCycleLR: "total_steps", CosineAnnealingLR: "T_max",
            PolynomialLR: "total_iters", LinearLR: "total_iters", ConstantLR: "total_iters"}  # fmt: skip
 _FIRST_CHANGE = {StepLR: "step_size", CyclicLR: "total_size", CosineAnnealingWarmRestarts: "T_0"}

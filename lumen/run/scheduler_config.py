@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +17,11 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.internals.optimizers import schedules_in
 from lumen.optim import Warmup
 from lumen.optim.schedules import Schedule
-
-_log = logging.getLogger("lumen")
 
 #: What has a rate for each group that it was built for, and fails where there are more; others move all that there are.
 _BY_GROUP = (CyclicLR, LambdaLR, MultiplicativeLR, OneCycleLR, Schedule, Warmup)

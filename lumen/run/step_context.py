@@ -11,9 +11,8 @@ from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.precision import Precision
 from lumen.random import Domain, make_key, seed_generators
-from lumen.run.anomalies import OperationFinder
+from lumen.run.anomalies import NonFiniteCheck, OperationFinder, Place
 from lumen.run.loss_weighting import BeginSum, LossWeighting
-from lumen.run.nonfinite import NonFiniteCheck, Place
 from lumen.run.progress import Progress
 from lumen.strategies import Strategy
 from lumen.task.hooks import overrides

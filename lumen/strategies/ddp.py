@@ -19,8 +19,7 @@ from lumen.internals.memory import count_reentrant_checkpoints
 from lumen.internals.process_groups import end_backward, leave_out_expanded_buffers, need_reducer
 from lumen.internals.tensors import norms, own_buffers
 from lumen.strategies.average import average, match_layout
-from lumen.strategies.late_parameters import Additions
-from lumen.strategies.step_module import Steps, sparse_parameters
+from lumen.strategies.step_module import Additions, Steps, sparse_parameters
 from lumen.strategies.strategy import SAME, Alike, Strategy, sync_buffers
 
 _NO_CONTEXT = nullcontext()

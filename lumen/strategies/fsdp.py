@@ -23,8 +23,7 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.optim import muons_on_parts, needs_closure
 from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.fsdp_units import find_units, modules_of, outermost
-from lumen.strategies.late_parameters import Additions
-from lumen.strategies.step_module import sparse_parameters
+from lumen.strategies.step_module import Additions, sparse_parameters
 from lumen.strategies.strategy import Alike, Strategy, sync_buffers
 
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

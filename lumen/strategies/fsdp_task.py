@@ -21,7 +21,7 @@ from lumen.internals.tensors import Hooks, give_hooks, hooks_of, is_view, own_pa
 from lumen.metrics.torchmetrics_states import metrics_of
 from lumen.strategies.fsdp_units import outermost
 from lumen.strategies.step_module import Steps
-from lumen.task.references import replace
+from lumen.task.materialize import replace
 
 
 @final

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import final
 
 from torch import nn
 
-_log = logging.getLogger("lumen")
+from lumen.console import logger as _log
 
 
 @final

@@ -16,11 +16,10 @@ from lumen.data.nested import as_tensors, device_of
 from lumen.errors import ConfigError
 from lumen.internals.tensors import own_reset
 from lumen.metrics.log_call import Reduction, as_weight, check_name, items_of, unknown_option
-from lumen.task.all_gather import all_gather
 from lumen.task.data_module import Attached, DataHooks
 from lumen.task.hyperparameters import HasHyperparameters, refuse_hparams_file
 from lumen.task.model_hooks import ModelHooks
-from lumen.task.of_run import OfRun
+from lumen.task.of_run import OfRun, all_gather
 from lumen.task.optimizer_hooks import OptimizerHooks
 from lumen.task.teacher import teachers_of
 

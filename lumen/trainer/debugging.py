@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.distributed.worker import is_worker
 
 if TYPE_CHECKING:
     from pdb import Pdb
-
-_log = logging.getLogger("lumen")
 
 
 @contextmanager

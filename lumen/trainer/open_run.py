@@ -22,7 +22,7 @@ from lumen.callbacks import (
 )
 from lumen.callbacks.checkpoint_names import is_same
 from lumen.checkpoint import Checkpoint, Saves, storage_of
-from lumen.checkpoint.state_keys import key_of
+from lumen.checkpoint.user_state import key_of
 from lumen.console import logger as _log
 from lumen.distributed.launch import relaunch
 from lumen.distributed.restarts import needs_launcher
@@ -46,13 +46,12 @@ from lumen.task.hooks import check_hooks, fitted, misspelt_hooks, overridden_sta
 from lumen.task.task_module import TaskModule
 from lumen.trainer import process_settings
 from lumen.trainer.debugging import debuggable
-from lumen.trainer.grace import limited
 from lumen.trainer.join_callbacks import join_callbacks
 from lumen.trainer.logs import apart_from_others, console_log, log_file
 from lumen.trainer.restarted import tell_restart
 from lumen.trainer.roll_back import rolling_back
 from lumen.trainer.run_directory import RunDirectory
-from lumen.trainer.stop_request import interruption, stop_signals
+from lumen.trainer.stop_request import interruption, limited, stop_signals
 from lumen.trainer.telling import tell_failure, tell_place, tell_stop
 from lumen.trainer.turns import turn
 from lumen.trainer.watch import watched

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, final
 
 from lumen.checkpoint.folder import clean_leftovers
-from lumen.checkpoint.local_storage import fsync_directory, make_directory
+from lumen.checkpoint.storage import fsync_directory, make_directory
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, RunDirectoryError
 

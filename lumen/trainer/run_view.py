@@ -15,14 +15,13 @@ from lumen.loggers import Logger
 from lumen.run.progress import Progress
 from lumen.run.step_context import Counters
 from lumen.task.task_module import TaskModule
-from lumen.trainer.state import TrainerState, stage_name
+from lumen.trainer.view_base import TrainerState, stage_name
 from lumen.trainer.view_of_loaders import ViewOfLoaders
-from lumen.trainer.view_of_processes import ViewOfProcesses
 from lumen.trainer.view_of_settings import ViewOfSettings
 from lumen.trainer.view_of_values import ViewOfValues
 
 
-class RunView(ViewOfSettings, ViewOfValues, ViewOfLoaders, ViewOfProcesses):
+class RunView(ViewOfSettings, ViewOfValues, ViewOfLoaders):
     """What callbacks and tasks read of a trainer; nothing here changes a run, but for `should_stop`.
 
     It is apart from `Trainer`, its one child: what a callback may use is in one place, how a run is made in another.

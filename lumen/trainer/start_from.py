@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,12 +23,11 @@ from lumen.checkpoint import (
 )
 from lumen.checkpoint.averaging import averaged
 from lumen.checkpoint.folder import find_newer, newest_committed, set_aside
+from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
 from lumen.random import chosen_seed, draw_seed
 from lumen.run.run import Run
-
-_log = logging.getLogger("lumen")
 
 
 @final

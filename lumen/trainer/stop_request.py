@@ -3,22 +3,154 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import select
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
 from types import FrameType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
-from lumen.console import logger
+from lumen.console import in_notebook, logger, stderr, stdout
 from lumen.internals.stop_signals import SIGNALS, exit_code, is_obeyed, is_same_request
 from lumen.run.run import Run
-from lumen.trainer.grace import Grace
 from lumen.trainer.logs import record
 from lumen.trainer.telling import tell_stop
+
+_LAST_WORDS_S = 2.0  # a terminal or a store that stands still keeps nobody
+_EVALUATION_S = 30.0  # an evaluation has nothing to save
+_SECOND_S = 5.0  # after the second signal: a main thread that runs Python obeys within milliseconds
+_OVER, _LATE = 0, -1
+
+
+@contextmanager
+def limited(grace_s: float | None, *, saves: bool) -> Iterator[Grace]:
+    """The context of a run whose process ends in time after a signal, if the run does not end.
+
+    Args:
+        grace_s: Seconds from the first signal until the process ends; None: as long as the run saves checkpoints, no
+            limit.
+        saves: The run saves checkpoints.
+    """
+    grace = Grace(grace_s, saves=saves)
+    try:
+        yield grace
+    finally:
+        grace.end()
+
+
+@final
+class Grace:
+    """A thread that waits for signals, and then for the end of the run.
+
+    It hears of signals from the system: a main thread that stands in a collective calls no handler.
+
+    Args:
+        limit_s: Seconds that the run may take from the first signal on. None: no limit, but 30 s for a run that saves
+            nothing and is asked by another signal than Ctrl-C.
+        saves: The run saves checkpoints.
+    """
+
+    def __init__(self, limit_s: float | None, *, saves: bool) -> None:
+        self._limit_s, self._saves = limit_s, saves
+        self._is_interactive = in_notebook or hasattr(sys, "ps1") or bool(sys.flags.interactive)
+        self._heard, self._hears = os.pipe()
+        os.set_blocking(self._hears, False)
+        self._numbers: Collection[int] = ()
+        self._tell: Callable[[int, str], None] = lambda number, reason: None
+        self._obeys: Callable[[], bool] = lambda: True
+        self._thread = threading.Thread(target=self._wait, name="lumen-grace", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def listening(
+        self, numbers: Collection[int], tell: Callable[[int, str], None], obeys: Callable[[], bool]
+    ) -> Iterator[None]:
+        """The context, in the main thread, in which the first signal lets the time begin.
+
+        Args:
+            numbers: Signals that ask the run to stop; they have handlers.
+            tell: Called with the signal and the reason when the process ends, to say how the run stands.
+            obeys: Returns True if the main thread leaves for a second signal, or a save is under way.
+        """
+        self._numbers, self._tell, self._obeys = numbers, tell, obeys
+        before = signal.set_wakeup_fd(self._hears, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+
+    def end(self) -> None:
+        """The run is over."""
+        os.write(self._hears, bytes([_OVER]))
+        self._thread.join()
+        os.close(self._hears)
+        os.close(self._heard)
+
+    def _wait(self) -> None:
+        if (first := self._next(math.inf)) == _OVER:
+            return
+        began_s, second = time.monotonic(), None
+        limit_s, text = self._limit_after(first)
+        while True:
+            left_s = limit_s - (time.monotonic() - began_s)
+            number = self._next(left_s if second is None else min(left_s, _SECOND_S))
+            if number == _OVER:
+                return
+            if number != _LATE:
+                if not (self._is_interactive or is_same_request(first, number, time.monotonic() - began_s)):
+                    second = number
+            elif time.monotonic() - began_s >= limit_s:
+                self._exit(first, f"not done within {text}")
+            elif second is not None and not self._obeys():
+                self._exit(second, "at once")
+
+    def _limit_after(self, number: int) -> tuple[float, str]:
+        """How long the run has after a signal, in seconds and in words."""
+        if self._limit_s is not None:
+            return self._limit_s, f"grace_s={self._limit_s:g}"
+        if self._saves or self._is_interactive or number == signal.SIGINT:  # who pressed Ctrl-C can press it again
+            return math.inf, ""
+        return _EVALUATION_S, f"{_EVALUATION_S:g} s, which grace_s changes"
+
+    def _next(self, limit_s: float) -> int:
+        """The next signal that asks the run to stop; `_OVER` if the run has ended, `_LATE` after so many seconds."""
+        until_s = time.monotonic() + limit_s
+        poll = select.poll()
+        poll.register(self._heard, select.POLLIN)
+        while (left_s := until_s - time.monotonic()) > 0:
+            if poll.poll(None if left_s == math.inf else left_s * 1000):
+                number = os.read(self._heard, 1)[0]
+                if number == _OVER or number in self._numbers:
+                    return number
+        return _LATE
+
+    def _exit(self, number: int, reason: str) -> NoReturn:
+        telling = threading.Thread(target=self._say, args=(number, reason), daemon=True)
+        telling.start()
+        telling.join(_LAST_WORDS_S)
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(exit_code(number))
+
+    def _say(self, number: int, reason: str) -> None:
+        self._tell(number, reason)
+        stdout.flush()
+        stderr.flush()
+
+
+def _hear_no_more() -> None:
+    """A forked child tells its parent nothing of the signals it gets."""
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_hear_no_more)
 
 
 @contextmanager

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from lumen.callbacks import EarlyStopping, ModelCheckpoint
-from lumen.callbacks.best import monitored
 from lumen.callbacks.display import number
+from lumen.callbacks.early_stopping import monitored
 from lumen.checkpoint.folder import newest_committed, read_info
-from lumen.console import in_notebook
-from lumen.console import logger as _log
+from lumen.console import in_notebook, logger as _log
 from lumen.errors import LumenError
 from lumen.errors.arguments import did_you_mean
 from lumen.internals.stop_signals import REQUEUE

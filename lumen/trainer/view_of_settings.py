@@ -1,16 +1,24 @@
-"""What a trainer was given, under the names of its arguments."""
+"""What a trainer was given, under the names of its arguments, and the processes that it runs in."""
 
 from __future__ import annotations
 
 import math
 from datetime import timedelta
+from typing import Any
 
+import torch
+
+from lumen import console
+from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
 from lumen.trainer.view_base import ViewBase
 
 
 class ViewOfSettings(ViewBase):
-    """Arguments of the trainer, as they are after `fast_dev_run` and `overfit_batches`; none can be set afterwards."""
+    """Arguments of the trainer, as they are after `fast_dev_run` and `overfit_batches`, and its processes.
+
+    None can be set afterwards.
+    """
 
     @property
     def max_steps(self) -> int:
@@ -115,3 +123,62 @@ class ViewOfSettings(ViewBase):
     def _limit(self, stage: str) -> int | float:
         limit = self.plan.limits.get(stage)
         return 1.0 if limit is None else limit
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of matrix products: autocast's, else that of the parameters."""
+        device = self.strategy.device
+        with self.run.precision.forward():
+            if torch.is_autocast_enabled(device.type):
+                return torch.get_autocast_dtype(device.type)
+        return self.run.optim.parameters[0].dtype
+
+    @property
+    def processes(self) -> Processes:
+        """Who takes part in the run, and what of plain data they tell each other."""
+        return self.strategy.processes
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self.processes.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this process."""
+        return self.processes.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its node."""
+        return self.processes.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this node."""
+        return self.processes.node
+
+    @property
+    def num_nodes(self) -> int:
+        """How many there are."""
+        return self.processes.nodes
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of this node that the run uses; a process has one."""
+        return self.processes.local_world_size
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Their numbers on this node."""
+        return list(range(self.num_devices))
+
+    def print(self, *values: Any, sep: str = " ", end: str = "\n") -> None:
+        """Print once, in the first process, above the progress bar."""
+        if self.is_global_zero:
+            console.print_values(*values, sep=sep, end=end)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True in the process that writes logs."""
+        return self.processes.is_global_zero

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import socket
 import sys
@@ -20,7 +19,7 @@ from typing import NoReturn, final
 import torch
 
 from lumen.checkpoint import Saves
-from lumen.console import in_notebook, stderr
+from lumen.console import in_notebook, logger as _log, stderr
 from lumen.distributed.culprit import Place, is_prompt, name_culprits, name_unmatched
 from lumen.distributed.stack_dump import OWN_SIGNAL, look_at, own_stacks
 from lumen.distributed.unmatched import Begun, collectives_begun, find_unmatched
@@ -32,7 +31,6 @@ from lumen.loop.step import train_step
 from lumen.run.run import Run
 from lumen.trainer.logs import record
 
-_log = logging.getLogger("lumen")
 _SAVES = Saves.settle.__code__.co_filename
 _STEPS = {train_step.__code__, manual_step.__code__}
 _COLLECTIVES = str(Path(torch.distributed.__file__).parent) + os.sep

@@ -22,7 +22,7 @@ from torchmetrics import MeanMetric
 import lumen
 from lumen.checkpoint import Checkpoint, weights_source
 from lumen.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
-from lumen.run.stop_vote import StopVote
+from lumen.run.ending import StopVote
 from lumen.trainer.run_directory import RunDirectory
 from tests.helpers.tasks import FEATURES, Regression, Saving, Seeing, bare_trainer, loader, quiet_trainer
 

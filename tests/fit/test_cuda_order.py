@@ -22,7 +22,7 @@ from lumen.distributed.process_groups import CUDA_BACKENDS
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError, NonFiniteLoss, ProcessStuck
 from lumen.precision import make_precision
-from lumen.run.nonfinite import NonFiniteCheck
+from lumen.run.anomalies import NonFiniteCheck
 from lumen.run.open_loaders import _rank_slice
 from lumen.strategies import SingleDevice, gather_values
 from lumen.strategies.factory import device_of, make_strategy

@@ -25,8 +25,7 @@ from tests.helpers.accumulation import (
     state,
 )
 from tests.helpers.cli_tasks import Line
-from tests.helpers.tasks import Regression, bare_trainer
-from tests.helpers.tasks import loader as regression_loader
+from tests.helpers.tasks import Regression, bare_trainer, loader as regression_loader
 
 # ---------------------------------------------------------------------- what each step is made of
 

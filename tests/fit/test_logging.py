@@ -22,8 +22,8 @@ from torchmetrics.classification import (
 import lumen
 from lumen.data.permutation import epoch_order
 from lumen.errors import ConfigError
-from lumen.metrics.accumulator import Accumulator
 from lumen.metrics.log_call import as_number
+from lumen.metrics.step_values import Accumulator
 from tests.helpers.tasks import Regression, bare_trainer, loader, network, quiet_trainer, regression_data
 
 SEED = 3

@@ -18,8 +18,8 @@ from lumen.checkpoint.folder import (
     remove_checkpoint,
     set_aside,
 )
-from lumen.checkpoint.local_storage import LocalStorage
 from lumen.checkpoint.manifest import STATE
+from lumen.checkpoint.storage import LocalStorage
 from lumen.checkpoint.writer import write_checkpoint
 from lumen.errors import CheckpointDamaged, CheckpointError
 from tests.helpers.checkpoints import FILES, assert_small, small

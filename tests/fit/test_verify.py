@@ -7,10 +7,10 @@ import torch
 import torchmetrics
 
 from lumen.proof.apart import FLOAT64, compare, merged, rows_apart
+from lumen.proof.observer import lines_of
 from lumen.proof.outcome import Outcome
 from lumen.proof.suspects import suspects
 from lumen.proof.variants import NAME, Variant
-from lumen.proof.watch import lines_of
 from tests.helpers import proving
 from tests.helpers.proving import Clean, Make, OtherData, Within, observed, why
 

@@ -21,13 +21,13 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import lumen
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.loop import fit, micro_batch, step
+from lumen.loop.fit import validation_due
 from lumen.run.ending import Ending
 from lumen.run.optimization import Optimization
 from lumen.run.progress import Progress
 from lumen.run.records import Records
 from lumen.run.step_context import StepContext
 from lumen.run.task_calls import TaskCalls
-from lumen.run.validation_schedule import validation_due
 from tests.helpers.tasks import Regression, bare_trainer, quiet_trainer
 
 #: What a test counts belongs to the package, wherever it lies: a clone is called lumen too, with all of its .venv.

@@ -11,17 +11,19 @@ import torch
 from rich.console import Console
 
 import benchmarks
-from benchmarks.__main__ import library_commit
-from benchmarks.__main__ import measure as measure_case
+from benchmarks.__main__ import library_commit, measure as measure_case
 from benchmarks.cases import CASES, PEERS
 from benchmarks.commands import run_commands
 from benchmarks.gaps import Gaps
 from benchmarks.growing import CASES as GROWING
-from benchmarks.growth import BEGIN as GROWTH_BEGIN
-from benchmarks.growth import END as GROWTH_END
-from benchmarks.growth import exponent, unpack
-from benchmarks.growth import measure as measure_growth
-from benchmarks.growth import write_readme as write_growth
+from benchmarks.growth import (
+    BEGIN as GROWTH_BEGIN,
+    END as GROWTH_END,
+    exponent,
+    measure as measure_growth,
+    unpack,
+    write_readme as write_growth,
+)
 from benchmarks.plot import sketch
 from benchmarks.problem import Problem
 from benchmarks.ratios import Row, refusal, rows_of

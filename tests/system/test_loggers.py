@@ -32,7 +32,7 @@ except lumen.LumenError as error:
 """
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert f"{logger} needs " in shown
-    assert f'pip install "lumen[{extra}]"' in shown
+    assert f"pip install 'lumen[{extra}]'" in shown
 
 
 STOPPED = """

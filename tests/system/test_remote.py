@@ -26,8 +26,8 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import lumen
 from lumen.checkpoint import as_place, object_store, storage_of
-from lumen.checkpoint.files import new_file
 from lumen.checkpoint.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
+from lumen.checkpoint.manifest import new_file
 from lumen.checkpoint.object_store import ObjectStore
 from lumen.checkpoint.places import exists
 from lumen.checkpoint.reader import Checkpoint

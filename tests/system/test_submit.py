@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from lumen.cli import main
 from lumen.cli.submit import kubernetes, ray_train, skypilot, slurm

@@ -1,18 +1,249 @@
-"""The command `lumen runs`."""
+"""The command `lumen runs`: the runs of a directory side by side, or two of them."""
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lumen.checkpoint.listing import ShownRun
 from lumen.cli.parser import Words
-from lumen.cli.runs.choose import choose
 from lumen.cli.runs.find import runs_in
-from lumen.cli.runs.records import record
-from lumen.cli.runs.show import print_checkpoints, show_checkpoints
-from lumen.cli.runs.table import differences, find_two, show_differences, show_table
-from lumen.console import stdout
+from lumen.cli.runs.records import (
+    ABSENT,
+    Record,
+    choose,
+    differing,
+    full_name,
+    names_of,
+    read_condition,
+    record,
+    short_names,
+    time_of,
+    time_spent,
+    value_of,
+)
+from lumen.console import size, stdout
 from lumen.errors import ConfigError
+
+STYLES = {"running": "bold green", "finished": "green", "stopped": "yellow", "failed": "bold red", "unknown": "dim"}
+
+
+def printable(text: str) -> str:
+    """A name from the disk, without what would move the cursor."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def print_checkpoints(found: Sequence[ShownRun]) -> None:
+    """One line for each checkpoint, however long it gets."""
+    rows = [("RUN", "STATUS", "CHECKPOINT", "EPOCH", "SAVED", "BYTES", "STATE", "METRICS")]
+    for shown in found:
+        run = printable(str(shown.path)), shown.status
+        for each in shown.committed:
+            metrics = " ".join(f"{name}={value!r}" for name, value in shown.metrics(each).items())
+            state = "damaged" if each.problem else "best" if shown.is_best(each) else "valid"
+            size_bytes = "-" if each.size_bytes is None else str(each.size_bytes)
+            described = each.path.name, str(each.info.get("epoch", "-")), time_of(each, "seconds") or "-", size_bytes
+            rows.append((*run, *described, state, printable(each.problem or metrics)))
+        if shown.error or not shown.committed:
+            rows.append((*run, *"-----", printable(shown.problem or shown.error or "no checkpoints")))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip(), file=stdout)
+
+
+def show_checkpoints(found: Sequence[ShownRun]) -> None:
+    """A table for each run, as wide as the terminal."""
+    console = Console(file=stdout, markup=False, emoji=False, highlight=False)
+    for number, shown in enumerate(found):
+        if number:
+            console.print()
+        console.print(_head(shown), soft_wrap=True)
+        if shown.committed:
+            console.print(_table(shown))
+        for note, style in _notes(shown):
+            console.print(printable(note), style=style, soft_wrap=True)
+
+
+def _head(shown: ShownRun) -> Text:
+    text = Text(printable(str(shown.path)), style="bold").append("  ")
+    text.append(shown.status, STYLES[shown.status])
+    if shown.holder is not None:
+        pid, host, started = (printable(str(shown.holder.get(key))) for key in ("pid", "host", "started"))
+        with suppress(ValueError):
+            started = f"{datetime.fromisoformat(started).astimezone():%Y-%m-%d %H:%M}"
+        text.append(f" as process {pid} on {host} since {started}", "not bold")
+    return text
+
+
+def _table(shown: ShownRun) -> Table:
+    table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
+    table.add_column("", width=1)
+    table.add_column("checkpoint", no_wrap=True)
+    table.add_column("epoch", no_wrap=True, justify="right")
+    table.add_column("saved", no_wrap=True)
+    table.add_column("size", no_wrap=True, justify="right")
+    table.add_column("metrics", ratio=1, no_wrap=True, overflow="ellipsis")
+    for each in shown.committed:
+        mark = Text("✗", "red") if each.problem else Text("★", "yellow") if shown.is_best(each) else ""
+        monitor = each.info.get("monitor")
+        metrics = Text("  ").join(
+            Text(printable(f"{name} {value:.4g}"), "bold" if name == monitor else "")
+            for name, value in shown.metrics(each).items()
+        )
+        table.add_row(
+            mark,
+            each.path.name,
+            str(each.info.get("epoch", "")),
+            time_of(each, "minutes")[:16].replace("T", " "),
+            "" if each.size_bytes is None else size(each.size_bytes),
+            Text("damaged", "red") if each.problem else metrics,
+        )
+    return table
+
+
+def _notes(shown: ShownRun) -> Iterator[tuple[str, str]]:
+    """What is to be said below the table, and its style."""
+    if shown.problem:
+        yield shown.problem, "red"
+    elif not shown.committed:
+        yield "  no checkpoints", "dim"
+    if (spent := time_spent(shown)) is not None:
+        yield f"  {spent}", "dim"
+    if shown.error:
+        yield f"  {shown.error}", "red"
+    for each in shown.checkpoints:
+        if each.problem:
+            yield f"  {each.problem}", "red"
+        elif each.kind == "tmp":
+            done = "is being written or removed" if shown.status == "running" else "was left by a killed save"
+            yield f"  {each.path.name} {done}", "dim"
+
+
+_MOST_METRICS = 4  # where nobody says which
+
+
+def show_table(chosen: Sequence[Record], records: Sequence[Record], where: Sequence[str], sort: str | None) -> None:
+    """Print a row for each run that was chosen; what is asked for by name is a column too.
+
+    Args:
+        chosen: The runs to print.
+        records: All runs, in which the names of `where` and `sort` were found.
+        where: Conditions that were asked for.
+        sort: The setting or metric that they are sorted by.
+    """
+    asked = [read_condition(text, records).name for text in where]
+    asked += [full_name(sort.removeprefix("-"), records)] if sort else []
+    metrics = {name for record in chosen for name in record["metrics"]}
+    settings = dict.fromkeys([*differing(chosen), *(name for name in asked if name not in {*metrics, "name"})])
+    settings = {name: None for name in settings if name not in ("status", "step", "epoch")}
+    numbers = dict.fromkeys([*(name for name in asked if name in metrics), *_monitored(chosen)])
+    columns = ["name", "status", *settings, "step", *(numbers or sorted(metrics)[:_MOST_METRICS])]
+    heads = ["run", "status", *short_names(list(settings)), "step", *columns[len(settings) + 3 :]]
+    rows = [[_cell(value_of(record, name)) for name in columns] for record in chosen]
+    if stdout.isatty():
+        _show(heads, rows, statuses=[record["status"] for record in chosen])
+    else:
+        print_columns([[head.upper() for head in heads], *([cell or "-" for cell in row] for row in rows)])
+
+
+def _monitored(records: Sequence[Record]) -> list[str]:
+    found = (record["monitor"] for record in records)
+    return [name for name in found if name is not None]
+
+
+def _show(heads: Sequence[str], rows: Sequence[Sequence[str]], statuses: Sequence[str]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for head in heads:
+        table.add_column(head, overflow="fold", justify="left" if head in ("run", "status") else "right")
+    for row, status in zip(rows, statuses, strict=True):
+        name, _, *cells = row
+        table.add_row(Text(name, "bold"), Text(status, STYLES[status]), *cells)
+    Console(file=stdout, markup=False, emoji=False, highlight=False).print(table)
+
+
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows, each in a line, however long it gets."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip(), file=stdout)
+
+
+def _cell(value: Any) -> str:
+    if value is ABSENT:
+        return ""
+    return format(value, ".6g") if isinstance(value, float) else printable("null" if value is None else str(value))
+
+
+# ---------------------------------------------------------------------- two runs
+
+
+def find_two(names: Sequence[str], records: Sequence[Record]) -> tuple[Record, Record]:
+    """The runs of two names or paths.
+
+    Raises:
+        ConfigError: There is no such run, or there are several.
+    """
+    one, other = (_find(name.rstrip("/"), records) for name in names)
+    return one, other
+
+
+def _find(name: str, records: Sequence[Record]) -> Record:
+    found = [each for each in records if each["path"] == name] or [each for each in records if each["name"] == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(f"several runs are called {name}: {', '.join(each['path'] for each in found)}. Give a path.")
+    raise ConfigError(f"there is no run {name}. There are {', '.join(each['name'] for each in records) or 'none'}.")
+
+
+def differences(one: Record, other: Record) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """The settings in which two runs differ, None where one has no such, and all last metrics, by name."""
+    changed = [name for name in dict.fromkeys([*one["settings"], *other["settings"]]) if _differs(one, other, name)]
+    metrics = dict.fromkeys([*one["metrics"], *other["metrics"]])
+    return {
+        "settings": {name: (one["settings"].get(name), other["settings"].get(name)) for name in changed},
+        "metrics": {name: (one["metrics"].get(name), other["metrics"].get(name)) for name in metrics},
+    }
+
+
+def _differs(one: Record, other: Record, name: str) -> bool:
+    both = name in names_of(one) and name in names_of(other)
+    return bool(differing([one, other]).count(name)) if both else True
+
+
+def show_differences(one: Record, other: Record) -> None:
+    """Print in which settings two runs differ, and what each has come to."""
+    found = differences(one, other)
+    facts = {name: (one[name], other[name]) for name in ("status", "step", "epoch")}
+    rows = [["", one["path"], other["path"]]]
+    for pairs, own in ((found["settings"], "settings"), (facts, None), (found["metrics"], "metrics")):
+        rows += [[name, *_both(one, other, name, own, pair)] for name, pair in pairs.items()]
+    if stdout.isatty():
+        table = Table(*rows[0], box=None, pad_edge=False)
+        for row in rows[1:]:
+            table.add_row(*(Text(cell) for cell in row))
+        Console(file=stdout, markup=False, emoji=False, highlight=False).print(table)
+    else:
+        print_columns([["NAME", *rows[0][1:]], *rows[1:]])
+    if not found["settings"]:
+        known = one["settings"] and other["settings"]
+        print("their settings are the same" if known else "one of them has recorded no settings", file=stdout)
+
+
+def _both(one: Record, other: Record, name: str, own: str | None, pair: tuple[Any, Any]) -> list[str]:
+    if own is None:
+        return [_cell(value) for value in pair]
+    owners: list[Mapping[str, Any]] = [one[own], other[own]]
+    return [_cell(owner[name]) if name in owner else "-" for owner in owners]
+
 
 _MORE = (
     "Nothing is changed, and no job is disturbed. Running: a live process holds the run; stopped: it was asked to; "

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
 from lumen.callbacks import Callback
+from lumen.console import logger as _log
 from lumen.errors.arguments import checked
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
 from lumen.trainer.tuner.lr_search import LearningRateCurve
 from lumen.trainer.tuner.trial import set_everywhere
 from lumen.trainer.tuner.tuner import Tuner, rate_name
-
-_log = logging.getLogger("lumen")
 
 
 @final

@@ -14,6 +14,7 @@ from typing import Any, final
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lumen.callbacks import Callback
+from lumen.console import logger as _log
 from lumen.data.combined import CombinedLoader
 from lumen.errors import ConfigError
 from lumen.internals.memory import empty_device_cache
@@ -25,8 +26,6 @@ from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 from lumen.trainer.logs import LogSettings
 from lumen.trainer.trainer import Trainer
-
-_log = logging.getLogger("lumen")
 
 
 @final
