@@ -131,7 +131,7 @@ def test_checkpoints_read_nothing_of_the_environment(monkeypatch):
 
 def test_a_secret_of_the_data_is_not_recorded(monkeypatch):
     monkeypatch.setenv("SECRET", VALUE)
-    words = [f"--model={HERE}.Needing", "--data=Points", "--data.label=${oc.env:SECRET}"]
+    words = [f"--model={HERE}.Needing", "--data=tests.helpers.cli_tasks.Points", "--data.label=${oc.env:SECRET}"]
     assert fit(*words)[1].hparams.label == VALUE
     assert holding() == set()
 

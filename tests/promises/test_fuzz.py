@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lumen.checkpoint import Checkpoint
 from lumen.checkpoint.manifest import text_of
