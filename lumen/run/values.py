@@ -82,12 +82,12 @@ class LoggedValues:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How names were logged, for checkpoints: what `forks` and `unlogged` need to know."""
-        return dict(chain.from_iterable(each.options().items() for each in self._of_stages.values()))
+        """How names were logged in each stage, for checkpoints: what `forks` and `unlogged` need to know."""
+        return {stage: metrics.options() for stage, metrics in self._of_stages.items()}
 
     @options.setter
     def options(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        self._of_stages = {"earlier": StageMetrics.of_options(saved)}
+        self._of_stages = {stage: StageMetrics.of_options(each) for stage, each in saved.items()}
 
     def forget(self) -> None:
         """Those of a sanity check are nobody's."""
