@@ -73,6 +73,8 @@ class Lives:
         assert not self.live(start=start)
         for kept, wanted in zip(final_state(self.directory), final_state(expected), strict=True):
             assert kept == wanted
+        ended = [(each / "ended.json").read_text() for each in (self.directory, expected)]
+        assert ended[0] == ended[1]  # what the task and the trainer hold
         assert sorted(os.listdir(self.checkpoints)) == sorted(path.name for path in find_checkpoints(self.checkpoints))
         seen = surviving_samples(self.directory)
         assert seen == surviving_samples(expected)

@@ -33,6 +33,10 @@ STRATEGIES = {
 }
 
 
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 class Noisy(lumen.TaskModule):
     """Dropout, batch norm, randomness of three libraries in the step, torchmetrics, a schedule and a plateau."""
 
@@ -68,6 +72,15 @@ class Noisy(lumen.TaskModule):
     def validation_step(self, batch):
         self.striker.happens("validate")
         self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def on_train_end(self):
+        self.striker.happens("ending")
+
+    def on_fit_end(self):
+        self.striker.happens("ending")
+        state = {name: whole(each).tolist() for name, each in self.state_dict().items()}
+        if self.global_rank == 0:
+            Path("ended.json").write_text(json.dumps([state, self.trainer.newest_values], sort_keys=True))
 
     def teardown(self, stage):
         self.striker.happens("closing")

@@ -174,10 +174,13 @@ class Hunter:
 
     def draw_options(self):
         options = self.draw.choice([{"strategy": "single", "devices": 1}, DDP_2, DDP_3, FSDP_2])
-        options = options | {"workers": self.draw.choice([0, 2]), "asynchronous": self.draw.choice([False, True])}
+        by_hand = BY_HAND if options["devices"] < 3 else {}  # of three ranks one would have a batch of one sample
+        thaws = {"thaws": options["strategy"] != "fsdp", "max_epochs": 5}  # within the 30 steps of the schedule
+        options = options | self.draw.choice([{}, AVERAGES, by_hand, thaws]) | {"workers": self.draw.choice([0, 2])}
+        options |= {"asynchronous": self.draw.choice([False, True])}
         if self.draw.random() < 0.25:  # ends inside an epoch
             options |= {"precision": "bf16", "max_steps": {1: 38, 2: 23, 3: 15}[options["devices"]]}
-        return options | {"max_epochs": 8}
+        return {"max_epochs": 8} | options
 
     def kill(self, kills):
         """So many times, or until the run has survived them."""
@@ -258,6 +261,9 @@ def hunted(directory, nursery, seed, kills):
     hunter = Hunter(directory / "killed", nursery, seed)
     assert not Lives(directory / "undisturbed", nursery, hunter.options).live()
     hunter.kill(kills)
+    for number in (1, 2):  # on_train_end, on_fit_end
+        assert hunter.lives.live((0, "ending", number))
+        hunter.victims["in an end hook"] += 1
     hunter.lives.end(directory / "undisturbed")
     return hunter
 
