@@ -296,7 +296,7 @@ def test_a_norm_that_the_user_logs_is_not_replaced(tmp_path):
 
 @pytest.mark.parametrize("name", ["=cmd", "+1", "-loss", "@sum", "a\nb", "a\x1b[2J", "a\u2028b"])
 @pytest.mark.parametrize("by_logger", [False, True])
-def test_a_name_is_no_formula_and_has_no_controls(tmp_path, name, by_logger):
+def test_names_with_formulas_or_controls_are_refused(tmp_path, name, by_logger):
     def log(task, batch):
         if by_logger:
             task.trainer.logger.log_metrics({name: 1.0}, 1)

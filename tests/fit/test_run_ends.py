@@ -74,7 +74,7 @@ def test_a_finished_run_started_again_ends_alike(tmp_path, kind):
         assert end_of(trainer, task, called) == ended
 
 
-def test_a_kill_between_two_last_saves_is_made_good(tmp_path):
+def test_kills_between_two_last_saves_are_mended(tmp_path):
     def begin_again():
         savers = [lumen.ModelCheckpoint(tmp_path / part, monitor="val_loss") for part in "ab"]
         fit(tmp_path, max_epochs=2, callbacks=savers)
@@ -86,7 +86,7 @@ def test_a_kill_between_two_last_saves_is_made_good(tmp_path):
     assert begin_again() == ended
 
 
-def test_a_new_run_from_a_finished_checkpoint_ends_in_its_directory(tmp_path):
+def test_runs_from_finished_checkpoints_end_in_new_directories(tmp_path):
     first, task, _ = begin(tmp_path, "average")
     again = lumen.EMA(0.8)
     trainer = fit(
@@ -339,7 +339,7 @@ class Full(lumen.Callback):
 
 
 @pytest.mark.parametrize("name", ["environment.json", "script.yaml", "config.yaml"])
-def test_a_full_disk_is_an_error_with_the_path(tmp_path, name, monkeypatch, capsys):
+def test_full_disks_name_the_path(tmp_path, name, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("line.yaml").write_text(LINE)
     full = f"{Full.__module__}.Full"

@@ -67,9 +67,7 @@ class Job:
 
 @pytest.mark.slow
 @pytest.mark.time_limit(500)
-def test_a_worker_that_is_killed_is_started_again_and_every_loss_is_that_of_the_undisturbed_run(
-    tmp_path, monkeypatch, capsys
-):
+def test_losses_of_restarted_workers_are_undisturbed(tmp_path, monkeypatch, capsys):
     """The run writes, too, by the command in the config's header."""
     killed = Job(tmp_path / "killed", *SHORT)
     killed.kill_after_a_snapshot(rank=1)

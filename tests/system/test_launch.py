@@ -354,7 +354,7 @@ def test_no_thread_of_gloo_outlives_the_run_of_a_process():
 @pytest.mark.parametrize(
     ("count", "rounds"), [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(5, 10, marks=pytest.mark.torture)]
 )
-def test_exit_codes_are_right_for_jobs_side_by_side(count, rounds):
+def test_exit_codes_of_jobs_side_by_side(count, rounds):
     for _ in range(rounds):
         strategies = ("ddp", "fsdp", "ddp", "fsdp", "ddp")[:count]
         jobs = [start("train.py", "fast", "1", "2", TEST_STRATEGY=strategy) for strategy in strategies]
