@@ -25,6 +25,7 @@ def pytest_configure(config):
     config.stash[_STDERR] = os.dup(sys.stderr.fileno())  # the real one, before pytest captures it for the tests
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background, which the jobs of tests would inherit
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def pytest_collection_finish():

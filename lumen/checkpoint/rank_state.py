@@ -44,7 +44,8 @@ def load_values(run: Run, checkpoint: Checkpoint) -> None:
     rank, world = run.strategy.data_rank, run.strategy.data_world_size
     ranks, extra = checkpoint.state["ranks"], checkpoint.tensors("extra")
     for name, tracker in _trackers(run.task).items():
-        while len(tracker) < ranks[0].get("trackers", {}).get(name, 0):
+        saved = ranks[0].get("trackers", {}).get(name, 0)
+        while len(tracker) < min(saved, len(ranks[0]["torchmetrics"])):  # each member has an entry there
             tracker.increment()
     metrics = metrics_of(run.task)
     if len(ranks) == world:

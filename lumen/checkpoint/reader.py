@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 
@@ -35,6 +35,14 @@ from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch
 from lumen.internals.garbage import only_young_collected
 
 _PIECE_BYTES = 4 << 20  # read at once where only some of every row is kept
+#: Entries of the state of a run, and their kinds in JSON.
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("schedulers", "monitors", "ranks"), list),
+    **dict.fromkeys(
+        ("progress", "precision", "configured", "loggers", "metrics", "logged_as", "hyperparameters", "modes", "built",
+         "data_hyperparameters", "extra_state", "settings", "data", "optimizer"), dict),
+    "seed": int,
+}  # fmt: skip
 
 
 @final
@@ -266,7 +274,17 @@ def _open(path: PurePath, verify: str, sections: Sequence[str] | None, processes
             known = {section: specs for section, specs in manifest.sections.items() if section in sections}
             manifest = replace(manifest, sections=known)
         begins = {file: check_header(path / file, held) for file, held in contents.items()}
-        return Checkpoint(path, manifest, read_json(path / STATE) if STATE in files else {}, begins)
+        return Checkpoint(path, manifest, _read_state(path) if STATE in files else {}, begins)
+
+
+def _read_state(path: PurePath) -> dict[str, Any]:
+    """Return the JSON of `state.json`; that of a run has every entry of its kind."""
+    state: dict[str, Any] = read_json(path / STATE)
+    if {"progress", "seed"}.isdisjoint(state):  # it was not a run that wrote it
+        return state
+    if wrong := [name for name, kind in _KINDS.items() if type(state.get(name)) is not kind]:
+        raise CheckpointDamaged(f"{path / STATE} is malformed: {', '.join(wrong)}. Resume from a different checkpoint.")
+    return state
 
 
 @contextmanager

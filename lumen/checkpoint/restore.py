@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import PurePath
+from traceback import extract_tb
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +42,8 @@ from lumen.checkpoint.reshard import extra_of
 from lumen.checkpoint.user_state import Additions, hand_back, key_of, load_states
 from lumen.checkpoint.weights_source import find_named
 from lumen.console import logger as _log
-from lumen.errors import CheckpointMismatch, ConfigError
+from lumen.distributed.culprit import Frame
+from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, LumenError
 from lumen.internals.garbage import only_young_collected
 from lumen.internals.masking import first_unknown
 from lumen.internals.optimizers import has_stepped
@@ -68,27 +70,47 @@ def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]
     Raises:
         CheckpointMismatch: The checkpoint is of another model; nothing was changed.
     """
-    processes, extra = run.processes, extra_of(run.task, checkpoint)
 
     def load_states() -> None:
-        if "model" in parts:
-            _load_own_states(run.task, checkpoint, extra)
-        if "data" in parts and run.loaders.datamodule is not None:
-            run.loaders.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
-        if "progress" in parts and run.stage == "fit":
-            added = decode(checkpoint.state["on_save_checkpoint"], extra)
-            hand_back(run, added, checkpoint.path)
+        with _malformed_is_damaged(checkpoint):
+            extra = extra_of(run.task, checkpoint)
+            if "model" in parts:
+                _load_own_states(run.task, checkpoint, extra)
+            if "data" in parts and run.loaders.datamodule is not None:
+                run.loaders.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
+            if "progress" in parts and run.stage == "fit":
+                added = decode(checkpoint.state["on_save_checkpoint"], extra)
+                hand_back(run, added, checkpoint.path)
 
     if "model" in parts:
-        load_model(run.task, checkpoint, processes=processes)
-    processes.together(load_states)
+        load_model(run.task, checkpoint, processes=run.processes)
+    run.processes.together(load_states)
+
+
+@contextmanager
+def _malformed_is_damaged(checkpoint: Checkpoint) -> Iterator[None]:
+    """The context in which values of a kind that Lumen never writes are one error; what users' code raises stays.
+
+    Raises:
+        CheckpointDamaged: The state of the checkpoint holds such values.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        frames = [Frame(each.filename, each.lineno or 0, each.name) for each in extract_tb(error.__traceback__)]
+        if isinstance(error, LumenError) or any(frame.is_users for frame in frames):
+            raise
+        raise CheckpointDamaged(
+            f"{checkpoint.path} holds a state that cannot be restored: {type(error).__name__}: {error}. It was "
+            "changed, or another version of Lumen wrote it. Resume from a different checkpoint."
+        ) from error
 
 
 def _load_own_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[str, torch.Tensor]) -> None:
     """Call modules' `set_extra_state`, and the task's `on_load_checkpoint`."""
     states = decode(checkpoint.state["extra_state"], extra)
     for name, module in task.named_modules():
-        if name in states:
+        if name in states and type(module).set_extra_state is not nn.Module.set_extra_state:
             module.set_extra_state(states[name])
     task.on_load_checkpoint(Additions(type(task).__name__, decode(checkpoint.state["task"], extra)))
 
@@ -108,8 +130,13 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
         CheckpointMismatch: The optimizer or the schedulers are not of the classes and numbers that were saved.
         ConfigError: A schedule ends before the step at which the run goes on.
     """
+
+    def load() -> None:
+        with _malformed_is_damaged(checkpoint):
+            _load_run(run, checkpoint, parts, continue_records)
+
     with only_young_collected():
-        run.processes.together(partial(_load_run, run, checkpoint, parts, continue_records))
+        run.processes.together(load)
     checkpoint.free()  # the run holds it until its end, for its path
 
 
@@ -121,7 +148,7 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue
     if "progress" in parts:
         run.progress.become(Progress(**state["progress"]))
         run.values.newest = state["metrics"]
-        run.values.options = decode(checkpoint.state.get("logged_as", {}), extra)
+        run.values.options = decode(checkpoint.state["logged_as"], extra)
         compare_modes(run, checkpoint)
         _load_modes(run.task, state["modes"])
         load_states(run.trainer.callbacks, state["callbacks"], checkpoint.path)

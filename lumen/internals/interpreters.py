@@ -25,7 +25,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of Lumen in an interpreter, which `python -m` would look for here.
+    """Return the command that runs a module of Lumen in an interpreter that ignores the working directory.
 
     Args:
         module: The full name of the module.

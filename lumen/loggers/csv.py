@@ -51,7 +51,7 @@ class _Table:
         self._copies = 0  # rows that may be copied
         self._file: IO[str] | None = None
         if path.exists():
-            with _open(path, "r") as file:
+            with explained_writing(path), _open(path, "r") as file:
                 reader = csv.reader(file)
                 self._columns = dict.fromkeys(next(reader, []))
                 self._width = len(self._columns)
@@ -165,7 +165,8 @@ class CSVLogger(Logger):
         paths = [directory / name for name in ("metrics.csv", "system.csv")]
         if not resumed:
             for path in paths:
-                path.unlink(missing_ok=True)
+                with explained_writing(path):
+                    path.unlink(missing_ok=True)
         self._metrics, self._system = map(_Table, paths)
 
     @told

@@ -17,7 +17,7 @@ from torch import nn
 
 from lumen.errors import ConfigError
 from lumen.metrics.log_call import Given, HookValue, How, LogOptions, as_metric, as_number, check_name, log_options
-from lumen.metrics.step_values import Accumulator, Latest, agreed, by_name, floats, means, of_ranks
+from lumen.metrics.step_values import Accumulator, Latest, agreed, by_name, floats, means, number, of_ranks
 from lumen.metrics.torchmetrics_states import Gather, compute_over_ranks, metrics_of
 
 if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a metric has imported it
@@ -346,7 +346,8 @@ class StageMetrics:
             entry = self._add(name, _Entry(LogOptions(**saved["options"]), metric))
             entry.epoch = Accumulator.from_state(saved["epoch"], device)
             if latest := saved.get("latest"):
-                entry.latest, entry.window, self._has_steps = [*latest], self.window, True
+                entry.latest = [(number(each), number(weight)) for each, weight in latest]
+                entry.window, self._has_steps = self.window, True
 
 
 def _report(entry: _Entry, places: Mapping[int, str]) -> _Report:

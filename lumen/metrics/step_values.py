@@ -97,11 +97,23 @@ class Accumulator:
     def from_state(cls, state: Mapping[str, Any], device: torch.device) -> Accumulator:
         """An accumulator in the state that `state_dict` returned."""
         accumulator = cls(state["reduction"])
-        accumulator.total, accumulator.weight = state["total"], state["weight"]
+        accumulator.total, accumulator.weight = number(state["total"]), number(state["weight"])
         accumulator.pending = [
-            (torch.tensor(value, dtype=torch.float64, device=device), weight) for value, weight in state["pending"]
+            (torch.tensor(value, dtype=torch.float64, device=device), number(weight))
+            for value, weight in state["pending"]
         ]
         return accumulator
+
+
+def number(value: Any) -> float:
+    """Return a number that a checkpoint holds.
+
+    Raises:
+        TypeError: The value is of another type.
+    """
+    if not isinstance(value, int | float):
+        raise TypeError(f"expected a number, found {type(value).__name__}")
+    return value
 
 
 K = TypeVar("K", bound=Hashable)

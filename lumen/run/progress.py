@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, final
 
 from lumen.data.adapter import Position
 from lumen.data.windows import AccumulationWindow
+
+_KINDS: dict[str, type] = {"int": Integral, "bool": bool, "float": Real, "Any": object, "list[list[int]]": list}
 
 
 @final
@@ -45,6 +48,12 @@ class Progress:
     loader: Any = None
     fits: int = 0
     left_out: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Check the values, which a checkpoint may give."""
+        wrong = [each.name for each in fields(self) if not isinstance(getattr(self, each.name), _KINDS[str(each.type)])]
+        if wrong or min(self.step, self.epoch, self.samples, self.batches, self.micro_batches, self.fits) < 0:
+            raise ValueError(f"progress has values of another kind, or below 0: {', '.join(wrong)}")
 
     def become(self, other: Progress) -> None:
         """Stand where another one stands; who holds this one sees it."""

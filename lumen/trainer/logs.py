@@ -18,6 +18,7 @@ from typing import Any, final
 
 from lumen.console import ConsoleHandler, logger, stderr
 from lumen.errors import ConfigError
+from lumen.internals.whole_files import explained_writing
 
 _OWN_FORMAT, _OTHERS_FORMAT = "%(asctime)s %(levelname)s %(message)s", "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _TELLS_HOW_IT_STANDS = {"tells_how_it_stands": True}
@@ -229,8 +230,13 @@ def record(message: str, *args: Any, error: BaseException | None = None) -> None
 
 @contextmanager
 def log_file(path: Path, settings: LogSettings) -> Iterator[None]:
-    """Append messages to a file, and with a format of the user the lines that `lumen runs` reads to a second file."""
-    handler = _LogFile(path, encoding="utf-8")
+    """Append messages to a file, and with a format of the user the lines that `lumen runs` reads to a second file.
+
+    Raises:
+        RunDirectoryError: The file cannot be written.
+    """
+    with explained_writing(path):
+        handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(settings.formatter)
     with ExitStack() as closing:
         if settings.form is not None:

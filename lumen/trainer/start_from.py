@@ -25,7 +25,7 @@ from lumen.checkpoint.averaging import averaged
 from lumen.checkpoint.folder import find_newer, newest_committed, set_aside
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
-from lumen.errors import ConfigError
+from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.random import chosen_seed, draw_seed
 from lumen.run.run import Run
 
@@ -130,10 +130,13 @@ class Origin:
 
         Raises:
             ConfigError: The one given, or that of `seed_everything`, is not the checkpoint's.
+            CheckpointMismatch: The checkpoint has no run.
         """
         name = "seed_everything" if given is None else "seed"
         given = chosen_seed() if given is None else given
         if checkpoint is not None and "progress" in self.parts:
+            if "seed" not in checkpoint.state:
+                raise CheckpointMismatch(f"{checkpoint.path} holds tensors and no run. For its weights, use init_from.")
             saved = int(checkpoint.state["seed"])
             if given not in (None, saved):
                 raise ConfigError(
