@@ -199,7 +199,7 @@ class Monitored(NamedTuple):
 
 
 def monitored(trainer: Trainer) -> Monitored | None:
-    """What the `ModelCheckpoint` of a run that decides monitors, else its first `EarlyStopping`; None if nobody does.
+    """Return the monitor of the deciding `ModelCheckpoint`, else of the first `EarlyStopping`, or None.
 
     Args:
         trainer: One that is in `fit`, with all its callbacks.
@@ -223,7 +223,7 @@ class BestSoFar:
         found: What that is, with the best value of the run's earlier parts; None: nothing is monitored.
 
     Attributes:
-        name: The monitor; None: there is none.
+        name: The name of the monitor, or None.
     """
 
     def __init__(self, found: Monitored | None) -> None:
@@ -232,7 +232,7 @@ class BestSoFar:
         self._best = None if found is None else found.best
 
     def is_here(self, values: Mapping[str, float]) -> bool:
-        """Whether new values have the best one of the monitor so far."""
+        """Return True if new values have the best value of the monitor so far."""
         value = math.nan if self.name is None else values.get(self.name, math.nan)
         if math.isnan(value) or (self._best is not None and self._sign * value >= self._sign * self._best):
             return False

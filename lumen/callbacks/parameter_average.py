@@ -174,7 +174,7 @@ class EMA(ParameterAverage):
     After an update `average = decay * average + (1 - decay) * parameter` (Polyak and Juditsky, Acceleration of
     Stochastic Approximation by Averaging, 1992, with exponential weights). It begins as the parameters are when
     training does. An update that fp16 or a callback has left out does not move it. Validations in `fit` are of the
-    average, so monitors, the best checkpoint and early stopping are too; training goes on with the parameters. When
+    average, so monitors, the best checkpoint and early stopping are too; training continues with the parameters. When
     `fit` is over, the task holds the average.
 
     Checkpoints hold both: a run resumes exactly, under any strategy. Whatever asks for weights (`ckpt_path`,
@@ -228,7 +228,7 @@ class EMA(ParameterAverage):
         return {"average": self._average_to_save(), "seen": self._seen, "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the averages of a checkpoint."""
+        """Restore the averages of a checkpoint."""
         self._average, self._seen, self._updates = state["average"], state["seen"], state["updates"]
 
     def _begin(self, trainer: Trainer, task: TaskModule) -> None:
@@ -261,7 +261,7 @@ class SWA(ParameterAverage):
     in `annealing_epochs` epochs, whatever schedules say; at its end the parameters enter the mean (Izmailov et al.,
     Averaging Weights Leads to Wider Optima and Better Generalization, 2018). Running statistics, such as those of
     BatchNorm, are averaged too, so no pass over the data is needed for them. Once there is a mean, validations in
-    `fit` are of it; training goes on with the parameters. When `fit` is over, the task holds the mean.
+    `fit` are of it; training continues with the parameters. When `fit` is over, the task holds the mean.
 
     Checkpoints hold both: a run resumes exactly, under any strategy. Whatever asks for weights (`ckpt_path`,
     `load_from_checkpoint`, `init_from`, `lumen export`) gets the mean, with `average="parameters"` the parameters. The
@@ -311,7 +311,7 @@ class SWA(ParameterAverage):
         return {"average": self._average_to_save(), "updates": self._updates, "rates": self._rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the mean of a checkpoint."""
+        """Restore the mean of a checkpoint."""
         self._average, self._updates, self._rates = state["average"], state["updates"], state["rates"]
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
