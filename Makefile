@@ -39,7 +39,7 @@ compat: $(COMPAT)/.ready ## The tests with another torch, 6 GB in an environment
 	$(COMPAT)/bin/python -m pytest -m "not slow and not torture"
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY)) ## What only CUDA devices can show: make gpu GPU_PYTHON=python3
-	$(GPU_PYTHON) -m pytest -m cuda -rs
+	$(GPU_PYTHON) -m pytest -m cuda -rs $$(grep -rl --include='test_*.py' 'mark\.cuda' tests)
 	$(GPU_PYTHON) -m benchmarks gpt2-cuda gpt2-gaps --rounds 1 --readme
 
 torture: $(READY) ## Random kills, a soak and hostile input, for as long as you like: make torture KILLS=1000 MINUTES=60 FUZZ=60
